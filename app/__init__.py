@@ -1,0 +1,1 @@
+"""polylora: one base language model, many LoRA adapters, many tenants, one Ray Serve application."""

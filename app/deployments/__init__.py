@@ -1,0 +1,1 @@
+"""The Ray Serve application: HTTP, text, tenants, placement and the actors."""

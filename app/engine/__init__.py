@@ -1,0 +1,1 @@
+"""Requests in, tokens out: the engine, without Ray and without HTTP."""

@@ -1,0 +1,1 @@
+"""LoRA adapters: what one is, and the formats it is read from."""

@@ -1,0 +1,38 @@
+"""Names and facts of an adapter, without its weights.
+
+An `AdapterRef` is what travels with a request; an `AdapterCard` is what a list of adapters shows.
+Identity is `digest`, the hash of the contents; names are for people.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One generation of a named adapter. `digest` is hex SHA-256 of the canonical contents."""
+
+    name: str
+    digest: str
+    tenant_id: str = "default"
+    generation: int = 1
+    uri: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCard:
+    """Facts about an adapter's contents.
+
+    `max_rank` is the largest rank over its modules: the number of rank rows it needs before
+    rounding up. `targets` are module names ("q_proj", ...), sorted. `size_bytes` is its weights'
+    size in host memory.
+    """
+
+    digest: str
+    base_digest: str
+    max_rank: int
+    targets: tuple[str, ...]
+    dtype: str
+    size_bytes: int
+    description: str = ""

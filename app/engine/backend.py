@@ -1,0 +1,55 @@
+"""The one interface between engine and device. A backend decides nothing.
+
+It owns weights, KV memory and adapter tables; it writes rows where it is told and computes the batch
+it is given. NumPy in, NumPy out. One thread calls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.batch import ForwardBatch, ForwardOutput
+from app.engine.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BackendLimits:
+    """What the engine may use: sizes fixed when the backend was built.
+
+    `rank_alignment`: an adapter's run of rank rows starts at a multiple of it and its length is
+    this times a power of two. `max_adapter_slots` counts slot 0, the base.
+    """
+
+    num_kv_blocks: int
+    block_size: int
+    adapter_rank_rows: int
+    rank_alignment: int
+    max_adapter_slots: int
+
+
+class Backend(Protocol):
+    """Device memory and arithmetic for one base model."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def limits(self) -> BackendLimits: ...
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """Copy an adapter into rows [row_start, row_start + rows) and point `adapter_slot` at them.
+
+        The engine guarantees that no sequence in flight uses the slot or the rows, and
+        that the run is long enough for `adapter.card.max_rank`. Takes effect with the next `forward`.
+        """
+        ...
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Run the model over the batch, write K and V in place, draw a token for each sample row."""
+        ...
+
+    def close(self) -> None:
+        """Release device memory. The backend is unusable afterwards."""
+        ...

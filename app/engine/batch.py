@@ -1,0 +1,76 @@
+"""The arrays that cross from the engine to a backend and back: one `ForwardBatch` per step.
+
+All NumPy, all frozen; a backend copies what it keeps. Letters: T tokens in the step, B sequences,
+N blocks in the longest table, G runs of tokens with one adapter, P sequences that sample.
+Tokens of one sequence are consecutive and sequences with equal adapters are neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Sampling parameters of the P rows that produce a token, in order.
+
+    temperature, top_p, min_p, presence, frequency, repetition: [P] float32. top_k: [P] int32, 0 is
+    off. seeds: [P] uint64. positions: [P] int64, index of the token to be drawn, prompt included:
+    the counter of the random generator. num_logprobs: [P] int32, -1 none wanted, 0 chosen only.
+    history: for rows with a penalty, the token ids so far [n] int32, else an empty array;
+    prompt_lens: [P] int32, how many of them are prompt.
+    """
+
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    min_p: NDArray[np.float32]
+    presence: NDArray[np.float32]
+    frequency: NDArray[np.float32]
+    repetition: NDArray[np.float32]
+    seeds: NDArray[np.uint64]
+    positions: NDArray[np.int64]
+    num_logprobs: NDArray[np.int32]
+    history: tuple[NDArray[np.int32], ...]
+    prompt_lens: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's work.
+
+    token_ids: [T] int32. positions: [T] int32. kv_slots: [T] int64, where each token's K and V go:
+    block * block_size + offset. query_starts: [B+1] int32, prefix sums of tokens per sequence.
+    seq_lens: [B] int32, keys visible to the last query of the sequence, itself included (query i of
+    a sequence with q queries sees seq_len - q + i + 1). block_tables: [B, N] int32, unused entries 0.
+    run_starts: [G+1] int32 and run_adapter_slots: [G] int32 cover all T tokens; slot 0 is the base
+    and runs of neighbours differ. sample_rows: [P] int32, rows of T whose next token is drawn, in
+    order of their sequences; sample_seqs: [P] int32, which sequence each belongs to.
+    """
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    kv_slots: NDArray[np.int64]
+    query_starts: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    run_starts: NDArray[np.int32]
+    run_adapter_slots: NDArray[np.int32]
+    sample_rows: NDArray[np.int32]
+    sample_seqs: NDArray[np.int32]
+    sampling: SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """token_ids: [P] int32. logprobs: [P] float32, the chosen token's (0 where not wanted).
+
+    top_logprobs: per row, (ids [k] int32, logprobs [k] float32) in descending order, or None.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    top_logprobs: tuple[tuple[NDArray[np.int32], NDArray[np.float32]] | None, ...]

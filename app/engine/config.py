@@ -1,0 +1,33 @@
+"""The engine's settings: one sentence and one laptop-friendly default each; unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineConfig(BaseModel):
+    """Settings of one engine replica. Checked before anything is loaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: Literal["torch", "jax"] = Field("torch", description="Which engine computes.")
+    device: str = Field("cpu", description="Device of the torch engine: cpu or cuda[:index].")
+    num_threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 takes every core allowed.")
+    block_size: int = Field(16, ge=8, le=256, multiple_of=8, description="Tokens per KV block.")
+    num_kv_blocks: int = Field(2048, ge=4, description="KV blocks: num_kv_blocks * block_size tokens fit in the cache.")
+    adapter_rank_rows: int = Field(
+        512, ge=0, description="Rank rows for adapters: resident ranks add up to at most this."
+    )
+    max_adapter_slots: int = Field(256, ge=1, description="Adapters resident at once, the base included.")
+    max_batch_tokens: int = Field(256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks.")
+    max_batch_sequences: int = Field(64, ge=1, description="Sequences running at once.")
+    max_waiting: int = Field(512, ge=1, description="Requests waiting for a turn before new ones are refused with 429.")
+    max_context: int = Field(0, ge=0, description="Longest prompt plus answer; 0 takes the model's own limit.")
+    adapter_write_bytes_per_step: int = Field(
+        64 << 20,
+        ge=1,
+        description="Adapter bytes written per step: a burst of cold ones cannot stall streams.",
+    )
+    prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")

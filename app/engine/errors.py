@@ -1,0 +1,120 @@
+"""Every error a caller can meet, as one tree.
+
+    PolyloraError
+      InvalidRequest          the request can never succeed as written            (400)
+        UnsupportedField        a field that would change the result is not implemented
+        ContextOverflow         prompt + max_tokens exceed the context or the KV memory
+      NotFound                no such model, adapter or route for this caller     (404)
+      Overloaded              try again later
+        QueueFull               this engine's waiting queue is at its limit       (429)
+        NotReady                no replica can take the request now               (503)
+      AdapterError            an adapter that cannot be used                      (400)
+        AdapterFormatError      a file, key or tensor that is not understood, or is missing
+        AdapterMismatch         well formed, but not for this base model
+        AdapterTooLarge         more rank rows or bytes than this replica holds
+        AdapterBusy             the operation must wait for sequences in flight   (409)
+      UnsafeSource            a path or URI outside what this server may read     (403)
+      SourceError             fetching from a permitted source failed             (502)
+      CheckpointError         a base model that cannot be loaded                  (at start)
+      ConfigError             a configuration that contradicts itself             (at start)
+      EngineFailure           the engine died; its streams end with this          (500)
+
+A message gives the offending value, the limit and the way out. HTTP codes live in one table at
+the door (`app.deployments`); the numbers above are for the reader.
+"""
+
+from __future__ import annotations
+
+
+class PolyloraError(Exception):
+    """Root of the tree. `str(error)` is safe to show to the caller."""
+
+
+class InvalidRequest(PolyloraError):
+    """The request can never succeed as written. `param` names the offending field, if one does."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_invalid_request, (type(self), str(self), self.param))
+
+
+class UnsupportedField(InvalidRequest):
+    """A field that would change the result is not implemented here."""
+
+
+class ContextOverflow(InvalidRequest):
+    """The prompt, or prompt plus max_tokens, exceeds the context length or the KV memory."""
+
+
+class NotFound(PolyloraError):
+    """No such model, adapter or route for this caller."""
+
+
+class Overloaded(PolyloraError):
+    """The request is fine; this server has no room for it now. `retry_after_s` is a hint."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_overloaded, (type(self), str(self), self.retry_after_s))
+
+
+class QueueFull(Overloaded):
+    """The engine's waiting queue is at its limit."""
+
+
+class NotReady(Overloaded):
+    """No replica can take the request at the moment."""
+
+
+class AdapterError(PolyloraError):
+    """An adapter that cannot be used."""
+
+
+class AdapterFormatError(AdapterError):
+    """A file, configuration key or tensor that is not understood, malformed, or missing."""
+
+
+class AdapterMismatch(AdapterError):
+    """A well-formed adapter that does not fit this base model."""
+
+
+class AdapterTooLarge(AdapterError):
+    """An adapter that needs more rank rows or bytes than are configured."""
+
+
+class AdapterBusy(AdapterError):
+    """The operation must wait until sequences in flight have left the adapter."""
+
+
+class UnsafeSource(PolyloraError):
+    """A path or URI outside the places this server is allowed to read."""
+
+
+class SourceError(PolyloraError):
+    """Fetching from a permitted source failed."""
+
+
+class CheckpointError(PolyloraError):
+    """A base model that cannot be loaded."""
+
+
+class ConfigError(PolyloraError):
+    """A configuration that contradicts itself or the machine."""
+
+
+class EngineFailure(PolyloraError):
+    """The engine stopped working; every stream it held ends with this error."""
+
+
+def _rebuild_invalid_request(kind: type[InvalidRequest], message: str, param: str | None) -> InvalidRequest:
+    return kind(message, param=param)
+
+
+def _rebuild_overloaded(kind: type[Overloaded], message: str, retry_after_s: float) -> Overloaded:
+    return kind(message, retry_after_s=retry_after_s)

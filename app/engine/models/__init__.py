@@ -1,0 +1,1 @@
+"""Base models: their shapes, their weights, their tokenizer."""

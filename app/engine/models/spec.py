@@ -1,0 +1,90 @@
+"""What a base model is, as data: one decoder per backend reads this, no file per family.
+
+In: `config.json` or GGUF metadata (see `spec_from_config`, `spec_from_gguf`). Out: a frozen
+`ModelSpec`. A configuration value that would change the arithmetic and is not represented here is
+a `CheckpointError` naming it; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding (Su et al. 2021), half-split ("rotate_half") layout.
+
+    `inv_freq` has rotary_dim/2 entries with any scaling (linear, llama3, yarn) already applied;
+    cos and sin are multiplied by `attention_factor`.
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention. `window` is the number of keys a query sees including itself."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """Gated feed-forward: down(act(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One pre-norm decoder layer."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A causal decoder. `digest` identifies the weights' contents; `name` is for people.
+
+    `eos_token_ids` end a sequence unless the request says otherwise.
+    """
+
+    name: str
+    family: str
+    digest: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    norm_eps: float
+    tie_embeddings: bool
+    layers: tuple[LayerSpec, ...]
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    def target_shape(self, layer: int, target: str) -> tuple[int, int]:
+        """(d_in, d_out) of a module of `app.engine.adapters.lora.TARGETS`; KeyError if there is none."""
+        attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
+        q_size = attention.num_heads * attention.head_dim
+        kv_size = attention.num_kv_heads * attention.head_dim
+        return {
+            "q_proj": (self.hidden_size, q_size),
+            "k_proj": (self.hidden_size, kv_size),
+            "v_proj": (self.hidden_size, kv_size),
+            "o_proj": (q_size, self.hidden_size),
+            "gate_proj": (self.hidden_size, mlp.intermediate_size),
+            "up_proj": (self.hidden_size, mlp.intermediate_size),
+            "down_proj": (mlp.intermediate_size, self.hidden_size),
+        }[target]

@@ -1,0 +1,96 @@
+"""What enters the engine and what comes back: frozen value types.
+
+In: a `GenerateRequest` (token ids, never text). Out: `TokenChunk`s, one per engine step and
+request at most. A request's tokens are a function of (weights, adapter, prompt, sampling): nothing
+else in these types may influence them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from app.engine.adapters.card import AdapterRef
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    temperature 0 is greedy. `seed` keys the counter-based generator together with the token's
+    position, so equal seeds give equal tokens in any company. `num_logprobs` None: none wanted;
+    0: only the chosen token's; n: also the n most likely tokens'. Penalties follow OpenAI
+    (presence, frequency: over generated tokens) and transformers (repetition: over prompt and
+    generated tokens); 0, 0 and 1 switch them off. Validated by `validate_sampling`.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to generate.
+
+    `resume_token_ids` are tokens this request has already produced elsewhere: they are treated as
+    generated output (they count against max_tokens and penalties) and are not sent again.
+    `cache_salt` keys the prefix cache beside the adapter digest; it is derived by the server.
+    `weight` is the tenant's share in fair queueing.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: AdapterRef | None = None
+    tenant_id: str = "default"
+    weight: float = 1.0
+    cache_salt: bytes = b""
+    arrival_s: float = 0.0
+    resume_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position, from the model's distribution before temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `cached_tokens` are prompt tokens whose KV was found in the cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """What one step produced for one request. The last chunk of a request has `finish_reason` set.
+
+    `matched_stop` is the stop or end-of-sequence token id that ended it (that id is the last of
+    `token_ids`; the text layer hides it). `error` is set only with finish_reason "error".
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop: int | None = None
+    usage: Usage | None = None
+    error: Exception | None = field(default=None, compare=False)

@@ -1,0 +1,1 @@
+"""The torch engine: CPU through compiled kernels, CUDA through Triton."""

@@ -1,0 +1,1 @@
+"""LoRA, attention and matrix arithmetic on plain arrays; one folder per operation."""
