@@ -8,6 +8,7 @@
       Overloaded              try again later
         QueueFull               this engine's waiting queue is at its limit       (429)
         NotReady                no replica can take the request now               (503)
+      DeadlineExceeded        the request took longer than it may                 (504)
       AdapterError            an adapter that cannot be used                      (400)
         AdapterFormatError      a file, key or tensor that is not understood, or is missing
         AdapterMismatch         well formed, but not for this base model
@@ -70,6 +71,10 @@ class QueueFull(Overloaded):
 
 class NotReady(Overloaded):
     """No replica can take the request at the moment."""
+
+
+class DeadlineExceeded(PolyloraError):
+    """The request took longer than the configured limit and was aborted."""
 
 
 class AdapterError(PolyloraError):

