@@ -1,0 +1,203 @@
+"""PEFT's adapter_config.json, read strictly.
+
+In: the file's bytes. Out: a `PeftConfig` with the keys that decide the arithmetic. Every key is
+used, known to change nothing when the adapter runs, or refused by name: a key that is dropped is an
+adapter served wrongly. What the names in it select is worked out in `patterns` and `peft`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.engine.adapters.strict_json import parse_object, short
+from app.engine.errors import AdapterFormatError
+
+CONFIG_NAME = "adapter_config.json"
+
+#: Keys that change nothing once an adapter is trained: provenance, training and memory settings.
+INERT_KEYS = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "eva_config",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+    }
+)
+
+#: Initialisations that leave the base weights alone, so that the trained A and B are the whole change.
+PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
+
+_CONVERT = "it changes the base weights; save with path_initial_model_for_weight_conversion"
+
+#: Keys accepted only at the values that switch them off, and what the others would mean.
+OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "alora_invocation_tokens": ((None,), "aLoRA (activated after an invocation) is not served"),
+    "arrow_config": ((None,), "Arrow routing is not served"),
+    "bias": (("none",), "trained biases are not served"),
+    "corda_config": ((None, {}), _CONVERT),
+    "ensure_weight_tying": ((False, None), "tied adapters are not served"),
+    "init_lora_weights": (
+        PLAIN_INITS,
+        _CONVERT,
+    ),
+    "kasa_config": ((None,), "KaSA is not served"),
+    "layer_replication": ((None, []), "replicated layers are not served"),
+    "loftq_config": ((None, {}), _CONVERT),
+    "lora_bias": ((False,), "lora_bias is not served"),
+    "lora_ga_config": (
+        (None, {}),
+        _CONVERT,
+    ),
+    "megatron_config": ((None,), "Megatron layers are not served"),
+    "modules_to_save": ((None, []), "fully trained modules are not served"),
+    "monteclora_config": ((None,), "MonteCLoRA is not served"),
+    "target_parameters": ((None, []), "parameter targets are not served"),
+    "task_type": ((None, "CAUSAL_LM"), "only causal language models are served"),
+    "trainable_token_indices": ((None, [], {}), "trained token embeddings are not served"),
+    "use_bdlora": ((None, False), "BD-LoRA is not served"),
+    "use_dora": ((False,), "DoRA is not served"),
+    "use_qalora": ((False,), "QALoRA is not served"),
+    "velora_config": ((None,), "VeLoRA is not served"),
+}
+
+_USED_KEYS = frozenset(
+    {
+        "alpha_pattern",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "target_modules",
+        "use_rslora",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """What decides which modules change and by how much. A `str` is a pattern, a tuple a list of names.
+
+    `fan_in_fan_out` is not kept: PEFT switches it off for linear layers, the only ones served here.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    target_modules: str | tuple[str, ...]
+    exclude_modules: str | tuple[str, ...]
+    layers_to_transform: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+
+def parse_config(contents: bytes) -> PeftConfig:
+    """The configuration in `contents`. `AdapterFormatError` names the offending key."""
+    config = parse_object(contents, CONFIG_NAME)
+    if config.get("peft_type") != "LORA":
+        raise _refused("peft_type", config.get("peft_type"), "only LORA adapters are served")
+    for key, value in config.items():
+        if key in OFF_VALUES:
+            allowed, reason = OFF_VALUES[key]
+            if not any(type(value) is type(one) and value == one for one in allowed):
+                raise _refused(key, value, reason)
+        elif key not in INERT_KEYS and key not in _USED_KEYS:
+            raise _refused(key, value, "this key is not known, so its effect is not; update the server or remove it")
+
+    target_modules = _names(config, "target_modules", default=None)
+    layers_to_transform = _layers(config)
+    layers_pattern = _names(config, "layers_pattern", default=())
+    if isinstance(layers_pattern, str):
+        layers_pattern = (layers_pattern,) if layers_pattern else ()
+    if isinstance(target_modules, str) and (layers_to_transform is not None or layers_pattern):
+        raise _refused("layers_to_transform", config.get("layers_to_transform"), "needs target_modules to be a list")
+    if layers_pattern and layers_to_transform is None:
+        raise _refused("layers_pattern", list(layers_pattern), "means nothing without layers_to_transform")
+    for name in layers_pattern:
+        if not name.replace(".", "_").isidentifier():
+            raise _refused("layers_pattern", name, "only a plain name such as 'layers' is understood")
+    _boolean(config, "fan_in_fan_out")
+    return PeftConfig(
+        rank=_rank("r", config.get("r", 8)),
+        alpha=_alpha("lora_alpha", config.get("lora_alpha", 8)),
+        use_rslora=_boolean(config, "use_rslora"),
+        target_modules=target_modules,
+        exclude_modules=_names(config, "exclude_modules", default=()),
+        layers_to_transform=layers_to_transform,
+        layers_pattern=layers_pattern,
+        rank_pattern={key: _rank(f"rank_pattern[{short(key)}]", v) for key, v in _table(config, "rank_pattern")},
+        alpha_pattern={key: _alpha(f"alpha_pattern[{short(key)}]", v) for key, v in _table(config, "alpha_pattern")},
+    )
+
+
+def _refused(key: str, value: object, reason: str) -> AdapterFormatError:
+    return AdapterFormatError(f"{CONFIG_NAME}: {short(key)} is {short(value)}: {reason}")
+
+
+def _rank(key: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise _refused(key, value, "a rank is an integer of at least 1")
+    return value
+
+
+def _alpha(key: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise _refused(key, value, "alpha is a number")
+    try:
+        alpha = float(value)
+    except OverflowError:
+        alpha = math.inf
+    if not math.isfinite(alpha):
+        raise _refused(key, value, "alpha must be finite")
+    return alpha
+
+
+def _boolean(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if type(value) is not bool:
+        raise _refused(key, value, "must be true or false")
+    return value
+
+
+def _names(config: Mapping[str, Any], key: str, default: tuple[str, ...] | None) -> str | tuple[str, ...]:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, list) and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    if isinstance(value, str):
+        return value if value or default is None else default
+    raise _refused(key, value, "must be a list of module names or a pattern")
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The layers chosen, or None for all: PEFT takes an empty list as no choice."""
+    value = config.get("layers_to_transform")
+    if value is None or value == []:
+        return None
+    layers = value if isinstance(value, list) else [value]
+    if not all(type(layer) is int and layer >= 0 for layer in layers):
+        raise _refused("layers_to_transform", value, "must be layer indices from 0")
+    return tuple(layers)
+
+
+def _table(config: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
+    value = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, dict):
+        raise _refused(key, value, "must map module names or patterns to numbers")
+    return list(value.items())

@@ -1,0 +1,102 @@
+"""An adapter as it was saved: raw tensors and numbers, before it meets a base model.
+
+Every reader (PEFT folder, Arrow card) produces a `StoredAdapter`; `build_adapter` turns one into
+what is served. Tensors keep the bytes and the type they were saved in, so a format can be converted
+to another and back without changing a bit. The digest is taken here, because it must not depend on
+the format, on the order of the tensors or on anybody's comments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.errors import AdapterFormatError
+
+#: Bytes per element of the types an adapter tensor may have, by safetensors name.
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+_DIGEST_DOMAIN = b"polylora/adapter/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor's raw little-endian bytes. `data` is C-contiguous, `prod(shape) * itemsize` bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def to_float32(self) -> NDArray[np.float32]:
+        """The values as an own, aligned float32 array of `shape`; exact for every stored type."""
+        if self.dtype == "BF16":
+            bits = np.frombuffer(self.data, dtype="<u2").astype(np.uint32)
+            return (bits << np.uint32(16)).view(np.float32).reshape(self.shape)
+        kind = {"F32": "<f4", "F16": "<f2"}[self.dtype]
+        return np.frombuffer(self.data, dtype=kind).astype(np.float32).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModule:
+    """One module's pair as saved: a `[r, d_in]`, b `[d_out, r]` (PEFT's orientation).
+
+    `path` is the module's name in the base model, e.g. "model.layers.0.self_attn.q_proj".
+    """
+
+    path: str
+    a: StoredTensor
+    b: StoredTensor
+    alpha: float
+    use_rslora: bool
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def scale(self) -> float:
+        """alpha/r (Hu et al. 2021), or alpha/sqrt(r) for rsLoRA (Kalajdzievski 2023), as PEFT computes it."""
+        return self.alpha / math.sqrt(self.rank) if self.use_rslora else self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """Modules sorted by path, each path once."""
+
+    modules: tuple[StoredModule, ...]
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        paths = [module.path for module in self.modules]
+        if paths != sorted(set(paths)):
+            raise AdapterFormatError("modules are repeated or out of order; each module path appears once")
+
+
+def content_digest(adapter: StoredAdapter, base_digest: str) -> str:
+    """Hex SHA-256 of everything that changes the output: base, scales, tensors.
+
+    Each field is preceded by its length, so no two different adapters give the same bytes to hash,
+    and the domain keeps these hashes apart from every other use of SHA-256 in the project.
+    """
+    digest = hashlib.sha256()
+
+    def add(field: bytes | memoryview) -> None:
+        digest.update(struct.pack("<Q", len(field)))
+        digest.update(field)
+
+    add(_DIGEST_DOMAIN)
+    add(base_digest.encode())
+    add(struct.pack("<Q", len(adapter.modules)))
+    for module in adapter.modules:
+        add(module.path.encode())
+        add(struct.pack("<d", module.scale + 0.0))  # + 0.0: alpha 0 and -0 are one scale
+        for tensor in (module.a, module.b):
+            add(tensor.dtype.encode())
+            add(struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape))
+            add(tensor.data)
+    return digest.hexdigest()

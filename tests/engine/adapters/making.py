@@ -1,0 +1,154 @@
+"""Fresh random models and adapters for tests, in memory and as PEFT folders.
+
+Shapes are small and unequal on purpose: a transposed or mixed-up matrix cannot pass unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from app.engine.adapters.build import build_adapter
+from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+
+PATHS = {
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+}
+DTYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+
+
+def tiny_spec(num_layers: int = 2, digest: str = "base") -> ModelSpec:
+    """hidden 24, q 32 (4 heads of 8), k and v 16 (2 heads), feed-forward 40."""
+    attention = AttentionSpec(4, 2, 8, 8**-0.5, RopeSpec((1.0, 0.1, 0.01, 0.001)))
+    layer = LayerSpec(attention, MlpSpec(40))
+    return ModelSpec("tiny", "llama", digest, 64, 24, 128, 1e-5, True, (layer,) * num_layers, 1, (2,))
+
+
+def module_path(layer: int, target: str) -> str:
+    return f"model.layers.{layer}.{PATHS[target]}"
+
+
+def stored_tensor(values: NDArray[Any], dtype: str = "F32") -> StoredTensor:
+    cast = np.ascontiguousarray(values.astype(DTYPES[dtype]))
+    return StoredTensor(dtype, cast.shape, memoryview(cast.tobytes()))
+
+
+def adapter_from_arrays(
+    arrays: Mapping[tuple[int, str], tuple[NDArray[np.float32], NDArray[np.float32]]],
+    spec: ModelSpec,
+    alpha: float | None = None,
+) -> LoraAdapter:
+    """From (layer, target) → (lora_A [r, d_in], lora_B [d_out, r]); alpha None means a scale of 1."""
+    modules = [
+        StoredModule(
+            module_path(layer, target),
+            stored_tensor(a),
+            stored_tensor(b),
+            float(a.shape[0]) if alpha is None else alpha,
+            use_rslora=False,
+        )
+        for (layer, target), (a, b) in arrays.items()
+    ]
+    return build_adapter(StoredAdapter(tuple(sorted(modules, key=lambda module: module.path))), spec)
+
+
+def random_adapter(
+    spec: ModelSpec,
+    rank: int,
+    targets: Iterable[str] = TARGETS,
+    seed: int | None = None,
+    *,
+    alpha: float | None = None,
+    size: float = 0.2,
+) -> LoraAdapter:
+    """Every layer's `targets` at one rank. `size` is the standard deviation of A and B."""
+    return adapter_from_arrays(random_arrays(spec, rank, targets, seed, size), spec, alpha)
+
+
+def random_arrays(
+    spec: ModelSpec, rank: int, targets: Iterable[str] = TARGETS, seed: int | None = None, size: float = 0.2
+) -> dict[tuple[int, str], tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for layer in range(len(spec.layers)):
+        for target in targets:
+            d_in, d_out = spec.target_shape(layer, target)
+            a, b = rng.normal(0, size, (rank, d_in)), rng.normal(0, size, (d_out, rank))
+            arrays[layer, target] = (a.astype(np.float32), b.astype(np.float32))
+    return arrays
+
+
+def peft_tensors(
+    arrays: Mapping[tuple[int, str], tuple[NDArray[np.float32], NDArray[np.float32]]], dtype: str = "F32"
+) -> dict[str, NDArray[Any]]:
+    tensors: dict[str, NDArray[Any]] = {}
+    for (layer, target), (a, b) in arrays.items():
+        tensors[f"base_model.model.{module_path(layer, target)}.lora_A.weight"] = a.astype(DTYPES[dtype])
+        tensors[f"base_model.model.{module_path(layer, target)}.lora_B.weight"] = b.astype(DTYPES[dtype])
+    return tensors
+
+
+def peft_config(rank: int, targets: Iterable[str] = TARGETS, **changes: object) -> dict[str, object]:
+    """A configuration as PEFT 0.21 writes it for a plain adapter, with `changes`."""
+    return {
+        "alora_invocation_tokens": None,
+        "alpha_pattern": {},
+        "arrow_config": None,
+        "auto_mapping": None,
+        "base_model_name_or_path": "tiny",
+        "bias": "none",
+        "corda_config": None,
+        "ensure_weight_tying": False,
+        "eva_config": None,
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layer_replication": None,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "loftq_config": {},
+        "lora_alpha": rank,
+        "lora_bias": False,
+        "lora_dropout": 0.0,
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "peft_version": "0.21.2",
+        "qalora_group_size": 16,
+        "r": rank,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": list(targets),
+        "target_parameters": None,
+        "task_type": "CAUSAL_LM",
+        "trainable_token_indices": None,
+        "use_dora": False,
+        "use_qalora": False,
+        "use_rslora": False,
+    } | changes
+
+
+def write_peft(folder: Path, config: Mapping[str, object], tensors: Mapping[str, NDArray[Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    return folder
