@@ -1,0 +1,75 @@
+"""From what a client calls an adapter's place to a path this server may read.
+
+In: text from a request or a configuration, and the roots the operator allows. Out: an existing path
+under a root after every symbolic link is followed, or `UnsafeSource`. Outside the roots a path that
+exists and one that does not give the same answer. Whoever may write under a root is trusted not to
+swap links while we look; fetching from elsewhere is the sources' business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from app.engine.adapters.peft_config import CONFIG_NAME
+from app.engine.adapters.strict_json import short
+from app.engine.errors import NotFound, UnsafeSource
+
+_MAX_CHARS = 4096
+
+
+def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
+    """The adapter folder or card meant by `path_or_name`: absolute, or relative to the first root that has it.
+
+    Raises `UnsafeSource` for whatever leaves the roots (an absolute path elsewhere, "..", a link
+    out), and `NotFound` for a place under a root that does not exist.
+    """
+    if not roots:
+        raise UnsafeSource("this server reads no local adapters; set LORA_PATH to the folder that holds them")
+    if not path_or_name or len(path_or_name) > _MAX_CHARS or "\0" in path_or_name:
+        raise UnsafeSource(
+            f"{short(path_or_name)} is not a path: it is empty, over {_MAX_CHARS} characters or has a NUL"
+        )
+    asked = Path(path_or_name)
+    if ".." in asked.parts:
+        raise UnsafeSource(f"{short(path_or_name)} contains '..'; name a folder under the server's adapter roots")
+
+    real_roots = [_real(root) for root in roots]
+    for root, real_root in zip(roots, real_roots, strict=True):
+        if real_root is None or (asked.is_absolute() and not _is_under(asked, (root.absolute(), real_root))):
+            continue
+        found = _real(root / asked)
+        if found is None:
+            continue
+        _check_inside(found, real_roots, path_or_name)
+        if found.is_dir():
+            for name in (CONFIG_NAME, "adapter_model.safetensors"):
+                inner = _real(found / name)
+                if inner is not None:
+                    _check_inside(inner, real_roots, f"{path_or_name}/{name}")
+        return found
+    if asked.is_absolute() and not any(
+        _is_under(asked, (root.absolute(), real or root)) for root, real in zip(roots, real_roots, strict=True)
+    ):
+        raise UnsafeSource(
+            f"{short(path_or_name)} is outside the server's adapter roots; put the adapter under LORA_PATH"
+        )
+    raise NotFound(f"there is no adapter at {short(path_or_name)} under the server's adapter roots")
+
+
+def _real(path: Path) -> Path | None:
+    """`path` with every link followed; None if it does not exist, loops, or cannot be a file name."""
+    try:
+        return Path(os.path.realpath(path, strict=True))
+    except (OSError, ValueError):  # ValueError: text that no file system name encodes
+        return None
+
+
+def _is_under(path: Path, roots: Sequence[Path]) -> bool:
+    return any(root != path and root in path.parents for root in roots)
+
+
+def _check_inside(real: Path, real_roots: Sequence[Path | None], asked: str) -> None:
+    if not _is_under(real, [root for root in real_roots if root is not None]):
+        raise UnsafeSource(f"{short(asked)} leads outside the server's adapter roots; put the files under LORA_PATH")
