@@ -1,0 +1,269 @@
+"""Which adapter occupies which rank rows of the device tables.
+
+In: a content digest and a rank. Out: an adapter slot, a run of rows and, sometimes, a write to
+perform. Slot 0 is the base model: rank 0, never given away, never written. Runs are buddies: their
+length is the alignment times a power of two and they start at a multiple of their length, so two
+freed neighbours always make one run of twice the rank. A pinned adapter is never moved or evicted;
+idle ones stay until their rows or slot are wanted, least recently used first.
+Moving bytes is the backend's job; this module keeps the books.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.engine.errors import AdapterTooLarge
+
+
+class AdapterGrant(NamedTuple):
+    """A pinned place in the tables. With `needs_write`, the rows must be written before their first use."""
+
+    adapter_slot: int
+    row_start: int
+    num_rows: int
+    needs_write: bool
+    evicted: tuple[str, ...]
+
+
+class ResidentAdapter(NamedTuple):
+    """One line of the residency report."""
+
+    digest: str
+    rank: int
+    row_start: int
+    num_rows: int
+    num_pins: int
+
+
+@dataclass(slots=True)
+class _Resident:
+    digest: str
+    rank: int
+    adapter_slot: int
+    start: int  # in units of the alignment
+    units: int
+    pins: int
+    last_used: int
+
+
+class _Reservation(NamedTuple):
+    digest: str
+    start: int
+    units: int
+
+
+class AdapterPool:
+    """digest -> adapter slot -> run of rows, with pins and an LRU of the unpinned."""
+
+    def __init__(self, adapter_rank_rows: int, rank_alignment: int, max_adapter_slots: int) -> None:
+        self.rank_alignment = rank_alignment
+        self.num_units = adapter_rank_rows // rank_alignment
+        self.max_adapter_slots = max_adapter_slots
+        self._residents: dict[str, _Resident] = {}
+        self._owner: list[_Resident | None] = [None] * self.num_units
+        self._free_slots = list(range(max_adapter_slots - 1, 0, -1))
+        self._clock = 0
+        self._reservation: _Reservation | None = None
+        self.num_evictions = 0
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that fits an empty pool."""
+        if self.num_units == 0 or self.max_adapter_slots < 2:
+            return 0
+        return self.rank_alignment << (self.num_units.bit_length() - 1)
+
+    @property
+    def num_rows_free(self) -> int:
+        """Rows held by no adapter, idle ones counted as held."""
+        return (self.num_units - sum(entry.units for entry in self._residents.copy().values())) * self.rank_alignment
+
+    def check_rank(self, name: str, rank: int) -> None:
+        """Raise AdapterTooLarge if an adapter of this rank can never be held."""
+        if rank > self.max_rank:
+            raise AdapterTooLarge(
+                f"adapter {name!r} has rank {rank} but this model's pool holds at most rank {self.max_rank} "
+                f"({self.num_units * self.rank_alignment} rank rows, {self.max_adapter_slots - 1} adapter slots "
+                "beside the base); raise engine.adapter_rank_rows or register an adapter of lower rank"
+            )
+
+    def is_resident(self, digest: str) -> bool:
+        return digest in self._residents
+
+    def acquire(self, digest: str, rank: int) -> AdapterGrant | None:
+        """Pin an adapter, making room if need be; None if it must wait for pins to leave.
+
+        AdapterTooLarge if it never fits. Rows under another adapter's reservation are not touched.
+        """
+        assert rank > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
+        resident = self._residents.get(digest)
+        if resident is not None:
+            return self._pin(resident)
+        self.check_rank(digest, rank)
+        if not self._may_take_adapter_slot(digest):
+            return None
+        units = self._units(rank)
+        start = self._free_run(units, digest)
+        if start is None:
+            start = self._cheapest_window(units, digest)
+            if start is None:
+                return None
+        evicted = [self._evict(entry) for entry in self._occupants(start, units)]
+        if not self._free_slots:
+            idle = min((e for e in self._residents.values() if e.pins == 0), key=lambda e: e.last_used)
+            evicted.append(self._evict(idle))
+        self._clock += 1
+        resident = _Resident(digest, rank, self._free_slots.pop(), start, units, 1, self._clock)
+        self._residents[digest] = resident
+        self._owner[start : start + units] = [resident] * units
+        self.cancel_reservation(digest)
+        self.num_evictions += len(evicted)
+        return self._grant(resident, needs_write=True, evicted=tuple(evicted))
+
+    def release(self, digest: str) -> None:
+        """Give one pin back. The adapter stays resident until its rows are wanted."""
+        resident = self._residents[digest]
+        assert resident.pins > 0, "pin released twice"
+        resident.pins -= 1
+        self._clock += 1
+        resident.last_used = self._clock
+
+    def drop(self, digest: str) -> int:
+        """Free an unpinned adapter's rows; how many were freed (0 if it is absent or still pinned)."""
+        resident = self._residents.get(digest)
+        if resident is None or resident.pins > 0:
+            return 0
+        self._evict(resident)
+        return resident.units * self.rank_alignment
+
+    def reserve(self, digest: str, rank: int) -> None:
+        """Keep a window of rows, and a slot, for an adapter that has waited too long.
+
+        The window with the fewest pins is chosen. Until the holder acquires, or cancels, nothing
+        else is placed or pinned anew there, so its pins can only leave. One reservation at a time:
+        a second one is ignored and has to ask again.
+        """
+        if self._reservation is not None or digest in self._residents:
+            return
+        self.check_rank(digest, rank)
+        units = self._units(rank)
+        slot_is_short = not self._free_slots and all(entry.pins for entry in self._residents.values())
+
+        def pressure(start: int) -> tuple[bool, int, int]:
+            entries = self._occupants(start, units)
+            newest = max((entry.last_used for entry in entries), default=0)
+            return (slot_is_short and not entries, sum(entry.pins for entry in entries), newest)
+
+        start = min(self._windows(units), key=pressure)
+        self._reservation = _Reservation(digest, start, units)
+
+    def cancel_reservation(self, digest: str) -> None:
+        """The holder no longer needs its reservation; nothing happens if it holds none."""
+        if self._reservation is not None and self._reservation.digest == digest:
+            self._reservation = None
+
+    @property
+    def reserved_for(self) -> str | None:
+        return self._reservation.digest if self._reservation is not None else None
+
+    def residents(self) -> tuple[ResidentAdapter, ...]:
+        """Who is in the tables, by row."""
+        alignment = self.rank_alignment
+        entries = sorted(self._residents.copy().values(), key=lambda entry: entry.start)
+        return tuple(
+            ResidentAdapter(e.digest, e.rank, e.start * alignment, e.units * alignment, e.pins) for e in entries
+        )
+
+    def check(self) -> None:
+        """Assert that every row and slot is accounted for; for tests."""
+        expected: list[_Resident | None] = [None] * self.num_units
+        for entry in self._residents.values():
+            assert entry.start % entry.units == 0, "a run starts at a multiple of its length"
+            assert entry.units * self.rank_alignment >= entry.rank
+            assert entry.start + entry.units <= self.num_units
+            for unit in range(entry.start, entry.start + entry.units):
+                assert expected[unit] is None, "two adapters share a row"
+                expected[unit] = entry
+        assert expected == self._owner
+        used = [entry.adapter_slot for entry in self._residents.values()]
+        assert sorted(used + self._free_slots) == list(range(1, self.max_adapter_slots))
+
+    def _pin(self, resident: _Resident) -> AdapterGrant | None:
+        if self._is_reserved(resident.start, resident.units, resident.digest):
+            return None
+        if resident.pins == 0 and not self._may_take_adapter_slot(resident.digest):
+            return None
+        resident.pins += 1
+        self._clock += 1
+        resident.last_used = self._clock
+        return self._grant(resident, needs_write=False, evicted=())
+
+    def _grant(self, resident: _Resident, *, needs_write: bool, evicted: tuple[str, ...]) -> AdapterGrant:
+        alignment = self.rank_alignment
+        return AdapterGrant(
+            resident.adapter_slot, resident.start * alignment, resident.units * alignment, needs_write, evicted
+        )
+
+    def _units(self, rank: int) -> int:
+        """Length of the run for a rank, in units: a power of two."""
+        return 1 << (-(-rank // self.rank_alignment) - 1).bit_length()
+
+    def _windows(self, units: int) -> range:
+        return range(0, self.num_units - units + 1, units)
+
+    def _occupants(self, start: int, units: int) -> list[_Resident]:
+        found: dict[str, _Resident] = {}
+        for entry in self._owner[start : start + units]:
+            if entry is not None:
+                found[entry.digest] = entry
+        return list(found.values())
+
+    def _is_reserved(self, start: int, units: int, digest: str) -> bool:
+        held = self._reservation
+        if held is None or held.digest == digest:
+            return False
+        return start < held.start + held.units and held.start < start + units
+
+    def _may_take_adapter_slot(self, digest: str) -> bool:
+        """Whether a slot can be had for one more pinned adapter, leaving one for a reservation's holder."""
+        supply = len(self._free_slots) + sum(1 for entry in self._residents.values() if entry.pins == 0)
+        held = self._reservation
+        return supply > (0 if held is None or held.digest == digest else 1)
+
+    def _free_run(self, units: int, digest: str) -> int | None:
+        """Best fit: the free window whose free buddy run is smallest, so large runs stay whole."""
+        best: tuple[int, int] | None = None
+        for start in self._windows(units):
+            if any(self._owner[start : start + units]) or self._is_reserved(start, units, digest):
+                continue
+            size = units
+            while True:
+                wider = start - start % (2 * size)
+                if wider + 2 * size > self.num_units or any(self._owner[wider : wider + 2 * size]):
+                    break
+                size *= 2
+            if best is None or size < best[0]:
+                best = (size, start)
+        return best[1] if best is not None else None
+
+    def _cheapest_window(self, units: int, digest: str) -> int | None:
+        """The window without pins whose most recently used adapter was used longest ago."""
+        best: tuple[int, int, int] | None = None
+        for start in self._windows(units):
+            if self._is_reserved(start, units, digest):
+                continue
+            entries = self._occupants(start, units)
+            if any(entry.pins for entry in entries):
+                continue
+            candidate = (max(entry.last_used for entry in entries), len(entries), start)
+            if best is None or candidate < best:
+                best = candidate
+        return best[2] if best is not None else None
+
+    def _evict(self, resident: _Resident) -> str:
+        assert resident.pins == 0, "a pinned adapter is never evicted"
+        del self._residents[resident.digest]
+        self._owner[resident.start : resident.start + resident.units] = [None] * resident.units
+        self._free_slots.append(resident.adapter_slot)
+        return resident.digest

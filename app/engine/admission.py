@@ -1,0 +1,147 @@
+"""Which waiting sequences start in this step, and the adapter writes that this takes.
+
+In: the fair queue, the block and adapter pools. Out: admitted sequences holding their blocks and
+pin, and the writes to perform before they run. One sequence that must wait (for rank rows, for
+blocks, for its turn to write) does not hold up the others; but once `MAX_BYPASSES` of them have
+been admitted past it, it is considered first, rows are reserved for it, and while it waits for
+blocks nobody else is admitted. Everything running ends, so everything waiting starts.
+Whose turn it is, is the queue's order; what runs next is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from app.engine.adapter_pool import AdapterPool
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.fair_queue import INPUT_PRICE, RANK_ROW_PRICE, FairQueue
+from app.engine.kv_cache import BlockPool
+from app.engine.sequence import Sequence, Status
+from app.engine.stats import Meter
+
+#: Admissions of others that a considered sequence lets pass before it is put first.
+MAX_BYPASSES = 16
+
+#: Sequences refused for want of blocks before a pass over the queue stops (each costs a cache lookup).
+MAX_BLOCK_REFUSALS = 32
+
+
+class AdapterWrite(NamedTuple):
+    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them."""
+
+    adapter_slot: int
+    row_start: int
+    adapter: LoraAdapter
+
+
+class Admission:
+    """Moves sequences from the queue into running, as far as memory allows."""
+
+    def __init__(
+        self, queue: FairQueue, blocks: BlockPool, adapters: AdapterPool, meter: Meter, *, max_write_bytes: int
+    ) -> None:
+        self._queue = queue
+        self._blocks = blocks
+        self._adapters = adapters
+        self._meter = meter
+        self._max_write_bytes = max_write_bytes
+        self._num_admitted = 0
+        self._is_open = True
+
+    def reopen(self) -> None:
+        """Something arrived or something was given back: it is worth looking at the queue again."""
+        self._is_open = True
+
+    def admit(self, max_sequences: int, num_running: int) -> tuple[list[Sequence], list[AdapterWrite]]:
+        """At most `max_sequences` in fair order, with their blocks and pins, and the writes they need."""
+        admitted: list[Sequence] = []
+        writes: list[AdapterWrite] = []
+        if not self._is_open or max_sequences <= 0 or not len(self._queue):
+            return admitted, writes
+        self._is_open = False
+        passed: list[Sequence] = []
+        refused_digests: set[str] = set()
+        written_bytes = 0
+        num_block_refusals = 0
+        for sequence in self._queue.candidates():
+            if len(admitted) == max_sequences:
+                self._is_open = True
+                break
+            digest = sequence.adapter_digest
+            if digest in refused_digests:
+                passed.append(sequence)
+                continue
+            starving = self._queue.is_starving(sequence)
+            found = self._find_prefix(sequence)
+            if not self._blocks_suffice(sequence, found, num_running + len(admitted)):
+                passed.append(sequence)
+                num_block_refusals += 1
+                if starving or num_block_refusals == MAX_BLOCK_REFUSALS:
+                    break
+                continue
+            if sequence.adapter is not None and digest is not None:
+                is_new = not self._adapters.is_resident(digest)
+                size = sequence.adapter.card.size_bytes if is_new else 0
+                if written_bytes and written_bytes + size > self._max_write_bytes:
+                    self._is_open = True  # the budget is new in the next step
+                    refused_digests.add(digest)
+                    passed.append(sequence)
+                    continue
+                grant = self._adapters.acquire(digest, sequence.rank)
+                if grant is None:
+                    if starving:
+                        self._adapters.reserve(digest, sequence.rank)
+                    refused_digests.add(digest)
+                    passed.append(sequence)
+                    continue
+                sequence.adapter_slot = grant.adapter_slot
+                if grant.needs_write:
+                    written_bytes += max(size, 1)
+                    writes.append(AdapterWrite(grant.adapter_slot, grant.row_start, sequence.adapter))
+                    self._queue.charge(sequence, RANK_ROW_PRICE * grant.num_rows)
+                    self._meter.adapter_written(sequence.tenant_id, size)
+            self._start(sequence, found)
+            admitted.append(sequence)
+            for other in passed:
+                other.bypassed += 1
+        for sequence in admitted:
+            self._queue.remove(sequence)
+        for sequence in passed:
+            if sequence.bypassed >= MAX_BYPASSES and not self._queue.is_starving(sequence):
+                self._queue.mark_starving(sequence)
+                self._is_open = True
+        return admitted, writes
+
+    def leave(self, sequence: Sequence) -> None:
+        """A waiting sequence goes away for good: nothing stays reserved for it."""
+        if sequence.adapter_digest is not None:
+            self._adapters.cancel_reservation(sequence.adapter_digest)
+        self._queue.remove(sequence)
+        self._is_open = True
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached blocks it can start from. The last known token is always computed: its output is wanted."""
+        num_full = (sequence.num_tokens - 1) // self._blocks.block_size
+        return self._blocks.find(sequence.extend_hashes(num_full)[:num_full], sequence.block_bytes)
+
+    def _blocks_suffice(self, sequence: Sequence, found: list[int], num_running: int) -> bool:
+        """Room for every known token, and one spare block for each running sequence to grow into."""
+        num_new = -(-sequence.num_tokens // self._blocks.block_size) - len(found)
+        return self._blocks.num_free_without(found) >= num_new + num_running
+
+    def _start(self, sequence: Sequence, found: list[int]) -> None:
+        num_cached = len(found) * self._blocks.block_size
+        self._blocks.reference(found)
+        sequence.add_blocks(found)
+        new = self._blocks.allocate(-(-sequence.num_tokens // self._blocks.block_size) - len(found))
+        assert new is not None, "blocks were counted before they were taken"
+        sequence.add_blocks(new)
+        sequence.num_computed = num_cached
+        sequence.status = Status.RUNNING
+        if sequence.num_cached is None:
+            sequence.num_cached = min(num_cached, sequence.num_prompt)
+            self._meter.admitted(sequence.tenant_id, sequence.num_prompt, sequence.num_cached)
+            self._queue.charge(sequence, INPUT_PRICE * (sequence.num_prompt - sequence.num_cached))
+        if sequence.order is None:
+            sequence.order = self._num_admitted
+            self._num_admitted += 1

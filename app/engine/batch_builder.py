@@ -1,0 +1,127 @@
+"""A step's plan as arrays: `Schedule` items in, one frozen `ForwardBatch` out.
+
+Items arrive sorted by adapter slot. Nothing is decided here and nothing is kept except sampling
+parameters, which are reused while the same sequences sample in the same order (steady decoding).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.batch import ForwardBatch, SamplingBatch
+from app.engine.sequence import Sequence
+
+_NO_HISTORY: NDArray[np.int32] = np.empty(0, np.int32)
+_NO_HISTORY.flags.writeable = False
+
+
+class BatchBuilder:
+    """Builds one batch per step for a block size."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._sampled: list[Sequence] = []
+        self._constants = _SamplingConstants([])
+
+    def build(self, items: list[tuple[Sequence, int]]) -> ForwardBatch:
+        """The arrays for a step that computes `count` tokens of each sequence, from `num_computed` on."""
+        block_size = self._block_size
+        counts = [count for _, count in items]
+        num_blocks = max(sequence.num_blocks for sequence, _ in items)
+        block_tables = np.zeros((len(items), num_blocks), np.int32)  # [B, N]
+        token_ids: list[int] = []
+        positions: list[int] = []
+        kv_slots: list[int] = []
+        seq_lens: list[int] = []
+        sample_rows: list[int] = []
+        sample_seqs: list[int] = []
+        sampled: list[Sequence] = []
+        run_starts = [0]
+        run_slots: list[int] = []
+        num_tokens = 0
+        for index, (sequence, count) in enumerate(items):
+            start = sequence.num_computed
+            end = start + count
+            table = sequence.block_table
+            block_tables[index, : sequence.num_blocks] = table[: sequence.num_blocks]
+            if count == 1:
+                token_ids.append(sequence.token_ids.item(start))
+                positions.append(start)
+                kv_slots.append(table.item(start // block_size) * block_size + start % block_size)
+            else:
+                where = np.arange(start, end)
+                token_ids += sequence.token_ids[start:end].tolist()
+                positions += range(start, end)
+                kv_slots += (table[where // block_size].astype(np.int64) * block_size + where % block_size).tolist()
+            seq_lens.append(end)
+            if not run_slots or run_slots[-1] != sequence.adapter_slot:
+                if run_slots:
+                    run_starts.append(num_tokens)
+                run_slots.append(sequence.adapter_slot)
+            num_tokens += count
+            if end == sequence.num_tokens:
+                sample_rows.append(num_tokens - 1)
+                sample_seqs.append(index)
+                sampled.append(sequence)
+        run_starts.append(num_tokens)
+        query_starts = np.zeros(len(items) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        return ForwardBatch(
+            token_ids=np.array(token_ids, np.int32),
+            positions=np.array(positions, np.int32),
+            kv_slots=np.array(kv_slots, np.int64),
+            query_starts=query_starts,
+            seq_lens=np.array(seq_lens, np.int32),
+            block_tables=block_tables,
+            run_starts=np.array(run_starts, np.int32),
+            run_adapter_slots=np.array(run_slots, np.int32),
+            sample_rows=np.array(sample_rows, np.int32),
+            sample_seqs=np.array(sample_seqs, np.int32),
+            sampling=self._sampling(sampled),
+        )
+
+    def _sampling(self, sampled: list[Sequence]) -> SamplingBatch:
+        if sampled != self._sampled:
+            self._sampled = sampled
+            self._constants = _SamplingConstants(sampled)
+        constants = self._constants
+        history = constants.no_history
+        if constants.any_history:
+            history = tuple(
+                sequence.token_ids[: sequence.num_tokens] if sequence.wants_history else _NO_HISTORY
+                for sequence in sampled
+            )
+        return SamplingBatch(
+            temperature=constants.temperature,
+            top_p=constants.top_p,
+            top_k=constants.top_k,
+            min_p=constants.min_p,
+            presence=constants.presence,
+            frequency=constants.frequency,
+            repetition=constants.repetition,
+            seeds=constants.seeds,
+            positions=np.array([sequence.num_tokens for sequence in sampled], np.int64),
+            num_logprobs=constants.num_logprobs,
+            history=history,
+            prompt_lens=constants.prompt_lens,
+        )
+
+
+class _SamplingConstants:
+    """The arrays of a `SamplingBatch` that stay the same while the same sequences sample."""
+
+    def __init__(self, sampled: list[Sequence]) -> None:
+        params = [sequence.request.sampling for sequence in sampled]
+        self.temperature = np.array([p.temperature for p in params], np.float32)
+        self.top_p = np.array([p.top_p for p in params], np.float32)
+        self.top_k = np.array([p.top_k for p in params], np.int32)
+        self.min_p = np.array([p.min_p for p in params], np.float32)
+        self.presence = np.array([p.presence_penalty for p in params], np.float32)
+        self.frequency = np.array([p.frequency_penalty for p in params], np.float32)
+        self.repetition = np.array([p.repetition_penalty for p in params], np.float32)
+        self.seeds = np.array([p.seed for p in params], np.uint64)
+        self.num_logprobs = np.array([-1 if p.num_logprobs is None else p.num_logprobs for p in params], np.int32)
+        self.prompt_lens = np.array([sequence.num_prompt for sequence in sampled], np.int32)
+        self.any_history = any(sequence.wants_history for sequence in sampled)
+        self.no_history = (_NO_HISTORY,) * len(sampled)

@@ -1,0 +1,250 @@
+"""Requests in, tokens out.
+
+In: submits, aborts and adapter drops from any thread, through an inbox. Out: one list of chunks per
+`step()`, which one thread calls. A step does no I/O, awaits nothing and takes no lock. Once the
+backend has failed nothing is computed any more: every stream, also one submitted later, ends with
+an `EngineFailure`. What each step computes is the scheduler's choice, how is the backend's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from app.engine.adapter_pool import AdapterPool
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import Backend
+from app.engine.batch_builder import BatchBuilder
+from app.engine.config import EngineConfig
+from app.engine.errors import AdapterError, AdapterMismatch, ConfigError, EngineFailure, InvalidRequest, QueueFull
+from app.engine.kv_cache import BlockPool
+from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.sampling_check import validate_request
+from app.engine.scheduler import Schedule, Scheduler
+from app.engine.sequence import Sequence
+from app.engine.stats import EngineStats, Meter
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    digest: str
+    freed: Future[int]
+
+
+class Engine:
+    """One base model, its KV memory and adapter tables, and the requests that share them."""
+
+    def __init__(self, backend: Backend, config: EngineConfig) -> None:
+        self._backend = backend
+        self._spec = backend.spec
+        limits = backend.limits
+        if config.max_context > self._spec.max_positions:
+            raise ConfigError(
+                f"engine.max_context is {config.max_context} but model {self._spec.name!r} has "
+                f"{self._spec.max_positions} positions; lower it, or set 0 for the model's own limit"
+            )
+        self.max_context = config.max_context or self._spec.max_positions
+        self._max_waiting = config.max_waiting
+        self._kv_capacity = limits.num_kv_blocks * limits.block_size
+        self._meter = Meter()
+        self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.prefix_cache)
+        self._adapters = AdapterPool(limits.adapter_rank_rows, limits.rank_alignment, limits.max_adapter_slots)
+        self._scheduler = Scheduler(
+            self._blocks,
+            self._adapters,
+            self._meter,
+            max_batch_tokens=config.max_batch_tokens,
+            max_batch_sequences=config.max_batch_sequences,
+            max_write_bytes=config.adapter_write_bytes_per_step,
+        )
+        self._builder = BatchBuilder(limits.block_size)
+        self._inbox: deque[_Submit | _Abort | _Drop] = deque()
+        self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
+        self._drops: dict[str, list[Future[int]]] = {}  # digest -> waiting for its last sequence
+        self._failure: EngineFailure | None = None
+
+    # -- any thread ---------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
+        """Queue a request; its chunks come out of later steps.
+
+        Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure;
+        then nothing was queued. `adapter` holds the weights `request.adapter` refers to.
+        """
+        if self._failure is not None:
+            raise self._failure
+        validate_request(request, self._spec, self.max_context, self._kv_capacity)
+        self._check_adapter(request, adapter)
+        num_waiting = len(self._live_ids) - self._scheduler.num_running
+        if num_waiting >= self._max_waiting:
+            raise QueueFull(
+                f"{num_waiting} requests are waiting and engine.max_waiting is {self._max_waiting}; try again later"
+            )
+        sequence = Sequence(request, adapter, self._spec, self._blocks.block_size)
+        if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
+            raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
+        self._inbox.append(_Submit(sequence))
+        if self._failure is not None and self._live_ids.pop(request.request_id, None) is not None:
+            raise self._failure  # it failed meanwhile, and no step has answered for this request
+
+    def abort(self, request_id: str) -> None:
+        """End a request in the next step, with finish_reason "abort". One that has just ended is left alone."""
+        self._inbox.append(_Abort(request_id))
+
+    def drop_adapter(self, digest: str) -> Future[int]:
+        """Free an adapter's rows once its last sequence has ended; the result is how many rows were freed."""
+        freed: Future[int] = Future()
+        self._inbox.append(_Drop(digest, freed))
+        return freed
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._inbox or self._live_ids)
+
+    @property
+    def failure(self) -> EngineFailure | None:
+        """Why the engine stopped computing, or None while it works."""
+        return self._failure
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done, as of about now."""
+        meter, blocks, adapters = self._meter, self._blocks, self._adapters
+        num_running = self._scheduler.num_running
+        return EngineStats(
+            num_waiting=max(0, len(self._live_ids) - num_running),
+            num_running=num_running,
+            num_blocks=blocks.num_blocks,
+            num_blocks_free=blocks.num_free,
+            num_blocks_cached=blocks.num_cached,
+            num_rank_rows=adapters.num_units * adapters.rank_alignment,
+            num_rank_rows_free=adapters.num_rows_free,
+            residents=adapters.residents(),
+            num_steps=meter.num_steps,
+            num_tokens_computed=meter.num_tokens_computed,
+            num_tokens_generated=meter.num_tokens_generated,
+            num_prompt_tokens=meter.num_prompt_tokens,
+            num_cached_tokens=meter.num_cached_tokens,
+            num_preemptions=meter.num_preemptions,
+            num_adapter_writes=meter.num_adapter_writes,
+            num_adapter_evictions=adapters.num_evictions,
+            num_finished=meter.num_finished,
+            num_aborted=meter.num_aborted,
+            tenants=meter.tenants(),
+        )
+
+    # -- the engine's thread ------------------------------------------------------------------
+
+    def step(self) -> list[TokenChunk]:
+        """Take in what has arrived, compute one batch, and return what it produced."""
+        if self._failure is not None:
+            return self._refuse_all(self._failure)
+        try:
+            chunks = self._drain_inbox()
+            plan = self._scheduler.schedule()
+            plan = self._write_adapters(plan, chunks)
+            if plan.items:
+                output = self._backend.forward(self._builder.build(plan.items))
+                chunks += self._scheduler.commit(plan, output)
+            self._finish_drops()
+        except Exception as error:
+            # The state of the device and of the books is unknown: nothing here can be trusted any more.
+            failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._failure = failure
+            return self._refuse_all(failure)
+        for chunk in chunks:
+            if chunk.finish_reason is not None:
+                self._live_ids.pop(chunk.request_id, None)
+        return chunks
+
+    def shut_down(self, reason: EngineFailure) -> list[TokenChunk]:
+        """Stop for good: the last chunks of everything live. Memory is the backend's to release."""
+        if self._failure is None:
+            self._failure = reason
+        return self._refuse_all(self._failure)
+
+    def check(self) -> None:
+        """Assert that every block, row, pin and request is accounted for; for tests, between steps."""
+        self._scheduler.check()
+
+    def _drain_inbox(self) -> list[TokenChunk]:
+        chunks: list[TokenChunk] = []
+        for _ in range(len(self._inbox)):
+            message = self._inbox.popleft()
+            chunk: TokenChunk | None = None
+            match message:
+                case _Submit(sequence):
+                    chunk = self._scheduler.add(sequence)
+                case _Abort(request_id):
+                    chunk = self._scheduler.end(request_id, "abort")
+                case _Drop(digest, freed):
+                    self._drops.setdefault(digest, []).append(freed)
+            if chunk is not None:
+                chunks.append(chunk)
+        return chunks
+
+    def _write_adapters(self, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
+        """Perform the plan's writes. An adapter that cannot be written ends its own requests only."""
+        for adapter_slot, row_start, adapter in plan.adapter_writes:
+            try:
+                self._backend.write_adapter(adapter_slot, row_start, adapter)
+            except AdapterError as error:
+                digest = adapter.card.digest
+                ended = self._scheduler.live_of(digest)
+                for request_id in ended:
+                    chunk = self._scheduler.end(request_id, "error", error)
+                    assert chunk is not None
+                    chunks.append(chunk)
+                self._adapters.drop(digest)
+                plan = plan.without(set(ended))
+        return plan
+
+    def _finish_drops(self) -> None:
+        for digest in [d for d in self._drops if not self._scheduler.num_live_of(d)]:
+            num_rows = self._adapters.drop(digest)
+            for freed in self._drops.pop(digest):
+                freed.set_result(num_rows)
+
+    def _refuse_all(self, failure: EngineFailure) -> list[TokenChunk]:
+        """End everything live or still arriving with the failure."""
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, _Drop):
+                message.freed.set_exception(failure)
+        for futures in self._drops.values():
+            for freed in futures:
+                freed.set_exception(failure)
+        self._drops.clear()
+        return [
+            TokenChunk(request_id, finish_reason="error", error=failure)
+            for request_id in self._live_ids.copy()
+            if self._live_ids.pop(request_id, None) is not None
+        ]
+
+    def _check_adapter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
+        if request.adapter is None and adapter is None:
+            return
+        if request.adapter is None or adapter is None or request.adapter.digest != adapter.card.digest:
+            named = request.adapter.digest if request.adapter is not None else "none"
+            given = adapter.card.digest if adapter is not None else "none"
+            raise InvalidRequest(
+                f"the request names adapter digest {named} but the weights given are {given}", param="adapter"
+            )
+        if adapter.card.base_digest != self._spec.digest:
+            raise AdapterMismatch(
+                f"adapter {request.adapter.name!r} was read for base model {adapter.card.base_digest} "
+                f"but this engine serves {self._spec.digest}; register it for this base"
+            )
+        self._adapters.check_rank(request.adapter.name, adapter.card.max_rank)

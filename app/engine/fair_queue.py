@@ -1,0 +1,128 @@
+"""Whose waiting sequence is next: virtual token counters per tenant (VTC, Sheng et al., OSDI 2024).
+
+In: waiting sequences and the cost of what was served. Out: sequences in fair order. The tenant that
+was served least, priced and divided by its weight, goes first; within a tenant, first come first
+served. A tenant that returns is lifted to the least counter of those waiting, so idling saves up no
+credit. Bound (VTC, theorem 4.4): while two tenants both wait, their weighted service differs by at
+most twice the larger of one longest prompt's price and one full batch's price. A sequence marked
+as starving (it could not be placed and others passed it) is offered before everyone else.
+What fits, and when, is for admission to decide.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from app.engine.sequence import Sequence
+
+#: Prices in prompt tokens. Output tokens are computed one by one (VTC uses 1 and 2); an adapter load
+#: occupies the device about as long as a prefill of one token per rank row.
+INPUT_PRICE = 1.0
+OUTPUT_PRICE = 2.0
+RANK_ROW_PRICE = 1.0
+
+#: Counters of absent tenants that are remembered; beyond it the lowest are forgotten, which favours
+#: a returning tenant by at most the difference to the queue's least counter.
+MAX_ABSENT_TENANTS = 4096
+
+
+class _Tenant:
+    __slots__ = ("counter", "num_waiting", "queue")
+
+    def __init__(self) -> None:
+        self.counter = 0.0
+        self.num_waiting = 0  # in `queue` or starving
+        self.queue: dict[str, Sequence] = {}  # by request id, in arrival order
+
+
+class FairQueue:
+    """Waiting sequences of all tenants."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        self._starving: dict[str, Sequence] = {}
+        self._num_waiting = 0
+        self._last_left = 0.0  # counter of the tenant that emptied the queue
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def push(self, sequence: Sequence) -> None:
+        """A new arrival, behind its tenant's others."""
+        self._enter(sequence).queue[sequence.request_id] = sequence
+
+    def push_front(self, sequence: Sequence) -> None:
+        """A preempted sequence returns, ahead of its tenant's others."""
+        tenant = self._enter(sequence)
+        tenant.queue = {sequence.request_id: sequence, **tenant.queue}
+
+    def remove(self, sequence: Sequence) -> None:
+        """Admitted or aborted."""
+        tenant = self._tenants[sequence.tenant_id]
+        if self._starving.pop(sequence.request_id, None) is None:
+            del tenant.queue[sequence.request_id]
+        tenant.num_waiting -= 1
+        self._num_waiting -= 1
+        if self._num_waiting == 0:
+            self._last_left = tenant.counter
+
+    def mark_starving(self, sequence: Sequence) -> None:
+        """From now on offered before all others, in the order of marking."""
+        if sequence.request_id not in self._starving:
+            del self._tenants[sequence.tenant_id].queue[sequence.request_id]
+            self._starving[sequence.request_id] = sequence
+
+    def is_starving(self, sequence: Sequence) -> bool:
+        return sequence.request_id in self._starving
+
+    def candidates(self) -> Iterator[Sequence]:
+        """All waiting sequences in the order they should be tried. The queue must not change meanwhile.
+
+        Each one offered counts as if it were admitted, so one tenant's backlog does not hide the others.
+        """
+        yield from self._starving.values()
+        heap = [
+            (tenant.counter, index, iter(tenant.queue.values()))
+            for index, tenant in enumerate(self._tenants.values())
+            if tenant.queue
+        ]
+        heapq.heapify(heap)
+        while heap:
+            counter, index, queue = heap[0]
+            sequence = next(queue, None)
+            if sequence is None:
+                heapq.heappop(heap)
+                continue
+            yield sequence
+            cost = INPUT_PRICE * sequence.num_pending / sequence.request.weight
+            heapq.heapreplace(heap, (counter + cost, index, queue))
+
+    def charge(self, sequence: Sequence, price: float) -> None:
+        """Count served work, in prompt tokens, against the sequence's tenant."""
+        self._tenants[sequence.tenant_id].counter += price / sequence.request.weight
+
+    def counters(self) -> dict[str, float]:
+        """Virtual counter per known tenant."""
+        return {tenant_id: tenant.counter for tenant_id, tenant in self._tenants.copy().items()}
+
+    def forget_absent(self, present: set[str]) -> None:
+        """Drop the lowest counters of tenants with nothing here, if there are too many."""
+        if len(self._tenants) <= MAX_ABSENT_TENANTS:
+            return
+        absent = [t for t, tenant in self._tenants.items() if tenant.num_waiting == 0 and t not in present]
+        if len(absent) > MAX_ABSENT_TENANTS:
+            absent.sort(key=lambda tenant_id: self._tenants[tenant_id].counter)
+            for tenant_id in absent[: len(absent) // 2]:
+                del self._tenants[tenant_id]
+
+    def _enter(self, sequence: Sequence) -> _Tenant:
+        tenant = self._tenants.get(sequence.tenant_id)
+        if tenant is None:
+            tenant = self._tenants[sequence.tenant_id] = _Tenant()
+        if tenant.num_waiting == 0:
+            waiting = [other.counter for other in self._tenants.values() if other.num_waiting]
+            tenant.counter = max(tenant.counter, min(waiting) if waiting else self._last_left)
+        tenant.num_waiting += 1
+        self._num_waiting += 1
+        return tenant

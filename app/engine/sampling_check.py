@@ -1,0 +1,99 @@
+"""Whether a request can be computed as written: ranges of sampling parameters, token ids, lengths.
+
+In: values from outside. Out: nothing, or an InvalidRequest that names the field, the value and the
+limit. Runs in the caller's thread, so the engine's thread only ever sees sound requests.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from app.engine.errors import ContextOverflow, InvalidRequest
+from app.engine.models.spec import ModelSpec
+from app.engine.request import GenerateRequest, SamplingParams
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 256
+
+
+def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:
+    """Raise InvalidRequest for a parameter outside its range."""
+    _integer("max_tokens", params.max_tokens, 1, None)
+    _number("temperature", params.temperature, 0.0, 100.0)
+    _number("top_p", params.top_p, 0.0, 1.0)
+    if params.top_p == 0:
+        raise InvalidRequest(
+            "top_p is 0 but must be above 0 and at most 1; use temperature 0 for greedy", param="top_p"
+        )
+    _integer("top_k", params.top_k, 0, (1 << 31) - 1)
+    _number("min_p", params.min_p, 0.0, 1.0)
+    _integer("seed", params.seed, 0, (1 << 64) - 1)
+    _number("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    _number("repetition_penalty", params.repetition_penalty, 0.01, 100.0)
+    if params.num_logprobs is not None:
+        _integer("num_logprobs", params.num_logprobs, 0, min(MAX_LOGPROBS, spec.vocab_size))
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids has {len(params.stop_token_ids)} entries but at most {MAX_STOP_TOKEN_IDS} are allowed",
+            param="stop_token_ids",
+        )
+    for token_id in params.stop_token_ids:
+        _integer("stop_token_ids", token_id, 0, spec.vocab_size - 1)
+
+
+def validate_request(request: GenerateRequest, spec: ModelSpec, max_context: int, kv_capacity: int) -> None:
+    """Raise InvalidRequest or ContextOverflow for a request that can never be computed.
+
+    `kv_capacity` is the number of tokens that all KV blocks together hold.
+    """
+    validate_sampling(request.sampling, spec)
+    if not request.token_ids:
+        raise InvalidRequest("the prompt has no tokens but at least one is needed", param="token_ids")
+    for name, token_ids in (("token_ids", request.token_ids), ("resume_token_ids", request.resume_token_ids)):
+        if token_ids:
+            array = np.array(token_ids)
+            if array.dtype.kind != "i" or array.min() < 0 or array.max() >= spec.vocab_size:
+                raise InvalidRequest(
+                    f"{name} contains {_first_bad(token_ids, spec.vocab_size)!r} but token ids of this model "
+                    f"are integers from 0 to {spec.vocab_size - 1}",
+                    param=name,
+                )
+    if not (math.isfinite(request.weight) and request.weight > 0):
+        raise InvalidRequest(f"weight is {request.weight} but must be a finite number above 0", param="weight")
+    num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
+    if len(request.resume_token_ids) > max_tokens:
+        raise InvalidRequest(
+            f"resume_token_ids has {len(request.resume_token_ids)} tokens but max_tokens is {max_tokens}",
+            param="resume_token_ids",
+        )
+    if num_prompt + max_tokens > max_context:
+        raise ContextOverflow(
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together {num_prompt + max_tokens}, "
+            f"but the context holds {max_context}; shorten the prompt or lower max_tokens",
+            param="max_tokens" if num_prompt < max_context else "token_ids",
+        )
+    if num_prompt + max_tokens - 1 > kv_capacity:
+        raise ContextOverflow(
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together {num_prompt + max_tokens}, "
+            f"but the KV memory holds {kv_capacity}; shorten the request or raise engine.num_kv_blocks",
+            param="max_tokens" if num_prompt < kv_capacity else "token_ids",
+        )
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} is {value!r} but must be an integer {limit}", param=name)
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= float(value) <= high:  # type: ignore[arg-type]  # NaN fails the comparison
+        raise InvalidRequest(f"{name} is {value!r} but must be a number from {low} to {high}", param=name)
+
+
+def _first_bad(token_ids: tuple[int, ...], vocab_size: int) -> object:
+    return next(t for t in token_ids if not isinstance(t, int | np.integer) or not 0 <= t < vocab_size)

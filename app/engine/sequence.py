@@ -1,0 +1,164 @@
+"""A request while it lives in the engine: the one mutable object per request.
+
+In: a checked `GenerateRequest` and its adapter. Owns: every token id so far, how many of them have
+K and V in memory, and which blocks and adapter slot it holds. Rule: `num_computed` tokens are in
+the blocks of `block_table`, in order; a sequence that is not running holds no block and no pin.
+When and how much to compute is the scheduler's decision.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.kv_cache import block_hash, root_hash
+from app.engine.models.spec import ModelSpec
+from app.engine.request import FinishReason, GenerateRequest, Usage
+
+
+class Status(Enum):
+    """Where a sequence stands. A preempted one is WAITING again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Running state of one request.
+
+    `token_ids` [prompt + max_tokens] int32 holds prompt, resumed and generated ids; the first
+    `num_tokens` count. `block_table` [blocks for all of them] int32; the first `num_blocks` count.
+    `order` is the number of its first admission, kept through preemption: the older of two
+    sequences is never preempted for the younger. `bypassed` counts admissions of others made while
+    this one was considered and had to wait. `num_charged` prompt tokens were priced to the tenant.
+    """
+
+    __slots__ = (
+        "adapter",
+        "adapter_digest",
+        "adapter_slot",
+        "block_hashes",
+        "block_size",
+        "block_table",
+        "bypassed",
+        "max_tokens",
+        "num_blocks",
+        "num_cached",
+        "num_charged",
+        "num_computed",
+        "num_prompt",
+        "num_tokens",
+        "order",
+        "rank",
+        "request",
+        "request_id",
+        "root",
+        "status",
+        "stop_ids",
+        "tenant_id",
+        "token_ids",
+        "wants_history",
+        "wants_logprobs",
+    )
+
+    def __init__(self, request: GenerateRequest, adapter: LoraAdapter | None, spec: ModelSpec, block_size: int) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.request_id = request.request_id
+        self.tenant_id = request.tenant_id
+        self.adapter = adapter
+        self.adapter_digest = adapter.card.digest if adapter is not None else None
+        self.rank = adapter.card.max_rank if adapter is not None else 0
+        self.adapter_slot = 0
+        self.status = Status.WAITING
+        self.order: int | None = None
+        self.bypassed = 0
+
+        self.num_prompt = len(request.token_ids)
+        self.num_tokens = self.num_prompt + len(request.resume_token_ids)
+        self.max_tokens = sampling.max_tokens
+        capacity = max(self.num_prompt + sampling.max_tokens, self.num_tokens)
+        self.token_ids: NDArray[np.int32] = np.empty(capacity, np.int32)
+        self.token_ids[: self.num_prompt] = request.token_ids
+        self.token_ids[self.num_prompt : self.num_tokens] = request.resume_token_ids
+        self.num_computed = 0
+        self.num_cached: int | None = None
+        self.num_charged = 0
+
+        self.block_size = block_size
+        self.block_table: NDArray[np.int32] = np.zeros(-(-capacity // block_size), np.int32)
+        self.num_blocks = 0
+        self.root = root_hash(spec.digest, self.adapter_digest, request.cache_salt)
+        self.block_hashes: list[bytes] = []
+
+        eos = () if sampling.ignore_eos else spec.eos_token_ids
+        self.stop_ids = frozenset(sampling.stop_token_ids) | frozenset(eos)
+        self.wants_logprobs = sampling.num_logprobs is not None
+        self.wants_history = (
+            sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
+        )
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens, resumed ones included."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens whose K and V are not in memory yet: 1 while decoding, more during prefill."""
+        return self.num_tokens - self.num_computed
+
+    def append(self, token_id: int) -> None:
+        self.token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ends with its last token, or None while it goes on."""
+        if self.num_tokens == self.num_prompt:
+            return None
+        if self.matched_stop() is not None:
+            return "stop"
+        return "length" if self.num_output >= self.max_tokens else None
+
+    def matched_stop(self) -> int | None:
+        """The last generated token, if it is one that ends the sequence."""
+        if self.num_tokens == self.num_prompt:
+            return None
+        last = int(self.token_ids[self.num_tokens - 1])
+        return last if last in self.stop_ids else None
+
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt, self.num_cached or 0, self.num_output)
+
+    def block_bytes(self, index: int) -> bytes:
+        """The token ids of one full block, as bytes: what its hash covers and a hit is checked against."""
+        start = index * self.block_size
+        return self.token_ids[start : start + self.block_size].tobytes()
+
+    def extend_hashes(self, num_blocks: int) -> list[bytes]:
+        """Hash chain over at least the first `num_blocks` blocks, all of which must be full of known tokens."""
+        hashes = self.block_hashes
+        while len(hashes) < num_blocks:
+            parent = hashes[-1] if hashes else self.root
+            hashes.append(block_hash(parent, self.block_bytes(len(hashes))))
+        return hashes
+
+    def held_blocks(self) -> list[int]:
+        blocks: list[int] = self.block_table[: self.num_blocks].tolist()
+        return blocks
+
+    def add_blocks(self, blocks: list[int]) -> None:
+        count = self.num_blocks
+        self.block_table[count : count + len(blocks)] = blocks
+        self.num_blocks = count + len(blocks)
+
+    def forget_memory(self) -> None:
+        """Blocks were given back: everything known must be computed (or found in the cache) again."""
+        self.block_table[: self.num_blocks] = 0
+        self.num_blocks = 0
+        self.num_computed = 0
+        self.adapter_slot = 0

@@ -1,0 +1,109 @@
+"""What an engine has done and holds: counters while it runs, and one frozen snapshot of them.
+
+In: events, from the engine's thread. Out: `EngineStats`, which any thread may ask for; its numbers
+are each true, and true together when the engine is idle. Tenants beyond `MAX_TENANTS` are counted
+together under `OTHER_TENANTS`, so the sums over tenants are always the totals.
+Turning them into metrics is left to whoever serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.engine.adapter_pool import ResidentAdapter
+
+MAX_TENANTS = 256
+OTHER_TENANTS = "~other"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """Totals of one tenant. `adapter_write_bytes` were written on behalf of its requests."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    adapter_write_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Totals count since the engine started.
+
+    `num_blocks_cached` of the free blocks hold a reusable prefix. `num_tokens_computed` went
+    through the model, recomputed ones included; `num_tokens_generated` were sent.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_blocks: int
+    num_blocks_free: int
+    num_blocks_cached: int
+    num_rank_rows: int
+    num_rank_rows_free: int
+    residents: tuple[ResidentAdapter, ...]
+    num_steps: int
+    num_tokens_computed: int
+    num_tokens_generated: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_adapter_writes: int
+    num_adapter_evictions: int
+    num_finished: int
+    num_aborted: int
+    tenants: dict[str, TenantStats]
+
+
+class _Tenant:
+    __slots__ = ("adapter_write_bytes", "cached_tokens", "completion_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.adapter_write_bytes = 0
+
+
+class Meter:
+    """Counters, written by the engine's thread only."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_tokens_computed = 0
+        self.num_tokens_generated = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.num_adapter_writes = 0
+        self.num_finished = 0
+        self.num_aborted = 0
+        self._tenants: dict[str, _Tenant] = {}
+
+    def admitted(self, tenant_id: str, num_prompt: int, num_cached: int) -> None:
+        """A request starts for the first time."""
+        self.num_prompt_tokens += num_prompt
+        self.num_cached_tokens += num_cached
+        tenant = self._tenant(tenant_id)
+        tenant.prompt_tokens += num_prompt
+        tenant.cached_tokens += num_cached
+
+    def adapter_written(self, tenant_id: str, size_bytes: int) -> None:
+        self.num_adapter_writes += 1
+        self._tenant(tenant_id).adapter_write_bytes += size_bytes
+
+    def generated(self, tenant_id: str) -> None:
+        """One token was produced and sent."""
+        self.num_tokens_generated += 1
+        self._tenant(tenant_id).completion_tokens += 1
+
+    def tenants(self) -> dict[str, TenantStats]:
+        return {
+            tenant_id: TenantStats(t.prompt_tokens, t.cached_tokens, t.completion_tokens, t.adapter_write_bytes)
+            for tenant_id, t in self._tenants.copy().items()
+        }
+
+    def _tenant(self, tenant_id: str) -> _Tenant:
+        tenant = self._tenants.get(tenant_id)
+        if tenant is None:
+            if len(self._tenants) >= MAX_TENANTS:
+                tenant_id = OTHER_TENANTS
+            tenant = self._tenants.setdefault(tenant_id, _Tenant())
+        return tenant

@@ -1,0 +1,101 @@
+"""The one thread that owns a device: it steps an engine while there is work and sleeps otherwise.
+
+In: the engine's submits, aborts and drops, from any thread. Out: each step's chunks, in one call of
+`on_chunks` made from this thread, and at most one call of `on_failure`. Rule: every submitted
+request gets a last chunk, also when the engine fails or the thread is stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.engine import Engine
+from app.engine.errors import EngineFailure
+from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.stats import EngineStats
+
+
+class EngineThread:
+    """Runs one engine. The callbacks must be quick and must not raise."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_chunks: Callable[[list[TokenChunk]], None],
+        on_failure: Callable[[EngineFailure], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._on_chunks = on_chunks
+        self._on_failure = on_failure
+        self._wake = threading.Event()
+        self._stopping = False
+        self._failure: EngineFailure | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End all requests with an EngineFailure and the thread after its current step; whether it has ended.
+
+        Draining is the caller's: stop submitting, wait for the last chunks, then stop.
+        """
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def failure(self) -> EngineFailure | None:
+        """Why nothing is computed any more, or None while all is well. Health checks read this."""
+        return self._failure or self._engine.failure
+
+    def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
+        """As `Engine.submit`, and wakes the thread."""
+        if self.failure is not None:
+            raise self.failure
+        self._engine.submit(request, adapter)
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+        self._wake.set()
+
+    def drop_adapter(self, digest: str) -> Future[int]:
+        freed = self._engine.drop_adapter(digest)
+        self._wake.set()
+        return freed
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def _run(self) -> None:
+        engine = self._engine
+        try:
+            while not self._stopping:
+                if not engine.has_work:
+                    self._wake.wait()
+                    self._wake.clear()
+                    continue
+                chunks = engine.step()
+                if chunks:
+                    self._on_chunks(chunks)
+                if engine.failure is not None and self._failure is None:
+                    self._fail(engine.failure)
+            chunks = engine.shut_down(EngineFailure("the engine was stopped"))
+            if chunks:
+                self._on_chunks(chunks)
+        except Exception as error:  # a callback broke its promise: report it, answer nobody through it again
+            failure = EngineFailure(f"the engine's thread ended: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            engine.shut_down(failure)
+            self._fail(failure)
+
+    def _fail(self, failure: EngineFailure) -> None:
+        self._failure = failure
+        if self._on_failure is not None:
+            self._on_failure(failure)

@@ -1,0 +1,410 @@
+"""The engine over the fake backend: every request gets the tokens it would get alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.errors import (
+    AdapterFormatError,
+    AdapterMismatch,
+    AdapterTooLarge,
+    ConfigError,
+    ContextOverflow,
+    EngineFailure,
+    InvalidRequest,
+    QueueFull,
+)
+from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from tests.fakes import EOS, VOCAB, FakeBackend, fake_adapter, fake_request, fake_tokens
+
+Submitted = tuple[GenerateRequest, LoraAdapter | None]
+
+
+def make_engine(
+    *,
+    num_kv_blocks: int = 64,
+    block_size: int = 8,
+    rows: int = 64,
+    alignment: int = 8,
+    max_adapter_slots: int = 8,
+    **config: int | bool,
+) -> tuple[Engine, FakeBackend]:
+    backend = FakeBackend(BackendLimits(num_kv_blocks, block_size, rows, alignment, max_adapter_slots))
+    return Engine(backend, EngineConfig.model_validate(config)), backend
+
+
+def run(engine: Engine, max_steps: int = 20_000) -> dict[str, list[TokenChunk]]:
+    """Step until idle; chunks by request."""
+    out: dict[str, list[TokenChunk]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return out
+        collect(out, engine.step())
+        engine.check()
+    raise AssertionError(f"still busy after {max_steps} steps: {engine.stats()}")
+
+
+def collect(out: dict[str, list[TokenChunk]], chunks: Iterable[TokenChunk]) -> None:
+    for chunk in chunks:
+        assert chunk.request_id not in out or out[chunk.request_id][-1].finish_reason is None, "a chunk after the last"
+        out.setdefault(chunk.request_id, []).append(chunk)
+
+
+def tokens_of(chunks: list[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def assert_as_alone(submitted: Submitted, chunks: list[TokenChunk]) -> None:
+    """The answer is the one the definition gives, with the right end."""
+    request, adapter = submitted
+    expected = fake_tokens(request, adapter)
+    assert tokens_of(chunks) == [line.token_id for line in expected]
+    if request.sampling.num_logprobs is not None:
+        assert [line for chunk in chunks for line in chunk.logprobs] == expected
+    last = chunks[-1]
+    everything = [*request.resume_token_ids, *tokens_of(chunks)]
+    stops = {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else (EOS,))}
+    if everything[-1] in stops:
+        assert (last.finish_reason, last.matched_stop) == ("stop", everything[-1])
+    else:
+        assert (last.finish_reason, last.matched_stop) == ("length", None)
+    assert last.usage is not None
+    assert last.usage.prompt_tokens == len(request.token_ids)
+    assert last.usage.completion_tokens == len(everything)
+    assert 0 <= last.usage.cached_tokens < len(request.token_ids) + len(request.resume_token_ids)
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing is held when nothing runs."""
+    stats = engine.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.num_blocks_free == stats.num_blocks
+    assert all(resident.num_pins == 0 for resident in stats.residents)
+    totals = [sum(getattr(t, name) for t in stats.tenants.values()) for name in ("prompt_tokens", "completion_tokens")]
+    assert totals == [stats.num_prompt_tokens, stats.num_tokens_generated]
+
+
+ADAPTERS = [fake_adapter(f"a{i}", rank) for i, rank in enumerate((1, 8, 9, 16, 30, 32, 8, 16))]
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=draw(st.integers(1, 24)),
+        temperature=draw(st.sampled_from([0.0, 0.7])),
+        top_p=draw(st.sampled_from([1.0, 0.9])),
+        top_k=draw(st.sampled_from([0, 5])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))),
+        ignore_eos=draw(st.booleans()),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        num_logprobs=draw(st.sampled_from([None, None, 0, 2])),
+    )
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> tuple[dict[str, int | bool], list[tuple[str, object]]]:
+    """A configuration and what happens: submits, aborts, drops, steps."""
+    config: dict[str, int | bool] = {
+        "num_kv_blocks": draw(st.integers(9, 24)),
+        "rows": draw(st.sampled_from([32, 48, 64])),
+        "max_adapter_slots": draw(st.integers(2, 6)),
+        "max_batch_tokens": draw(st.integers(8, 40)),
+        "max_batch_sequences": draw(st.integers(1, 8)),
+        "adapter_write_bytes_per_step": draw(st.sampled_from([1, 200, 10_000])),
+        "prefix_cache": draw(st.booleans()),
+    }
+    prefixes = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30), min_size=1, max_size=3))
+    events: list[tuple[str, object]] = []
+    for index in range(draw(st.integers(1, 24))):
+        kind = draw(st.sampled_from(["submit"] * 6 + ["abort", "drop", "step", "step"]))
+        if kind == "submit":
+            adapter = draw(st.sampled_from([None, None, *ADAPTERS]))
+            prompt = draw(st.sampled_from(prefixes)) + draw(st.lists(st.integers(0, VOCAB - 1), max_size=12))
+            request = fake_request(
+                f"r{index}",
+                prompt,
+                adapter,
+                sampling=draw(sampling_params()),
+                tenant_id=draw(st.sampled_from(["x", "y", "z"])),
+                weight=draw(st.sampled_from([1.0, 2.5])),
+                cache_salt=draw(st.sampled_from([b"", b"salt"])),
+            )
+            events.append(("submit", (request, adapter)))
+        elif kind == "abort":
+            events.append(("abort", f"r{draw(st.integers(0, index))}"))
+        elif kind == "drop":
+            events.append(("drop", draw(st.sampled_from(ADAPTERS)).card.digest))
+        else:
+            events.append(("step", draw(st.integers(1, 6))))
+    return config, events
+
+
+@settings(max_examples=150, deadline=None)
+@given(scripts())
+def test_any_company_gives_the_tokens_of_being_alone(
+    script: tuple[dict[str, int | bool], list[tuple[str, object]]],
+) -> None:
+    config, events = script
+    engine, _ = make_engine(**config)  # type: ignore[arg-type]
+    submitted: dict[str, Submitted] = {}
+    aborted: set[str] = set()
+    out: dict[str, list[TokenChunk]] = {}
+    drops = []
+    for kind, value in events:
+        match kind, value:
+            case "submit", (GenerateRequest() as request, adapter):
+                engine.submit(request, adapter)
+                submitted[request.request_id] = (request, adapter)
+            case "abort", str(request_id):
+                engine.abort(request_id)
+                aborted.add(request_id)
+            case "drop", str(digest):
+                drops.append(engine.drop_adapter(digest))
+            case "step", int(count):
+                for _ in range(count):
+                    collect(out, engine.step())
+                    engine.check()
+    for chunks in run(engine).values():
+        collect(out, chunks)
+    assert set(out) == set(submitted)
+    for request_id, chunks in out.items():
+        if chunks[-1].finish_reason == "abort":
+            assert request_id in aborted
+            expected = [line.token_id for line in fake_tokens(*submitted[request_id])]
+            assert tokens_of(chunks) == expected[: len(tokens_of(chunks))]
+        else:
+            assert_as_alone(submitted[request_id], chunks)
+    assert all(freed.done() for freed in drops)
+    assert_empty(engine)
+
+
+def test_one_request_through_prefill_and_decode() -> None:
+    engine, backend = make_engine(max_batch_tokens=8)
+    backend.keep_batches = True
+    sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, num_logprobs=2)
+    request = fake_request("r", list(range(20)), sampling=sampling)
+    engine.submit(request)
+    out = run(engine)
+    assert_as_alone((request, None), out["r"])
+    assert [len(batch.token_ids) for batch in backend.batches] == [8, 8, 4, 1, 1, 1, 1]
+    assert len(out["r"]) == 5
+    assert_empty(engine)
+
+
+def test_resumed_request_continues_with_the_tokens_it_would_have_had() -> None:
+    adapter = fake_adapter("resumed", 8)
+    sampling = SamplingParams(max_tokens=20, temperature=0.8, seed=99, ignore_eos=True, frequency_penalty=0.3)
+    whole = fake_request("whole", [3, 1, 4, 1, 5], adapter, sampling=sampling)
+    expected = [line.token_id for line in fake_tokens(whole, adapter)]
+    for sent in range(1, 20):
+        engine, _ = make_engine()
+        rest = fake_request("rest", whole.token_ids, adapter, sampling=sampling, resume_token_ids=expected[:sent])
+        engine.submit(rest, adapter)
+        chunks = run(engine)["rest"]
+        assert tokens_of(chunks) == expected[sent:]
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 20
+
+
+@pytest.mark.parametrize(("resumed", "reason"), [([1, 2, 3], "length"), ([1, EOS], "stop")])
+def test_a_request_resumed_after_its_end_is_answered_without_computing(resumed: list[int], reason: str) -> None:
+    engine, backend = make_engine()
+    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    engine.submit(fake_request("r", [1, 2], sampling=sampling, resume_token_ids=resumed))
+    (chunk,) = engine.step()
+    assert (chunk.token_ids, chunk.finish_reason) == ((), reason)
+    assert chunk.matched_stop == (EOS if reason == "stop" else None)
+    assert backend.num_forwards == 0
+    assert not engine.has_work
+
+
+def test_preemption_happens_and_changes_nothing() -> None:
+    engine, _ = make_engine(num_kv_blocks=9, max_batch_sequences=8)
+    sampling = SamplingParams(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True)
+    requests = [fake_request(f"r{i}", [i, i + 1, i + 2], sampling=sampling) for i in range(6)]
+    for request in requests:
+        engine.submit(request)
+    out = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for request in requests:
+        assert_as_alone((request, None), out[request.request_id])
+    assert_empty(engine)
+
+
+def test_prefix_is_shared_only_within_adapter_and_salt() -> None:
+    adapter, twin = fake_adapter("one", 8), fake_adapter("two", 8)
+    prompt = list(range(33))
+    engine, _ = make_engine()
+    cached = {}
+    cases: list[tuple[str, LoraAdapter | None, bytes]] = [
+        ("first", adapter, b""),
+        ("same", adapter, b""),
+        ("salted", adapter, b"s"),
+        ("other adapter", twin, b""),
+        ("base", None, b""),
+        ("salted again", adapter, b"s"),
+        ("base again", None, b""),
+    ]
+    for name, used, salt in cases:
+        request = fake_request(name, prompt, used, cache_salt=salt)
+        engine.submit(request, used)
+        chunks = run(engine)[name]
+        assert_as_alone((request, used), chunks)
+        assert chunks[-1].usage is not None
+        cached[name] = chunks[-1].usage.cached_tokens
+    assert cached == {
+        "first": 0,
+        "same": 32,
+        "salted": 0,
+        "other adapter": 0,
+        "base": 0,
+        "salted again": 32,
+        "base again": 32,
+    }
+    assert engine.stats().num_cached_tokens == 96
+
+
+def test_last_prompt_token_is_always_computed() -> None:
+    engine, backend = make_engine()
+    for name in ("a", "b"):
+        engine.submit(fake_request(name, list(range(32)), sampling=SamplingParams(max_tokens=1, temperature=0.0)))
+        backend.keep_batches = True
+        chunks = run(engine)[name]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.cached_tokens == 24
+    assert [len(batch.token_ids) for batch in backend.batches] == [32, 8]
+
+
+def test_more_adapters_than_rows_all_get_their_turn() -> None:
+    engine, _ = make_engine(rows=32, max_adapter_slots=4)
+    adapters = [fake_adapter(f"m{i}", (4, 8, 16, 32)[i % 4]) for i in range(24)]
+    submitted: dict[str, Submitted] = {}
+    for round_ in range(3):
+        for index, adapter in enumerate(adapters):
+            request = fake_request(f"{round_}/{index}", [index, round_, 3], adapter)
+            engine.submit(request, adapter)
+            submitted[request.request_id] = (request, adapter)
+    out = run(engine)
+    for request_id, chunks in out.items():
+        assert_as_alone(submitted[request_id], chunks)
+    assert set(out) == set(submitted)
+    assert engine.stats().num_adapter_evictions > 0
+    assert_empty(engine)
+
+
+def test_drop_waits_for_sequences_in_flight_and_frees_the_rows() -> None:
+    adapter = fake_adapter("dropped", 12)
+    engine, _ = make_engine()
+    sampling = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    engine.submit(fake_request("r", [1, 2, 3], adapter, sampling=sampling), adapter)
+    engine.step()
+    freed = engine.drop_adapter(adapter.card.digest)
+    engine.step()
+    assert not freed.done()
+    assert engine.stats().num_rank_rows_free == 48
+    run(engine)
+    assert freed.result(timeout=0) == 16
+    assert engine.stats().num_rank_rows_free == 64
+    again = engine.drop_adapter(adapter.card.digest)
+    engine.step()
+    assert again.result(timeout=0) == 0
+
+
+def test_abort_gives_everything_back_within_a_step() -> None:
+    adapter = fake_adapter("aborted", 8)
+    engine, _ = make_engine()
+    sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    engine.submit(fake_request("running", list(range(30)), adapter, sampling=sampling), adapter)
+    engine.step()
+    assert engine.stats().residents[0].num_pins == 1
+    engine.abort("running")
+    engine.abort("unknown")
+    (chunk,) = engine.step()
+    assert (chunk.request_id, chunk.finish_reason, chunk.token_ids) == ("running", "abort", ())
+    assert_empty(engine)
+    engine.submit(fake_request("running", [1]))
+    engine.abort("running")
+    assert [c.finish_reason for c in engine.step()] == ["abort"]
+
+
+def test_a_failing_backend_ends_every_stream_with_its_error() -> None:
+    engine, backend = make_engine(max_batch_sequences=2)
+    backend.fail_at = 3
+    sampling = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+    for index in range(5):
+        engine.submit(fake_request(f"r{index}", [index], sampling=sampling))
+    pending = engine.drop_adapter("unused")
+    out: dict[str, list[TokenChunk]] = {}
+    while engine.has_work:
+        collect(out, engine.step())
+    assert pending.result(timeout=0) == 0
+    assert {chunks[-1].finish_reason for chunks in out.values()} == {"error"}
+    assert len(out) == 5
+    error = out["r0"][-1].error
+    assert isinstance(error, EngineFailure)
+    assert "the fake device is on fire" in str(error)
+    assert engine.failure is error
+    with pytest.raises(EngineFailure, match="on fire"):
+        engine.submit(fake_request("late", [1]))
+
+
+def test_an_adapter_that_cannot_be_written_fails_only_its_own_requests() -> None:
+    good, bad = fake_adapter("good", 8), fake_adapter("bad", 8)
+    engine, backend = make_engine()
+    submitted = {"good": (fake_request("good", [1, 2], good), good), "base": (fake_request("base", [1, 2]), None)}
+    engine.submit(*submitted["good"])
+    out: dict[str, list[TokenChunk]] = {}
+    collect(out, engine.step())
+    backend.write_error = AdapterFormatError("layer 0 q_proj has the wrong shape")
+    engine.submit(fake_request("bad", [1, 2], bad), bad)
+    engine.submit(*submitted["base"])
+    for chunks in run(engine).values():
+        collect(out, chunks)
+    assert out["bad"][-1].finish_reason == "error"
+    assert isinstance(out["bad"][-1].error, AdapterFormatError)
+    for name, pair in submitted.items():
+        assert_as_alone(pair, out[name])
+    assert [resident.digest for resident in engine.stats().residents] == [good.card.digest]
+
+
+def test_refusals_name_value_limit_and_way_out() -> None:
+    engine, _ = make_engine(max_context=32, max_waiting=2, rows=24)
+    with pytest.raises(ContextOverflow, match=r"20 tokens.*max_tokens is 16.*36.*32"):
+        engine.submit(fake_request("r", [1] * 20))
+    large, foreign = fake_adapter("large", 17), fake_adapter("foreign", 8, base_digest="other-base")
+    with pytest.raises(AdapterTooLarge, match=r"rank 17.*at most rank 16.*adapter_rank_rows"):
+        engine.submit(fake_request("r", [1], large), large)
+    with pytest.raises(AdapterMismatch, match="other-base"):
+        engine.submit(fake_request("r", [1], foreign), foreign)
+    with pytest.raises(InvalidRequest, match="weights given are none"):
+        engine.submit(fake_request("r", [1], fake_adapter("absent", 8)))
+    assert not engine.has_work
+    engine.submit(fake_request("r", [1]))
+    with pytest.raises(InvalidRequest, match="'r' is already in use"):
+        engine.submit(fake_request("r", [1]))
+    engine.submit(fake_request("s", [1]))
+    with pytest.raises(QueueFull, match=r"2 requests are waiting and engine.max_waiting is 2"):
+        engine.submit(fake_request("t", [1]))
+    run(engine)
+    engine.submit(fake_request("r", [1]))
+    with pytest.raises(ConfigError, match="max_context is 513"):
+        make_engine(max_context=513)
+
+
+def test_kv_memory_limits_a_request() -> None:
+    engine, _ = make_engine(num_kv_blocks=4)
+    sampling = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
+    request = fake_request("fits exactly", list(range(20)), sampling=sampling)
+    engine.submit(request)
+    assert_as_alone((request, None), run(engine)["fits exactly"])
+    with pytest.raises(ContextOverflow, match=r"together 34.*holds 32.*num_kv_blocks"):
+        engine.submit(fake_request("too long", list(range(21)), sampling=sampling))

@@ -1,0 +1,138 @@
+"""The engine's thread: wakes, sleeps, stops and reports, and leaves no request unanswered."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from app.engine.backend import BackendLimits
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.errors import EngineFailure
+from app.engine.request import SamplingParams, TokenChunk
+from app.engine.worker import EngineThread
+from tests.fakes import FakeBackend, fake_adapter, fake_request, fake_tokens
+
+
+class Listener:
+    """Collects chunks and says when a request has ended."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[str, list[TokenChunk]] = {}
+        self.failures: list[EngineFailure] = []
+        self.threads: set[int] = set()
+        self._changed = threading.Condition()
+
+    def on_chunks(self, chunks: list[TokenChunk]) -> None:
+        with self._changed:
+            self.threads.add(threading.get_ident())
+            for chunk in chunks:
+                self.chunks.setdefault(chunk.request_id, []).append(chunk)
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout=20)
+
+    def ended(self, *request_ids: str) -> bool:
+        return all(self.chunks.get(r) and self.chunks[r][-1].finish_reason for r in request_ids)
+
+
+def start(listener: Listener, *, fail_at: int | None = None) -> tuple[EngineThread, FakeBackend]:
+    backend = FakeBackend(BackendLimits(64, 8, 64, 8, 8))
+    backend.fail_at = fail_at
+    thread = EngineThread(Engine(backend, EngineConfig()), listener.on_chunks, listener.failures.append)
+    thread.start()
+    return thread, backend
+
+
+def endless(max_tokens: int = 400) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def test_requests_from_many_threads_are_answered_on_the_engines_thread() -> None:
+    listener = Listener()
+    thread, _ = start(listener)
+    adapter = fake_adapter("a", 8)
+    requests = [fake_request(f"r{i}", [i, 2], adapter if i % 2 else None) for i in range(24)]
+
+    def submit(part: int) -> None:
+        for request in requests[part::4]:
+            thread.submit(request, adapter if request.adapter else None)
+            time.sleep(0.001)
+
+    callers = [threading.Thread(target=submit, args=(part,)) for part in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    listener.wait(lambda: listener.ended(*(request.request_id for request in requests)))
+    for request in requests:
+        tokens = [token for chunk in listener.chunks[request.request_id] for token in chunk.token_ids]
+        assert tokens == [line.token_id for line in fake_tokens(request, adapter if request.adapter else None)]
+    assert thread.drop_adapter(adapter.card.digest).result(timeout=20) == 8
+    assert thread.stop(timeout_s=20)
+    assert len(listener.threads) == 1
+    assert listener.failures == []
+
+
+def test_an_idle_engine_takes_no_steps_and_wakes_at_once() -> None:
+    listener = Listener()
+    thread, backend = start(listener)
+    time.sleep(0.05)
+    assert backend.num_forwards == 0
+    thread.submit(fake_request("r", [1]))
+    listener.wait(lambda: listener.ended("r"))
+    forwards = backend.num_forwards
+    time.sleep(0.05)
+    assert backend.num_forwards == forwards
+    assert thread.stop(timeout_s=20)
+
+
+def test_abort_and_stop_end_every_stream() -> None:
+    listener = Listener()
+    thread, _ = start(listener)
+    for name in ("aborted", "running"):
+        thread.submit(fake_request(name, [1, 2], sampling=endless()))
+    thread.abort("aborted")
+    listener.wait(lambda: listener.ended("aborted"))
+    assert listener.chunks["aborted"][-1].finish_reason == "abort"
+    thread.stop(timeout_s=20)
+    last = listener.chunks["running"][-1]
+    assert last.finish_reason in ("error", "length")
+    with pytest.raises(EngineFailure):
+        thread.submit(fake_request("late", [1]))
+
+
+def test_a_failure_is_reported_once_and_ends_the_streams() -> None:
+    listener = Listener()
+    thread, _ = start(listener, fail_at=2)
+    thread.submit(fake_request("r", [1, 2], sampling=endless()))
+    listener.wait(lambda: listener.ended("r"))
+    assert isinstance(listener.chunks["r"][-1].error, EngineFailure)
+    assert thread.stop(timeout_s=20)
+    assert [str(failure) for failure in listener.failures] == [str(thread.failure)]
+    assert "on fire" in str(thread.failure)
+
+
+def test_a_raising_callback_is_a_failure_not_a_silent_death() -> None:
+    listener = Listener()
+    backend = FakeBackend(BackendLimits(64, 8, 64, 8, 8))
+    reported = threading.Event()
+
+    def raise_it(chunks: list[TokenChunk]) -> None:
+        raise ValueError(f"cannot take {len(chunks)} chunks")
+
+    def report(failure: EngineFailure) -> None:
+        listener.failures.append(failure)
+        reported.set()
+
+    thread = EngineThread(Engine(backend, EngineConfig()), raise_it, report)
+    thread.start()
+    thread.submit(fake_request("r", [1]))
+    assert reported.wait(timeout=20)
+    assert "cannot take 1 chunks" in str(thread.failure)
+    assert thread.stop(timeout_s=20)

@@ -1,0 +1,267 @@
+"""A backend whose tokens come out of its own memory, so that wrong books give wrong tokens.
+
+`FakeBackend` keeps one number per KV slot and one per rank row. The number stored for a token is
+mixed from the token, its position, the rows of its run's adapter and the number of the token before
+it, read back through the block table. The token drawn is mixed from every number the sequence can
+see, read back the same way. A stale block, a wrong table entry, a reused row or a run that belongs
+to another adapter changes it. `fake_tokens` computes the same from the definition, without memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
+from app.engine.backend import BackendLimits
+from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
+
+VOCAB = 61
+EOS = 7
+_MASK = (1 << 64) - 1
+
+
+def fake_spec(*, max_positions: int = 512) -> ModelSpec:
+    """A one-layer decoder that exists only in name."""
+    attention = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=4, scale=0.5, rope=RopeSpec((1.0, 0.1)))
+    return ModelSpec(
+        name="fake",
+        family="llama",
+        digest="fake-base",
+        vocab_size=VOCAB,
+        hidden_size=4,
+        max_positions=max_positions,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        layers=(LayerSpec(attention, MlpSpec(8)),),
+        bos_token_id=None,
+        eos_token_ids=(EOS,),
+    )
+
+
+def fake_adapter(name: str, rank: int, *, size_bytes: int | None = None, base_digest: str = "fake-base") -> LoraAdapter:
+    """An adapter whose rows hold numbers of their own."""
+    digest = hashlib.sha256(f"{name}/{rank}".encode()).hexdigest()
+    rows = np.frombuffer(hashlib.shake_256(digest.encode()).digest(2 * rank), np.uint16).astype(np.float32)
+    pair = LoraPair(rows.reshape(rank, 1), np.ones((rank, 1), np.float32))
+    size = pair.a.nbytes + pair.b.nbytes if size_bytes is None else size_bytes
+    card = AdapterCard(digest, base_digest, rank, ("q_proj",), "float32", size)
+    return LoraAdapter(card, {LoraKey(0, "q_proj"): pair})
+
+
+def fake_request(
+    request_id: str,
+    token_ids: Sequence[int],
+    adapter: LoraAdapter | None = None,
+    *,
+    sampling: SamplingParams | None = None,
+    tenant_id: str = "default",
+    weight: float = 1.0,
+    cache_salt: bytes = b"",
+    resume_token_ids: Sequence[int] = (),
+) -> GenerateRequest:
+    ref = AdapterRef("an-adapter", adapter.card.digest) if adapter is not None else None
+    return GenerateRequest(
+        request_id,
+        tuple(token_ids),
+        sampling or SamplingParams(temperature=0.0),
+        ref,
+        tenant_id,
+        weight,
+        cache_salt,
+        resume_token_ids=tuple(resume_token_ids),
+    )
+
+
+class FakeBackend:
+    """Memory with the shape of a backend's and arithmetic that forgets nothing."""
+
+    def __init__(self, limits: BackendLimits, spec: ModelSpec | None = None) -> None:
+        self._spec = spec or fake_spec()
+        self._limits = limits
+        num_kv_slots = limits.num_kv_blocks * limits.block_size
+        self._kv = [hash(("never written", i)) & _MASK for i in range(num_kv_slots)]
+        self._rows = [0.5] * limits.adapter_rank_rows
+        self._runs: dict[int, tuple[int, int]] = {0: (0, 0)}
+        self.num_forwards = 0
+        self.batches: list[ForwardBatch] = []
+        self.keep_batches = False
+        self.writes: list[tuple[int, int, int]] = []  # (forwards before it, adapter slot, bytes)
+        self.fail_at: int | None = None
+        self.write_error: Exception | None = None
+        self.closed = False
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._limits
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        if self.write_error is not None:
+            raise self.write_error
+        rank = adapter.card.max_rank
+        assert 0 < adapter_slot < self._limits.max_adapter_slots
+        assert row_start % self._limits.rank_alignment == 0
+        assert row_start + rank <= self._limits.adapter_rank_rows
+        self._rows[row_start : row_start + rank] = adapter.weights[LoraKey(0, "q_proj")].a[:, 0].tolist()
+        self._runs[adapter_slot] = (row_start, rank)
+        self.writes.append((self.num_forwards, adapter_slot, adapter.card.size_bytes))
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if self.fail_at is not None and self.num_forwards >= self.fail_at:
+            raise RuntimeError("the fake device is on fire")
+        check_batch(batch, self._limits)
+        self.num_forwards += 1
+        if self.keep_batches:
+            self.batches.append(batch)
+        block_size = self._limits.block_size
+        marks = np.repeat(batch.run_adapter_slots, np.diff(batch.run_starts)).tolist()
+        keys_of: list[list[int]] = []
+        for index in range(len(batch.seq_lens)):
+            table = batch.block_tables[index].tolist()
+            length = int(batch.seq_lens[index])
+            kv_slots = [table[p // block_size] * block_size + p % block_size for p in range(length)]
+            first, last = int(batch.query_starts[index]), int(batch.query_starts[index + 1])
+            for row in range(first, last):
+                position = int(batch.positions[row])
+                assert int(batch.kv_slots[row]) == kv_slots[position]
+                before = self._kv[kv_slots[position - 1]] if position else 0
+                start, rank = self._runs[marks[row]]
+                value = token_value(before, int(batch.token_ids[row]), position, self._rows[start : start + rank])
+                self._kv[int(batch.kv_slots[row])] = value
+            keys_of.append(kv_slots)
+        states = [_mix([self._kv[s] for s in keys_of[int(i)]]) for i in batch.sample_seqs]
+        drawn = [_draw(state, batch.sampling, row) for row, state in enumerate(states)]
+        return ForwardOutput(
+            np.array([line.token_id for line in drawn], np.int32),
+            np.array([line.logprob for line in drawn], np.float32),
+            tuple(
+                (np.array([i for i, _ in line.top], np.int32), np.array([x for _, x in line.top], np.float32))
+                if line.top
+                else None
+                for line in drawn
+            ),
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def token_value(before: int, token_id: int, position: int, rows: Sequence[float]) -> int:
+    """What is stored for one token."""
+    value = (before * 6364136223846793005 + token_id * 1442695040888963407 + position * 2654435761 + 12345) & _MASK
+    for index, row in enumerate(rows):
+        value = (value * 31 + (index + 1) * int(row * 2)) & _MASK
+    return value ^ (value >> 29)
+
+
+def check_batch(batch: ForwardBatch, limits: BackendLimits) -> None:
+    """What `ForwardBatch` promises."""
+    num_tokens, num_seqs, num_drawn = len(batch.token_ids), len(batch.seq_lens), len(batch.sample_rows)
+    assert num_tokens > 0
+    assert len(batch.positions) == len(batch.kv_slots) == num_tokens
+    assert len(set(batch.kv_slots.tolist())) == num_tokens, "two tokens in one place"
+    assert batch.query_starts[0] == 0
+    assert batch.query_starts[-1] == num_tokens
+    assert (np.diff(batch.query_starts) > 0).all()
+    assert batch.block_tables.shape[0] == num_seqs
+    assert batch.block_tables.max() < limits.num_kv_blocks
+    assert batch.run_starts[0] == 0
+    assert batch.run_starts[-1] == num_tokens
+    assert (np.diff(batch.run_starts) > 0).all()
+    assert (np.diff(batch.run_adapter_slots) > 0).all(), "runs are sorted and differ"
+    assert set(batch.run_starts.tolist()) <= set(batch.query_starts.tolist())
+    for index in range(num_seqs):
+        first, last = batch.query_starts[index], batch.query_starts[index + 1]
+        expected = np.arange(batch.seq_lens[index] - (last - first), batch.seq_lens[index])
+        assert (batch.positions[first:last] == expected).all()
+    assert (np.diff(batch.sample_seqs) > 0).all()
+    assert (batch.sample_rows == batch.query_starts[1:][batch.sample_seqs] - 1).all()
+    sampling = batch.sampling
+    assert len(sampling.history) == num_drawn
+    for array in (
+        sampling.temperature,
+        sampling.seeds,
+        sampling.positions,
+        sampling.num_logprobs,
+        sampling.prompt_lens,
+    ):
+        assert len(array) == num_drawn
+    assert (sampling.positions == batch.seq_lens[batch.sample_seqs]).all()
+    dtypes = [batch.token_ids.dtype, batch.positions.dtype, batch.block_tables.dtype, batch.query_starts.dtype]
+    assert all(dtype == np.int32 for dtype in dtypes)
+    assert batch.kv_slots.dtype == np.int64
+
+
+def fake_tokens(request: GenerateRequest, adapter: LoraAdapter | None) -> list[TokenLogprobs]:
+    """What `FakeBackend` must answer, token by token, resumed ones left out."""
+    params = request.sampling
+    tokens = [*request.token_ids, *request.resume_token_ids]
+    rows = adapter.weights[LoraKey(0, "q_proj")].a[:, 0].tolist() if adapter is not None else []
+    values: list[int] = []
+    out: list[TokenLogprobs] = []
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    has_penalty = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
+    while len(tokens) - len(request.token_ids) < params.max_tokens:
+        if len(tokens) > len(request.token_ids) and tokens[-1] in stops:
+            break
+        while len(values) < len(tokens):
+            position = len(values)
+            values.append(token_value(values[-1] if values else 0, tokens[position], position, rows))
+        history = np.array(tokens if has_penalty else [], np.int32)
+        sampling = SamplingBatch(
+            temperature=np.array([params.temperature], np.float32),
+            top_p=np.array([params.top_p], np.float32),
+            top_k=np.array([params.top_k], np.int32),
+            min_p=np.array([params.min_p], np.float32),
+            presence=np.array([params.presence_penalty], np.float32),
+            frequency=np.array([params.frequency_penalty], np.float32),
+            repetition=np.array([params.repetition_penalty], np.float32),
+            seeds=np.array([params.seed], np.uint64),
+            positions=np.array([len(tokens)], np.int64),
+            num_logprobs=np.array([-1 if params.num_logprobs is None else params.num_logprobs], np.int32),
+            history=(history,),
+            prompt_lens=np.array([len(request.token_ids)], np.int32),
+        )
+        line = _draw(_mix(values), sampling, 0)
+        out.append(line)
+        tokens.append(line.token_id)
+    return out
+
+
+def _mix(values: list[int]) -> int:
+    state = len(values)
+    for value in values:
+        state = (state * 0x9E3779B97F4A7C15 + value) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def _draw(state: int, sampling: SamplingBatch, row: int) -> TokenLogprobs:
+    """Every sampling field leaves its mark on the token."""
+    temperature = float(sampling.temperature[row])
+    marks: list[object] = [
+        temperature,
+        float(sampling.top_p[row]),
+        int(sampling.top_k[row]),
+        float(sampling.min_p[row]),
+    ]
+    if temperature > 0:
+        marks += [int(sampling.seeds[row]), int(sampling.positions[row])]
+    if len(sampling.history[row]):
+        penalties = (sampling.presence[row], sampling.frequency[row], sampling.repetition[row])
+        marks += [sampling.history[row].tolist(), int(sampling.prompt_lens[row]), [float(p) for p in penalties]]
+    digest = hashlib.blake2b(repr((state, marks)).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    token_id, wanted = number % VOCAB, int(sampling.num_logprobs[row])
+    logprob = float(np.float32(-(number % 1009) / 100)) if wanted >= 0 else 0.0
+    top = tuple(((token_id + k) % VOCAB, float(np.float32(-k / 8 + logprob))) for k in range(max(wanted, 0)))
+    return TokenLogprobs(token_id, logprob, top)
