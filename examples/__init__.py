@@ -1,0 +1,1 @@
+"""Demo adapters, their training, and programs that use the service."""

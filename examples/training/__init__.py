@@ -1,0 +1,1 @@
+"""The demo tasks, and the scripts that train and measure the demo adapters."""

@@ -1,0 +1,39 @@
+"""The demo base model as transformers sees it, and the token ids of a chat.
+
+In: the path of the GGUF file. Out: a float32 model, its tokenizer, and prompt or answer token ids.
+Prompts go through the chat template of the file, exactly as the server renders them.
+Only this module knows that the checkpoint is GGUF.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+BASE_NAME = "SmolLM2-135M-Instruct"
+END_OF_TURN = "<|im_end|>"
+
+
+def load_base(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in float32, dequantised, on the CPU, and its tokenizer. Raises OSError for a missing file."""
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    return model, tokenizer
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None) -> list[int]:
+    """Token ids of one user message up to where the answer starts; `system` replaces the template's own."""
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
+    """Token ids of an answer with the token that ends the turn."""
+    ids: list[int] = tokenizer(answer + END_OF_TURN, add_special_tokens=False)["input_ids"]
+    return ids
