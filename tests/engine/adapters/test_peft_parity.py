@@ -1,0 +1,140 @@
+"""Adapters saved by PEFT give PEFT's logits."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from app.engine.adapters.lora import LoraKey
+from app.engine.adapters.peft import read_peft
+from tests.engine.adapters.parity import (
+    base_logits,
+    our_logits,
+    peft_logits,
+    random_tokens,
+    save_random_adapter,
+    spec_of,
+    tiny_model,
+)
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TOLERANCE = 1e-5
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's own use
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning"),
+]
+
+#: One row per supported option: what is asked of PEFT, by name.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain LoRA": {"target_modules": ALL},
+    "one target": {"target_modules": ["down_proj"]},
+    "rank 1": {"target_modules": ["q_proj", "v_proj"], "r": 1},
+    "rank above the module's width": {"target_modules": ["k_proj"], "r": 40},
+    "rsLoRA": {"target_modules": ALL, "use_rslora": True},
+    "negative alpha": {"target_modules": ALL, "lora_alpha": -5},
+    "zero alpha": {"target_modules": ALL, "lora_alpha": 0},
+    "fractional alpha": {"target_modules": ALL, "lora_alpha": 0.3},
+    "rank_pattern": {
+        "target_modules": ALL,
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\..*": 7, "^model.layers.2.self_attn.k_proj": 5},
+    },
+    "alpha_pattern": {
+        "target_modules": ALL,
+        "alpha_pattern": {"0.self_attn.q_proj": -1, r".*\.(up|down)_proj": 11, "q_proj": 2.5},
+    },
+    "rank_pattern and alpha_pattern with rsLoRA": {
+        "target_modules": ALL,
+        "use_rslora": True,
+        "rank_pattern": {"o_proj": 6, "layers.0.mlp.gate_proj": 1},
+        "alpha_pattern": {"o_proj": 1, r"layers\.\d\.mlp\.gate_proj": 9},
+    },
+    "regex target_modules": {"target_modules": r".*\.layers\.[02]\.(self_attn|mlp)\.(q|v|up)_proj"},
+    "all-linear target_modules": {"target_modules": "all-linear"},
+    "full path in target_modules": {"target_modules": ["model.layers.1.mlp.up_proj", "k_proj"]},
+    "layers_to_transform": {"target_modules": ALL, "layers_to_transform": [0, 2]},
+    "layers_to_transform and layers_pattern": {
+        "target_modules": ["q_proj", "model.layers.0.mlp.up_proj"],
+        "layers_to_transform": 1,
+        "layers_pattern": ["layers"],
+    },
+    "exclude_modules list": {"target_modules": ALL, "exclude_modules": ["layers.1.self_attn.q_proj", "up_proj"]},
+    "exclude_modules regex": {"target_modules": ALL, "exclude_modules": r".*\.1\..*"},
+    "fan_in_fan_out": {"target_modules": ALL, "fan_in_fan_out": True},
+    "init gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
+    "init orthogonal": {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+    "init false": {"target_modules": ["q_proj"], "init_lora_weights": False},
+    "dropout": {"target_modules": ["q_proj"], "lora_dropout": 0.5},
+}
+
+
+@cache
+def _model(family: str) -> Any:
+    return tiny_model(family)
+
+
+def _check(family: str, folder: Path) -> float:
+    """Our logits are PEFT's; returns how far both are from the base's."""
+    model = _model(family)
+    tokens = random_tokens(model)
+    adapter = read_peft(folder, spec_of(model))
+    expected = peft_logits(model, folder, tokens)
+    base = base_logits(model, tokens)
+    np.testing.assert_allclose(our_logits(model, adapter, tokens), expected, rtol=0, atol=TOLERANCE)
+    return float(np.abs(expected - base).max())
+
+
+def _config(options: dict[str, Any]) -> LoraConfig:
+    return LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | options))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_gives_pefts_logits(tmp_path: Path, family: str, option: str) -> None:
+    save_random_adapter(_model(family), tmp_path, _config(OPTIONS[option]))
+    moved = _check(family, tmp_path)
+    assert (moved == 0) == (option == "zero alpha")
+    assert moved == 0 or moved > 1e-3
+
+
+@pytest.mark.parametrize("target", ["qkv_proj", "gate_up_proj", "all", "all-linear"])
+def test_fused_targets_give_pefts_logits(tmp_path: Path, target: str) -> None:
+    names = {"all": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "all-linear": "all-linear"}
+    options = {"target_modules": names.get(target, [target]), "alpha_pattern": {r"layers.1.*_proj": 7}}
+    save_random_adapter(_model("phi3"), tmp_path, _config(options))
+    assert _check("phi3", tmp_path) > 1e-3
+    adapter = read_peft(tmp_path, spec_of(_model("phi3")))
+    if target != "gate_up_proj":
+        shared = [adapter.weights[LoraKey(0, name)].a for name in ("q_proj", "k_proj", "v_proj")]
+        assert shared[0] is shared[1] is shared[2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_tensors_give_pefts_logits(tmp_path: Path, dtype: str) -> None:
+    import torch
+
+    save_random_adapter(_model("llama"), tmp_path, _config({"target_modules": ALL}))
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(path).items()}, path)
+    assert _check("llama", tmp_path) > 1e-3
+
+
+def test_a_module_left_out_would_be_noticed(tmp_path: Path) -> None:
+    """The comparison can fail: one module's delta missing moves the logits far beyond the tolerance."""
+    from dataclasses import replace
+
+    model = _model("llama")
+    save_random_adapter(model, tmp_path, _config({"target_modules": ALL}))
+    adapter = read_peft(tmp_path, spec_of(model))
+    tokens = random_tokens(model)
+    expected = peft_logits(model, tmp_path, tokens)
+    for key in adapter.weights:
+        fewer = {other: pair for other, pair in adapter.weights.items() if other != key}
+        wrong = our_logits(model, replace(adapter, weights=fewer), tokens)
+        assert np.abs(wrong - expected).max() > 10 * TOLERANCE, key
