@@ -1,0 +1,91 @@
+"""One way to open a base model, whatever it is stored as.
+
+In: a GGUF file, or a Hugging Face folder with config.json and safetensors. Out: a `Checkpoint`: its
+spec, and its tensors under canonical names, streamed one at a time. A checkpoint that is returned is
+complete: every tensor the spec implies is there, in its shape, and none is left over.
+NumPy only; backends convert.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.errors import CheckpointError
+from app.engine.models.digest import base_digest, file_sha256
+from app.engine.models.gguf import gguf_shapes, gguf_tensors, spec_from_gguf
+from app.engine.models.gguf_file import read_gguf
+from app.engine.models.hf_config import spec_from_config
+from app.engine.models.names import EMBEDDING, LM_HEAD, check_tensors
+from app.engine.models.safetensors_folder import StoredTensor, read_json, read_tensors, stored_tensors
+from app.engine.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete base model. `tokenizer_source` is what `load_tokenizer` takes."""
+
+    spec: ModelSpec
+    tokenizer_source: Path
+    read: Callable[[], Iterator[tuple[str, NDArray[Any]]]]
+
+    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """(canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32."""
+        return self.read()
+
+
+def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:
+    """Open a base model; `name` is for people and defaults to the file's or folder's.
+
+    CheckpointError names what is missing, unexpected, mis-shaped or not understood.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _load_folder(path, name or path.resolve().name)
+    if path.is_file():
+        return _load_gguf(path, name or path.stem)
+    raise CheckpointError(f"no base model at {path}: neither a folder nor a GGUF file")
+
+
+def _load_gguf(path: Path, name: str) -> Checkpoint:
+    file = read_gguf(path)
+    spec = spec_from_gguf(file, name, base_digest([("gguf", file_sha256(path))]))
+    check_tensors(spec, gguf_shapes(file))
+    return Checkpoint(spec, path, lambda: gguf_tensors(file, spec))
+
+
+def _load_folder(folder: Path, name: str) -> Checkpoint:
+    config = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    stored = {key: value for key, value in stored_tensors(folder).items() if not _is_rotary_buffer(key)}
+    files = sorted({tensor.file for tensor in stored.values()})
+    parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
+    parts += [(file.name, file_sha256(file)) for file in files]
+    spec = spec_from_config(config, name, base_digest(parts), read_json(generation) if generation.is_file() else None)
+    if spec.tie_embeddings and LM_HEAD in stored:
+        _check_tied(stored)
+        del stored[LM_HEAD]
+    check_tensors(spec, {key: value.shape for key, value in stored.items()})
+    return Checkpoint(spec, folder, lambda: read_tensors(stored))
+
+
+def _is_rotary_buffer(name: str) -> bool:
+    """Old checkpoints carry the frequencies; they follow from the config."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _check_tied(stored: dict[str, StoredTensor]) -> None:
+    if EMBEDDING not in stored:
+        return  # reported as missing, with its name
+    pair = dict(read_tensors({name: stored[name] for name in (EMBEDDING, LM_HEAD)}))
+    if not np.array_equal(pair[EMBEDDING], pair[LM_HEAD]):
+        raise CheckpointError(
+            f"the config ties {LM_HEAD!r} to {EMBEDDING!r} but the file holds different values; "
+            "set tie_word_embeddings to false if the stored lm_head is meant"
+        )

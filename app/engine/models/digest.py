@@ -1,0 +1,72 @@
+"""SHA-256 of large files, remembered beside them so that a restart does not read them again.
+
+In: paths. Out: hexadecimal digests. A remembered digest counts only while the file's size, modification
+time and inode are the ones it was computed for. A folder that cannot be written costs a rehash
+at each start and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+_LOGGER = logging.getLogger(__name__)
+_DOMAIN = b"polylora/base-model/1\0"
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of one file's bytes; OSError if it cannot be read."""
+    identity = _identity(path)
+    sidecar = _sidecar(path)
+    remembered = _remembered(sidecar)
+    if remembered is not None and remembered.get("identity") == identity:
+        digest = remembered.get("sha256")
+        if isinstance(digest, str) and len(digest) == 64:
+            return digest
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if _identity(path) == identity:
+        _remember(sidecar, {"identity": identity, "sha256": digest})
+    return digest
+
+
+def base_digest(parts: Iterable[tuple[str, str]]) -> str:
+    """One digest over (part name, hexadecimal SHA-256) pairs in their order, under this use's own domain tag."""
+    total = hashlib.sha256(_DOMAIN)
+    for name, digest in parts:
+        encoded = name.encode()
+        total.update(len(encoded).to_bytes(8, "little") + encoded + bytes.fromhex(digest))
+    return total.hexdigest()
+
+
+def _identity(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_name(f".{path.name}.sha256.json")
+
+
+def _remembered(sidecar: Path) -> dict[str, object] | None:
+    try:
+        content = json.loads(sidecar.read_text())
+    except (OSError, ValueError):
+        return None  # nothing remembered, or not readable as such: compute it
+    return content if isinstance(content, dict) else None
+
+
+def _remember(sidecar: Path, content: dict[str, object]) -> None:
+    try:
+        handle, temporary = tempfile.mkstemp(dir=sidecar.parent, prefix=sidecar.name)
+    except OSError as error:
+        _LOGGER.info("the checksum of %s is not remembered: %s", sidecar.name, error)
+        return
+    with os.fdopen(handle, "w") as stream:
+        json.dump(content, stream)
+    os.replace(temporary, sidecar)

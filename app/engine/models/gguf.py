@@ -1,0 +1,161 @@
+"""What a GGUF file means: metadata to `ModelSpec`, tensors to canonical names, layout and float32.
+
+Architectures: llama (Mistral included, which GGUF stores as llama), qwen2, qwen3. Every key of the
+architecture's namespace is read, must have the one value given here, or is refused by name. The
+converter interleaves the rows of q and k for llama (adjacent pairs are rotated); the rows are put back
+into the half-split order every backend rotates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.errors import CheckpointError
+from app.engine.models.gguf_file import GgufFile
+from app.engine.models.names import canonical_gguf_name
+from app.engine.models.rope import rope_spec
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ROPE_FACTORS = "rope_freqs.weight"
+_READ = """
+    block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv
+    attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count
+    rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned vocab_size
+"""
+_FIXED: dict[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "rope.scaling.attn_factor": (1.0,),
+    "pooling_type": (0,),
+}
+
+
+def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
+    """Read the metadata; biases, q/k norms and tied embeddings follow from the tensors present."""
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    keys = _namespace(file, str(architecture))
+    hidden_size, num_heads = _integer(keys, "embedding_length"), _integer(keys, "attention.head_count")
+    num_kv_heads = _integer(keys, "attention.head_count_kv", num_heads)
+    head_dim = _integer(keys, "attention.key_length", hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(f"attention.head_count {num_heads} is not a multiple of head_count_kv {num_kv_heads}")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if _integer(keys, key, head_dim) != head_dim:
+            raise CheckpointError(f"{key} is {keys[key]} but heads are {head_dim} wide; they must be equal")
+    max_positions = _integer(keys, "context_length")
+    names = {canonical_gguf_name(tensor) for tensor in file.tensors}
+    first = "model.layers.0."
+    attention = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=_rope(file, keys, head_dim, max_positions),
+        qkv_bias=f"{first}self_attn.q_proj.bias" in names,
+        o_bias=f"{first}self_attn.o_proj.bias" in names,
+        qk_norm=f"{first}self_attn.q_norm.weight" in names,
+    )
+    mlp = MlpSpec(_integer(keys, "feed_forward_length"), bias=f"{first}mlp.gate_proj.bias" in names)
+    embedding = file.tensors.get("token_embd.weight")
+    return ModelSpec(
+        name=name,
+        family=str(architecture),
+        digest=digest,
+        vocab_size=_integer(keys, "vocab_size", embedding.shape[0] if embedding is not None else None),
+        hidden_size=hidden_size,
+        max_positions=max_positions,
+        norm_eps=_positive(keys, "attention.layer_norm_rms_epsilon"),
+        tie_embeddings="output.weight" not in file.tensors,
+        layers=(LayerSpec(attention, mlp),) * _integer(keys, "block_count"),
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_eos_token_ids(file),
+    )
+
+
+def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape; a tensor that has no canonical name keeps its own, to be refused by it."""
+    own = {name: tensor.shape for name, tensor in file.tensors.items() if name != _ROPE_FACTORS}
+    return {canonical_gguf_name(name) or name: shape for name, shape in own.items()}
+
+
+def gguf_tensors(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Every tensor under its canonical name, in float32 and half-split order, one at a time."""
+    for name in file.tensors:
+        canonical = canonical_gguf_name(name)
+        if canonical is None:
+            continue  # rope_freqs, already part of the spec; anything else was refused by its name
+        values = file.dequantised(name)
+        if spec.family == "llama" and ".attn_q." in name:
+            values = _half_split_rows(values, spec.layers[0].attention.num_heads)
+        elif spec.family == "llama" and ".attn_k." in name:
+            values = _half_split_rows(values, spec.layers[0].attention.num_kv_heads)
+        yield canonical, values
+
+
+def _half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """Undo the converter's interleaving of each head's rows: pairs (0,1),(2,3),… back to (0,d/2),(1,d/2+1),…"""
+    pairs = values.shape[0] // num_heads // 2
+    split = values.reshape(num_heads, pairs, 2, *values.shape[1:]).swapaxes(1, 2)  # [heads, 2, pairs, …]
+    return np.ascontiguousarray(split).reshape(values.shape)
+
+
+def _namespace(file: GgufFile, architecture: str) -> dict[str, Any]:
+    prefix = architecture + "."
+    keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    for key, value in keys.items():
+        if key in _FIXED and value not in _FIXED[key]:
+            raise CheckpointError(f"GGUF key {prefix + key!r} is {value!r}; only {_FIXED[key][0]!r} is supported")
+        if key not in _READ.split() and key not in _FIXED:
+            raise CheckpointError(f"GGUF key {prefix + key!r} ({value!r}) is not understood")
+    return keys
+
+
+def _rope(file: GgufFile, keys: dict[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
+    kind = keys.get("rope.scaling.type", "none")
+    parameters: dict[str, Any] = {
+        "rope_type": "default" if kind == "none" else kind,
+        "rope_theta": _positive(keys, "rope.freq_base", 10_000.0),
+    }
+    if kind in ("linear", "yarn"):
+        parameters["factor"] = keys.get("rope.scaling.factor")
+    if kind == "yarn":
+        parameters["original_max_position_embeddings"] = keys.get("rope.scaling.original_context_length")
+    rope = rope_spec(parameters, head_dim, max_positions)
+    if _ROPE_FACTORS not in file.tensors:
+        return rope
+    # llama3 scaling: the converter stores what each frequency is divided by.
+    divisors = file.dequantised(_ROPE_FACTORS)
+    if divisors.shape != (head_dim // 2,) or kind != "none":
+        raise CheckpointError(f"{_ROPE_FACTORS} of shape {list(divisors.shape)} does not fit rope scaling {kind!r}")
+    return replace(rope, inv_freq=tuple(float(f) for f in np.asarray(rope.inv_freq, dtype=np.float32) / divisors))
+
+
+def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    found = (file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(int(value) for value in found if value is not None))
+
+
+def _integer(keys: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = keys.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"GGUF key {key!r} is {value!r}; a positive integer is needed")
+    return value
+
+
+def _positive(keys: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = keys.get(key, default)
+    if not isinstance(value, float) or not value > 0:
+        raise CheckpointError(f"GGUF key {key!r} is {value!r}; a positive number is needed")
+    return value

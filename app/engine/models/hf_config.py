@@ -1,0 +1,267 @@
+"""`config.json` of a Hugging Face folder, read into a `ModelSpec`.
+
+In: the parsed JSON of a Llama, Mistral, Qwen2 or Qwen3 model, saved by any transformers version. Out:
+a `ModelSpec`. Every key is read, on the list of inert ones, or refused by name; a value that
+would change the arithmetic and is not represented is a `CheckpointError`. Files are another module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from app.engine.errors import CheckpointError
+from app.engine.models.rope import rope_spec
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+
+_READ = """
+    model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    head_dim hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling
+    rope_parameters partial_rotary_factor bos_token_id eos_token_id
+"""
+# These change nothing about a forward pass at inference.
+_INERT = """
+    architectures torch_dtype dtype transformers_version use_cache initializer_range attention_dropout
+    pretraining_tp _name_or_path name_or_path pad_token_id sep_token_id tokenizer_class return_dict
+    output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward id2label
+    label2id finetuning_task task_specific_params problem_type prefix max_length min_length do_sample temperature
+    top_k top_p typical_p num_beams num_beam_groups num_return_sequences repetition_penalty length_penalty
+    early_stopping diversity_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens return_dict_in_generate output_scores decoder_start_token_id transformers.js_config
+    unsloth_version unsloth_fixed _attn_implementation_autoset _attn_implementation tie_encoder_decoder
+"""
+# These must have one of the values given.
+_FIXED: dict[str, tuple[object, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": (None, {}),
+    "is_llama_config": (True,),
+    "rope_interleaved": (False,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How a family departs from Llama. Each function reads the config; `keys` are those it reads."""
+
+    keys: frozenset[str]
+    qkv_bias: Callable[[Mapping[str, Any]], bool]
+    o_bias: Callable[[Mapping[str, Any]], bool]
+    mlp_bias: Callable[[Mapping[str, Any]], bool]
+    windows: Callable[[Mapping[str, Any], int], list[int | None]]
+    qk_norm: bool = False
+    default_head_dim: int | None = None
+    default_kv_heads: int | None = None
+
+
+def spec_from_config(
+    config: Mapping[str, Any],
+    name: str,
+    digest: str,
+    generation_config: Mapping[str, Any] | None = None,
+) -> ModelSpec:
+    """Read `config.json` (and the end-of-sequence ids of `generation_config.json`)."""
+    model_type = config.get("model_type")
+    family = _FAMILIES.get(str(model_type))
+    if family is None:
+        raise CheckpointError(
+            f"model_type {model_type!r} is not supported; supported families are {', '.join(_FAMILIES)}"
+        )
+    _check_keys(config, family, str(model_type))
+    hidden_size = _positive(config, "hidden_size")
+    num_layers = _positive(config, "num_hidden_layers")
+    num_heads = _positive(config, "num_attention_heads")
+    num_kv_heads = _positive(config, "num_key_value_heads", family.default_kv_heads or num_heads)
+    head_dim = _head_dim(config, family, hidden_size, num_heads)
+    max_positions = _positive(config, "max_position_embeddings")
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    rope = rope_spec(_rope_parameters(config), head_dim, max_positions)
+    mlp = MlpSpec(_positive(config, "intermediate_size"), _activation(config), family.mlp_bias(config))
+    shared: dict[int | None, LayerSpec] = {}
+    for window in family.windows(config, num_layers):
+        if window not in shared:
+            attention = AttentionSpec(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                scale=head_dim**-0.5,
+                rope=rope,
+                qkv_bias=family.qkv_bias(config),
+                o_bias=family.o_bias(config),
+                qk_norm=family.qk_norm,
+                window=window,
+            )
+            shared[window] = LayerSpec(attention, mlp)
+    return ModelSpec(
+        name=name,
+        family=str(model_type),
+        digest=digest,
+        vocab_size=_positive(config, "vocab_size"),
+        hidden_size=hidden_size,
+        max_positions=max_positions,
+        norm_eps=_norm_eps(config),
+        tie_embeddings=_flag(config, "tie_word_embeddings"),
+        layers=tuple(shared[window] for window in family.windows(config, num_layers)),
+        bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
+        eos_token_ids=_eos_token_ids(config, generation_config),
+    )
+
+
+def _check_keys(config: Mapping[str, Any], family: _Family, model_type: str) -> None:
+    known = family.keys.union(_READ.split(), _INERT.split())
+    for key, value in config.items():
+        if key in _FIXED:
+            if value not in _FIXED[key]:
+                raise CheckpointError(f"config key {key!r} is {value!r}; only {_FIXED[key][0]!r} is supported")
+        elif value is not None and key not in known:
+            raise CheckpointError(f"config key {key!r} ({value!r}) is not understood for model_type {model_type!r}")
+
+
+def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> int:
+    if config.get("head_dim") is None and family.default_head_dim is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and head_dim is not given"
+        )
+    return _positive(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """One mapping from transformers 5's `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+    merged = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(merged, Mapping):
+        raise CheckpointError(f"rope parameters must be an object, not {merged!r}")
+    parameters = dict(merged)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if config.get(key) is not None:
+            parameters.setdefault(key, config[key])
+    return parameters
+
+
+def _activation(config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
+    name = config.get("hidden_act", "silu")
+    if name in ("silu", "swish"):
+        return "silu"
+    if name == "gelu_pytorch_tanh":
+        return "gelu_tanh"
+    raise CheckpointError(f"hidden_act {name!r} is not supported; use 'silu' or 'gelu_pytorch_tanh'")
+
+
+def _norm_eps(config: Mapping[str, Any]) -> float:
+    value = config.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise CheckpointError(f"rms_norm_eps is {value!r}; a number from 0 to 1 is needed")
+    return float(value)
+
+
+def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """What generation stops at: generation_config.json says so where it exists, else config.json."""
+    value = (generation_config or {}).get("eos_token_id")
+    if value is None:
+        value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    found = [_token_id(item, "eos_token_id") for item in ids]
+    return tuple(dict.fromkeys(item for item in found if item is not None))
+
+
+def _token_id(value: object, key: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise CheckpointError(f"{key} is {value!r}; a token id or null is needed")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config key {key!r} is {value!r}; a positive integer is needed")
+    return value
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config key {key!r} is {value!r}; true or false is needed")
+    return value
+
+
+def _no_windows(_config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    return [None] * num_layers
+
+
+def _mistral_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    if "sliding_window" not in config:
+        return [4096] * num_layers  # transformers' default where the key is absent
+    return [config["sliding_window"] and _positive(config, "sliding_window")] * num_layers
+
+
+def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """`layer_types` decides where it exists, else layers from `max_window_layers` on slide."""
+    window = _positive(config, "sliding_window", 4096) if _flag(config, "use_sliding_window") else None
+    first = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"layer_types has {len(kinds)} entries but the model has {num_layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise CheckpointError(f"layer type {kind!r} is not supported; use full_attention or sliding_attention")
+        if kind == "sliding_attention" and window is None:
+            raise CheckpointError("layer_types asks for sliding_attention but use_sliding_window is false")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _attention_bias(config: Mapping[str, Any]) -> bool:
+    return _flag(config, "attention_bias")
+
+
+def _never(_config: Mapping[str, Any]) -> bool:
+    return False
+
+
+_QWEN_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+_FAMILIES = {
+    "llama": _Family(
+        keys=frozenset({"attention_bias", "mlp_bias"}),
+        qkv_bias=_attention_bias,
+        o_bias=_attention_bias,
+        mlp_bias=lambda config: _flag(config, "mlp_bias"),
+        windows=_no_windows,
+    ),
+    "mistral": _Family(
+        keys=frozenset({"sliding_window"}),
+        qkv_bias=_never,
+        o_bias=_never,
+        mlp_bias=_never,
+        windows=_mistral_windows,
+        default_kv_heads=8,
+    ),
+    "qwen2": _Family(
+        keys=_QWEN_KEYS,
+        qkv_bias=lambda _config: True,
+        o_bias=_never,
+        mlp_bias=_never,
+        windows=_qwen_windows,
+        default_kv_heads=32,
+    ),
+    "qwen3": _Family(
+        keys=_QWEN_KEYS | {"attention_bias"},
+        qkv_bias=_attention_bias,
+        o_bias=_attention_bias,
+        mlp_bias=_never,
+        windows=_qwen_windows,
+        qk_norm=True,
+        default_head_dim=128,
+        default_kv_heads=32,
+    ),
+}

@@ -1,0 +1,92 @@
+"""The tensors a model has: canonical (Hugging Face) names and shapes, and GGUF's names for them.
+
+In: a `ModelSpec`. Out: name -> shape for every tensor the spec implies, and no other. A checkpoint is
+complete when its tensors are exactly these; `check_tensors` names the first that is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from app.engine.errors import CheckpointError
+from app.engine.models.spec import ModelSpec
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of `spec`; a weight is [d_out, d_in]. No lm_head where it is tied."""
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
+    for index, layer in enumerate(spec.layers):
+        prefix = f"model.layers.{index}."
+        shapes[prefix + "input_layernorm.weight"] = (spec.hidden_size,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (spec.hidden_size,)
+        biases = {
+            **dict.fromkeys(_ATTENTION, layer.attention.qkv_bias),
+            "o_proj": layer.attention.o_bias,
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), layer.mlp.bias),
+        }
+        for target, has_bias in biases.items():
+            d_in, d_out = spec.target_shape(index, target)
+            module = prefix + ("self_attn." if target in _ATTENTION else "mlp.") + target
+            shapes[module + ".weight"] = (d_out, d_in)
+            if has_bias:
+                shapes[module + ".bias"] = (d_out,)
+        if layer.attention.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                shapes[f"{prefix}self_attn.{norm}.weight"] = (layer.attention.head_dim,)
+    shapes[FINAL_NORM] = (spec.hidden_size,)
+    if not spec.tie_embeddings:
+        shapes[LM_HEAD] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None:
+    """CheckpointError unless `found` (name -> shape) is exactly what `spec` implies."""
+    expected = expected_tensors(spec)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise CheckpointError(f"checkpoint of {spec.name!r} lacks {_listed(missing)}")
+    unexpected = [name for name in found if name not in expected]
+    if unexpected:
+        raise CheckpointError(
+            f"checkpoint of {spec.name!r} has tensors its config does not imply: {_listed(unexpected)}"
+        )
+    for name, shape in expected.items():
+        if tuple(found[name]) != shape:
+            raise CheckpointError(f"tensor {name!r} has shape {list(found[name])}; the config implies {list(shape)}")
+
+
+def canonical_gguf_name(name: str) -> str | None:
+    """The canonical name of a GGUF tensor, or None if it is none of these models'."""
+    if name in _GGUF_TOP:
+        return _GGUF_TOP[name]
+    match = _GGUF_LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _GGUF_LAYER:
+        return None
+    return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
