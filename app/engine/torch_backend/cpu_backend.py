@@ -1,0 +1,298 @@
+"""The CPU form of the torch engine's backend: packs weights, owns KV memory and adapter tables.
+
+In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. It
+moves bytes and calls `cpu_decoder.forward`; which rows and blocks are used is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.batch import ForwardBatch, ForwardOutput
+from app.engine.config import EngineConfig
+from app.engine.errors import AdapterMismatch, CheckpointError
+from app.engine.models.spec import ModelSpec, RopeSpec
+from app.engine.torch_backend import cpu_decoder
+from app.engine.torch_backend.sampling import sample
+from app.kernels.matmul._cpu import PANEL, pack
+from app.kernels.paged_attention._cpu import attention_tasks
+from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, pack_rows, shrink_tasks
+
+Floats = NDArray[np.float32]
+
+
+class CpuBackend:
+    """Float32 weights in packed panels; every row's bits independent of its company."""
+
+    def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
+        """`tensors` yields each weight once, e.g. ("model.layers.0.self_attn.q_proj.weight", [d_out, d_in]).
+
+        Raises CheckpointError for a missing tensor or a spec this decoder cannot run.
+        """
+        self._spec = spec
+        self._config = config
+        self._limits = BackendLimits(
+            num_kv_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
+            rank_alignment=RANK_PANEL,
+            max_adapter_slots=config.max_adapter_slots,
+        )
+        self._num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        self._num_threads = min(self._num_threads, numba.get_num_threads())
+        self._sizes = _sizes(spec)
+        max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
+        self._weights = _WeightPacker(spec, self._sizes, max_positions).pack_all(tensors)
+        first = spec.layers[0].attention
+        num_layers, width = len(spec.layers), _padded(first.head_dim)
+        blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
+        self._k_memory = np.zeros((*blocks, width, config.block_size), np.float32)
+        self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
+        self._tables = self._new_tables()
+        self._work = self._new_workspace()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._limits
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
+        ranks = np.zeros((len(self._spec.layers), len(TARGETS)), np.int32)
+        for key, pair in adapter.weights.items():
+            if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
+                raise AdapterMismatch(
+                    f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
+                )
+            n = TARGETS.index(key.target)
+            a, b = self._tables[n], self._tables[n + len(TARGETS)]
+            panels = pack_rows(pair.a)
+            first_panel = row_start // RANK_PANEL
+            a[key.layer, first_panel : first_panel + len(panels)] = panels
+            b[key.layer, row_start : row_start + pair.rank, : pair.b.shape[1]] = pair.b
+            ranks[key.layer, n] = pair.rank
+        self._tables.ranks[:, adapter_slot] = ranks
+        self._tables.row_starts[adapter_slot] = row_start
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """See `Backend.forward`."""
+        runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
+        step = cpu_decoder.Step(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            kv_slots=batch.kv_slots,
+            query_starts=batch.query_starts,
+            seq_lens=batch.seq_lens,
+            block_tables=batch.block_tables,
+            attention_tasks=attention_tasks(batch.query_starts),
+            runs=runs,
+            shrink_tasks=shrink_tasks(runs),
+            sample_rows=batch.sample_rows,
+        )
+        work = self._work
+        if len(runs):
+            widest = int(self._tables.ranks[:, runs[:, 2]].max())
+            if widest > work.shrunk.shape[2]:
+                shape = (self._config.max_batch_tokens, 3, _padded(widest))
+                self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
+        numba.set_num_threads(self._num_threads)
+        cpu_decoder.forward(
+            self._weights, self._sizes, self._tables, self._k_memory, self._v_memory, step, work, self._num_threads
+        )
+        return sample(work.logits[: len(batch.sample_rows), : self._spec.vocab_size], batch.sampling)
+
+    def logits(self, num_rows: int) -> Floats:
+        """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
+        return self._work.logits[:num_rows, : self._spec.vocab_size]
+
+    def close(self) -> None:
+        """Drop every array."""
+        for name in ("_weights", "_k_memory", "_v_memory", "_tables", "_work"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _new_tables(self) -> cpu_decoder.AdapterTables:
+        num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows
+        shapes = [self._spec.target_shape(0, target) for target in TARGETS]
+        a = [np.zeros((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), np.float32) for d_in, _ in shapes]
+        b = [np.zeros((num_layers, rows, _padded(d_out)), np.float32) for _, d_out in shapes]
+        row_starts = np.zeros(self._limits.max_adapter_slots, np.int64)
+        ranks = np.zeros((num_layers, self._limits.max_adapter_slots, len(TARGETS)), np.int32)
+        return cpu_decoder.AdapterTables._make([*a, *b, row_starts, ranks])
+
+    def _new_workspace(self) -> cpu_decoder.Workspace:
+        spec, sizes = self._spec, self._sizes
+        tokens, sequences = self._config.max_batch_tokens, self._config.max_batch_sequences
+        mlp_width = spec.layers[0].mlp.intermediate_size
+        return cpu_decoder.Workspace(
+            hidden=np.zeros((tokens, _padded(spec.hidden_size)), np.float32),
+            normed=np.zeros((tokens, spec.hidden_size), np.float32),
+            qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
+            attended=np.zeros((tokens, sizes.num_heads * sizes.head_dim), np.float32),
+            gate_up=np.zeros((tokens, 2 * sizes.mlp_size), np.float32),
+            gated=np.zeros((tokens, mlp_width), np.float32),
+            shrunk=np.zeros((tokens, 3, 64), np.float32),
+            sampled=np.zeros((sequences, spec.hidden_size), np.float32),
+            logits=np.zeros((sequences, _padded(spec.vocab_size)), np.float32),
+        )
+
+
+def _padded(size: int) -> int:
+    """The next multiple of a panel's width."""
+    return -(-size // PANEL) * PANEL
+
+
+def _sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
+    first = spec.layers[0]
+    for index, layer in enumerate(spec.layers):
+        same = (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim, layer.mlp)
+        if same != (first.attention.num_heads, first.attention.num_kv_heads, first.attention.head_dim, first.mlp):
+            raise CheckpointError(
+                f"layer {index} of {spec.name} differs in size from layer 0: not supported on the CPU"
+            )
+    attention = first.attention
+    return cpu_decoder.Sizes(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        q_size=_padded(attention.num_heads * attention.head_dim),
+        kv_size=_padded(attention.num_kv_heads * attention.head_dim),
+        mlp_size=_padded(first.mlp.intermediate_size),
+        gelu=first.mlp.activation == "gelu_tanh",
+        eps=np.float32(spec.norm_eps),
+    )
+
+
+class _WeightPacker:
+    """Fills the stacked arrays tensor by tensor, so that at most one unpacked tensor is in memory."""
+
+    def __init__(self, spec: ModelSpec, sizes: cpu_decoder.Sizes, max_positions: int) -> None:
+        self._spec, self._sizes = spec, sizes
+        count, hidden = len(spec.layers), spec.hidden_size
+        attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+        qkv_width, q_width = sizes.q_size + 2 * sizes.kv_size, attention.num_heads * attention.head_dim
+        any_layer = [layer.attention for layer in spec.layers]
+        norm_width = attention.head_dim if attention.qk_norm else 0
+        ropes = list(dict.fromkeys(a.rope for a in any_layer))
+        cos, sin = _rope_tables(ropes, max_positions)
+
+        def zeros(*shape: int) -> Floats:
+            return np.zeros(shape, np.float32)
+
+        self._arrays: dict[str, Floats] = {
+            "embedding": zeros(0 if spec.tie_embeddings else spec.vocab_size, hidden),
+            "head": zeros(_padded(spec.vocab_size) // PANEL, hidden, PANEL),
+            "final_norm": zeros(hidden),
+            "attention_norm": zeros(count, hidden),
+            "mlp_norm": zeros(count, hidden),
+            "qkv": zeros(count, qkv_width // PANEL, hidden, PANEL),
+            "qkv_bias": zeros(count, qkv_width if attention.qkv_bias else 0),
+            "q_norm": zeros(count, norm_width),
+            "k_norm": zeros(count, norm_width),
+            "out": zeros(count, _padded(hidden) // PANEL, q_width, PANEL),
+            "out_bias": zeros(count, hidden if attention.o_bias else 0),
+            "gate_up": zeros(count, 2 * sizes.mlp_size // PANEL, hidden, PANEL),
+            "gate_up_bias": zeros(count, 2 * sizes.mlp_size if mlp.bias else 0),
+            "down": zeros(count, _padded(hidden) // PANEL, mlp.intermediate_size, PANEL),
+            "down_bias": zeros(count, hidden if mlp.bias else 0),
+        }
+        self._constants: dict[str, NDArray[Any]] = {
+            "cos": cos,
+            "sin": sin,
+            "layer_rope": np.array([ropes.index(a.rope) for a in any_layer], np.int64),
+            "layer_window": np.array([a.window or 0 for a in any_layer], np.int64),
+            "scales": np.array([a.scale for a in any_layer], np.float32),
+        }
+        q, kv, wide = sizes.q_size, sizes.kv_size, sizes.mlp_size
+        # module -> (array, first column in it)
+        self._columns = {
+            "self_attn.q_proj": ("qkv", 0),
+            "self_attn.k_proj": ("qkv", q),
+            "self_attn.v_proj": ("qkv", q + kv),
+            "self_attn.o_proj": ("out", 0),
+            "mlp.gate_proj": ("gate_up", 0),
+            "mlp.up_proj": ("gate_up", wide),
+            "mlp.down_proj": ("down", 0),
+        }
+        self._vectors = {
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "mlp_norm",
+            "self_attn.q_norm": "q_norm",
+            "self_attn.k_norm": "k_norm",
+        }
+
+    def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
+        """Consume every tensor; CheckpointError for one that has no place or is missing."""
+        expected = self._expected()
+        for name, tensor in tensors:
+            if name not in expected:
+                raise CheckpointError(f"tensor {name!r} has no place in {self._spec.name}")
+            expected.discard(name)
+            self._place(name, np.asarray(tensor).astype(np.float32, copy=False))
+        if expected:
+            raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
+        return cpu_decoder.Weights(**self._arrays, **self._constants)  # type: ignore[arg-type]
+
+    def _expected(self) -> set[str]:
+        attention, mlp = self._spec.layers[0].attention, self._spec.layers[0].mlp
+        names = {"model.embed_tokens.weight", "model.norm.weight"}
+        if not self._spec.tie_embeddings:
+            names.add("lm_head.weight")
+        for layer in range(len(self._spec.layers)):
+            prefix = f"model.layers.{layer}."
+            for module in self._columns:
+                names.add(f"{prefix}{module}.weight")
+                is_qkv = module.startswith("self_attn") and not module.endswith("o_proj")
+                if attention.qkv_bias if is_qkv else attention.o_bias if "self_attn" in module else mlp.bias:
+                    names.add(f"{prefix}{module}.bias")
+            for module in self._vectors:
+                if attention.qk_norm or "self_attn" not in module:
+                    names.add(f"{prefix}{module}.weight")
+        return names
+
+    def _place(self, name: str, tensor: Floats) -> None:
+        if name == "model.embed_tokens.weight":
+            if self._spec.tie_embeddings:
+                self._arrays["head"][:] = pack(tensor)
+            else:
+                self._arrays["embedding"][:] = tensor
+        elif name == "lm_head.weight":
+            self._arrays["head"][:] = pack(tensor)
+        elif name == "model.norm.weight":
+            self._arrays["final_norm"][:] = tensor
+        else:
+            _, _, layer_text, rest = name.split(".", 3)
+            module, kind = rest.rsplit(".", 1)
+            layer = int(layer_text)
+            if module in self._vectors:
+                self._arrays[self._vectors[module]][layer] = tensor
+            elif kind == "bias":
+                array, column = self._columns[module]
+                self._arrays[f"{array}_bias"][layer, column : column + len(tensor)] = tensor
+            else:
+                array, column = self._columns[module]
+                panels = pack(tensor)
+                self._arrays[array][layer, column // PANEL : column // PANEL + len(panels)] = panels
+
+
+def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:
+    """cos and sin [ropes, positions, rotary / 2], angles in float32 as transformers computes them."""
+    positions = np.arange(max_positions, dtype=np.float32)
+    tables = []
+    for rope in ropes:
+        angles = positions[:, None] * np.array(rope.inv_freq, np.float32)[None]
+        tables.append(
+            (np.cos(angles) * np.float32(rope.attention_factor), np.sin(angles) * np.float32(rope.attention_factor))
+        )
+    return np.stack([c for c, _ in tables]), np.stack([s for _, s in tables])

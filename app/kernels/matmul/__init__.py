@@ -1,0 +1,1 @@
+"""Dense products with packed weights."""

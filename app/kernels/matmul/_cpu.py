@@ -1,0 +1,109 @@
+"""Products with packed weights on the CPU: the same bits for a row in any company.
+
+A weight `[N, K]` is packed once into panels `[P, K, 16]` (P = N/16 rounded up, missing columns
+zero), so that one step over k reads 64 consecutive bytes. Rows are taken in tiles of up to six, which fill
+the sixteen vector registers of AVX2; one to three rows take several panels at a time instead. Every
+element is one chain of fused multiply-adds in the order of k (`app.kernels.simd`), so neither the tile nor
+the thread can be seen in the result.
+
+Two threads of a Zen 3 core pair, 3072 x 576: 0.14 ms for 1 row (torch's linear: 0.57), 0.72 for
+32 (1.70), 9.9 for 512 (11.8).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+from numpy.typing import NDArray
+
+from app.kernels.compiled import compiled, compiled_parallel
+from app.kernels.simd import multiply_tile
+
+#: Columns of one panel.
+PANEL = 16
+
+_one_by_64 = multiply_tile(1, 4, 2)
+_two_by_32 = multiply_tile(2, 2, 2)
+_three_by_32 = multiply_tile(3, 2, 2)
+_one = multiply_tile(1, 1, 2)
+_two = multiply_tile(2, 1, 2)
+_three = multiply_tile(3, 1, 2)
+_four = multiply_tile(4, 1, 2)
+_five = multiply_tile(5, 1, 2)
+_six = multiply_tile(6, 1, 2)
+
+
+def pack(w: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[N, K] -> panels [ceil(N / 16), K, 16], zero-filled, contiguous."""
+    num_columns, depth = w.shape
+    panels = np.zeros((-(-num_columns // PANEL), PANEL, depth), np.float32)
+    panels.reshape(-1, depth)[:num_columns] = w
+    return np.ascontiguousarray(panels.transpose(0, 2, 1))
+
+
+@compiled
+def multiply_columns(x, w, w_k, w_panel, num_panels, depth, out, accumulate, num_rows, x_row, out_row):
+    """out[i, p * 16 : p * 16 + 16] (+)= x[i, :depth] @ panel p, for num_panels panels.
+
+    x, w, out are addresses; strides are in elements: x_row and out_row between rows, w_k between
+    steps of the sum, w_panel between panels. One thread.
+    """
+    p = 0
+    if num_rows <= 3:
+        if num_rows == 1:
+            while p + 4 <= num_panels:
+                _one_by_64(x, x_row, w + p * w_panel * 4, w_k, w_panel, depth, out + p * 64, out_row, 16, accumulate)
+                p += 4
+        elif num_rows == 2:
+            while p + 2 <= num_panels:
+                _two_by_32(x, x_row, w + p * w_panel * 4, w_k, w_panel, depth, out + p * 64, out_row, 16, accumulate)
+                p += 2
+        else:
+            while p + 2 <= num_panels:
+                _three_by_32(x, x_row, w + p * w_panel * 4, w_k, w_panel, depth, out + p * 64, out_row, 16, accumulate)
+                p += 2
+    while p < num_panels:
+        panel = w + p * w_panel * 4
+        i = 0
+        while i < num_rows:
+            left = num_rows - i
+            xi = x + i * x_row * 4
+            oi = out + (i * out_row + p * 16) * 4
+            if left == 6 or left > 8:
+                _six(xi, x_row, panel, w_k, 0, depth, oi, out_row, 0, accumulate)
+                i += 6
+            elif left == 5:
+                _five(xi, x_row, panel, w_k, 0, depth, oi, out_row, 0, accumulate)
+                i += 5
+            elif left >= 4:
+                _four(xi, x_row, panel, w_k, 0, depth, oi, out_row, 0, accumulate)
+                i += 4
+            elif left == 3:
+                _three(xi, x_row, panel, w_k, 0, depth, oi, out_row, 0, accumulate)
+                i += 3
+            elif left == 2:
+                _two(xi, x_row, panel, w_k, 0, depth, oi, out_row, 0, accumulate)
+                i += 2
+            else:
+                _one(xi, x_row, panel, w_k, 0, depth, oi, out_row, 0, accumulate)
+                i += 1
+        p += 1
+
+
+@compiled_parallel
+def matmul(x, w, out, accumulate, num_threads):
+    """x: [M, K] float32, w: packed [P, K, 16], out: [M, >= P * 16] written in place; rows contiguous.
+
+    `accumulate`: add to what `out` holds. Columns of `out` past N within the last panel are written.
+    """
+    num_rows, depth = x.shape
+    num_panels = w.shape[0]
+    x_row, out_row = x.strides[0] // 4, out.strides[0] // 4
+    if num_rows > 0:
+        for thread in prange(num_threads):
+            first = thread * num_panels // num_threads
+            last = (thread + 1) * num_panels // num_threads
+            multiply_columns(
+                x.ctypes.data, w.ctypes.data + first * depth * 64, 16, depth * 16, last - first, depth,
+                out.ctypes.data + first * 64, accumulate, num_rows, x_row, out_row,
+            )  # fmt: skip

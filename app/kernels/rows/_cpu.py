@@ -1,0 +1,140 @@
+"""One-row operations on the CPU: RMS norm, rotary embedding with the KV write, gated activations.
+
+Each takes T rows and treats every row alone, so a row's bits depend on nothing but its contents.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from app.kernels.compiled import compiled, compiled_parallel
+
+_LOG2E = np.float32(1.44269504088896341)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_EXP_MIN = np.float32(-87.3)
+_EXP_MAX = np.float32(88.0)
+
+
+@intrinsic
+def _float_from_bits(typingctx, bits):
+    """Reinterpret an int32 as float32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@compiled
+def exp_float32(x):
+    """e**x, float32, within 2 ulp; a polynomial without branches or tables, so that loops over it vectorise.
+
+    Range reduction and coefficients: Cephes expf (Moshier 1989). Below -87.3 the result is about 1e-38.
+    """
+    x = min(max(x, _EXP_MIN), _EXP_MAX)
+    n = math.floor(x * _LOG2E + np.float32(0.5))
+    r = x - np.float32(n) * _LN2_HIGH - np.float32(n) * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * _float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@compiled
+def normalise_row(x, weight, eps, size, out):
+    """out[:size] = x[:size] / rms(x) * weight (Zhang & Sennrich 2019). The sum runs in eight fixed lanes."""
+    lanes = np.zeros(8, np.float32)
+    whole = size // 8 * 8
+    for i in range(0, whole, 8):
+        for lane in range(8):
+            lanes[lane] += x[i + lane] * x[i + lane]
+    for i in range(whole, size):
+        lanes[i - whole] += x[i] * x[i]
+    total = np.float32(0.0)
+    for lane in range(8):
+        total += lanes[lane]
+    factor = np.float32(1.0) / np.float32(math.sqrt(total / np.float32(size) + eps))
+    for i in range(size):
+        out[i] = x[i] * factor * weight[i]
+
+
+@compiled_parallel
+def rms_norm(x, weight, eps, out):
+    """out[t] = rms_norm(x[t]) * weight. x, out: [T, H] float32 (out in place); weight: [H]; eps float32."""
+    for t in prange(x.shape[0]):
+        normalise_row(x[t], weight, eps, weight.shape[0], out[t])
+
+
+@compiled
+def _rotate(row, cos, sin):
+    """Rotary embedding of one head in place, half-split layout (Su et al. 2021). cos, sin: [rotary / 2]."""
+    half = cos.shape[0]
+    for i in range(half):
+        first, second = row[i], row[i + half]
+        row[i] = first * cos[i] - second * sin[i]
+        row[i + half] = second * cos[i] + first * sin[i]
+
+
+@compiled_parallel
+def rotate_and_store(
+    qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads, head_dim,
+    q_size, kv_size,
+):  # fmt: skip
+    """Normalise (where q_norm, k_norm are not empty) and rotate q and k in place; write k and v to KV memory.
+
+    qkv: [T, >= q_size + 2 * kv_size] float32: q, k and v side by side, each slice padded to its size; positions: [T];
+    kv_slots: [T]; cos, sin: [positions, rotary / 2]; q_norm, k_norm: [head_dim] or [0].
+    k_memory: [blocks, kv_heads, D, block_size], v_memory: [blocks, kv_heads, block_size, D], written in place.
+    """
+    block_size = v_memory.shape[2]
+    for t in prange(qkv.shape[0]):
+        position = positions[t]
+        block = kv_slots[t] // block_size
+        offset = kv_slots[t] - block * block_size
+        for head in range(num_heads):
+            row = qkv[t, head * head_dim : (head + 1) * head_dim]
+            if q_norm.shape[0] > 0:
+                normalise_row(row, q_norm, eps, head_dim, row)
+            _rotate(row, cos[position], sin[position])
+        for head in range(num_kv_heads):
+            row = qkv[t, q_size + head * head_dim : q_size + (head + 1) * head_dim]
+            if k_norm.shape[0] > 0:
+                normalise_row(row, k_norm, eps, head_dim, row)
+            _rotate(row, cos[position], sin[position])
+            value = q_size + kv_size + head * head_dim
+            for i in range(head_dim):
+                k_memory[block, head, i, offset] = row[i]
+                v_memory[block, head, offset, i] = qkv[t, value + i]
+
+
+@compiled_parallel
+def gated_silu(gate_up, up_start, out):
+    """out[t, i] = silu(gate) * up. gate_up: [T, up_start + I], gate first; out: [T, I] in place."""
+    size = out.shape[1]
+    for t in prange(gate_up.shape[0]):
+        gate, up, row = gate_up[t, :size], gate_up[t, up_start : up_start + size], out[t]
+        for i in range(size):
+            row[i] = gate[i] / (np.float32(1.0) + exp_float32(-gate[i])) * up[i]
+
+
+@compiled_parallel
+def gated_gelu(gate_up, up_start, out):
+    """out[t, i] = gelu(gate) * up with the tanh approximation (Hendrycks & Gimpel 2016). Shapes as `gated_silu`."""
+    size = out.shape[1]
+    for t in prange(gate_up.shape[0]):
+        gate, up, row = gate_up[t, :size], gate_up[t, up_start : up_start + size], out[t]
+        for i in range(size):
+            g = gate[i]
+            inner = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
+            # 0.5 * (1 + tanh(z)) is the logistic function of 2 z.
+            row[i] = g / (np.float32(1.0) + exp_float32(np.float32(-2.0) * inner)) * up[i]

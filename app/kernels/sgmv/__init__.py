@@ -1,0 +1,1 @@
+"""LoRA deltas of runs of tokens over rank-row tables."""

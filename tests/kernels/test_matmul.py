@@ -1,0 +1,56 @@
+"""Packed products: equal to the definition, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from app.kernels.matmul import _cpu, reference
+from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+
+SHAPES = [(1, 1), (16, 8), (17, 5), (35, 48), (100, 130), (192, 576)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 19, 64])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_equals_the_definition(shape: tuple[int, int], num_rows: int, accumulate: bool) -> None:
+    generator = rng()
+    num_columns, depth = shape
+    w, x = normal(generator, num_columns, depth), normal(generator, num_rows, depth)
+    packed = _cpu.pack(w)
+    out = np.full((num_rows, len(packed) * _cpu.PANEL), np.nan, np.float32)
+    start = normal(generator, num_rows, num_columns)
+    if accumulate:
+        out[:, :num_columns] = start
+    _cpu.matmul(x, packed, out, accumulate, 2)
+    expected = reference.matmul(x, w, start if accumulate else None)
+    assert relative_error(out[:, :num_columns], expected) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("shape", [(48, 100), (192, 576), (80, 1536)])
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(shape: tuple[int, int]) -> None:
+    generator = rng()
+    num_columns, depth = shape
+    packed = _cpu.pack(normal(generator, num_columns, depth))
+    row = normal(generator, depth)
+    alone = np.empty((1, num_columns), np.float32)
+    _cpu.matmul(row[None], packed, alone, False, 1)
+    for num_rows in [*range(2, 40), 64, 129, 300]:
+        x = normal(generator, num_rows, depth) * 100
+        at = int(generator.integers(num_rows))
+        x[at] = row
+        out = np.full((num_rows, num_columns), np.nan, np.float32)
+        _cpu.matmul(x, packed, out, False, int(generator.integers(1, 9)))
+        assert np.array_equal(out[at], alone[0]), (num_rows, at)
+
+
+def test_reads_and_writes_only_its_own_rows_of_wider_arrays() -> None:
+    generator = rng()
+    wide_x, wide_out = normal(generator, 9, 70), np.full((9, 64), 7.0, np.float32)
+    w = normal(generator, 32, 48)
+    _cpu.matmul(wide_x[2:7, :48], _cpu.pack(w), wide_out[2:7, :32], False, 2)
+    assert relative_error(wide_out[2:7, :32], reference.matmul(wide_x[2:7, :48], w)) < TOLERANCE["float32"]
+    assert (wide_out[:2] == 7.0).all()
+    assert (wide_out[7:] == 7.0).all()
+    assert (wide_out[:, 32:] == 7.0).all()

@@ -1,0 +1,91 @@
+"""LoRA deltas: equal to the per-row loop for any mix of ranks; base rows untouched, bits independent of company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from app.kernels.sgmv import _cpu, reference
+from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+
+DEPTH, WIDTH, ROWS = 72, 48, 256
+#: Adapter slot -> (row start, rank): the base, small, odd, a whole panel, large.
+PLACES = [(0, 0), (8, 1), (16, 5), (24, 8), (32, 16), (64, 37), (128, 128)]
+CASES = {
+    "no tokens": [],
+    "one token": [(1, 3)],
+    "only the base": [(9, 0)],
+    "one adapter for all": [(33, 5)],
+    "a different adapter each": [(1, s) for s in range(7)],
+    "rank 1 beside the largest": [(3, 1), (5, 6), (1, 0), (2, 1)],
+    "sizes that divide nothing": [(13, 2), (7, 4), (1, 6), (29, 5), (3, 0)],
+    "a long run": [(101, 4), (1, 6)],
+}
+
+
+def _tables(generator: np.random.Generator) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """(a rows, a panels, b rows); rows no adapter owns are NaN, tails of an adapter's last panel zero."""
+    a, b = np.full((ROWS, DEPTH), np.nan, np.float32), np.full((ROWS, WIDTH), np.nan, np.float32)
+    panels = np.full((ROWS // 8, DEPTH, 8), np.nan, np.float32)
+    for start, rank in PLACES[1:]:
+        a[start : start + rank], b[start : start + rank] = (
+            normal(generator, rank, DEPTH),
+            normal(generator, rank, WIDTH),
+        )
+        packed = _cpu.pack_rows(a[start : start + rank])
+        panels[start // 8 : start // 8 + len(packed)] = packed
+    return a, panels, b
+
+
+def _run(
+    x: NDArray[np.float32],
+    panels: NDArray[np.float32],
+    b: NDArray[np.float32],
+    case: list[tuple[int, int]],
+    out: NDArray[np.float32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    run_starts = np.cumsum([0, *(n for n, _ in case)]).astype(np.int32)
+    adapter_slots = np.array([s for _, s in case], np.int32)
+    row_starts, ranks = np.array([p[0] for p in PLACES]), np.array([p[1] for p in PLACES], np.int32)
+    runs = _cpu.adapter_runs(run_starts, adapter_slots)
+    shrunk = np.full((len(x), 2, 128), np.nan, np.float32)
+    both = np.stack([np.zeros_like(ranks), ranks], axis=1)
+    _cpu.shrink(x, (panels, panels), both, _cpu.shrink_tasks(runs), row_starts, shrunk)
+    _cpu.expand(shrunk[:, 1], b, runs, ranks, row_starts, out, 3)
+    return run_starts, adapter_slots
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_loop_over_rows(name: str) -> None:
+    generator, case = rng(), CASES[name]
+    a, panels, b = _tables(generator)
+    x = normal(generator, sum(n for n, _ in case), DEPTH)
+    base = normal(generator, len(x), WIDTH)
+    out = base.copy()
+    run_starts, adapter_slots = _run(x, panels, b, case, out)
+    row_starts, ranks = np.array([p[0] for p in PLACES]), np.array([p[1] for p in PLACES], np.int32)
+    delta = reference.lora_delta(x, np.nan_to_num(a), np.nan_to_num(b), run_starts, adapter_slots, row_starts, ranks)
+    assert relative_error(out, base + delta) < TOLERANCE["float32"]
+    of_base = np.repeat(adapter_slots, np.diff(run_starts)) == 0
+    assert np.array_equal(out[of_base], base[of_base])
+
+
+def test_a_token_has_the_same_bits_alone_and_in_any_batch() -> None:
+    generator = rng()
+    _, panels, b = _tables(generator)
+    for adapter_slot in range(1, len(PLACES)):
+        row, base = normal(generator, DEPTH), normal(generator, WIDTH)
+        alone = base[None].copy()
+        _run(row[None], panels, b, [(1, adapter_slot)], alone)
+        for _ in range(20):
+            case = [(int(generator.integers(1, 30)), int(generator.integers(0, 7))) for _ in range(5)]
+            case.insert(int(generator.integers(6)), (int(generator.integers(1, 20)), adapter_slot))
+            x = normal(generator, sum(n for n, _ in case), DEPTH)
+            tokens = np.flatnonzero(np.repeat([s for _, s in case], [n for n, _ in case]) == adapter_slot)
+            at = int(generator.choice(tokens))
+            x[at] = row
+            out = normal(generator, len(x), WIDTH)
+            out[at] = base
+            _run(x, panels, b, case, out)
+            assert np.array_equal(out[at], alone[0])
