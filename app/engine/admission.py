@@ -52,8 +52,11 @@ class Admission:
         """Something arrived or something was given back: it is worth looking at the queue again."""
         self._is_open = True
 
-    def admit(self, max_sequences: int, num_running: int) -> tuple[list[Sequence], list[AdapterWrite]]:
-        """At most `max_sequences` in fair order, with their blocks and pins, and the writes they need."""
+    def admit(self, max_sequences: int, max_tokens: int, num_running: int) -> tuple[list[Sequence], list[AdapterWrite]]:
+        """Sequences in fair order, with their blocks and pins, and the writes they need.
+
+        At most `max_sequences`, and none beyond those that fill `max_tokens`.
+        """
         admitted: list[Sequence] = []
         writes: list[AdapterWrite] = []
         if not self._is_open or max_sequences <= 0 or not len(self._queue):
@@ -62,9 +65,9 @@ class Admission:
         passed: list[Sequence] = []
         refused_digests: set[str] = set()
         written_bytes = 0
-        num_block_refusals = 0
+        num_block_refusals = num_tokens = 0
         for sequence in self._queue.candidates():
-            if len(admitted) == max_sequences:
+            if len(admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
                 break
             digest = sequence.adapter_digest
@@ -102,6 +105,7 @@ class Admission:
                     self._meter.adapter_written(sequence.tenant_id, size)
             self._start(sequence, found)
             admitted.append(sequence)
+            num_tokens += sequence.num_pending
             for other in passed:
                 other.bypassed += 1
         for sequence in admitted:

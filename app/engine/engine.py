@@ -138,6 +138,7 @@ class Engine:
             num_cached_tokens=meter.num_cached_tokens,
             num_preemptions=meter.num_preemptions,
             num_adapter_writes=meter.num_adapter_writes,
+            num_adapter_write_bytes=meter.num_adapter_write_bytes,
             num_adapter_evictions=adapters.num_evictions,
             num_finished=meter.num_finished,
             num_aborted=meter.num_aborted,

@@ -3,16 +3,16 @@
 In: waiting sequences and the cost of what was served. Out: sequences in fair order. The tenant that
 was served least, priced and divided by its weight, goes first; within a tenant, first come first
 served. A tenant that returns is lifted to the least counter of those waiting, so idling saves up no
-credit. Bound (VTC, theorem 4.4): while two tenants both wait, their weighted service differs by at
-most twice the larger of one longest prompt's price and one full batch's price. A sequence marked
-as starving (it could not be placed and others passed it) is offered before everyone else.
-What fits, and when, is for admission to decide.
+credit. Bound (VTC's fairness theorem): while two tenants both wait and what they wait for is a turn,
+their weighted service differs by at most twice the larger of one longest prompt's price and the
+price of everything running at once. A sequence marked as starving (it could not be placed and others
+passed it) is offered before everyone else. What fits, and when, is for admission to decide.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from app.engine.sequence import Sequence
 
@@ -43,6 +43,7 @@ class FairQueue:
         self._tenants: dict[str, _Tenant] = {}
         self._starving: dict[str, Sequence] = {}
         self._num_waiting = 0
+        self._waiting_tenants: set[str] = set()
         self._last_left = 0.0  # counter of the tenant that emptied the queue
 
     def __len__(self) -> int:
@@ -63,9 +64,15 @@ class FairQueue:
         if self._starving.pop(sequence.request_id, None) is None:
             del tenant.queue[sequence.request_id]
         tenant.num_waiting -= 1
+        if not tenant.num_waiting:
+            self._waiting_tenants.discard(sequence.tenant_id)
         self._num_waiting -= 1
         if self._num_waiting == 0:
             self._last_left = tenant.counter
+
+    def waiting_tenants(self) -> Set[str]:
+        """Tenants with a waiting sequence, as a live view."""
+        return self._waiting_tenants
 
     def mark_starving(self, sequence: Sequence) -> None:
         """From now on offered before all others, in the order of marking."""
@@ -121,8 +128,9 @@ class FairQueue:
         if tenant is None:
             tenant = self._tenants[sequence.tenant_id] = _Tenant()
         if tenant.num_waiting == 0:
-            waiting = [other.counter for other in self._tenants.values() if other.num_waiting]
+            waiting = [self._tenants[other].counter for other in self._waiting_tenants]
             tenant.counter = max(tenant.counter, min(waiting) if waiting else self._last_left)
+            self._waiting_tenants.add(sequence.tenant_id)
         tenant.num_waiting += 1
         self._num_waiting += 1
         return tenant

@@ -2,7 +2,7 @@
 
 In: sequences to run or to end, and each step's output. Out: a `Schedule` per step and the chunks it
 produced. Every running sequence that decodes gets its token first; the rest of the token budget
-goes to prefill chunks, oldest first, then to newly admitted sequences. When blocks run out the
+is shared by prefill chunks and newly admitted sequences. When blocks run out the
 youngest gives all of its own back and is computed again later (preemption by recompute): the oldest
 always finishes, so everyone does. Arrays are the batch builder's, memory is the pools'.
 """
@@ -16,6 +16,7 @@ from app.engine.admission import AdapterWrite, Admission
 from app.engine.batch import ForwardOutput
 from app.engine.fair_queue import OUTPUT_PRICE, FairQueue
 from app.engine.kv_cache import BlockPool
+from app.engine.prefill_split import spend_rest, split_prefill
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.sequence import Sequence, Status
 from app.engine.stats import Meter
@@ -66,9 +67,6 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live
-
     def num_live_of(self, digest: str) -> int:
         """Live sequences of an adapter, waiting ones included."""
         return self._num_live_of.get(digest, 0)
@@ -104,9 +102,6 @@ class Scheduler:
         """Request ids of an adapter's live sequences."""
         return [request_id for request_id, sequence in self._live.items() if sequence.adapter_digest == digest]
 
-    def live(self) -> list[str]:
-        return list(self._live)
-
     def schedule(self) -> Schedule:
         """Plan one step. Blocks for every planned token are held afterwards."""
         items: list[tuple[Sequence, int]] = []
@@ -124,23 +119,22 @@ class Scheduler:
                 continue
             items.append((sequence, 1))
         budget = self._max_tokens - len(items)
-        for sequence in prefills:
-            if budget > 0 and sequence.status is Status.RUNNING:
+        prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
+        counts = split_prefill(prefills, budget, self._queue.waiting_tenants())
+        budget -= sum(counts)
+        writes: list[AdapterWrite] = []
+        if budget > 0 and not preempted:
+            room = self._max_sequences - len(self._running)
+            admitted, writes = self._admission.admit(room, budget, len(self._running))
+            for sequence in admitted:
                 count = min(sequence.num_pending, budget)
                 items.append((sequence, count))
                 budget -= count
-        writes: list[AdapterWrite] = []
-        if budget > 0 and not preempted:
-            room = min(self._max_sequences - len(self._running), budget)
-            admitted, writes = self._admission.admit(room, len(self._running))
-            for sequence in admitted:
-                count = min(sequence.num_pending, budget)
-                if count:
-                    items.append((sequence, count))
-                    budget -= count
             if admitted:
                 self._running += admitted
                 self._running.sort(key=_order)
+        spend_rest(prefills, counts, budget)
+        items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
         assert items or not self._queue, "with nothing running, the first in the queue always fits"
         items.sort(key=_adapter_slot)
         return Schedule(items, writes, preempted)

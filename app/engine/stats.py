@@ -31,7 +31,8 @@ class EngineStats:
     """A snapshot. Totals count since the engine started.
 
     `num_blocks_cached` of the free blocks hold a reusable prefix. `num_tokens_computed` went
-    through the model, recomputed ones included; `num_tokens_generated` were sent.
+    through the model, recomputed ones included; `num_tokens_generated` were sent. `num_aborted`
+    requests ended early: aborted, or failed with their adapter.
     """
 
     num_waiting: int
@@ -49,6 +50,7 @@ class EngineStats:
     num_cached_tokens: int
     num_preemptions: int
     num_adapter_writes: int
+    num_adapter_write_bytes: int
     num_adapter_evictions: int
     num_finished: int
     num_aborted: int
@@ -73,6 +75,7 @@ class Meter:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_adapter_writes = 0
+        self.num_adapter_write_bytes = 0
         self.num_finished = 0
         self.num_aborted = 0
         self._tenants: dict[str, _Tenant] = {}
@@ -87,6 +90,7 @@ class Meter:
 
     def adapter_written(self, tenant_id: str, size_bytes: int) -> None:
         self.num_adapter_writes += 1
+        self.num_adapter_write_bytes += size_bytes
         self._tenant(tenant_id).adapter_write_bytes += size_bytes
 
     def generated(self, tenant_id: str) -> None:

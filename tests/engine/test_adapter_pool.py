@@ -1,0 +1,175 @@
+"""Rank rows: runs never overlap, pins hold, room is found whenever there is some."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.adapter_pool import AdapterGrant, AdapterPool
+from app.engine.errors import AdapterTooLarge
+
+
+def rows_for(rank: int, alignment: int) -> int:
+    rows = alignment
+    while rows < rank:
+        rows *= 2
+    return rows
+
+
+def must_succeed(pool: AdapterPool, rank: int) -> bool:
+    """By brute force: some aligned window holds no pinned row, and a slot is free or idle."""
+    rows = rows_for(rank, pool.rank_alignment)
+    total = pool.num_units * pool.rank_alignment
+    residents = pool.residents()
+    pinned = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_pins]
+    if len(pinned) == pool.max_adapter_slots - 1:
+        return False
+    starts = range(0, total - rows + 1, rows)
+    return any(all(end <= start or start + rows <= first for first, end in pinned) for start in starts)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(0, 100), alignment=st.sampled_from([1, 8, 16]), slots=st.integers(1, 7), data=st.data())
+def test_every_row_slot_and_pin_is_accounted_for(rows: int, alignment: int, slots: int, data: st.DataObject) -> None:
+    pool = AdapterPool(rows, alignment, slots)
+    pins: dict[str, int] = {}
+    where: dict[str, AdapterGrant] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        rank = data.draw(st.integers(1, 40))
+        digest = f"{data.draw(st.integers(0, 3))}/{rank}"
+        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop"]))
+        if action == "release" and any(pins.values()):
+            digest = data.draw(st.sampled_from(sorted(d for d, n in pins.items() if n)))
+            pool.release(digest)
+            pins[digest] -= 1
+        elif action == "drop" and where:
+            digest = data.draw(st.sampled_from(sorted(where)))
+            before = pool.num_rows_free
+            freed = pool.drop(digest)
+            assert freed == (0 if pins.get(digest) else where[digest].num_rows)
+            assert pool.num_rows_free == before + freed
+            if freed:
+                del where[digest]
+        elif action == "acquire" and rank > pool.max_rank:
+            with pytest.raises(AdapterTooLarge, match=f"rank {rank} "):
+                pool.acquire(digest, rank)
+        elif action == "acquire":
+            expected = digest in where or must_succeed(pool, rank)
+            grant = pool.acquire(digest, rank)
+            assert (grant is not None) == expected
+            if grant is None:
+                continue
+            for gone in grant.evicted:
+                assert not pins.get(gone)
+                del where[gone]
+            assert grant.needs_write == (digest not in where)
+            if digest in where:
+                assert grant[:3] == where[digest][:3], "a resident adapter is never moved"
+            assert grant.adapter_slot not in {0, *(g.adapter_slot for d, g in where.items() if d != digest)}
+            assert grant.num_rows == rows_for(rank, alignment)
+            where[digest] = grant
+            pins[digest] = pins.get(digest, 0) + 1
+        pool.check()
+        assert {r.digest: (r.row_start, r.num_pins) for r in pool.residents()} == {
+            d: (g.row_start, pins.get(d, 0)) for d, g in where.items()
+        }
+
+
+def test_least_recently_used_goes_first_and_no_more_than_needed() -> None:
+    pool = AdapterPool(32, 8, 8)
+    for digest in ("a", "b", "c", "d"):
+        pool.acquire(digest, 8)
+        pool.release(digest)
+    pool.acquire("a", 8)
+    pool.release("a")
+    grant = pool.acquire("e", 8)
+    assert grant is not None
+    assert grant.evicted == ("b",)
+
+
+def test_small_adapters_keep_large_runs_whole() -> None:
+    pool = AdapterPool(64, 8, 16)
+    for index in range(4):
+        assert pool.acquire(f"small {index}", 8) is not None
+    large = pool.acquire("large", 32)
+    assert large is not None
+    assert large.evicted == ()
+    assert large.row_start == 32
+
+
+def test_idle_neighbours_make_room_for_a_large_run_around_a_pin() -> None:
+    pool = AdapterPool(64, 8, 16)
+    for index in range(8):
+        pool.acquire(f"{index}", 8)
+    for index in (0, 1, 2, 4, 5, 6, 7):
+        pool.release(f"{index}")
+    grant = pool.acquire("large", 32)
+    assert grant is not None
+    assert sorted(grant.evicted) == ["4", "5", "6", "7"]
+    assert pool.acquire("larger", 33) is None
+
+
+def test_slots_run_out_before_rows() -> None:
+    pool = AdapterPool(64, 8, 3)
+    for digest in ("a", "b"):
+        pool.acquire(digest, 8)
+    assert pool.acquire("c", 8) is None
+    pool.release("b")
+    grant = pool.acquire("c", 8)
+    assert grant is not None
+    assert grant.evicted == ("b",)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_reservation_is_met_once_the_pins_of_its_window_have_left(seed: int) -> None:
+    """Holders that always renew their pins elsewhere cannot keep the reserved window from emptying."""
+    rng = random.Random(seed)
+    pool = AdapterPool(64, 8, rng.choice([4, 16]))
+    pins: list[str] = []
+    names = [(f"n{i}", rng.choice([4, 8, 16])) for i in range(12)]
+
+    def churn() -> None:
+        for _ in range(4):
+            name, rank = rng.choice(names)
+            if pool.acquire(name, rank) is not None:
+                pins.append(name)
+        pool.check()
+
+    for _ in range(10):
+        churn()
+    rank = rng.choice([16, 32, 64])
+    granted = pool.acquire("patient", rank)
+    pool.reserve("patient", rank)
+    num_left = len(pins)
+    for _ in range(num_left):  # the pins there were leave, oldest first, while new ones keep coming
+        if granted is not None:
+            break
+        pool.release(pins.pop(0))
+        churn()
+        granted = pool.acquire("patient", rank)
+    assert granted is not None
+    assert pool.reserved_for is None
+
+
+def test_only_the_holder_ends_a_reservation() -> None:
+    pool = AdapterPool(16, 8, 4)
+    pool.acquire("pinned", 16)
+    pool.reserve("first", 16)
+    pool.reserve("second", 8)
+    assert pool.reserved_for == "first"
+    pool.release("pinned")
+    assert pool.acquire("pinned", 16) is None
+    assert pool.acquire("second", 8) is None
+    pool.cancel_reservation("second")
+    assert pool.reserved_for == "first"
+    pool.cancel_reservation("first")
+    assert pool.acquire("second", 8) is not None
+
+
+def test_a_pool_without_rows_or_slots_says_so() -> None:
+    for pool in (AdapterPool(0, 8, 4), AdapterPool(64, 8, 1), AdapterPool(7, 8, 4)):
+        with pytest.raises(AdapterTooLarge, match="raise engine"):
+            pool.check_rank("acme/legal", 8)

@@ -1,0 +1,20 @@
+"""Totals, and a bounded number of tenants."""
+
+from __future__ import annotations
+
+from app.engine.stats import MAX_TENANTS, OTHER_TENANTS, Meter
+
+
+def test_tenants_beyond_the_limit_are_counted_together() -> None:
+    meter = Meter()
+    for index in range(MAX_TENANTS + 50):
+        meter.admitted(f"t{index}", 3, 1)
+        meter.generated(f"t{index}")
+        meter.adapter_written(f"t{index}", 10)
+    tenants = meter.tenants()
+    assert len(tenants) == MAX_TENANTS + 1
+    assert tenants[OTHER_TENANTS].prompt_tokens == 150
+    assert sum(t.prompt_tokens for t in tenants.values()) == meter.num_prompt_tokens
+    assert sum(t.cached_tokens for t in tenants.values()) == meter.num_cached_tokens
+    assert sum(t.completion_tokens for t in tenants.values()) == meter.num_tokens_generated
+    assert sum(t.adapter_write_bytes for t in tenants.values()) == meter.num_adapter_write_bytes
