@@ -1,0 +1,76 @@
+"""Tiny random checkpoints of each model family, written by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+_SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _rope(**scaling: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **scaling}}
+
+
+#: name -> (configuration class, settings beyond `_SIZES`)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama tied, biased": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama one kv head": ("LlamaConfig", {"num_key_value_heads": 1, "head_dim": 10}),
+    "llama rope linear": ("LlamaConfig", _rope(rope_type="linear", factor=4.0)),
+    "llama rope llama3": (
+        "LlamaConfig",
+        _rope(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "llama rope yarn": (
+        "LlamaConfig",
+        _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+    ),
+    "mistral window": ("MistralConfig", {"sliding_window": 19}),
+    "mistral no window": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2 window on upper layers": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3Config", {}),
+}
+
+
+def tiny_model(family: str) -> torch.nn.Module:
+    """A float32 model with fresh random weights, biases and norms included, in evaluation mode."""
+    config_class, settings = FAMILIES[family]
+    config = getattr(transformers, config_class)(**{**_SIZES, **settings})
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 1.0 if parameter.dim() == 1 and parameter.shape[0] in (40, 24, 10) else 0.0
+            parameter.copy_(centre + torch.randn_like(parameter) * 0.15)
+    return model
+
+
+def save(model: torch.nn.Module, folder: Path) -> Path:
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return folder
