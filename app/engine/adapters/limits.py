@@ -30,6 +30,17 @@ class ReadLimits:
 DEFAULT_LIMITS = ReadLimits()
 
 
+def regular_file_size(path: Path) -> int:
+    """The size of a regular file; anything else is an `AdapterFormatError`."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        raise AdapterFormatError(f"cannot open {path.name!r}: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise AdapterFormatError(f"'{path.name}' is not a regular file")
+    return status.st_size
+
+
 def read_bounded(path: Path, max_bytes: int) -> bytes:
     """The whole of a regular file of at most `max_bytes`; a pipe, device or folder is refused.
 

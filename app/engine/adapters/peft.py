@@ -25,8 +25,8 @@ from app.engine.models.spec import ModelSpec
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_PREFIX = "base_model.model."
-_HALVES = {".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B"}
+PREFIX = "base_model.model."
+HALVES = {".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B"}
 
 
 def read_peft(folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> LoraAdapter:
@@ -62,14 +62,14 @@ def _pair(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTens
     """Module path → its halves. Every tensor must be half of a pair."""
     pairs: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        suffix = next((suffix for suffix in _HALVES if name.endswith(suffix)), None)
-        if suffix is None or not name.startswith(_PREFIX):
+        suffix = next((suffix for suffix in HALVES if name.endswith(suffix)), None)
+        if suffix is None or not name.startswith(PREFIX):
             raise AdapterFormatError(
                 f"{WEIGHTS_NAME}: tensor {short(name)} is not understood; "
-                f"served are {_PREFIX}<module>.lora_A.weight and .lora_B.weight"
+                f"served are {PREFIX}<module>.lora_A.weight and .lora_B.weight"
             )
-        path = name[len(_PREFIX) : -len(suffix)]
-        pairs.setdefault(path, {})[_HALVES[suffix]] = tensor
+        path = name[len(PREFIX) : -len(suffix)]
+        pairs.setdefault(path, {})[HALVES[suffix]] = tensor
     for path, halves in pairs.items():
         missing = {"lora_A", "lora_B"} - set(halves)
         if missing:

@@ -1,4 +1,4 @@
-"""A bounded reader of safetensors files from strangers.
+"""A bounded reader of safetensors files from strangers, and a writer.
 
 In: a path and limits. Out: name → `StoredTensor`, views of one read of the file. Nothing in the
 header is believed: types, shapes and offsets are checked against each other and against the file's
@@ -8,8 +8,10 @@ Format: https://github.com/huggingface/safetensors. What the names mean is the c
 
 from __future__ import annotations
 
+import json
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,22 @@ def read_safetensors(path: Path, limits: ReadLimits) -> dict[str, StoredTensor]:
         spans.append((start, end, name))
     _check_cover(spans, len(data), what)
     return tensors
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Write unquantised tensors as they are, sorted by name: equal tensors make equal files."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in sorted(tensors.items()):
+        end = position + len(tensor.data)
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, tensor in sorted(tensors.items()):
+            file.write(tensor.data)
 
 
 def _check_entry(entry: Any, what: str, data_size: int) -> tuple[str, tuple[int, ...], int, int]:

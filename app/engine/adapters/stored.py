@@ -16,29 +16,45 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.adapters.quantize import dequantize
 from app.engine.errors import AdapterFormatError
 
-#: Bytes per element of the types an adapter tensor may have, by safetensors name.
+#: Bytes per element of the types a trained tensor may have, by safetensors name.
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+#: Bits per element of quantised storage (Arrow cards only); see `app.engine.adapters.quantize`.
+QUANTIZED_BITS = {"I8": 8, "I4": 4}
 
 _DIGEST_DOMAIN = b"polylora/adapter/v1"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's raw little-endian bytes. `data` is C-contiguous, `prod(shape) * itemsize` bytes."""
+    """A tensor's raw little-endian bytes. `data` is C-contiguous, `stored_bytes(dtype, shape)` long.
+
+    `scales` holds one float32 per group of a quantised tensor and is empty for the others.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    scales: memoryview | bytes = b""
 
     def to_float32(self) -> NDArray[np.float32]:
-        """The values as an own, aligned float32 array of `shape`; exact for every stored type."""
+        """The values as an own, aligned float32 array of `shape`; exact for every type that is not quantised."""
+        if self.dtype in QUANTIZED_BITS:
+            return dequantize(self.data, self.scales, self.dtype, math.prod(self.shape)).reshape(self.shape)
         if self.dtype == "BF16":
             bits = np.frombuffer(self.data, dtype="<u2").astype(np.uint32)
             return (bits << np.uint32(16)).view(np.float32).reshape(self.shape)
         kind = {"F32": "<f4", "F16": "<f2"}[self.dtype]
         return np.frombuffer(self.data, dtype=kind).astype(np.float32).reshape(self.shape)
+
+
+def stored_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """How many bytes hold a tensor of `shape`, without its scales."""
+    bits = QUANTIZED_BITS.get(dtype) or 8 * DTYPE_BYTES[dtype]
+    return -(-math.prod(shape) * bits // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +115,5 @@ def content_digest(adapter: StoredAdapter, base_digest: str) -> str:
             add(tensor.dtype.encode())
             add(struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape))
             add(tensor.data)
+            add(tensor.scales)
     return digest.hexdigest()
