@@ -16,7 +16,7 @@ class EngineConfig(BaseModel):
     device: str = Field("cpu", description="Device of the torch engine: cpu or cuda[:index].")
     num_threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 takes every core allowed.")
     block_size: int = Field(16, ge=16, le=256, multiple_of=16, description="Tokens per KV block.")
-    num_kv_blocks: int = Field(2048, ge=4, description="KV blocks: num_kv_blocks * block_size tokens fit in the cache.")
+    num_kv_blocks: int = Field(2048, ge=2, description="KV blocks: num_kv_blocks * block_size tokens fit in the cache.")
     adapter_rank_rows: int = Field(
         512, ge=0, description="Rank rows for adapters: resident ranks add up to at most this."
     )
