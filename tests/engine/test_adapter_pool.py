@@ -169,6 +169,20 @@ def test_only_the_holder_ends_a_reservation() -> None:
     assert pool.acquire("second", 8) is not None
 
 
+def test_the_last_slot_is_kept_for_the_holder_of_a_reservation() -> None:
+    pool = AdapterPool(64, 8, 3)
+    pool.acquire("pinned", 8)
+    pool.acquire("idle", 8)
+    pool.release("idle")
+    pool.reserve("patient", 32)
+    assert pool.acquire("idle", 8) is None
+    assert pool.acquire("new", 8) is None
+    assert pool.acquire("pinned", 8) is not None
+    grant = pool.acquire("patient", 32)
+    assert grant is not None
+    assert grant.evicted == ("idle",)
+
+
 def test_a_pool_without_rows_or_slots_says_so() -> None:
     for pool in (AdapterPool(0, 8, 4), AdapterPool(64, 8, 1), AdapterPool(7, 8, 4)):
         with pytest.raises(AdapterTooLarge, match="raise engine"):

@@ -52,7 +52,7 @@ class Bench:
             for chunk in self.engine.step():
                 self.first.setdefault(chunk.request_id, self.step)
                 if chunk.finish_reason is not None:
-                    assert chunk.finish_reason == "length"
+                    assert chunk.finish_reason in ("length", "abort")
                     self.ended[chunk.request_id] = self.step
                     self.live[chunk.request_id.split(":")[0]] -= 1
             self.engine.check()
@@ -87,6 +87,20 @@ def test_how_many_may_pass_is_bounded() -> None:
     assert MAX_BYPASSES <= sum(name in bench.ended for name in passing) <= MAX_BYPASSES + 4
     assert bench.run(10, until=large) is not None
     bench.run(100)
+    assert set(passing) <= set(bench.ended)
+
+
+def test_a_reservation_ends_with_its_request() -> None:
+    bench = Bench(BackendLimits(256, 8, 16, 8, 16), max_batch_sequences=4)
+    one = fake_adapter("one", 8)
+    bench.submit("small", one, tokens=200)
+    bench.run(1)
+    large = bench.submit("large", fake_adapter("large", 16))
+    passing = [bench.submit("small", one, tokens=1) for _ in range(4 * MAX_BYPASSES)]
+    bench.run(50)
+    assert not set(passing) <= set(bench.ended)
+    bench.engine.abort(large)
+    bench.run(50)
     assert set(passing) <= set(bench.ended)
 
 
