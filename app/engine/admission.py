@@ -3,8 +3,8 @@
 In: the fair queue, the block and adapter pools. Out: admitted sequences holding their blocks and
 pin, and the writes to perform before they run. One sequence that must wait (for rank rows, for
 blocks, for its turn to write) does not hold up the others; but once `MAX_BYPASSES` of them have
-been admitted past it, it is considered first, rows are reserved for it, and while it waits for
-blocks nobody else is admitted. Everything running ends, so everything waiting starts.
+been admitted past it, or if it was preempted, it is considered first, rows are reserved for it, and
+while it waits for blocks nobody else is admitted. Everything running ends, so everything waiting starts.
 Whose turn it is, is the queue's order; what runs next is the scheduler's.
 """
 
@@ -74,12 +74,12 @@ class Admission:
             if digest in refused_digests:
                 passed.append(sequence)
                 continue
-            starving = self._queue.is_starving(sequence)
+            urgent = self._queue.is_urgent(sequence)
             found = self._find_prefix(sequence)
             if not self._blocks_suffice(sequence, found, num_running + len(admitted)):
                 passed.append(sequence)
                 num_block_refusals += 1
-                if starving or num_block_refusals == MAX_BLOCK_REFUSALS:
+                if urgent or num_block_refusals == MAX_BLOCK_REFUSALS:
                     break
                 continue
             if sequence.adapter is not None and digest is not None:
@@ -92,7 +92,7 @@ class Admission:
                     continue
                 grant = self._adapters.acquire(digest, sequence.rank)
                 if grant is None:
-                    if starving:
+                    if urgent:
                         self._adapters.reserve(digest, sequence.rank)
                     refused_digests.add(digest)
                     passed.append(sequence)
@@ -111,8 +111,8 @@ class Admission:
         for sequence in admitted:
             self._queue.remove(sequence)
         for sequence in passed:
-            if sequence.bypassed >= MAX_BYPASSES and not self._queue.is_starving(sequence):
-                self._queue.mark_starving(sequence)
+            if sequence.bypassed >= MAX_BYPASSES and not self._queue.is_urgent(sequence):
+                self._queue.mark_urgent(sequence)
                 self._is_open = True
         return admitted, writes
 

@@ -5,8 +5,9 @@ was served least, priced and divided by its weight, goes first; within a tenant,
 served. A tenant that returns is lifted to the least counter of those waiting, so idling saves up no
 credit. Bound (VTC's fairness theorem): while two tenants both wait and what they wait for is a turn,
 their weighted service differs by at most twice the larger of one longest prompt's price and the
-price of everything running at once. A sequence marked as starving (it could not be placed and others
-passed it) is offered before everyone else. What fits, and when, is for admission to decide.
+price of everything running at once. A sequence marked as urgent (it was
+preempted, or could not be placed while others passed it) is offered first. What fits, and when, is
+for admission to decide.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Tenant:
 
     def __init__(self) -> None:
         self.counter = 0.0
-        self.num_waiting = 0  # in `queue` or starving
+        self.num_waiting = 0  # in `queue` or urgent
         self.queue: dict[str, Sequence] = {}  # by request id, in arrival order
 
 
@@ -41,7 +42,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        self._starving: dict[str, Sequence] = {}
+        self._urgent: dict[str, Sequence] = {}
         self._num_waiting = 0
         self._waiting_tenants: set[str] = set()
         self._last_left = 0.0  # counter of the tenant that emptied the queue
@@ -53,15 +54,15 @@ class FairQueue:
         """A new arrival, behind its tenant's others."""
         self._enter(sequence).queue[sequence.request_id] = sequence
 
-    def push_front(self, sequence: Sequence) -> None:
-        """A preempted sequence returns, ahead of its tenant's others."""
-        tenant = self._enter(sequence)
-        tenant.queue = {sequence.request_id: sequence, **tenant.queue}
+    def push_preempted(self, sequence: Sequence) -> None:
+        """A sequence that had to give its blocks back: a stream has stopped, so it is first in line."""
+        self._enter(sequence)
+        self._urgent = {sequence.request_id: sequence, **self._urgent}
 
     def remove(self, sequence: Sequence) -> None:
         """Admitted or aborted."""
         tenant = self._tenants[sequence.tenant_id]
-        if self._starving.pop(sequence.request_id, None) is None:
+        if self._urgent.pop(sequence.request_id, None) is None:
             del tenant.queue[sequence.request_id]
         tenant.num_waiting -= 1
         if not tenant.num_waiting:
@@ -74,21 +75,21 @@ class FairQueue:
         """Tenants with a waiting sequence, as a live view."""
         return self._waiting_tenants
 
-    def mark_starving(self, sequence: Sequence) -> None:
+    def mark_urgent(self, sequence: Sequence) -> None:
         """From now on offered before all others, in the order of marking."""
-        if sequence.request_id not in self._starving:
+        if sequence.request_id not in self._urgent:
             del self._tenants[sequence.tenant_id].queue[sequence.request_id]
-            self._starving[sequence.request_id] = sequence
+            self._urgent[sequence.request_id] = sequence
 
-    def is_starving(self, sequence: Sequence) -> bool:
-        return sequence.request_id in self._starving
+    def is_urgent(self, sequence: Sequence) -> bool:
+        return sequence.request_id in self._urgent
 
     def candidates(self) -> Iterator[Sequence]:
         """All waiting sequences in the order they should be tried. The queue must not change meanwhile.
 
         Each one offered counts as if it were admitted, so one tenant's backlog does not hide the others.
         """
-        yield from self._starving.values()
+        yield from self._urgent.values()
         heap = [
             (tenant.counter, index, iter(tenant.queue.values()))
             for index, tenant in enumerate(self._tenants.values())

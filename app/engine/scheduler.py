@@ -212,7 +212,7 @@ class Scheduler:
         self._give_back(sequence)
         sequence.forget_memory()
         sequence.status = Status.WAITING
-        self._queue.push_front(sequence)
+        self._queue.push_preempted(sequence)
         self._meter.num_preemptions += 1
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:

@@ -233,3 +233,21 @@ def test_whoever_is_preempted_finishes_before_those_that_came_later() -> None:
     ends = [bench.ended[name] for name in names]
     assert ends[0] == min(ends)
     assert max(ends[:4]) < max(ends[4:])
+
+
+def test_whoever_is_preempted_returns_before_those_still_waiting() -> None:
+    bench = Bench(BackendLimits(7, 8, 0, 8, 1), max_batch_sequences=3, prefix_cache=False)
+    names = [bench.submit("r", prompt=7, tokens=30) for _ in range(8)]
+    bench.run(1000)
+    assert bench.engine.stats().num_preemptions > 0
+    ends = [bench.ended[name] for name in names]
+    assert ends == sorted(ends)
+
+
+def test_tokens_that_no_waiting_request_can_use_go_to_the_prompt() -> None:
+    bench = Bench(BackendLimits(512, 8, 8, 8, 4), max_batch_tokens=32, max_context=512)
+    bench.submit("holder", fake_adapter("holder", 8), tokens=100)
+    bench.run(1)
+    bench.submit("miss", fake_adapter("miss", 8), tenant_id="other")
+    long = bench.submit("long", prompt=480, tokens=1)
+    assert bench.run(40, until=long) == 1 + 480 // 31

@@ -79,17 +79,19 @@ def test_returning_early_costs_nothing_but_gains_nothing() -> None:
     assert names(queue) == [f"{other}0", "other", "again"]
 
 
-def test_preempted_returns_ahead_of_its_tenant_and_starving_ahead_of_all() -> None:
+def test_preempted_and_urgent_ones_come_first_the_oldest_preempted_ahead() -> None:
     queue = FairQueue()
     waiting = [sequence(f"a{index}", "a") for index in range(3)]
     for item in waiting:
         queue.push(item)
     queue.push(sequence("b", "b"))
-    queue.push_front(sequence("preempted", "a"))
-    assert [name for name in names(queue) if name != "b"] == ["preempted", "a0", "a1", "a2"]
-    queue.mark_starving(waiting[2])
-    assert names(queue)[0] == "a2"
-    assert len(queue) == 5
+    queue.mark_urgent(waiting[2])
+    for name in ("younger", "older"):  # preemption takes the youngest first
+        queue.push_preempted(sequence(name, "a"))
+    assert names(queue)[:3] == ["older", "younger", "a2"]
+    assert set(names(queue)[3:]) == {"a0", "a1", "b"}
+    assert len(queue) == 6
+    assert queue.is_urgent(waiting[2])
     queue.remove(waiting[2])
     assert "a2" not in names(queue)
 
