@@ -1,0 +1,374 @@
+"""From an admitted request to its tokens, whichever replica computes them.
+
+In: `GenerateRequest`s and a placement table. Out: `TokenChunk`s, in order, each token exactly once.
+One link per replica: a long-lived reader of frames (one frame per engine step, chunks of all our
+streams) and one `submit` call per group of requests that were placed together. When a link breaks, its
+streams are placed again from the tokens already received, so a caller never notices which replica
+answers. A caller that leaves (disconnect, stop string, timeout: all the same here) aborts its sequence.
+Ray is behind the `Transport`; HTTP and text are not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from app.deployments.placement import PlacementPolicy, PlacementTable, choose_replica
+from app.engine.errors import EngineFailure, NotReady
+from app.engine.request import GenerateRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+Frame = Sequence[TokenChunk]
+
+#: A request that loses this many replicas while running is blamed for it.
+MAX_LOSSES = 4
+#: A replica that could not be reached is left alone for this long.
+AVOID_S = 0.5
+ATTACH_TIMEOUT_S = 10.0
+
+
+class ReplicaGone(Exception):
+    """The replica died."""
+
+
+class ReplicaUnreachable(Exception):
+    """No way to the replica at the moment: not announced yet, draining, or already replaced."""
+
+
+class Transport(Protocol):
+    """How this process talks to engine replicas. Every method raises ReplicaGone or ReplicaUnreachable.
+
+    A `link_id` names one reader for its whole life and is never used again.
+    """
+
+    def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
+        """The first frame is empty: we are attached. Ends when the replica has had nothing for us for a while."""
+        ...
+
+    async def submit(self, replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
+        """Hand requests over; False if that link is not attached. A request id that is known is not taken twice."""
+        ...
+
+    async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None: ...
+
+
+class Placer(Protocol):
+    """What the dispatcher asks of placement: the table, and homes for adapters that have none."""
+
+    @property
+    def table(self) -> PlacementTable: ...
+
+    async def assign(self, digests: Sequence[str]) -> None:
+        """Find homes for these adapters; returns (not raises) when nobody can be asked."""
+        ...
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait for a new table, at most this long."""
+        ...
+
+    async def gone(self, replica_id: str) -> None:
+        """Tell the others that a replica is not to be used any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """Put in a stream's queue in place of a chunk: that placement came to nothing, the stream must be placed again."""
+
+    placement: int
+    was_running: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One request on its way: where it is computed and what has arrived.
+
+    Every placement is a new engine request, so nothing an old replica still does can reach the stream.
+    `submitting` holds back an abort that would overtake its own submission.
+    """
+
+    request: GenerateRequest
+    queue: asyncio.Queue[TokenChunk | _Lost] = field(default_factory=asyncio.Queue)
+    received: list[int] = field(default_factory=list)
+    link: _Link | None = None
+    placement: int = 0
+    num_losses: int = 0
+    submitting: bool = False
+    closed: bool = False
+
+    @property
+    def placement_id(self) -> str:
+        return f"{self.request.request_id}/{self.placement}"
+
+    def placed_request(self) -> GenerateRequest:
+        """The request as this placement computes it: from the tokens already received."""
+        resume = (*self.request.resume_token_ids, *self.received)
+        return replace(self.request, request_id=self.placement_id, resume_token_ids=resume)
+
+
+@dataclass(eq=False, slots=True)
+class _Link:
+    """Our connection to one replica. `attached` is set by the first frame, or failed with the reader."""
+
+    replica_id: str
+    attached: asyncio.Future[None]
+    link_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    streams: dict[str, Stream] = field(default_factory=dict)
+    reader: asyncio.Task[None] | None = None
+
+
+class Dispatcher:
+    """All streams of one ingress process. `admit` is where requests wait to be placed together."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        placer: Placer,
+        policy: PlacementPolicy,
+        *,
+        admit: Callable[[Stream], Awaitable[Exception | None]] | None = None,
+        replica_wait_s: float = 30.0,
+    ) -> None:
+        self._transport = transport
+        self._placer = placer
+        self._policy = policy
+        self._admit = admit or self._place_alone
+        self._replica_wait_s = replica_wait_s
+        self._links: dict[str, _Link] = {}
+        self._inflight: dict[str, int] = {}
+        self._avoid_until_s: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def num_streams(self) -> int:
+        return sum(len(link.streams) for link in self._links.values())
+
+    def usable_loads(self) -> dict[str, int]:
+        """Requests in flight per usable replica: our own, plus what others had there when it last reported."""
+        now_s = time.monotonic()
+        return {
+            replica_id: max(self._inflight.get(replica_id, 0), report.load)
+            for replica_id, report in self._placer.table.replicas.items()
+            if self._avoid_until_s.get(replica_id, 0.0) <= now_s
+        }
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
+        """Chunks of one request; the last one has a finish reason. Raises NotReady, EngineFailure.
+
+        Closing the generator aborts the sequence.
+        """
+        stream = Stream(request)
+        try:
+            while True:
+                await self._place(stream)
+                async for chunk in self._chunks(stream):
+                    yield chunk
+                    if stream.closed:
+                        return
+        finally:
+            self._close(stream)
+
+    async def _chunks(self, stream: Stream) -> AsyncGenerator[TokenChunk]:
+        """What this placement yields, until it ends or is lost."""
+        while True:
+            item = await stream.queue.get()
+            if isinstance(item, TokenChunk):
+                stream.received.extend(item.token_ids)
+                stream.closed = item.finish_reason is not None
+                yield item
+            elif item.placement == stream.placement:
+                stream.num_losses += item.was_running
+                return
+
+    async def place(self, streams: Sequence[Stream]) -> list[Exception | None]:
+        """Place requests that arrived together: one decision, one call per replica. None means placed.
+
+        A stream whose replica turns out to be gone is told through its queue, and asks again.
+        """
+        living = [stream for stream in streams if not stream.closed]
+        try:
+            loads = await self._wait_for_replicas()
+        except NotReady as error:
+            return [error for _ in streams]
+        unknown = {s.request.adapter.digest for s in living if s.request.adapter} - set(self._placer.table.homes)
+        if unknown:
+            await self._placer.assign(sorted(unknown))
+        groups: dict[str, list[Stream]] = {}
+        for stream in living:
+            digest = stream.request.adapter.digest if stream.request.adapter else None
+            replica_id = choose_replica(digest, self._placer.table, loads, self._policy)
+            assert replica_id is not None, "loads was not empty"
+            loads[replica_id] += 1
+            groups.setdefault(replica_id, []).append(stream)
+        # Tasks of our own: a caller that leaves must not cancel what the others share.
+        submissions = [self._spawn(self._submit(replica_id, group)) for replica_id, group in groups.items()]
+        await asyncio.shield(asyncio.gather(*submissions))
+        return [None for _ in streams]
+
+    async def close(self) -> None:
+        """Stop reading; streams still open are left to their callers."""
+        for link in list(self._links.values()):
+            if link.reader is not None:
+                link.reader.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _place_alone(self, stream: Stream) -> Exception | None:
+        return (await self.place([stream]))[0]
+
+    async def _place(self, stream: Stream) -> None:
+        if stream.num_losses >= MAX_LOSSES:
+            raise EngineFailure(
+                f"request {stream.request.request_id} lost {MAX_LOSSES} replicas while running; giving up on it"
+            )
+        stream.placement += 1
+        if error := await self._admit(stream):
+            raise error
+
+    async def _wait_for_replicas(self) -> dict[str, int]:
+        deadline_s = time.monotonic() + self._replica_wait_s
+        while not (loads := self.usable_loads()):
+            if time.monotonic() >= deadline_s:
+                raise NotReady(f"no engine replica became ready within {self._replica_wait_s:g} s", retry_after_s=5)
+            await self._placer.changed(AVOID_S / 2)
+        return loads
+
+    async def _submit(self, replica_id: str, group: list[Stream]) -> None:
+        """Give one replica its group. Whatever goes wrong, every stream hears of it."""
+        placements = [(stream, stream.placement) for stream in group]
+        try:
+            link = await self._attached_link(replica_id)
+            for stream in group:
+                stream.link, stream.submitting = link, True
+                link.streams[stream.placement_id] = stream
+            self._count(replica_id, len(group))
+            requests = [stream.placed_request() for stream in group if not stream.closed]
+            if not await self._transport.submit(replica_id, link.link_id, requests):
+                self._drop(link)
+                self._lose(placements)
+        except (ReplicaGone, ReplicaUnreachable) as error:
+            self._lose(placements)
+            self._avoid(replica_id, error)
+        except Exception as error:
+            for stream, placement in placements:
+                if stream.placement == placement:
+                    stream.queue.put_nowait(TokenChunk(stream.placement_id, finish_reason="error", error=error))
+                    self._forget(stream)
+        for stream, placement in placements:
+            if stream.placement == placement:
+                stream.submitting = False
+                if stream.closed:
+                    self._close(stream)
+
+    async def _attached_link(self, replica_id: str) -> _Link:
+        link = self._links.get(replica_id)
+        if link is None:
+            link = _Link(replica_id, asyncio.get_running_loop().create_future())
+            self._links[replica_id] = link
+            link.reader = self._spawn(self._read(link))
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                await asyncio.shield(link.attached)
+        except TimeoutError as error:
+            raise ReplicaUnreachable(f"{replica_id} did not attach within {ATTACH_TIMEOUT_S:g} s") from error
+        return link
+
+    async def _read(self, link: _Link) -> None:
+        """Deliver frames until the link ends, then tell every stream that still waits on it."""
+        try:
+            async for frame in self._transport.frames(link.replica_id, link.link_id):
+                if not link.attached.done():
+                    link.attached.set_result(None)
+                for chunk in frame:
+                    self._deliver(link, chunk)
+        except (ReplicaGone, ReplicaUnreachable) as error:
+            self._avoid(link.replica_id, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # Not a death we know. The streams are moved all the same; the bug must be seen.
+            logger.exception("reading frames of replica %s failed", link.replica_id)
+            self._avoid(link.replica_id, ReplicaUnreachable(str(error)))
+        finally:
+            self._drop(link)
+
+    def _deliver(self, link: _Link, chunk: TokenChunk) -> None:
+        stream = link.streams.get(chunk.request_id)
+        if stream is None:
+            return  # closed meanwhile; the abort is on its way
+        stream.queue.put_nowait(chunk)
+        if chunk.finish_reason is not None:
+            self._forget(stream)
+
+    def _avoid(self, replica_id: str, error: ReplicaGone | ReplicaUnreachable) -> None:
+        """A replica cannot take requests: for good if it died or once was ours, for a moment if it is new to us.
+
+        One that merely drains keeps its link: what it still computes is delivered.
+        """
+        link = self._links.get(replica_id)
+        was_attached = link is not None and link.attached.done() and link.attached.exception() is None
+        if link is not None and isinstance(error, ReplicaGone):
+            self._drop(link)
+        self._avoid_until_s = {r: t for r, t in self._avoid_until_s.items() if r in self._placer.table.replicas}
+        self._avoid_until_s[replica_id] = time.monotonic() + AVOID_S
+        logger.info("replica %s: %s", replica_id, error)
+        if isinstance(error, ReplicaGone) or was_attached:
+            self._spawn(self._placer.gone(replica_id))
+
+    def _lose(self, placements: Sequence[tuple[Stream, int]]) -> None:
+        for stream, placement in placements:
+            if stream.placement == placement:
+                stream.queue.put_nowait(_Lost(placement, was_running=stream.link is not None))
+                self._forget(stream)
+
+    def _drop(self, link: _Link) -> None:
+        """End a link once: nobody submits to it any more, and all its streams are placed again."""
+        if self._links.get(link.replica_id) is not link:
+            return
+        del self._links[link.replica_id]
+        if not link.attached.done():
+            link.attached.set_exception(ReplicaUnreachable(f"replica {link.replica_id} closed the stream"))
+            link.attached.exception()  # retrieved: nobody may be waiting
+        self._lose([(stream, stream.placement) for stream in link.streams.values()])
+        if link.reader is not None and link.reader is not asyncio.current_task():
+            link.reader.cancel()
+
+    def _close(self, stream: Stream) -> None:
+        """The caller is done with a stream: if the engine is not, tell it."""
+        stream.closed = True
+        if stream.link is not None and not stream.submitting:
+            self._spawn(self._abort(stream.link.replica_id, stream.placement_id))
+            self._forget(stream)
+
+    async def _abort(self, replica_id: str, placement_id: str) -> None:
+        with suppress(ReplicaGone, ReplicaUnreachable):  # then there is nothing left to abort
+            await self._transport.abort(replica_id, [placement_id])
+
+    def _forget(self, stream: Stream) -> None:
+        if stream.link is not None:
+            stream.link.streams.pop(stream.placement_id, None)
+            self._count(stream.link.replica_id, -1)
+            stream.link = None
+
+    def _count(self, replica_id: str, change: int) -> None:
+        count = self._inflight.get(replica_id, 0) + change
+        if count:
+            self._inflight[replica_id] = count
+        else:
+            self._inflight.pop(replica_id, None)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task of our own: an empty context, or Serve cancels it with the request that started it."""
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

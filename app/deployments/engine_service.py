@@ -1,0 +1,187 @@
+"""One engine and those who read from it: what a replica does, without Ray.
+
+In: groups of requests from ingress links. Out: frames of chunks. An adapter that is not at hand is
+fetched beside the engine, so it delays only its own requests; its failure is theirs alone and arrives
+as their last chunk. Requests are handed to the engine once per request id. Whoever stops reading has
+its requests aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from app.deployments.frames import FrameHub
+from app.deployments.placement import ReplicaReport
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import EngineFailure, PolyloraError
+from app.engine.request import GenerateRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Adapters kept mapped in this process. They are views of shared memory: this bounds what they pin there.
+MAX_MAPPED_BYTES = 256 << 20
+#: A link without requests ends after this long.
+IDLE_S = 2.0
+
+
+class RunningEngine(Protocol):
+    """The part of `app.engine.worker.EngineThread` that is used here."""
+
+    @property
+    def failure(self) -> EngineFailure | None: ...
+
+    def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class EngineService:
+    """Made and used on one event loop; `on_step` may be called from the engine's thread."""
+
+    def __init__(self, fetch: Callable[[AdapterRef], Awaitable[LoraAdapter]], *, idle_s: float = IDLE_S) -> None:
+        self._fetch = fetch
+        self._idle_s = idle_s
+        self._engine: RunningEngine | None = None
+        self._loop = asyncio.get_running_loop()
+        self._hub = FrameHub()
+        self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()
+        self._fetching: dict[str, asyncio.Task[LoraAdapter]] = {}
+        self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._active: dict[str, str] = {}  # request id -> adapter digest
+        self.changed = asyncio.Event()  # set when adapters may have moved: a report is due
+
+    def start(self, engine: RunningEngine) -> None:
+        """Serve this engine; its callback must be `on_step`."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> RunningEngine:
+        assert self._engine is not None, "start() comes first"
+        return self._engine
+
+    @property
+    def num_waiting_for_adapters(self) -> int:
+        return len(self._waiting)
+
+    def on_step(self, chunks: list[TokenChunk]) -> None:
+        """The engine's callback: any thread."""
+        self._loop.call_soon_threadsafe(self._deliver, chunks)
+
+    async def frames(self, link_id: str) -> AsyncGenerator[list[TokenChunk]]:
+        """Frames for one reader until it leaves or has been idle for a while."""
+        try:
+            async for frame in self._hub.frames(link_id, self._idle_s):
+                yield frame
+        finally:
+            self.abort(self._hub.detach(link_id))
+
+    def submit(self, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
+        """Take requests whose chunks go to this link. False, and nothing taken, if it is not attached.
+
+        Errors of single requests arrive as their last chunk.
+        """
+        if not self._hub.is_attached(link_id):
+            return False
+        for request in requests:
+            if self._hub.owns(request.request_id):
+                continue
+            self._hub.expect(link_id, request.request_id)
+            ref = request.adapter
+            if ref is None:
+                self._enter(request, None)
+            elif (adapter := self._mapped.get(ref.digest)) is not None:
+                self._mapped.move_to_end(ref.digest)
+                self._enter(request, adapter)
+            else:
+                self._waiting[request.request_id] = self._spawn(self._enter_when_fetched(request, ref))
+        return True
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; no chunk of theirs is delivered any more."""
+        for request_id in request_ids:
+            self._hub.forget(request_id)
+            self._active.pop(request_id, None)
+            task = self._waiting.pop(request_id, None)
+            if task is not None:
+                task.cancel()
+            else:
+                self.engine.abort(request_id)
+
+    def unmap(self, digest: str) -> None:
+        """Forget this process's view of an adapter; the next request fetches it again."""
+        self._mapped.pop(digest, None)
+
+    def report(self, replica_id: str, num_running: int, num_waiting: int, resident: tuple[str, ...]) -> ReplicaReport:
+        """What placement wants to know, given the engine's counts."""
+        return ReplicaReport(
+            replica_id, num_running, num_waiting + len(self._waiting), resident, dict(Counter(self._active.values()))
+        )
+
+    async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
+        try:
+            adapter = await self._adapter(ref)
+        except Exception as error:
+            self._waiting.pop(request.request_id, None)
+            self._fail(request.request_id, error)
+            return
+        self._waiting.pop(request.request_id, None)
+        self._enter(request, adapter)
+
+    def _enter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
+        try:
+            self.engine.submit(request, adapter)
+        except Exception as error:
+            # One request's trouble, whatever it is, must not end the others of its group.
+            self._fail(request.request_id, error)
+            return
+        if adapter is not None:
+            self._active[request.request_id] = adapter.card.digest
+            self.changed.set()
+
+    async def _adapter(self, ref: AdapterRef) -> LoraAdapter:
+        """One fetch per digest, however many requests wait for it."""
+        task = self._fetching.get(ref.digest)
+        if task is None:
+            task = self._fetching[ref.digest] = self._spawn(self._fetch_and_map(ref))
+            task.add_done_callback(_retrieve)
+        return await asyncio.shield(task)
+
+    async def _fetch_and_map(self, ref: AdapterRef) -> LoraAdapter:
+        try:
+            adapter = await self._fetch(ref)
+        finally:
+            del self._fetching[ref.digest]
+        self._mapped[ref.digest] = adapter
+        while len(self._mapped) > 1 and sum(a.card.size_bytes for a in self._mapped.values()) > MAX_MAPPED_BYTES:
+            self._mapped.popitem(last=False)
+        return adapter
+
+    def _deliver(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            if chunk.finish_reason is not None and self._active.pop(chunk.request_id, None) is not None:
+                self.changed.set()
+        self._hub.deliver(chunks)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        if not isinstance(error, PolyloraError):
+            logger.error("request %s met an unexpected error", request_id, exc_info=error)
+            error = EngineFailure("internal error while admitting the request; the replica's log has the details")
+        self._hub.deliver([TokenChunk(request_id, finish_reason="error", error=error)])
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of our own: an empty context, or Serve cancels it with the call that started it."""
+        return self._loop.create_task(work, context=contextvars.Context())
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Everybody who waited may have left; the error is then nobody's."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,86 @@
+"""Chunks of an engine step, sorted into one frame per reader.
+
+In: a step's chunks, from the event loop. Out: for every attached link (one reader of one ingress) an
+endless sequence of frames. A reader that is behind gets its frames merged; nothing is dropped. A link
+that has had no request for a while ends by itself, so that a draining replica runs out of readers. When
+a reader is gone its requests belong to nobody: `detach` returns them for aborting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, field
+
+from app.engine.request import TokenChunk
+
+
+@dataclass(eq=False, slots=True)
+class _Link:
+    chunks: list[TokenChunk] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    request_ids: set[str] = field(default_factory=set)
+
+
+class FrameHub:
+    """Who waits for which request. One event loop; no threads."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, _Link] = {}
+        self._owners: dict[str, _Link] = {}
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
+    def is_attached(self, link_id: str) -> bool:
+        return link_id in self._links
+
+    def owns(self, request_id: str) -> bool:
+        return request_id in self._owners
+
+    def expect(self, link_id: str, request_id: str) -> None:
+        """Chunks of this request go to this link from now on."""
+        link = self._links[link_id]
+        link.request_ids.add(request_id)
+        self._owners[request_id] = link
+
+    def deliver(self, chunks: Iterable[TokenChunk]) -> None:
+        """Hand chunks to their links. Those of nobody (aborted, reader gone) end here."""
+        for chunk in chunks:
+            link = self._owners.get(chunk.request_id)
+            if link is None:
+                continue
+            link.chunks.append(chunk)
+            link.news.set()
+            if chunk.finish_reason is not None:
+                self.forget(chunk.request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing more is expected for this request."""
+        link = self._owners.pop(request_id, None)
+        if link is not None:
+            link.request_ids.discard(request_id)
+
+    async def frames(self, link_id: str, idle_s: float) -> AsyncGenerator[list[TokenChunk]]:
+        """Frames of one link, an empty one first. Ends after `idle_s` without a request."""
+        link = self._links[link_id] = _Link()
+        yield []
+        while True:
+            try:
+                await asyncio.wait_for(link.news.wait(), idle_s)
+            except TimeoutError:
+                if not link.request_ids and not link.chunks:
+                    return
+                continue
+            frame, link.chunks = link.chunks, []
+            link.news.clear()
+            yield frame
+
+    def detach(self, link_id: str) -> list[str]:
+        """The reader is gone. Returns the requests it still waited for."""
+        link = self._links.pop(link_id, None)
+        orphans = sorted(link.request_ids) if link is not None else []
+        for request_id in orphans:
+            self.forget(request_id)
+        return orphans

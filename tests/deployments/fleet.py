@@ -1,0 +1,138 @@
+"""A fleet in one process: real engines over fake backends, a transport whose replicas can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from app.config import PlacementConfig
+from app.deployments.dispatch import Dispatcher, Frame, ReplicaGone, ReplicaUnreachable
+from app.deployments.engine_service import EngineService
+from app.deployments.placement import PlacementTable, ReplicaReport, make_policy
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.request import GenerateRequest
+from app.engine.worker import EngineThread
+from tests.fakes import FakeBackend
+
+LIMITS = BackendLimits(num_kv_blocks=256, block_size=8, adapter_rank_rows=64, rank_alignment=8, max_adapter_slots=16)
+
+
+class FakeReplica:
+    """One engine thread with its service; `kill` is what a lost process looks like from outside."""
+
+    def __init__(self, replica_id: str, fleet: Fleet, *, max_waiting: int = 512, idle_s: float = 5.0) -> None:
+        self.replica_id = replica_id
+        self.dead = asyncio.Event()
+        self.draining = False
+        self.submitted: list[GenerateRequest] = []
+        self.calls: list[int] = []
+        self.service = EngineService(fleet.fetch, idle_s=idle_s)
+        self.engine = Engine(FakeBackend(LIMITS), EngineConfig(max_waiting=max_waiting))
+        self.thread = EngineThread(self.engine, self.service.on_step)
+        self.service.start(self.thread)
+        self.thread.start()
+
+    def report(self) -> ReplicaReport:
+        stats = self.thread.stats()
+        return self.service.report(
+            self.replica_id, stats.num_running, stats.num_waiting, tuple(item.digest for item in stats.residents)
+        )
+
+
+class Fleet:
+    """Transport, placer and adapter store of a dispatcher under test."""
+
+    def __init__(self, num_replicas: int, *, max_waiting: int = 512, idle_s: float = 5.0) -> None:
+        self._options = (max_waiting, idle_s)
+        self.replicas: dict[str, FakeReplica] = {}
+        self.adapters: dict[str, LoraAdapter] = {}
+        self.fetches: list[str] = []
+        self.fetch_delay_s = 0.0
+        self.known_gone: list[str] = []
+        self.homes: dict[str, tuple[str, ...]] = {}
+        self.policy = make_policy(PlacementConfig())
+        for _ in range(num_replicas):
+            self.add()
+
+    def add(self) -> FakeReplica:
+        max_waiting, idle_s = self._options
+        replica = FakeReplica(f"replica-{len(self.replicas)}", self, max_waiting=max_waiting, idle_s=idle_s)
+        self.replicas[replica.replica_id] = replica
+        return replica
+
+    def dispatcher(self, *, replica_wait_s: float = 5.0) -> Dispatcher:
+        return Dispatcher(self, self, self.policy, replica_wait_s=replica_wait_s)
+
+    def kill(self, replica_id: str) -> None:
+        self.replicas[replica_id].dead.set()
+
+    def stop(self) -> None:
+        for replica in self.replicas.values():
+            replica.thread.stop(5.0)
+
+    async def fetch(self, ref: AdapterRef) -> LoraAdapter:
+        self.fetches.append(ref.digest)
+        await asyncio.sleep(self.fetch_delay_s)
+        return self.adapters[ref.digest]
+
+    # -- Placer ---------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> PlacementTable:
+        living = {r.replica_id: r.report() for r in self.replicas.values() if r.replica_id not in self.known_gone}
+        return PlacementTable(living, self.homes)
+
+    async def assign(self, digests: Sequence[str]) -> None:
+        for digest in digests:
+            self.homes[digest] = self.policy.homes(digest, self.table)
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.sleep(min(timeout_s, 0.01))
+
+    async def gone(self, replica_id: str) -> None:
+        self.known_gone.append(replica_id)
+        self.homes = {
+            d: rest for d, homes in self.homes.items() if (rest := tuple(h for h in homes if h != replica_id))
+        }
+
+    # -- Transport ------------------------------------------------------------------------------
+
+    async def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
+        replica = self._reach(replica_id)
+        source = replica.service.frames(link_id)
+        dead = asyncio.ensure_future(replica.dead.wait())
+        try:
+            while True:
+                following = asyncio.ensure_future(anext(source, None))
+                await asyncio.wait((following, dead), return_when=asyncio.FIRST_COMPLETED)
+                if dead.done():
+                    following.cancel()
+                    raise ReplicaGone(replica_id)
+                frame = following.result()
+                if frame is None:
+                    return
+                yield frame
+        finally:
+            dead.cancel()
+
+    async def submit(self, replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
+        await asyncio.sleep(0)
+        replica = self._reach(replica_id)
+        if replica.draining:
+            raise ReplicaUnreachable(replica_id)
+        replica.submitted += requests
+        replica.calls.append(len(requests))
+        return replica.service.submit(link_id, requests)
+
+    async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
+        self._reach(replica_id).service.abort(request_ids)
+
+    def _reach(self, replica_id: str) -> FakeReplica:
+        replica = self.replicas[replica_id]
+        if replica.dead.is_set():
+            raise ReplicaGone(replica_id)
+        return replica

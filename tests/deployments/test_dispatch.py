@@ -1,0 +1,268 @@
+"""Streams over a fleet: whole, in order, each token once, whatever happens to replicas and callers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+import pytest
+import pytest_asyncio
+
+from app.deployments.dispatch import MAX_LOSSES, Dispatcher
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import EngineFailure, InvalidRequest, NotReady, QueueFull
+from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from tests.deployments.fleet import Fleet
+from tests.fakes import fake_adapter, fake_request, fake_tokens
+
+MakeFleet = Callable[..., Fleet]
+
+
+@pytest_asyncio.fixture
+async def make_fleet() -> AsyncIterator[MakeFleet]:
+    fleets: list[Fleet] = []
+
+    def make(*args: int, **options: float) -> Fleet:
+        fleets.append(Fleet(*args, **options))  # type: ignore[arg-type]
+        return fleets[-1]
+
+    yield make
+    for fleet in fleets:
+        fleet.stop()
+
+
+def make_request(
+    request_id: str,
+    token_ids: list[int],
+    adapter: LoraAdapter | None = None,
+    *,
+    max_tokens: int = 16,
+    ignore_eos: bool = False,
+) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+    return fake_request(request_id, token_ids, adapter, sampling=sampling)
+
+
+def expected(request: GenerateRequest, adapter: LoraAdapter | None = None) -> list[int]:
+    return [item.token_id for item in fake_tokens(request, adapter)]
+
+
+async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> tuple[list[int], TokenChunk]:
+    tokens: list[int] = []
+    async with aclosing(dispatcher.stream(request)) as stream:
+        async for chunk in stream:
+            tokens += chunk.token_ids
+            last = chunk
+    return tokens, last
+
+
+def random_requests(
+    fleet: Fleet, count: int, rng: random.Random, *, max_tokens: int = 40
+) -> list[tuple[GenerateRequest, LoraAdapter | None]]:
+    adapters = [None, *(fake_adapter(f"a{i}", rng.choice([1, 8, 16])) for i in range(4))]
+    fleet.adapters |= {adapter.card.digest: adapter for adapter in adapters if adapter is not None}
+    result = []
+    for i in range(count):
+        adapter = rng.choice(adapters)
+        prompt = [rng.randrange(61) for _ in range(rng.randint(1, 30))]
+        result.append((make_request(f"r{i}", prompt, adapter, max_tokens=max_tokens, ignore_eos=True), adapter))
+    return result
+
+
+async def test_many_streams_over_two_replicas_each_get_their_own_tokens(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2)
+    dispatcher = fleet.dispatcher()
+    pairs = random_requests(fleet, 60, random.Random(1))
+    results = await asyncio.gather(*(collect(dispatcher, request) for request, _ in pairs))
+    for (request, adapter), (tokens, last) in zip(pairs, results, strict=True):
+        assert tokens == expected(request, adapter)
+        assert last.finish_reason == "length"
+        assert last.usage is not None
+        assert last.usage.completion_tokens == 40
+    assert all(replica.submitted for replica in fleet.replicas.values())
+    assert dispatcher.num_streams == 0
+    await dispatcher.close()
+
+
+async def test_requests_placed_together_are_one_call_per_replica(make_fleet: MakeFleet) -> None:
+    from app.deployments.dispatch import Stream
+
+    fleet = make_fleet(2)
+    dispatcher = fleet.dispatcher()
+    streams = [Stream(make_request(f"r{i}", [1, 2, 3], max_tokens=3)) for i in range(10)]
+    assert await dispatcher.place(streams) == [None] * 10
+    assert [replica.calls for replica in fleet.replicas.values()] == [[5], [5]]
+    await dispatcher.close()
+
+
+async def test_an_adapter_keeps_going_to_one_replica(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(3)
+    dispatcher = fleet.dispatcher()
+    adapter = fake_adapter("a", 8)
+    fleet.adapters[adapter.card.digest] = adapter
+    requests = [make_request(f"r{i}", [i, 2, 3], adapter, max_tokens=4) for i in range(12)]
+    await asyncio.gather(*(collect(dispatcher, request) for request in requests))
+    assert sorted(len(replica.submitted) for replica in fleet.replicas.values()) == [0, 0, 12]
+    assert fleet.fetches == [adapter.card.digest], "twelve first requests fetch once"
+    await dispatcher.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_killed_replica_changes_no_token(make_fleet: MakeFleet, seed: int) -> None:
+    rng = random.Random(seed)
+    fleet = make_fleet(2)
+    dispatcher = fleet.dispatcher()
+    pairs = random_requests(fleet, 24, rng, max_tokens=60)
+    tasks = [asyncio.ensure_future(collect(dispatcher, request)) for request, _ in pairs]
+    while sum(replica.thread.stats().num_tokens_generated for replica in fleet.replicas.values()) < 100:
+        await asyncio.sleep(0.001)
+    victim, other = fleet.replicas.values()
+    num_before = len(other.submitted)
+    fleet.kill(victim.replica_id)
+    results = await asyncio.gather(*tasks)
+    for (request, adapter), (tokens, last) in zip(pairs, results, strict=True):
+        assert tokens == expected(request, adapter)
+        assert last.finish_reason == "length"
+        assert last.usage is not None
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(request.token_ids), 60)
+    moved = other.submitted[num_before:]
+    assert any(request.resume_token_ids for request in moved), "some stream was cut in its middle"
+    assert fleet.known_gone == [victim.replica_id]
+    await dispatcher.close()
+
+
+async def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2, idle_s=0.05)
+    dispatcher = fleet.dispatcher()
+    first, second = fleet.replicas.values()
+    running = make_request("long", [1, 2], max_tokens=200, ignore_eos=True)
+    task = asyncio.ensure_future(collect(dispatcher, running))
+    while not (first.submitted or second.submitted):
+        await asyncio.sleep(0.001)
+    drained, other = (first, second) if first.submitted else (second, first)
+    drained.draining = True
+    results = await asyncio.gather(
+        *(collect(dispatcher, make_request(f"r{i}", [i], max_tokens=5, ignore_eos=True)) for i in range(8))
+    )
+    assert [tokens for tokens, _ in results] == [
+        expected(make_request(f"r{i}", [i], max_tokens=5, ignore_eos=True)) for i in range(8)
+    ]
+    assert (await task)[0] == expected(running)
+    assert [request.request_id for request in drained.submitted] == ["long/1"], "not moved while it drains"
+    assert len(other.submitted) == 8
+    await asyncio.sleep(0.2)
+    assert drained.service._hub.num_links == 0, "an idle reader leaves, so that Serve sees the replica drained"
+    await dispatcher.close()
+
+
+async def test_a_caller_that_leaves_frees_its_blocks(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1)
+    dispatcher = fleet.dispatcher()
+    adapter = fake_adapter("a", 8)
+    fleet.adapters[adapter.card.digest] = adapter
+    (replica,) = fleet.replicas.values()
+    async with aclosing(dispatcher.stream(make_request("r", [1] * 20, adapter, max_tokens=400))) as stream:
+        await anext(stream)
+        assert replica.thread.stats().num_running == 1
+    await until(lambda: replica.thread.stats().num_running == 0)
+    stats = replica.thread.stats()
+    assert stats.num_blocks_free == stats.num_blocks
+    assert stats.num_aborted == 1
+    assert dispatcher.num_streams == 0
+    await dispatcher.close()
+
+
+async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2)
+    fleet.fetch_delay_s = 0.01
+    dispatcher = fleet.dispatcher()
+    rng = random.Random(5)
+    pairs = random_requests(fleet, 40, rng, max_tokens=100)
+    tasks = [asyncio.ensure_future(collect(dispatcher, request)) for request, _ in pairs]
+    for task in tasks:
+        await asyncio.sleep(rng.random() * 0.002)
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for replica in fleet.replicas.values():
+        await until(lambda replica=replica: not replica.engine.has_work)
+        stats = replica.thread.stats()
+        assert stats.num_blocks_free == stats.num_blocks
+        assert replica.service.num_waiting_for_adapters == 0
+    assert dispatcher.num_streams == 0
+    assert dispatcher._inflight == {}
+    await dispatcher.close()
+
+
+async def test_a_cold_adapter_delays_only_its_own_requests(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1)
+    fleet.fetch_delay_s = 0.5
+    dispatcher = fleet.dispatcher()
+    adapter = fake_adapter("cold", 8)
+    fleet.adapters[adapter.card.digest] = adapter
+    cold = asyncio.ensure_future(collect(dispatcher, make_request("cold", [1], adapter, max_tokens=3)))
+    await asyncio.sleep(0.01)
+    await asyncio.wait_for(collect(dispatcher, make_request("base", [1], max_tokens=30, ignore_eos=True)), 0.4)
+    assert not cold.done()
+    assert (await cold)[0] == expected(make_request("cold", [1], adapter, max_tokens=3), adapter)
+    await dispatcher.close()
+
+
+async def test_errors_are_the_request_s_own(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1, max_waiting=1)
+    dispatcher = fleet.dispatcher()
+    missing = fake_adapter("missing", 8)
+    good = make_request("good", [1], max_tokens=5, ignore_eos=True)
+    cases = [good, make_request("bad", [99999], max_tokens=5), make_request("gone", [1], missing, max_tokens=5)]
+    results = await asyncio.gather(*(collect(dispatcher, request) for request in cases))
+    assert results[0][0] == expected(good)
+    assert isinstance(results[1][1].error, InvalidRequest)
+    assert isinstance(results[2][1].error, EngineFailure), "an unexpected failure is typed on its way out"
+    assert "KeyError" not in str(results[2][1].error)
+    assert missing.card.digest not in str(results[2][1].error)
+    many = [make_request(f"q{i}", [1], max_tokens=50, ignore_eos=True) for i in range(100)]
+    outcomes = await asyncio.gather(*(collect(dispatcher, request) for request in many))
+    errors = [last.error for _, last in outcomes if last.error is not None]
+    assert errors
+    assert all(isinstance(error, QueueFull) for error in errors)
+    await dispatcher.close()
+
+
+async def test_without_a_replica_the_wait_is_bounded(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(0)
+    dispatcher = fleet.dispatcher(replica_wait_s=0.05)
+    with pytest.raises(NotReady, match=r"0\.05 s"):
+        await collect(dispatcher, make_request("r", [1]))
+    waiting = fleet.dispatcher(replica_wait_s=5.0)
+    task = asyncio.ensure_future(collect(waiting, make_request("r", [1], max_tokens=3)))
+    await asyncio.sleep(0.02)
+    fleet.add()
+    assert (await task)[0] == expected(make_request("r", [1], max_tokens=3))
+    await waiting.close()
+    await dispatcher.close()
+
+
+async def test_a_request_that_loses_every_replica_is_given_up(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(MAX_LOSSES + 2)
+    dispatcher = fleet.dispatcher()
+    stream = dispatcher.stream(make_request("poison", [1], max_tokens=500, ignore_eos=True))
+    num_killed = 0
+    while num_killed <= MAX_LOSSES:
+        try:
+            await anext(stream)
+        except EngineFailure as error:
+            assert "lost" in str(error)  # noqa: PT017  the stream is read in steps
+            break
+        for replica in fleet.replicas.values():
+            if replica.submitted and not replica.dead.is_set():
+                fleet.kill(replica.replica_id)
+                num_killed += 1
+    assert num_killed == MAX_LOSSES
+    await dispatcher.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
