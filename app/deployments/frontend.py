@@ -1,0 +1,295 @@
+"""Requests in words, answers in words: everything between a parsed body and the dispatcher.
+
+In: parsed bodies, the registry of adapters. Out: `Job`s: the sequences of one request, ready to run, whose
+answers come whole or as a merged stream. Names become adapter references here and text becomes token ids;
+behind this module there are neither. What is drawn at random is drawn here once (the seed of a request
+without one), so that a request can be computed again anywhere with the same result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.config import LimitsConfig
+from app.deployments.answers import Answer
+from app.deployments.openai_schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
+from app.deployments.text import Decoder, TextDelta, text_deltas
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, NotFound
+from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+
+#: Text longer than this is tokenized in a thread: it would hold up every stream of this process.
+MAX_INLINE_CHARS = 20_000
+
+
+class TextModel(Protocol):
+    """The base model as far as text is concerned."""
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
+
+    def decoder(self) -> Decoder: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class StreamSource(Protocol):
+    """`Dispatcher.stream`."""
+
+    def __call__(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The sequences of one client request: `num_per_prompt` (n) for each prompt, in order."""
+
+    request_id: str
+    requests: tuple[GenerateRequest, ...]
+    stops: tuple[str, ...]
+    num_per_prompt: int
+    deadline_s: float
+    source: StreamSource
+    new_decoder: Callable[[], Decoder]
+
+    async def answers(self) -> list[Answer]:
+        """All answers, whole. One failure ends all sequences of the request."""
+        answers = [Answer() for _ in self.requests]
+        async for index, delta in self.deltas():
+            answers[index].add(delta)
+        return answers
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """(sequence index, delta) as they come. Closing the generator aborts what still runs.
+
+        Raises what a sequence raises, and DeadlineExceeded.
+        """
+        queue: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.requests))]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                index, item = await self._next(queue)
+                if isinstance(item, Exception):
+                    raise item
+                num_open -= item.finish_reason is not None
+                yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _next(self, queue: asyncio.Queue[tuple[int, TextDelta | Exception]]) -> tuple[int, TextDelta | Exception]:
+        if not queue.empty():
+            return queue.get_nowait()
+        try:
+            async with asyncio.timeout_at(self.deadline_s):
+                return await queue.get()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"request {self.request_id} took longer than limits.request_timeout_s; it was aborted"
+            ) from error
+
+    async def _run(self, index: int, queue: asyncio.Queue[tuple[int, TextDelta | Exception]]) -> None:
+        try:
+            async for delta in text_deltas(self.source(self.requests[index]), self.new_decoder(), self.stops):
+                queue.put_nowait((index, delta))
+        except Exception as error:
+            queue.put_nowait((index, error))  # raised by whoever reads the job
+
+
+class Frontend:
+    """One per ingress process. `registry` gives the adapters as they are registered now."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        base_name: str,
+        registry: Callable[[], Mapping[str, AdapterRef]],
+        source: StreamSource,
+        limits: LimitsConfig,
+    ) -> None:
+        self._model = model
+        self._base_name = base_name
+        self._registry = registry
+        self._source = source
+        self.limits = limits
+
+    @property
+    def text_model(self) -> TextModel:
+        return self._model
+
+    def find_adapter(self, model: str, lora_path: str | None = None) -> AdapterRef | None:
+        """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>") and `lora_path`.
+
+        `lora_path` is a registered name, never a path. None is the base. Raises NotFound, InvalidRequest.
+        """
+        base, colon, adapter_name = model.partition(":")
+        if model == self._base_name:
+            chosen = lora_path
+        else:
+            chosen = adapter_name if colon and base == self._base_name else model
+            if lora_path is not None and lora_path != chosen:
+                raise InvalidRequest(
+                    f"model names adapter {chosen[:80]!r} but lora_path names {lora_path[:80]!r}; use one of them",
+                    param="lora_path",
+                )
+        if chosen is None:
+            return None
+        ref = self._registry().get(chosen)
+        if ref is None:
+            raise NotFound(
+                f"there is no model or adapter {(model if lora_path is None else lora_path)[:160]!r}; "
+                "GET /v1/models lists what there is"
+            )
+        return ref
+
+    async def chat(self, body: ChatCompletionRequest) -> Job:
+        """Raises NotFound, InvalidRequest, ContextOverflow."""
+        ref = self.find_adapter(body.model, body.lora_path)
+        messages = [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+            for message in body.messages
+        ]
+        num_chars = sum(len(message["content"]) for message in messages)
+        token_ids = await self._tokenize(num_chars, lambda: self._model.encode_chat(messages))
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return self._job("chatcmpl", body, [token_ids], [ref], max_tokens=body.token_limit, num_logprobs=num_logprobs)
+
+    async def completion(self, body: CompletionRequest) -> Job:
+        """Raises NotFound, InvalidRequest, ContextOverflow."""
+        ref = self.find_adapter(body.model, body.lora_path)
+        prompts = body.prompts
+        self._check_sequences(len(prompts) * body.n)
+        token_ids = [await self._prompt_ids(prompt) for prompt in prompts]
+        return self._job(
+            "cmpl", body, token_ids, [ref] * len(prompts), max_tokens=body.max_tokens, num_logprobs=body.logprobs
+        )
+
+    async def generate(self, body: GenerateBody) -> Job:
+        """Raises NotFound, InvalidRequest, ContextOverflow."""
+        refs = [self.find_adapter(self._base_name, name) for name in body.adapters]
+        params = body.sampling_params
+        self._check_sequences(len(refs) * params.n)
+        token_ids = [await self._prompt_ids(text) for text in body.texts]
+        return self._job("gen", params, token_ids, refs, max_tokens=params.token_limit, num_logprobs=None)
+
+    async def _prompt_ids(self, prompt: str | list[int]) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return await self._tokenize(len(prompt), lambda: self._model.encode(prompt))
+        for token_id in prompt:
+            if token_id >= self._model.vocab_size:
+                raise InvalidRequest(
+                    f"prompt has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
+                    param="prompt",
+                )
+        return prompt
+
+    async def _tokenize(self, num_chars: int, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
+        return await asyncio.to_thread(encode) if num_chars > MAX_INLINE_CHARS else encode()
+
+    def _job(
+        self,
+        prefix: str,
+        fields: SamplingFields,
+        prompts: Sequence[Sequence[int]],
+        refs: Sequence[AdapterRef | None],
+        *,
+        max_tokens: int | None,
+        num_logprobs: int | None,
+    ) -> Job:
+        self._check_sequences(len(prompts) * fields.n)
+        if len(fields.stop_strings) > self.limits.max_stop_strings:
+            raise InvalidRequest(
+                f"{len(fields.stop_strings)} stop strings exceed limits.max_stop_strings "
+                f"{self.limits.max_stop_strings}",
+                param="stop",
+            )
+        if num_logprobs is not None and num_logprobs > self.limits.max_logprobs:
+            raise InvalidRequest(
+                f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self.limits.max_logprobs}",
+                param="top_logprobs" if prefix == "chatcmpl" else "logprobs",
+            )
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        seed = secrets.randbits(63) if fields.seed is None else fields.seed
+        arrival_s = time.time()
+        requests = tuple(
+            GenerateRequest(
+                request_id=f"{request_id}-{prompt_index * fields.n + copy}",
+                token_ids=tuple(token_ids),
+                sampling=self._sampling(
+                    fields, self._room(token_ids, max_tokens), derived_seed(seed, copy), num_logprobs
+                ),
+                adapter=ref,
+                arrival_s=arrival_s,
+            )
+            for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True))
+            for copy in range(fields.n)
+        )
+        deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
+        return Job(request_id, requests, fields.stop_strings, fields.n, deadline_s, self._source, self._model.decoder)
+
+    def _room(self, token_ids: Sequence[int], max_tokens: int | None) -> int:
+        """How many tokens may be generated; everything that is left when the client sets no limit."""
+        num_prompt, max_context = len(token_ids), self._model.max_context
+        if not num_prompt:
+            raise InvalidRequest("the prompt has no tokens; at least one is needed", param="prompt")
+        wanted = 1 if max_tokens is None else max_tokens
+        if num_prompt + wanted > max_context:
+            raise ContextOverflow(
+                f"the prompt has {num_prompt} tokens and {wanted} more are asked for, {num_prompt + wanted} together, "
+                f"but the context holds {max_context}; shorten the prompt or lower max_tokens",
+                param="messages" if num_prompt >= max_context else "max_tokens",
+            )
+        return max_context - num_prompt if max_tokens is None else max_tokens
+
+    def _check_sequences(self, num_sequences: int) -> None:
+        if num_sequences < 1:
+            raise InvalidRequest("the request has no prompt", param="prompt")
+        if num_sequences > self.limits.max_sequences:
+            raise InvalidRequest(
+                f"prompts times n is {num_sequences} but limits.max_sequences is {self.limits.max_sequences}; "
+                "send several requests",
+                param="n",
+            )
+
+    @staticmethod
+    def _sampling(fields: SamplingFields, max_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=max(fields.top_k, 0),
+            min_p=fields.min_p,
+            seed=seed,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            ignore_eos=fields.ignore_eos,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            repetition_penalty=fields.repetition_penalty,
+            num_logprobs=num_logprobs,
+        )
+
+
+def derived_seed(seed: int, copy: int) -> int:
+    """The seed of the n-th answer to one prompt: the request's own first, then a splitmix64 sequence of it."""
+    seed &= 2**64 - 1
+    if copy == 0:
+        return seed
+    mixed = (seed + copy * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return mixed ^ (mixed >> 31)

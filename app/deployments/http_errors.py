@@ -1,0 +1,81 @@
+"""Errors at the door: one table from error to HTTP code, and OpenAI's JSON shape.
+
+In: an exception. Out: status, body, headers. An error of the tree carries its own words; anything else
+is a bug: it is logged here with its trace and the client learns only that it happened. A traceback
+never leaves the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, NamedTuple
+
+from app.engine import errors
+
+logger = logging.getLogger(__name__)
+
+
+class HttpError(NamedTuple):
+    """One row of the table."""
+
+    status: int
+    type: str
+    code: str
+
+
+class BodyTooLarge(errors.InvalidRequest):
+    """The request body is longer than `limits.max_body_bytes`."""
+
+
+class InvalidJson(errors.InvalidRequest):
+    """The request body is not JSON."""
+
+
+class ClientGone(errors.PolyloraError):
+    """The client closed the connection; nobody reads the answer."""
+
+
+#: The most specific class wins.
+TABLE: dict[type[Exception], HttpError] = {
+    BodyTooLarge: HttpError(413, "invalid_request_error", "body_too_large"),
+    InvalidJson: HttpError(400, "invalid_request_error", "invalid_json"),
+    errors.ContextOverflow: HttpError(400, "invalid_request_error", "context_length_exceeded"),
+    errors.UnsupportedField: HttpError(400, "invalid_request_error", "unsupported_field"),
+    errors.InvalidRequest: HttpError(400, "invalid_request_error", "invalid_request"),
+    errors.NotFound: HttpError(404, "invalid_request_error", "model_not_found"),
+    errors.QueueFull: HttpError(429, "rate_limit_error", "queue_full"),
+    errors.NotReady: HttpError(503, "server_error", "not_ready"),
+    errors.Overloaded: HttpError(503, "server_error", "overloaded"),
+    ClientGone: HttpError(499, "client_closed_request", "client_closed_request"),
+    errors.DeadlineExceeded: HttpError(504, "server_error", "timeout"),
+    errors.AdapterBusy: HttpError(409, "invalid_request_error", "adapter_busy"),
+    errors.AdapterError: HttpError(400, "invalid_request_error", "invalid_adapter"),
+    errors.UnsafeSource: HttpError(403, "invalid_request_error", "unsafe_source"),
+    errors.SourceError: HttpError(502, "server_error", "source_error"),
+    errors.PolyloraError: HttpError(500, "server_error", "internal_error"),
+}
+UNEXPECTED = HttpError(500, "server_error", "internal_error")
+
+
+class ErrorAnswer(NamedTuple):
+    """What goes to the client."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+def error_answer(error: BaseException) -> ErrorAnswer:
+    """The answer for an exception, in OpenAI's shape: {"error": {message, type, param, code}}."""
+    row = next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), None)
+    if row is None:
+        logger.error("unexpected error while serving a request", exc_info=error)
+        row, message = UNEXPECTED, "internal error; the server's log has the details"
+    else:
+        message = str(error)
+    body = {"error": {"message": message, "type": row.type, "param": getattr(error, "param", None), "code": row.code}}
+    headers = {}
+    if isinstance(error, errors.Overloaded):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return ErrorAnswer(row.status, body, headers)

@@ -1,0 +1,247 @@
+"""What clients may say: request bodies of the OpenAI routes and of /generate.
+
+In: a decoded JSON object. Out: a checked model, or an error that names the field. A field that would
+change the result and is not implemented is refused unless its value is the neutral one (null counts
+as absent); fields that cannot change the result are accepted and ignored by name (`INERT`).
+Answers are assembled in `answers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from app.engine.errors import InvalidRequest, UnsupportedField
+
+#: Accepted and ignored: none of these can change the answer's tokens.
+INERT = frozenset({
+    "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "service_tier",
+})  # fmt: skip
+
+#: Not implemented, but harmless at these values, which clients send by default.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # inert: OpenAI's padding against traffic analysis
+
+
+class SamplingFields(_Body):
+    """Fields every generating route shares. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
+    ignore_eos: bool = False
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    n: int = Field(default=1, ge=1)
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_is_not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            raise ValueError("an empty stop string would end every answer at once")
+        return stop
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class _OpenAIFields(SamplingFields):
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    lora_path: str | None = None
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is allowed only with stream: true")
+        return self
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    """`developer` is OpenAI's newer word for `system` and is treated as such."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatCompletionRequest(_OpenAIFields):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is allowed only with logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} disagree"
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class CompletionRequest(_OpenAIFields):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: int = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt: text, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[int(token) for token in self.prompt if isinstance(token, int)]]
+        return [item for item in self.prompt if not isinstance(item, int)]
+
+
+class GenerateSampling(SamplingFields):
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> Self:
+        if None not in (self.max_tokens, self.max_new_tokens) and self.max_tokens != self.max_new_tokens:
+            raise ValueError(f"max_tokens {self.max_tokens} and max_new_tokens {self.max_new_tokens} disagree")
+        return self
+
+    @property
+    def token_limit(self) -> int:
+        return self.max_new_tokens or self.max_tokens or 128
+
+
+class GenerateBody(_Body):
+    """`/generate`: one text or a list; `lora_path` is one name for all, or a list as long as the texts."""
+
+    text: str | list[str]
+    sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
+    lora_path: str | list[str | None] | None = None
+    stream: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _lengths_match(self) -> Self:
+        if isinstance(self.lora_path, list):
+            num_texts = len(self.text) if isinstance(self.text, list) else 1
+            if len(self.lora_path) != num_texts:
+                raise ValueError(
+                    f"lora_path has {len(self.lora_path)} entries but text has {num_texts}; give one per text"
+                )
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.text] if isinstance(self.text, str) else self.text
+
+    @property
+    def adapters(self) -> list[str | None]:
+        return self.lora_path if isinstance(self.lora_path, list) else [self.lora_path] * len(self.texts)
+
+
+class LoadAdapterBody(_Body):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(_Body):
+    lora_name: str
+
+
+class RegisterAdapterBody(_Body):
+    name: str
+    path: str
+
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse_body(kind: type[BodyT], value: object) -> BodyT:
+    """Check a decoded JSON value against `kind`. Raises UnsupportedField or InvalidRequest naming the field."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {_json_type(value)}")
+    fields = {name: item for name, item in value.items() if item is not None or name in kind.model_fields}
+    for name in list(fields):
+        if name in kind.model_fields:
+            continue
+        if name in INERT or any(_same(fields[name], neutral) for neutral in NEUTRAL.get(name, ())):
+            del fields[name]
+        else:
+            raise UnsupportedField(_refusal(name), param=name)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _refusal(name: str) -> str:
+    if name in NEUTRAL:
+        allowed = ", ".join(repr(value) for value in NEUTRAL[name])
+        return f"{name!r} is not implemented here; leave it out or send {allowed}"
+    return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored"
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    """The first complaint, in words; a union reports each branch, so the shortest path names the field."""
+    items = error.errors(include_url=False, include_context=False, include_input=False)
+    first = items[0]
+    where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
+    name = str(first["loc"][0]) if first["loc"] else None
+    message = first["msg"].removeprefix("Value error, ")
+    kind = UnsupportedField if first["type"] == "extra_forbidden" else InvalidRequest
+    if first["type"] == "extra_forbidden":
+        message = "unknown field; it could change the answer, so it is refused rather than ignored"
+    return kind(f"{where}: {message}" if where else message, param=where or name)
+
+
+def _same(value: object, neutral: object) -> bool:
+    return type(value) is type(neutral) and value == neutral
+
+
+def _json_type(value: object) -> str:
+    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

@@ -1,0 +1,104 @@
+"""Tokens into text, as they come.
+
+In: `TokenChunk`s of one sequence. Out: `TextDelta`s: text that no later token can change or take back,
+the tokens it came from, and why the answer ended. Half a UTF-8 character waits for its other half; text
+that may be the beginning of a stop string waits until it is known not to be. A stop string ends the
+answer before itself wherever chunk borders fall; the sequence is then no longer wanted. Token ids that
+end an answer (end of sequence, stop ids) have no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.engine.errors import EngineFailure
+from app.engine.request import FinishReason, TokenChunk, TokenLogprobs, Usage
+
+
+class Decoder(Protocol):
+    """Incremental decoding (`app.engine.models.tokenizer.IncrementalDecoder`)."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left: an incomplete character becomes U+FFFD."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """One piece of an answer. `token_ids` and `logprobs` belong to the text so far; the last piece has a reason."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+class StopMatcher:
+    """Finds the first stop string in text that arrives in pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that is safe to send, whether a stop string was met). After a meeting there is no more."""
+        self._held += text
+        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if found:
+            safe, self._held = self._held[: min(found)], ""
+            return safe, True
+        num_held = self._num_undecided()
+        cut = len(self._held) - num_held
+        safe, self._held = self._held[:cut], self._held[cut:]
+        return safe, False
+
+    def finish(self) -> str:
+        """The text held back: the answer ended, so it was no stop string."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _num_undecided(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+async def text_deltas(
+    chunks: AsyncIterator[TokenChunk], decoder: Decoder, stops: Sequence[str]
+) -> AsyncGenerator[TextDelta]:
+    """Turn one sequence's chunks into text. Raises the error a chunk carries.
+
+    Returning early (a stop string) closes `chunks`, which aborts the sequence.
+    """
+    matcher = StopMatcher(stops)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    async with aclosing(chunks) as source:  # type: ignore[type-var]  # every source is a generator
+        async for chunk in source:
+            if chunk.finish_reason == "error":
+                raise chunk.error or EngineFailure("the engine ended the request without saying why")
+            visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
+            token_ids += visible
+            logprobs += chunk.logprobs[: len(visible)]
+            text, stopped = matcher.push(decoder.push(visible))
+            reason: FinishReason | None = "stop" if stopped else chunk.finish_reason
+            if reason is not None and not stopped:
+                tail, stopped = matcher.push(decoder.flush())
+                text += tail if stopped else tail + matcher.finish()
+                reason = "stop" if stopped else reason
+            if text or reason is not None:
+                yield TextDelta(text, tuple(token_ids), tuple(logprobs), reason, chunk.usage)
+                token_ids, logprobs = [], []
+            if reason is not None:
+                return
