@@ -1,0 +1,157 @@
+"""The two actors of a service, as thin shells: the adapter store and placement.
+
+In: the service's configuration. Out: named actors that every replica of every deployment reaches. Both
+start empty after a crash and become useful again by themselves: the store from its database and the
+adapters' sources, placement from the next reports. What they hold is published to whoever watches, so
+that no request waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from app.config import AppConfig
+from app.deployments.adapter_store import AdapterStore, LocatedAdapter
+from app.deployments.base_model import open_checkpoint
+from app.deployments.catalog import Catalog, CatalogEntry
+from app.deployments.placement import PlacementBooks, PlacementTable, ReplicaReport, make_policy
+from app.deployments.published import Published, Version
+from app.deployments.ray_calls import NamedActor
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.packing import pack_adapter
+from app.engine.adapters.paths import resolve_adapter_path
+from app.engine.adapters.peft import read_peft
+
+#: How long "loaded" waits for every ingress to know it.
+SETTLE_TIMEOUT_S = 5.0
+REBALANCE_INTERVAL_S = 1.0
+
+
+class AdapterStoreActor:
+    """The registry and the machine's copies of the adapters (`AdapterStore`, `Catalog`)."""
+
+    def __init__(self, config_json: str) -> None:
+        config = AppConfig.model_validate_json(config_json)
+        spec = open_checkpoint(config.model).spec
+        roots = [Path(root) for root in config.adapters.roots]
+
+        def read(source: str) -> LocatedAdapter:
+            path = resolve_adapter_path(source, roots)
+            return LocatedAdapter(str(path), read_peft(path, spec))
+
+        def put(adapter: LoraAdapter) -> tuple[Any, list[Any]]:
+            header, arrays = pack_adapter(adapter)
+            return header, [ray.put(array) for array in arrays]
+
+        catalog = Catalog(Path(config.adapters.state_dir) / f"catalog-{spec.digest[:12]}.sqlite")
+        self._store = AdapterStore(
+            catalog, read, put, max_bytes=config.adapters.host_cache_bytes, reserved_names=(config.model.name,)
+        )
+        self._published = Published(tuple(self._store.entries()))
+        self._preload = config.adapters.preload
+        self._preloading: asyncio.Task[None] | None = None
+
+    async def register(self, name: str, source: str) -> CatalogEntry:
+        """Returns when every ingress knows the name: a request that comes after the answer finds it."""
+        entry = await self._store.register(name, source)
+        await self._publish()
+        return entry
+
+    async def unregister(self, name: str) -> CatalogEntry:
+        entry = await self._store.unregister(name)
+        await self._publish()
+        return entry
+
+    async def preload(self) -> None:
+        """Register the configured adapters, once however many ingresses ask."""
+        if self._preloading is None or (self._preloading.done() and self._preloading.exception() is not None):
+            self._preloading = asyncio.create_task(self._register_all())
+        await asyncio.shield(self._preloading)
+
+    async def fetch(self, ref: AdapterRef) -> tuple[Any, list[Any]]:
+        """(header, [object refs]): inside containers, or Ray would copy the weights into the answer."""
+        return await self._store.fetch(ref)
+
+    async def lost(self, digest: str) -> None:
+        self._store.lost(digest)
+
+    async def watch(
+        self, held: Version | None, watcher_id: str, timeout_s: float
+    ) -> tuple[Version, tuple[CatalogEntry, ...]] | None:
+        return await self._published.newer(held, watcher_id, timeout_s)
+
+    async def stats(self) -> dict[str, int]:
+        return {
+            "num_reads": self._store.num_reads,
+            "num_hits": self._store.num_hits,
+            "cached_bytes": self._store.cached_bytes,
+        }
+
+    async def _register_all(self) -> None:
+        for adapter in self._preload:
+            await self._store.register(adapter.name, adapter.path)
+        await self._publish()
+
+    async def _publish(self) -> None:
+        self._published.publish(tuple(self._store.entries()))
+        await self._published.settled(SETTLE_TIMEOUT_S)
+
+
+class PlacementActor:
+    """`PlacementBooks` with a clock."""
+
+    def __init__(self, config_json: str) -> None:
+        config = AppConfig.model_validate_json(config_json).placement
+        self._books = PlacementBooks(make_policy(config), config.silence_s)
+        self._published = Published(PlacementTable())
+        self._clock: asyncio.Task[None] | None = None
+
+    async def report(self, report: ReplicaReport) -> None:
+        self._start_clock()
+        self._publish_if(self._books.report(report, time.monotonic()))
+
+    async def gone(self, replica_id: str) -> None:
+        self._publish_if(self._books.gone(replica_id))
+
+    async def assign(self, digests: Sequence[str]) -> tuple[Version, PlacementTable]:
+        self._publish_if(self._books.assign(digests))
+        return self._published.current
+
+    async def watch(
+        self, held: Version | None, watcher_id: str, timeout_s: float
+    ) -> tuple[Version, PlacementTable] | None:
+        self._start_clock()
+        return await self._published.newer(held, watcher_id, timeout_s)
+
+    async def table(self) -> PlacementTable:
+        return self._books.table
+
+    def _publish_if(self, changed: bool) -> None:
+        if changed:
+            self._published.publish(self._books.table)
+
+    def _start_clock(self) -> None:
+        if self._clock is None:
+            self._clock = asyncio.create_task(self._run_clock())
+
+    async def _run_clock(self) -> None:
+        while True:
+            await asyncio.sleep(REBALANCE_INTERVAL_S)
+            now_s = time.monotonic()
+            changed = self._books.expire(now_s) | self._books.rebalance(now_s)
+            self._publish_if(changed or self._books.table != self._published.current[1])
+
+
+def store_actor(config: AppConfig) -> NamedActor:
+    return NamedActor(f"adapter-store-{config.store_key}", AdapterStoreActor, config.model_dump_json())
+
+
+def placement_actor(config: AppConfig) -> NamedActor:
+    return NamedActor(f"placement-{config.placement_key}", PlacementActor, config.model_dump_json())

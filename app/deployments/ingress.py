@@ -1,0 +1,190 @@
+"""The ingress deployment: HTTP and Python callers in, engine replicas out.
+
+In: HTTP requests, and calls of other Ray jobs through the deployment handle. Out: answers. A thin shell:
+words are `frontend`, placement and streams are `dispatch`, routes are `http_app`. This class only wires
+them to Ray and owns what must live as long as the process: the watchers of both tables and the batch in
+which admissions are placed together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.config import AppConfig, LimitsConfig
+from app.deployments.actors import placement_actor, store_actor
+from app.deployments.base_model import open_text
+from app.deployments.catalog import CatalogEntry
+from app.deployments.dispatch import Dispatcher, ReplicaGone, ReplicaUnreachable, Stream
+from app.deployments.frontend import Frontend, Job
+from app.deployments.http_app import adapter_body, generate_result, make_app
+from app.deployments.metrics import IngressMetrics
+from app.deployments.openai_schema import GenerateBody, parse_body
+from app.deployments.placement import PlacementTable, make_policy
+from app.deployments.serve_transport import Registry, ServePlacer, ServeTransport, Watched
+from app.engine.adapters.card import AdapterRef
+from app.engine.request import Usage
+
+logger = logging.getLogger(__name__)
+
+
+@serve.ingress()
+class Ingress:
+    """One HTTP door. Several may run; they share the registry and placement, and nothing else."""
+
+    async def __init__(self, config_json: str, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        config = AppConfig.model_validate_json(config_json)
+        self._config = config
+        self.base_name = config.model.name
+        ingress_id = serve.get_replica_context().replica_id.unique_id
+        self._store = store_actor(config)
+        placement = placement_actor(config)
+        self._metrics = IngressMetrics()
+        self._refs: dict[str, AdapterRef] = {}
+        self._registry: Registry = Watched(self._store, ingress_id, (), self._take_registry)
+        placed: Watched[PlacementTable] = Watched(placement, ingress_id, PlacementTable(), lambda _: None)
+        self._transport = ServeTransport(engines)
+        self._placer = ServePlacer(placement, placed)
+        self._dispatcher = Dispatcher(
+            self._transport,
+            self._placer,
+            make_policy(config.placement),
+            admit=self._admit,
+            replica_wait_s=config.limits.replica_wait_s,
+        )
+        text = await asyncio.to_thread(open_text, config)
+        self.frontend = Frontend(text, self.base_name, lambda: self._refs, self._dispatcher.stream, config.limits)
+        loop = asyncio.get_running_loop()
+        self._watchers = [
+            loop.create_task(watched.follow(), context=contextvars.Context()) for watched in (self._registry, placed)
+        ]
+        await self._store.call("preload")
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """New limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""
+        limits = LimitsConfig.model_validate(self._config.limits.model_dump() | user_config)
+        self.frontend.limits = limits
+
+    def check_health(self) -> None:
+        for watcher in self._watchers:
+            if watcher.done():
+                raise RuntimeError("the ingress no longer follows its tables") from watcher.exception()
+
+    # -- Python callers (`serve.get_app_handle`) ------------------------------------------------------
+
+    async def generate(
+        self,
+        text: str | list[str],
+        sampling_params: dict[str, Any] | None = None,
+        adapter: str | list[str | None] | None = None,
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """As POST /generate: one result for one text, a list for a list."""
+        job = await self._generate_job(text, sampling_params, adapter)
+        answers = await job.answers()
+        self.observe("handle", 200, job, [answer.usage for answer in answers])
+        results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
+        return results[0] if isinstance(text, str) and job.num_per_prompt == 1 else results
+
+    async def stream(
+        self, text: str, sampling_params: dict[str, Any] | None = None, adapter: str | None = None
+    ) -> AsyncGenerator[str]:
+        """Pieces of one answer's text as they come (`handle.options(stream=True).stream.remote(...)`)."""
+        job = await self._generate_job(text, sampling_params, adapter)
+        usage: Usage | None = None
+        async for _, delta in job.deltas():
+            usage = delta.usage or usage
+            if delta.text:
+                yield delta.text
+        self.observe("handle", 200, job, [usage])
+
+    async def list_adapters(self) -> list[dict[str, Any]]:
+        return [adapter_body(entry) for entry in self.adapters()]
+
+    async def load(self, name: str, path: str) -> dict[str, Any]:
+        return adapter_body(await self.load_adapter(name, path))
+
+    async def unload(self, name: str) -> dict[str, Any]:
+        return adapter_body(await self.unload_adapter(name))
+
+    async def replica_stats(self) -> list[dict[str, Any]]:
+        """Counts of every engine replica on the table: for tests and operators."""
+        replica_ids = sorted(self._placer.table.replicas)
+        results = await asyncio.gather(*map(self._transport.stats, replica_ids), return_exceptions=True)
+        return [result for result in results if isinstance(result, dict)]
+
+    # -- what the HTTP routes need (`HttpService`) ------------------------------------------------------
+
+    def adapters(self) -> Sequence[CatalogEntry]:
+        return self._registry.value
+
+    def is_ready(self) -> bool:
+        return bool(self._dispatcher.usable_loads())
+
+    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None:
+        first = job.requests[0] if job is not None else None
+        self._metrics.request(
+            route,
+            status,
+            arrival_s=first.arrival_s if first is not None else None,
+            is_adapter=first is not None and first.adapter is not None,
+            usages=usages,
+        )
+
+    async def load_adapter(self, name: str, path: str) -> CatalogEntry:
+        """Register an adapter; when this returns, every ingress serves it."""
+        entry: CatalogEntry = await self._store.call("register", name, path)
+        return entry
+
+    async def unload_adapter(self, name: str) -> CatalogEntry:
+        """Forget a name, then free its rows on every replica once no sequence uses them."""
+        entry: CatalogEntry = await self._store.call("unregister", name)
+        if all(other.ref.digest != entry.ref.digest for other in self.adapters()):
+            await asyncio.gather(*(self._drop(replica_id, entry) for replica_id in self._placer.table.replicas))
+        return entry
+
+    async def _drop(self, replica_id: str, entry: CatalogEntry) -> None:
+        try:
+            await self._transport.drop_adapter(replica_id, entry.ref.digest)
+        except (ReplicaGone, ReplicaUnreachable) as error:
+            logger.info("no rows to free: %s", error)  # they went with the replica
+
+    # -- inner parts --------------------------------------------------------------------------------
+
+    async def _generate_job(
+        self, text: str | list[str], sampling_params: dict[str, Any] | None, adapter: str | list[str | None] | None
+    ) -> Job:
+        fields = {"text": text, "sampling_params": sampling_params or {}, "lora_path": adapter}
+        return await self.frontend.generate(parse_body(GenerateBody, fields))
+
+    @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.002, max_concurrent_batches=8)
+    async def _place_batch(self, streams: list[Stream]) -> list[Exception | None]:
+        return await self._dispatcher.place(streams)
+
+    async def _admit(self, stream: Stream) -> Exception | None:
+        error: Exception | None = await self._place_batch(stream)
+        return error
+
+    def _take_registry(self, entries: Sequence[CatalogEntry]) -> None:
+        self._refs = {entry.ref.name: entry.ref for entry in entries}
+        self._metrics.adapters(len(entries))
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        app = make_app(self)
+
+        async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
+            # A plain function: uvicorn takes a bound method for an ASGI 2 application.
+            await app(scope, receive, send)
+
+        return asgi
+
+    async def __del__(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await self._dispatcher.close()

@@ -1,0 +1,50 @@
+"""What operators see of an ingress, through `ray.util.metrics` (Prometheus on Ray's metrics port).
+
+In: finished requests. Out: counters and histograms. Labels take few values each (route, status class, base
+or adapter): never an adapter's or a tenant's name, of which there may be millions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from app.engine.request import Usage
+
+_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
+
+
+class IngressMetrics:
+    """One per ingress process."""
+
+    def __init__(self) -> None:
+        self._requests = Counter("polylora_requests", "Requests answered.", tag_keys=("route", "status", "kind"))
+        self._prompt_tokens = Counter("polylora_prompt_tokens", "Prompt tokens.", tag_keys=("kind",))
+        self._cached_tokens = Counter("polylora_cached_tokens", "Prompt tokens found in the cache.", tag_keys=("kind",))
+        self._completion_tokens = Counter("polylora_completion_tokens", "Generated tokens.", tag_keys=("kind",))
+        self._latency_s = Histogram(
+            "polylora_request_seconds", "From arrival to the last token.", boundaries=_SECONDS, tag_keys=("route",)
+        )
+        self._adapters = Gauge("polylora_registered_adapters", "Adapters in the registry.")
+
+    def request(
+        self, route: str, status: int, *, arrival_s: float | None, is_adapter: bool, usages: Sequence[Usage | None]
+    ) -> None:
+        """One request has ended; `status` is what the client was told."""
+        kind = {"kind": "adapter" if is_adapter else "base"}
+        self._requests.inc(tags={"route": route, "status": f"{status // 100}xx"} | kind)
+        known = [usage for usage in usages if usage is not None]
+        for counter, number in (
+            (self._prompt_tokens, sum(usage.prompt_tokens for usage in known)),
+            (self._cached_tokens, sum(usage.cached_tokens for usage in known)),
+            (self._completion_tokens, sum(usage.completion_tokens for usage in known)),
+        ):
+            if number:
+                counter.inc(number, tags=kind)
+        if arrival_s is not None:
+            self._latency_s.observe(time.time() - arrival_s, tags={"route": route})
+
+    def adapters(self, number: int) -> None:
+        self._adapters.set(number)

@@ -1,0 +1,65 @@
+"""Calls through Ray with plain errors, and named actors that outlive their creators.
+
+In: awaitables of Ray and names. Out: results, or the exception the callee raised: Ray wraps it in a class
+of its own, which carries a remote traceback and loses attributes. A named actor is created by whoever
+asks first and restarted by Ray without limit; a handle to one that was retired is renewed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+T = TypeVar("T")
+
+NAMESPACE = "polylora"
+
+
+async def unwrapped(call: Awaitable[T]) -> T:
+    """The result of a remote call; the callee's own exception if it raised one."""
+    try:
+        return await call
+    except RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from None
+        raise
+
+
+class NamedActor:
+    """A detached actor, by name. `kind` is a class, `args` what it is made with when it is not there."""
+
+    def __init__(self, name: str, kind: type, *args: Any) -> None:
+        self._name = name
+        self._kind = kind
+        self._args = args
+        self._handle: Any = None
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method. Raises RayActorError while the actor is away."""
+        try:
+            return await unwrapped(getattr(self._actor(), method).remote(*args))
+        except RayActorError:
+            self._handle = None  # it may have been removed on purpose: the next call looks it up again
+            raise
+
+    def kill(self) -> None:
+        """Remove the actor for good."""
+        ray.kill(self._actor(), no_restart=True)
+        self._handle = None
+
+    def _actor(self) -> Any:
+        if self._handle is None:
+            remote: Any = ray.remote(self._kind).options(
+                name=self._name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                max_concurrency=1000,
+                num_cpus=0,
+            )
+            self._handle = remote.remote(*self._args)
+        return self._handle

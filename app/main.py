@@ -1,0 +1,51 @@
+"""The Serve application: `serve run configs/serve.yaml` calls `build` with the file's `args`.
+
+In: the settings of `app.config`. Out: an application of two deployments, wired once. How many replicas
+there are and what each takes is Serve's to say (`deployments:` in the same file); the options here are
+what the design needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from app.config import load_config
+from app.deployments.ingress import Ingress
+from app.deployments.replica import EngineReplica
+
+#: Calls a replica may have open at once: readers and short admissions. The engine's queue is the real limit.
+MAX_ENGINE_CALLS = 1000
+#: HTTP requests an ingress may have open at once, waiting ones included.
+MAX_INGRESS_CALLS = 2000
+#: How long a replica that is being replaced may finish its streams.
+DRAIN_TIMEOUT_S = 120.0
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Check the settings and describe the application. Raises ConfigError."""
+    config_json = load_config(args).model_dump_json()
+    engine = serve.deployment(
+        name="EngineReplica",
+        num_replicas=1,
+        max_ongoing_requests=MAX_ENGINE_CALLS,
+        health_check_period_s=2.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        ray_actor_options={"num_cpus": 1},
+        request_router_config=RequestRouterConfig(
+            request_router_class="app.deployments.request_router:SteeredRouter",  # type: ignore[arg-type]
+        ),
+    )(EngineReplica)
+    ingress = serve.deployment(
+        name="Ingress",
+        num_replicas=1,
+        max_ongoing_requests=MAX_INGRESS_CALLS,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        ray_actor_options={"num_cpus": 0.1},
+    )(Ingress)
+    return ingress.bind(config_json, engine.bind(config_json))
