@@ -1,0 +1,59 @@
+# make serve   install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH=
+# make test    the whole suite                                PYTEST_ARGS=
+# make lint    ruff and mypy
+#
+# Everything lives in .venv and in pip's and polylora's caches; a stamp is written when a step is complete,
+# so an interrupted step is simply run again.
+
+PYTHON ?= python3
+HOST ?= 127.0.0.1
+PORT ?= 8000
+CONFIG ?= configs/serve.yaml
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: serve fetch install test lint clean
+
+serve: fetch
+	@exec $(BIN)/polylora serve --config $(CONFIG) --host $(HOST) --port $(PORT)
+
+fetch: install
+	@$(BIN)/polylora fetch --config $(CONFIG)
+
+install: $(VENV)/.installed
+
+test: $(VENV)/.installed-test
+	@$(BIN)/polylora fetch --config $(CONFIG)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "polylora needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try make PYTHON=python3.12" >&2; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) install --quiet --upgrade pip
+	@touch $@
+
+# torch first and alone: whichever build the index offers is then kept by everything after it.
+$(VENV)/.installed: pyproject.toml $(VENV)/.created
+	@echo "installing polylora and what it needs (minutes the first time)"
+	@$(PIP) install $(TORCH)
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing what the tests need"
+	@$(PIP) install --editable '.[test]'
+	@touch $@

@@ -1,0 +1,98 @@
+"""The `polylora` command: one subcommand per thing an operator does at a shell.
+
+    polylora fetch --config configs/serve.yaml    get the base model, with progress
+
+In: arguments. Out: an exit status; what is expected to go wrong is one line on stderr, not a traceback.
+A subcommand's module is imported when it runs, so that `fetch` starts without torch or Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from app.engine.errors import PolyloraError
+
+DEFAULT_CONFIG = "configs/serve.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; its exit status."""
+    parser = argparse.ArgumentParser(prog="polylora", description="One base model, many LoRA adapters.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_fetch(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except PolyloraError as error:
+        print(f"polylora {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("fetch", help="get the base model of a configuration and check that it loads")
+    parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a Serve application file")
+    parser.set_defaults(run=_fetch)
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from app.engine.models.checkpoint import load_checkpoint
+    from app.engine.models.sources import resolve_model
+    from app.settings_file import read_settings
+
+    model = read_settings(arguments.config).model
+    started_s = time.monotonic()
+    with ProgressLine(sys.stderr) as line:
+        path = resolve_model(model.uri, progress=line.show)
+    spec = load_checkpoint(path, model.name).spec
+    print(
+        f"{spec.name}: {spec.family}, {len(spec.layers)} layers of {spec.hidden_size}, digest {spec.digest[:12]} "
+        f"({time.monotonic() - started_s:.1f} s)\n{path}"
+    )
+    return 0
+
+
+class ProgressLine:
+    """One line that is overwritten on a terminal; elsewhere, a line per quarter so that logs stay short."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._terminal = stream, stream.isatty()
+        self._last: tuple[str, int] | None = None
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal and self._last is not None:
+            self._stream.write("\n")
+
+    def show(self, what: str, done: int, total: int | None) -> None:
+        """`app.engine.models.sources.Progress`."""
+        if self._terminal:
+            if self._last is not None and self._last[0] != what:
+                self._stream.write("\n")
+            self._last = (what, 0)
+            self._stream.write("\r" + _bar(what, done, total) + "\x1b[K")
+            self._stream.flush()
+            return
+        step = (what, 0 if not total else 4 * done // total)
+        if step != self._last:
+            self._last = step
+            print(_bar(what, done, total), file=self._stream, flush=True)
+
+
+def _bar(what: str, done: int, total: int | None) -> str:
+    if not total:
+        return f"{what} …"
+    filled = 24 * done // total
+    return f"{what} [{'#' * filled}{'.' * (24 - filled)}] {done / 1e6:.1f} of {total / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

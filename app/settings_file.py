@@ -1,0 +1,34 @@
+"""The settings inside a Serve application file.
+
+In: the YAML that `serve run` takes. Out: the `AppConfig` of its one polylora application. Commands that
+need the settings without starting Ray read them here; Serve itself hands `args` to `app.main:build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from app.config import AppConfig, load_config
+from app.engine.errors import ConfigError
+
+_IMPORT_PATH = "app.main:build"
+
+
+def read_settings(path: Path) -> AppConfig:
+    """ConfigError if the file cannot be read, has no such application, several, or bad settings."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; CONFIG (or --config) names the file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    applications = content.get("applications") if isinstance(content, Mapping) else None
+    if not isinstance(applications, list):
+        raise ConfigError(f"{path} has no list of applications; see configs/serve.yaml")
+    ours = [entry for entry in applications if isinstance(entry, Mapping) and entry.get("import_path") == _IMPORT_PATH]
+    if len(ours) != 1:
+        raise ConfigError(f"{path} has {len(ours)} applications with import_path {_IMPORT_PATH}; one is needed")
+    return load_config(ours[0].get("args") or {})
