@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.config import DEFAULT_MODEL_URI
 from app.engine.models.sources import resolve_model
@@ -14,3 +16,9 @@ from app.engine.models.sources import resolve_model
 def demo_gguf() -> Path:
     """The demo base model's file, fetched into the user's cache once."""
     return resolve_model(DEFAULT_MODEL_URI)
+
+
+@pytest.fixture(scope="session")
+def demo_transformers(demo_gguf: Path) -> PreTrainedModel:
+    """The demo base model as transformers loads it, float32. Loading takes long: share it, unchanged."""
+    return AutoModelForCausalLM.from_pretrained(demo_gguf.parent, gguf_file=demo_gguf.name, dtype=torch.float32)

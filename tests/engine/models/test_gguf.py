@@ -177,12 +177,8 @@ def test_every_stored_type_comes_back_as_the_package_reads_it(kind: Kind, tmp_pa
         np.testing.assert_array_equal(values, original)
 
 
-def test_the_demo_models_tensors_equal_transformers(demo_gguf: Path) -> None:
-    theirs = dict(
-        AutoModelForCausalLM.from_pretrained(
-            demo_gguf.parent, gguf_file=demo_gguf.name, dtype=torch.float32
-        ).named_parameters()
-    )
+def test_the_demo_models_tensors_equal_transformers(demo_gguf: Path, demo_transformers: PreTrainedModel) -> None:
+    theirs = dict(demo_transformers.named_parameters())
     names = set()
     for name, values in load_checkpoint(demo_gguf).tensors():
         np.testing.assert_array_equal(values, theirs[name].detach().numpy(), err_msg=name)
