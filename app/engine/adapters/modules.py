@@ -1,6 +1,6 @@
 """Names of a base model's modules, as adapters spell them.
 
-In: a `ModelSpec`. Out: which (layer, targets) each module path means. A fused path (`qkv_proj`,
+In: a number of layers. Out: which (layer, targets) each module path means. A fused path (`qkv_proj`,
 `gate_up_proj`) means several targets at once, in the order of its output rows; the same A serves
 all of them. Adapters name modules by the transformers library's paths.
 """
@@ -29,25 +29,26 @@ _FUSED = {
 OUTER_MODULES = ("model.embed_tokens", "lm_head")
 
 
-class ModuleSlices(NamedTuple):
-    """The targets of a module, with one output width per target."""
+class Module(NamedTuple):
+    """A linear module of a layer, and the targets whose rows its output holds, in order."""
 
     layer: int
     targets: tuple[str, ...]
-    d_in: int
-    d_outs: tuple[int, ...]
 
     @property
     def is_fused(self) -> bool:
         return len(self.targets) > 1
 
+    def shape(self, spec: ModelSpec) -> tuple[int, tuple[int, ...]]:
+        """(d_in, d_out of each target) in this base model."""
+        shapes = [spec.target_shape(self.layer, target) for target in self.targets]
+        return shapes[0][0], tuple(d_out for _, d_out in shapes)
 
-def module_table(spec: ModelSpec) -> dict[str, ModuleSlices]:
-    """Every path of a decoder layer's linear module, split and fused, in layer order."""
-    table: dict[str, ModuleSlices] = {}
-    for layer in range(len(spec.layers)):
-        for suffix, targets in (_SPLIT | _FUSED).items():
-            shapes = [spec.target_shape(layer, target) for target in targets]
-            d_outs = tuple(d_out for _, d_out in shapes)
-            table[f"model.layers.{layer}.{suffix}"] = ModuleSlices(layer, targets, shapes[0][0], d_outs)
-    return table
+
+def layer_modules(num_layers: int) -> dict[str, Module]:
+    """Path → module, split and fused, in layer order."""
+    return {
+        f"model.layers.{layer}.{suffix}": Module(layer, targets)
+        for layer in range(num_layers)
+        for suffix, targets in (_SPLIT | _FUSED).items()
+    }

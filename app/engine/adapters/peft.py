@@ -8,13 +8,14 @@ be there: PEFT would leave it at zero in silence. Pickle is never opened.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.modules import OUTER_MODULES, ModuleSlices, module_table
+from app.engine.adapters.modules import OUTER_MODULES, Module, layer_modules
 from app.engine.adapters.patterns import first_matching, full_matches, listed
 from app.engine.adapters.peft_config import CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.safetensors_file import read_safetensors
@@ -26,6 +27,7 @@ from app.engine.models.spec import ModelSpec
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 PREFIX = "base_model.model."
+_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
 HALVES = {".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B"}
 
 
@@ -34,12 +36,18 @@ def read_peft(folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS
     return build_adapter(read_peft_stored(folder, spec, limits), spec, limits)
 
 
-def read_peft_stored(folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:
-    """The adapter in `folder` as saved, checked against its own configuration and the base's modules."""
+def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:
+    """The adapter in `folder` as saved, checked against its own configuration and the base's modules.
+
+    Without a base, the layers that the tensors name are taken for all there are.
+    """
     weights = _weights_file(folder)
     config = parse_config(read_bounded(folder / CONFIG_NAME, limits.max_config_bytes))
     pairs = _pair(read_safetensors(weights, limits))
-    return _assemble(config, pairs, spec, limits)
+    if spec is None:
+        found = [int(match[1]) for match in map(_LAYER.match, pairs) if match]
+        return _assemble(config, pairs, "a model of these layers", 1 + max(found, default=-1), limits)
+    return _assemble(config, pairs, f"'{spec.name}'", len(spec.layers), limits)
 
 
 def _weights_file(folder: Path) -> Path:
@@ -78,18 +86,22 @@ def _pair(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTens
 
 
 def _assemble(
-    config: PeftConfig, pairs: Mapping[str, Mapping[str, StoredTensor]], spec: ModelSpec, limits: ReadLimits
+    config: PeftConfig,
+    pairs: Mapping[str, Mapping[str, StoredTensor]],
+    base: str,
+    num_layers: int,
+    limits: ReadLimits,
 ) -> StoredAdapter:
     if config.rank > limits.max_rank:
         raise AdapterTooLarge(f"{CONFIG_NAME}: r is {config.rank} but at most {limits.max_rank} is read")
-    table = module_table(spec)
+    table = layer_modules(num_layers)
     for path in pairs:
         if path not in table:
             raise AdapterMismatch(
-                f"{WEIGHTS_NAME}: module {short(path)} does not exist in '{spec.name}' ({len(spec.layers)} layers), "
+                f"{WEIGHTS_NAME}: module {short(path)} does not exist in {base} ({num_layers} layers), "
                 "or LoRA on it is not served"
             )
-    _check_targets(config, pairs, table, spec)
+    _check_targets(config, pairs, table, base)
 
     paths = sorted(pairs)
     rank_keys = first_matching(list(config.rank_pattern), paths, "rank_pattern")
@@ -108,12 +120,10 @@ def _assemble(
     return StoredAdapter(tuple(modules))
 
 
-def _check_targets(
-    config: PeftConfig, pairs: Mapping[str, object], table: Mapping[str, ModuleSlices], spec: ModelSpec
-) -> None:
+def _check_targets(config: PeftConfig, pairs: Mapping[str, object], table: Mapping[str, Module], base: str) -> None:
     """The modules that the configuration selects and those in the file must be the same."""
     fused = {target for path in pairs for target in table[path].targets if table[path].is_fused}
-    candidates = [path for path, slices in table.items() if slices.is_fused == bool(fused.intersection(slices.targets))]
+    candidates = [path for path, module in table.items() if module.is_fused == bool(fused.intersection(module.targets))]
     selected = set(_selected(config, [*candidates, *OUTER_MODULES]))
     for path in OUTER_MODULES:
         if path in selected:
@@ -126,7 +136,7 @@ def _check_targets(
         )
     if not selected:
         raise AdapterMismatch(
-            f"{CONFIG_NAME}: target_modules {short(config.target_modules)} selects no module of '{spec.name}'; "
+            f"{CONFIG_NAME}: target_modules {short(config.target_modules)} selects no module of {base}; "
             "the adapter was trained on another model"
         )
     missing = sorted(selected - set(pairs))

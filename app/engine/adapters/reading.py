@@ -24,8 +24,8 @@ def read_adapter(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMIT
     return build_adapter(read_stored(path, spec, limits), spec, limits)
 
 
-def read_stored(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:
-    """The adapter at `path` as saved. Raises an `AdapterError`."""
+def read_stored(path: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:
+    """The adapter at `path` as saved; with a base, checked against its modules. Raises an `AdapterError`."""
     if path.is_dir():
         return read_peft_stored(path, spec, limits)
     if path.name.endswith(CARD_SUFFIX):
