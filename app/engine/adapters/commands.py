@@ -106,9 +106,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         write_peft_folder(target, stored)
     print(f"wrote {target}")
     if quantization is not None:
-        print(
-            f"{quantization.dtype}: output error {quantization.mean_error:.2%} mean, {quantization.max_error:.2%} at most"
-        )
+        print(f"{quantization.dtype}: {_rounding(quantization)}")
     return 0
 
 
