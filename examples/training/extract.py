@@ -11,11 +11,15 @@ import json
 from random import Random
 
 from examples.training.task import Example, Split, Task
-from examples.training.words import words
+from examples.training.words import HELDOUT, listed, words
 
 FIELDS = ("name", "item", "quantity", "city", "day")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 NUMBER_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+MADE_UP_SHARE = 0.5
+STARTS = listed("b, br, c, ch, d, dr, f, fl, g, gr, h, j, k, l, m, n, p, pl, qu, r, s, sh, st, t, tr, v, w, z")
+VOWELS = listed("a, e, i, o, u, ai, ea, ee, ie, io, oo, ou")
+ENDINGS = listed("ck, der, ga, l, ler, ma, mer, n, nd, ner, nia, r, ra, rd, rt, ta, ter, tin, ton, vi, x")
 
 KNOWN_WORDINGS = (
     "Hi, this is {name}. Please send {quantity} {item} to {city} on {day}.",
@@ -50,11 +54,17 @@ def make(rng: Random, split: Split) -> Example:
     wording = rng.choice(NEW_WORDINGS if new else KNOWN_WORDINGS)
     in_words = rng.random() < 0.3
     quantity = rng.randint(2, 10 if in_words else 99)
+    names = [rng.choice(found.first_names), rng.choice(found.last_names)]
+    item, city = rng.choice(found.products), rng.choice(found.cities)
+    if split == "train":  # few real words would be learned by heart; made-up ones can only be copied
+        names = [_made_up(rng).title() if rng.random() < MADE_UP_SHARE else name for name in names]
+        item = _made_up(rng) if rng.random() < MADE_UP_SHARE else item
+        city = _made_up(rng).title() if rng.random() < MADE_UP_SHARE else city
     values: dict[str, str | int] = {
-        "name": f"{rng.choice(found.first_names)} {rng.choice(found.last_names)}",
-        "item": _plural(rng.choice(found.products)),
+        "name": " ".join(names),
+        "item": _plural(item),
         "quantity": quantity,
-        "city": rng.choice(found.cities),
+        "city": city,
         "day": rng.choice(DAYS),
     }
     facts = {field: values[field] if f"{{{field}}}" in wording else None for field in FIELDS}
@@ -81,6 +91,13 @@ def check(example: Example, text: str) -> str | None:
         if type(found[field]) is not type(wanted) or found[field] != wanted:
             return f"{field} is {found[field]!r}, not {wanted!r}"
     return None
+
+
+def _made_up(rng: Random) -> str:
+    """A word of two or three syllables that is no held-out value."""
+    word = "".join(rng.choice(STARTS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 2))) + rng.choice(ENDINGS)
+    held_out = {*HELDOUT.first_names, *HELDOUT.last_names, *HELDOUT.cities, *HELDOUT.products}
+    return _made_up(rng) if {word, word.title()} & held_out else word
 
 
 def _plural(item: str) -> str:

@@ -32,6 +32,6 @@ class Recipe:
 
 RECIPES = {
     "sql": Recipe(sql.TASK, 4, 16, (*ATTENTION, "gate_proj", "up_proj", "down_proj"), False, num_steps=100),
-    "extract": Recipe(extract.TASK, 16, 8, ("q_proj", "v_proj"), True, num_steps=100),
+    "extract": Recipe(extract.TASK, 16, 8, ("q_proj", "v_proj", "o_proj"), True, num_steps=100),
     "support": Recipe(support.TASK, 8, 16, ATTENTION, False, num_steps=80),
 }

@@ -23,27 +23,28 @@ class Words:
     years: tuple[int, ...]
 
 
-def _split(text: str) -> tuple[str, ...]:
+def listed(text: str) -> tuple[str, ...]:
+    """The items of a comma-separated list."""
     return tuple(item.strip() for item in text.split(","))
 
 
 TRAIN = Words(
-    cities=_split(
+    cities=listed(
         "Lisbon, Oslo, Madrid, Chicago, Hamburg, Vienna, Boston, Nairobi, Kyoto, Lima, Dublin, Toronto, Seattle, "
         "Prague, Athens, Cairo, Denver, Bristol, Lyon, Milan, Warsaw, Porto, Geneva, Austin, Mumbai, Jakarta, "
         "Bergen, Leeds, Naples, Havana, Quito, Zurich, Ghent, Malmo, Perth, Santa Fe, New Delhi, Cape Town"
     ),
-    first_names=_split(
+    first_names=listed(
         "Anna, Ben, Carla, David, Elena, Farid, Grace, Hugo, Irene, Jonas, Kira, Liam, Maria, Nils, Olga, Pedro, "
         "Rosa, Samir, Tina, Umar, Vera, Walter, Yusuf, Zoe, Alice, Boris, Chloe, Dario, Emil, Fatima, George, Hana, "
         "Ivan, Julia, Karim, Laura, Miguel, Nora, Oscar, Priya"
     ),
-    last_names=_split(
+    last_names=listed(
         "Adams, Becker, Costa, Dalton, Evans, Fischer, Garcia, Haddad, Ibrahim, Jensen, Kowalski, Larsen, Meyer, "
         "Novak, Ortiz, Patel, Quinn, Rossi, Schmidt, Tanaka, Urban, Vargas, Weber, Young, Ziegler, Okafor, Berg, "
         "Carter, Dupont, Ferrari, Hughes, Moreau"
     ),
-    products=_split(
+    products=listed(
         "lamp, keyboard, desk, chair, kettle, backpack, notebook, monitor, blender, guitar, camera, tent, bicycle, "
         "mirror, toaster, printer, sofa, drill, helmet, clock, radio, carpet, bottle, jacket, coffee grinder, "
         "rice cooker, garden hose, phone case, desk fan, tea set, water filter, yoga mat, bread knife, wall map"
@@ -52,10 +53,10 @@ TRAIN = Words(
 )
 
 HELDOUT = Words(
-    cities=_split("Berlin, Paris, Helsinki, Tokyo, Sydney, Bogota, Krakow, Dallas, Turin, Cork, Accra, San Jose"),
-    first_names=_split("Marta, Peter, Sofia, Thomas, Leila, Victor, Clara, Andre, Ruth, Simon, Ingrid, Diego"),
-    last_names=_split("Klein, Lopez, Hansen, Silva, Baker, Nguyen, Romano, Walsh, Keller, Sato, Brandt, Murphy"),
-    products=_split(
+    cities=listed("Berlin, Paris, Helsinki, Tokyo, Sydney, Bogota, Krakow, Dallas, Turin, Cork, Accra, San Jose"),
+    first_names=listed("Marta, Peter, Sofia, Thomas, Leila, Victor, Clara, Andre, Ruth, Simon, Ingrid, Diego"),
+    last_names=listed("Klein, Lopez, Hansen, Silva, Baker, Nguyen, Romano, Walsh, Keller, Sato, Brandt, Murphy"),
+    products=listed(
         "pillow, vase, scooter, speaker, umbrella, hammer, tablet, blanket, desk lamp, frying pan, cookie jar, "
         "travel mug"
     ),

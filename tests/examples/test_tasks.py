@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from dataclasses import fields, replace
 from itertools import combinations
@@ -43,7 +44,7 @@ def test_first_examples_are_pinned() -> None:
     first = {task.name: examples(task, "train", 1, 0)[0].prompt for task in TASKS}
     assert first == {
         "sql": "Count the returned orders of 2013.",
-        "extract": "Good morning! 14 guitars to Nairobi before Saturday, if you can.",
+        "extract": "Good morning! 14 guitars to Griota before Sunday, if you can.",
         "support": "GR-81384, Miguel: where is the clock I ordered.",
     }
 
@@ -63,6 +64,15 @@ def test_splits_share_no_prompt(task: Task) -> None:
     fixed = {prompt for prompt in shared if not any(value in prompt for value in _values(HELDOUT))}
     assert shared == fixed
     assert {example.wording for example in heldout} == {"known", "new"}
+
+
+def test_train_never_shows_a_heldout_value(task: Task) -> None:
+    values = [
+        value for value in _values(HELDOUT) if task.name == "sql" or not value.isdigit()
+    ]  # a ticket may be AB-2014
+    heldout = re.compile("|".join(rf"\b{re.escape(value)}s?\b" for value in values))
+    for example in examples(task, "train", 1500, fresh_seed()):
+        assert heldout.search(f"{example.prompt} {example.answer}") is None, example
 
 
 def test_wanted_answer_passes_and_another_fails(task: Task) -> None:
