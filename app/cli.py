@@ -1,6 +1,9 @@
 """The `polylora` command: one subcommand per thing an operator does at a shell.
 
     polylora fetch --config configs/serve.yaml    get the base model, with progress
+    polylora convert adapters/sql sql.lora.arrow  turn an adapter into one mapped file, or back
+    polylora inspect sql.lora.arrow               show an adapter's ranks, targets, norms and size
+    polylora check adapters/sql --base URI        would it load on that base, and if not, why not
 
 In: arguments. Out: an exit status; what is expected to go wrong is one line on stderr, not a traceback.
 A subcommand's module is imported when it runs, so that `fetch` starts without torch or Ray.
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from app.engine.adapters.commands import add_commands
 from app.engine.errors import PolyloraError
 
 DEFAULT_CONFIG = "configs/serve.yaml"
@@ -25,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="polylora", description="One base model, many LoRA adapters.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_fetch(commands)
+    add_commands(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

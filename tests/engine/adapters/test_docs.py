@@ -1,0 +1,48 @@
+"""The table of options in docs/adapters.md says what the tests show.
+
+Rewrite it with `python -m tests.engine.adapters.test_docs`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.engine.adapters.peft_config import INERT_KEYS, OFF_VALUES
+from tests.engine.adapters.test_peft_parity import OPTIONS
+
+PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
+START = "<!-- options: written by tests/engine/adapters/test_docs.py -->\n"
+END = "<!-- end of options -->\n"
+
+
+def options_table() -> str:
+    lines = ["| option | |", "|---|---|"]
+    lines += [f"| {option} | served |" for option in OPTIONS]
+    lines += ["| targets saved fused (`qkv_proj`, `gate_up_proj`) | served |"]
+    lines += ["| bf16, f16 and f32 tensors | served |"]
+    lines += [f"| `{key}` | refused unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]
+    lines += [f"| {', '.join(f'`{key}`' for key in sorted(INERT_KEYS))} | ignored: no effect once trained |"]
+    lines += ["| any other key | refused |"]
+    return "\n".join(lines) + "\n"
+
+
+def _values(key: str) -> str:
+    allowed, _ = OFF_VALUES[key]
+    return " or ".join(f"`{value}`" for value in allowed)
+
+
+def with_table(page: str) -> str:
+    before, _, rest = page.partition(START)
+    _, _, after = rest.partition(END)
+    return before + START + options_table() + END + after
+
+
+def test_the_page_shows_the_tested_options() -> None:
+    page = PAGE.read_text()
+    assert START in page
+    assert END in page
+    assert with_table(page) == page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
