@@ -15,6 +15,10 @@ class EngineConfig(BaseModel):
     backend: Literal["torch", "jax"] = Field("torch", description="Which engine computes.")
     device: str = Field("cpu", description="Device of the torch engine: cpu or cuda[:index].")
     num_threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 takes every core allowed.")
+    weight_storage: Literal["float32", "int8"] = Field(
+        "float32",
+        description="How base weights lie in memory; int8 (groups of 32) reads a third of the bytes, CPU only.",
+    )
     block_size: int = Field(16, ge=16, le=256, multiple_of=16, description="Tokens per KV block.")
     num_kv_blocks: int = Field(2048, ge=2, description="KV blocks: num_kv_blocks * block_size tokens fit in the cache.")
     adapter_rank_rows: int = Field(

@@ -81,14 +81,128 @@ def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any) ->
         weights = {(p, v): load(address(w_panels[p], step, word(v * LANES)), vector) for p, v in columns}
         for i in range(rows):
             value = load(address(x_rows[i], loop.index), lane)
-            spread = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
-            spread = builder.shuffle_vector(
-                spread,
-                ir.Constant(vector, ir.Undefined),
-                ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES),
-            )
+            spread = _spread(builder, value, vector)
             for p, v in columns:
                 total = builder.load(sums[i, p, v])
                 builder.store(builder.call(fma, [spread, weights[p, v], total]), sums[i, p, v])
     for key, at in targets.items():
         builder.store(builder.load(sums[key]), builder.inttoptr(at, vector.as_pointer()), align=4)
+
+
+@intrinsic
+def expand_bytes(typingctx: Any, levels: Any, scales: Any, offsets: Any, count: Any, out: Any) -> Any:
+    """out[i, :16] = scales[:16] * levels[i, :16] + offsets[:16] for i < count, one fused multiply-add each.
+
+    Addresses (integers) of uint8 [count, 16], float32 [16], float32 [16] and float32 [count, 16].
+    """
+    signature = types.void(*([types.intp] * 5))
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        levels, scales, offsets, count, out = args
+        word, width = ir.IntType(64), 2 * LANES
+        vector = ir.VectorType(ir.FloatType(), width)
+        fma = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{width}f32"
+        )
+
+        def load(at: Any, kind: Any, align: int) -> Any:
+            return builder.load(builder.inttoptr(at, kind.as_pointer()), align=align)
+
+        scale, offset = load(scales, vector, 4), load(offsets, vector, 4)
+        with cgutils.for_range(builder, count, intp=word) as loop:
+            at = builder.add(levels, builder.shl(loop.index, word(4)))
+            level = builder.zext(load(at, ir.VectorType(ir.IntType(8), width), 1), ir.VectorType(ir.IntType(32), width))
+            value = builder.call(fma, [scale, builder.sitofp(level, vector), offset])
+            target = builder.add(out, builder.shl(loop.index, word(6)))
+            builder.store(value, builder.inttoptr(target, vector.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@cache
+def multiply_bytes_tile(rows: int, panels: int) -> Callable[..., None]:
+    """As `multiply_tile` with two vectors per panel, for one group of weights stored in bytes.
+
+    The function takes `(x, x_row, levels, levels_panel, scales, offsets, group_panel, k, out, out_row)`:
+    panel p's bytes for step kk are at levels + p * levels_panel + kk * 16, its 16 scales and offsets at
+    scales (offsets) + p * group_panel * 4. Weights are expanded in registers exactly as `expand_bytes` does;
+    the result is added to `out`.
+    """
+
+    @intrinsic
+    def tile(
+        typingctx: Any, x: Any, x_row: Any, levels: Any, levels_panel: Any, scales: Any, offsets: Any, group_panel: Any,
+        k: Any, out: Any, out_row: Any,
+    ) -> Any:  # fmt: skip
+        signature = types.void(*([types.intp] * 10))
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            _emit_bytes_tile(builder, rows, panels, args)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+def _emit_bytes_tile(builder: Any, rows: int, panels: int, args: Any) -> None:
+    x, x_row, levels, levels_panel, scales, offsets, group_panel, k, out, out_row = args
+    word, lane = ir.IntType(64), ir.FloatType()
+    vector, small = ir.VectorType(lane, LANES), ir.VectorType(ir.IntType(8), LANES)
+    wide = ir.VectorType(ir.IntType(32), LANES)
+    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{LANES}f32")
+
+    def load(at: Any, kind: Any, align: int = 4) -> Any:
+        return builder.load(builder.inttoptr(at, kind.as_pointer()), align=align)
+
+    def shifted(base: Any, stride: Any, index: int, scale_bits: int, extra: int) -> Any:
+        at = builder.add(base, builder.shl(builder.mul(stride, word(index)), word(scale_bits)))
+        return builder.add(at, word(extra))
+
+    columns = [(p, v) for p in range(panels) for v in range(2)]
+    grid = {
+        (p, v): (
+            load(shifted(scales, group_panel, p, 2, v * LANES * 4), vector),
+            load(shifted(offsets, group_panel, p, 2, v * LANES * 4), vector),
+        )
+        for p, v in columns
+    }
+    targets = {(i, p, v): shifted(out, out_row, i, 2, (p * 2 + v) * LANES * 4) for i in range(rows) for p, v in columns}
+    sums = {key: cgutils.alloca_once_value(builder, load(at, vector)) for key, at in targets.items()}
+    starts = [shifted(levels, levels_panel, p, 0, 0) for p in range(panels)]
+    with cgutils.for_range(builder, k, intp=word) as loop:
+        step = builder.shl(loop.index, word(4))
+        weights = {}
+        for p, v in columns:
+            stored = load(builder.add(builder.add(starts[p], step), word(v * LANES)), small, 1)
+            level = builder.sitofp(builder.zext(stored, wide), vector)
+            weights[p, v] = builder.call(fma, [grid[p, v][0], level, grid[p, v][1]])
+        for i in range(rows):
+            value = load(builder.add(shifted(x, x_row, i, 2, 0), builder.shl(loop.index, word(2))), lane)
+            spread = _spread(builder, value, vector)
+            for p, v in columns:
+                total = builder.load(sums[i, p, v])
+                builder.store(builder.call(fma, [spread, weights[p, v], total]), sums[i, p, v])
+    for key, at in targets.items():
+        builder.store(builder.load(sums[key]), builder.inttoptr(at, vector.as_pointer()), align=4)
+
+
+def _spread(builder: Any, value: Any, vector: Any) -> Any:
+    """One float in every lane."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+@intrinsic
+def clear(typingctx: Any, out: Any, count: Any) -> Any:
+    """Set `count` float32 at address `out` to zero."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        at, count = args
+        pointer = builder.inttoptr(at, ir.IntType(8).as_pointer())
+        cgutils.memset(builder, pointer, builder.shl(count, ir.IntType(64)(2)), 0)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), codegen

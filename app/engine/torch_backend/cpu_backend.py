@@ -22,7 +22,8 @@ from app.engine.errors import AdapterMismatch, CheckpointError
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.engine.torch_backend import cpu_decoder
 from app.engine.torch_backend.sampling import sample
-from app.kernels.matmul._cpu import PANEL, pack
+from app.kernels.matmul._cpu import PANEL
+from app.kernels.matmul._quantised import Stack, empty_stack, store
 from app.kernels.paged_attention._cpu import attention_tasks
 from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, pack_rows, shrink_tasks
 
@@ -30,7 +31,7 @@ Floats = NDArray[np.float32]
 
 
 class CpuBackend:
-    """Float32 weights in packed panels; every row's bits independent of its company."""
+    """Weights in packed panels, float32 arithmetic; every row's bits independent of its company."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
         """`tensors` yields each weight once, e.g. ("model.layers.0.self_attn.q_proj.weight", [d_out, d_in]).
@@ -50,7 +51,8 @@ class CpuBackend:
         self._num_threads = min(self._num_threads, numba.get_num_threads())
         self._sizes = _sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
-        self._weights = _WeightPacker(spec, self._sizes, max_positions).pack_all(tensors)
+        quantised = config.weight_storage == "int8"
+        self._weights = _WeightPacker(spec, self._sizes, max_positions, quantised=quantised).pack_all(tensors)
         first = spec.layers[0].attention
         num_layers, width = len(spec.layers), _padded(first.head_dim)
         blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
@@ -177,7 +179,7 @@ def _sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
 class _WeightPacker:
     """Fills the stacked arrays tensor by tensor, so that at most one unpacked tensor is in memory."""
 
-    def __init__(self, spec: ModelSpec, sizes: cpu_decoder.Sizes, max_positions: int) -> None:
+    def __init__(self, spec: ModelSpec, sizes: cpu_decoder.Sizes, max_positions: int, *, quantised: bool) -> None:
         self._spec, self._sizes = spec, sizes
         count, hidden = len(spec.layers), spec.hidden_size
         attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
@@ -192,20 +194,22 @@ class _WeightPacker:
 
         self._arrays: dict[str, Floats] = {
             "embedding": zeros(0 if spec.tie_embeddings else spec.vocab_size, hidden),
-            "head": zeros(_padded(spec.vocab_size) // PANEL, hidden, PANEL),
             "final_norm": zeros(hidden),
             "attention_norm": zeros(count, hidden),
             "mlp_norm": zeros(count, hidden),
-            "qkv": zeros(count, qkv_width // PANEL, hidden, PANEL),
             "qkv_bias": zeros(count, qkv_width if attention.qkv_bias else 0),
             "q_norm": zeros(count, norm_width),
             "k_norm": zeros(count, norm_width),
-            "out": zeros(count, _padded(hidden) // PANEL, q_width, PANEL),
             "out_bias": zeros(count, hidden if attention.o_bias else 0),
-            "gate_up": zeros(count, 2 * sizes.mlp_size // PANEL, hidden, PANEL),
             "gate_up_bias": zeros(count, 2 * sizes.mlp_size if mlp.bias else 0),
-            "down": zeros(count, _padded(hidden) // PANEL, mlp.intermediate_size, PANEL),
             "down_bias": zeros(count, hidden if mlp.bias else 0),
+        }
+        self._stacks: dict[str, Stack] = {
+            "head": empty_stack(1, spec.vocab_size, hidden, quantised=quantised),
+            "qkv": empty_stack(count, qkv_width, hidden, quantised=quantised),
+            "out": empty_stack(count, hidden, q_width, quantised=quantised),
+            "gate_up": empty_stack(count, 2 * sizes.mlp_size, hidden, quantised=quantised),
+            "down": empty_stack(count, hidden, mlp.intermediate_size, quantised=quantised),
         }
         self._constants: dict[str, NDArray[Any]] = {
             "cos": cos,
@@ -242,7 +246,7 @@ class _WeightPacker:
             self._place(name, np.asarray(tensor).astype(np.float32, copy=False))
         if expected:
             raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
-        return cpu_decoder.Weights(**self._arrays, **self._constants)  # type: ignore[arg-type]
+        return cpu_decoder.Weights(**self._arrays, **self._stacks, **self._constants)  # type: ignore[arg-type]
 
     def _expected(self) -> set[str]:
         attention, mlp = self._spec.layers[0].attention, self._spec.layers[0].mlp
@@ -264,11 +268,11 @@ class _WeightPacker:
     def _place(self, name: str, tensor: Floats) -> None:
         if name == "model.embed_tokens.weight":
             if self._spec.tie_embeddings:
-                self._arrays["head"][:] = pack(tensor)
+                store(self._stacks["head"], 0, 0, tensor)
             else:
                 self._arrays["embedding"][:] = tensor
         elif name == "lm_head.weight":
-            self._arrays["head"][:] = pack(tensor)
+            store(self._stacks["head"], 0, 0, tensor)
         elif name == "model.norm.weight":
             self._arrays["final_norm"][:] = tensor
         else:
@@ -282,8 +286,7 @@ class _WeightPacker:
                 self._arrays[f"{array}_bias"][layer, column : column + len(tensor)] = tensor
             else:
                 array, column = self._columns[module]
-                panels = pack(tensor)
-                self._arrays[array][layer, column // PANEL : column // PANEL + len(panels)] = panels
+                store(self._stacks[array], layer, column, tensor)
 
 
 def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:

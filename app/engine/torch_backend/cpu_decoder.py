@@ -17,7 +17,7 @@ from numba import prange
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled, compiled_parallel
-from app.kernels.matmul._cpu import matmul
+from app.kernels.matmul._quantised import Stack, embed, matmul_layer
 from app.kernels.paged_attention._cpu import paged_attention
 from app.kernels.rows._cpu import gated_gelu, gated_silu, normalise_row, rms_norm, rotate_and_store
 from app.kernels.sgmv._cpu import expand, shrink
@@ -26,27 +26,27 @@ Floats = NDArray[np.float32]
 
 
 class Weights(NamedTuple):
-    """Packed float32 weights, layers stacked: L layers, P panels of 16 columns.
+    """Packed weights, layers stacked: L layers, P panels of 16 columns; a `Stack` is float32 or 8 bits.
 
     qkv and gate_up hold their modules side by side, each padded to whole panels. Biases, q_norm and
     k_norm are `[L, 0]` where the model has none. `embedding` is `[V, H]`, or `[0, H]` if the rows are read
-    from `head` (tied). cos, sin: [ropes, positions, rotary / 2]; layer_rope, layer_window: [L].
+    from `head` `[1, P, H, 16]` (tied). cos, sin: [ropes, positions, rotary / 2]; layer_rope, layer_window: [L].
     """
 
     embedding: Floats
-    head: Floats
+    head: Stack
     final_norm: Floats
     attention_norm: Floats
     mlp_norm: Floats
-    qkv: Floats
+    qkv: Stack
     qkv_bias: Floats
     q_norm: Floats
     k_norm: Floats
-    out: Floats
+    out: Stack
     out_bias: Floats
-    gate_up: Floats
+    gate_up: Stack
     gate_up_bias: Floats
-    down: Floats
+    down: Stack
     down_bias: Floats
     cos: Floats
     sin: Floats
@@ -126,19 +126,6 @@ class Workspace(NamedTuple):
 
 
 @compiled_parallel
-def _embed(token_ids, embedding, head, out):
-    for t in prange(token_ids.shape[0]):
-        token = token_ids[t]
-        if embedding.shape[0] > 0:
-            for i in range(out.shape[1]):
-                out[t, i] = embedding[token, i]
-        else:
-            panel, column = token // 16, token % 16
-            for i in range(out.shape[1]):
-                out[t, i] = head[panel, i, column]
-
-
-@compiled_parallel
 def _gather_normed(hidden, rows, weight, eps, out):
     for p in prange(rows.shape[0]):
         normalise_row(hidden[rows[p]], weight, eps, weight.shape[0], out[p])
@@ -180,12 +167,12 @@ def forward(weights, sizes, tables, k_memory, v_memory, step, work, num_threads)
     v_end, width = k_end + sizes.kv_size, weights.final_norm.shape[0]
     up_start = sizes.mlp_size
 
-    _embed(step.token_ids, weights.embedding, weights.head, hidden[:, :width])
-    for layer in range(weights.qkv.shape[0]):
+    embed(step.token_ids, weights.embedding, weights.head, hidden[:, :width])
+    for layer in range(weights.layer_rope.shape[0]):
         ranks = tables.ranks[layer]
         rms_norm(hidden, weights.attention_norm[layer], sizes.eps, normed)
         start = _fill_rows(qkv, weights.qkv_bias[layer])
-        matmul(normed, weights.qkv[layer], qkv, start, num_threads)
+        matmul_layer(normed, weights.qkv, layer, qkv, start, num_threads)
         if adapted:
             shrink(
                 normed, (tables.a_q[layer], tables.a_k[layer], tables.a_v[layer]), ranks[:, 0:3], step.shrink_tasks,
@@ -206,13 +193,13 @@ def forward(weights, sizes, tables, k_memory, v_memory, step, work, num_threads)
         )  # fmt: skip
         # The residual is where the sums of o and down start: no separate addition.
         _add_rows(hidden[:, :width], weights.out_bias[layer])
-        matmul(attended, weights.out[layer], hidden, True, num_threads)
+        matmul_layer(attended, weights.out, layer, hidden, True, num_threads)
         if adapted:
             shrink(attended, (tables.a_o[layer],), ranks[:, 3:4], step.shrink_tasks, row_starts, shrunk)
             expand(shrunk[:, 0], tables.b_o[layer], runs, ranks[:, 3], row_starts, hidden, num_threads)
         rms_norm(hidden, weights.mlp_norm[layer], sizes.eps, normed)
         start = _fill_rows(gate_up, weights.gate_up_bias[layer])
-        matmul(normed, weights.gate_up[layer], gate_up, start, num_threads)
+        matmul_layer(normed, weights.gate_up, layer, gate_up, start, num_threads)
         if adapted:
             shrink(
                 normed, (tables.a_gate[layer], tables.a_up[layer]), ranks[:, 4:6], step.shrink_tasks, row_starts, shrunk
@@ -226,11 +213,11 @@ def forward(weights, sizes, tables, k_memory, v_memory, step, work, num_threads)
         else:
             gated_silu(gate_up, up_start, gated)
         _add_rows(hidden[:, :width], weights.down_bias[layer])
-        matmul(gated, weights.down[layer], hidden, True, num_threads)
+        matmul_layer(gated, weights.down, layer, hidden, True, num_threads)
         if adapted:
             shrink(gated, (tables.a_down[layer],), ranks[:, 6:7], step.shrink_tasks, row_starts, shrunk)
             expand(shrunk[:, 0], tables.b_down[layer], runs, ranks[:, 6], row_starts, hidden, num_threads)
     num_sampled = step.sample_rows.shape[0]
     if num_sampled > 0:
         _gather_normed(hidden, step.sample_rows, weights.final_norm, sizes.eps, work.sampled[:num_sampled])
-        matmul(work.sampled[:num_sampled], weights.head, work.logits[:num_sampled], False, num_threads)
+        matmul_layer(work.sampled[:num_sampled], weights.head, 0, work.logits[:num_sampled], False, num_threads)

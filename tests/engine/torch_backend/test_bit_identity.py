@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+import pytest
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import TARGETS, LoraAdapter
@@ -25,7 +26,8 @@ from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.engine.torch_backend.cpu_backend import CpuBackend
 from tests.engine.adapters.making import random_adapter
 
-MIN_BATCHES = 4000
+MIN_BATCHES = 2500
+WeightStorage = Literal["float32", "int8"]
 RANKS = (1, 3, 8, 16, 24, 40)
 
 
@@ -145,13 +147,14 @@ def _run(
     return {key: Result(tuple(tokens[key]), tuple(logprobs[key]), reasons[key]) for key in tokens}
 
 
-def _random_config(generator: np.random.Generator) -> EngineConfig:
+def _random_config(generator: np.random.Generator, weight_storage: WeightStorage) -> EngineConfig:
     def pick(*values: int) -> int:
         return values[int(generator.integers(len(values)))]
 
     block_size = pick(16, 32, 48)
     return EngineConfig(
         num_threads=pick(1, 2),
+        weight_storage=weight_storage,
         block_size=block_size,
         num_kv_blocks=pick(138, 160, 240, 1600) // block_size + 1,
         adapter_rank_rows=pick(64, 96, 256),
@@ -163,20 +166,23 @@ def _random_config(generator: np.random.Generator) -> EngineConfig:
     )
 
 
-def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company() -> None:
+@pytest.mark.parametrize("weight_storage", ["float32", "int8"])
+def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(weight_storage: WeightStorage) -> None:
     disturbances = np.zeros(4, np.int64)
     while disturbances[0] < MIN_BATCHES or (not disturbances.all() and disturbances[0] < 10 * MIN_BATCHES):
-        disturbances += _disturbed(int(np.random.default_rng().integers(2**31)))
+        disturbances += _disturbed(int(np.random.default_rng().integers(2**31)), weight_storage)
     # The company was not merely polite: everything that could disturb a request has happened.
     assert disturbances.all(), dict(zip(("batches", "preemptions", "evictions", "hits"), disturbances, strict=True))
 
 
-def _disturbed(seed: int) -> np.ndarray:
+def _disturbed(seed: int, weight_storage: WeightStorage) -> np.ndarray:
     """One set of requests, alone and in several engines; [batches, preemptions, evictions, cached tokens]."""
     generator = np.random.default_rng(seed)
     spec = _spec()
     cases = _cases(generator, spec, 40)
-    roomy = EngineConfig(num_threads=1, num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False)
+    roomy = EngineConfig(
+        num_threads=1, num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False, weight_storage=weight_storage
+    )
     alone: dict[str, Result] = {}
     engine = Engine(_backend(spec, seed, roomy), roomy)
     for case in cases:
@@ -184,7 +190,7 @@ def _disturbed(seed: int) -> np.ndarray:
 
     seen = np.zeros(4, np.int64)
     for _ in range(8):
-        config = _random_config(generator)
+        config = _random_config(generator, weight_storage)
         engine = Engine(_backend(spec, seed, config), config)
         chosen = [cases[i] for i in generator.permutation(len(cases))[: int(generator.integers(5, 41))]]
         aborted = {c.request.request_id for c in chosen if generator.integers(10) == 0}

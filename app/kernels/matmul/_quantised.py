@@ -1,0 +1,218 @@
+"""Weights stored in 8 bits, multiplied in float32: a quarter of the bytes where reading them is the limit.
+
+A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset
+and one byte per weight: w = scale * q + offset, one fused multiply-add. A panel is expanded into a
+scratch of its own thread and multiplied by the same tiles as float32 weights, so bits are as independent of
+company as there (`app.kernels.simd`), and equal to those of float32 storage of the expanded values.
+
+A checkpoint that was quantised to 4 bits in groups of 32 (GGUF Q4_1, Q4_0) comes through almost unchanged:
+its sixteen levels lie on the 256 of this grid.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import prange, types
+from numba.extending import overload
+from numpy.typing import NDArray
+
+from app.kernels.compiled import compiled, compiled_parallel
+from app.kernels.matmul._cpu import PANEL, matmul, multiply_columns, pack
+from app.kernels.simd import clear, expand_bytes, multiply_bytes_tile
+
+#: Weights that share a scale and an offset.
+GROUP = 32
+
+_one_by_16 = multiply_bytes_tile(1, 1)
+_one_by_32 = multiply_bytes_tile(1, 2)
+_two_by_16 = multiply_bytes_tile(2, 1)
+_two_by_32 = multiply_bytes_tile(2, 2)
+
+
+class Quantised(NamedTuple):
+    """levels: [..., P, K, 16] uint8; scales, offsets: [..., P, ceil(K / 32), 16] float32."""
+
+    levels: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    offsets: NDArray[np.float32]
+
+
+def quantise(w: NDArray[np.float32]) -> Quantised:
+    """[N, K] -> 8-bit panels. The grid of a group spans its smallest to its largest weight."""
+    panels = pack(w)  # [P, K, 16]
+    num_panels, depth, _ = panels.shape
+    num_groups = -(-depth // GROUP)
+    padded = np.concatenate([panels, np.repeat(panels[:, -1:], num_groups * GROUP - depth, axis=1)], axis=1)
+    groups = padded.reshape(num_panels, num_groups, GROUP, PANEL)
+    low, high = groups.min(axis=2), groups.max(axis=2)
+    scales = ((high.astype(np.float64) - low) / 255).astype(np.float32)
+    steps = np.where(scales == 0, np.float32(1), scales)[:, :, None]
+    levels = np.rint((groups - low[:, :, None]) / steps).clip(0, 255).astype(np.uint8)
+    return Quantised(
+        np.ascontiguousarray(levels.reshape(num_panels, -1, PANEL)[:, :depth]), scales, low.astype(np.float32)
+    )
+
+
+def dequantise(w: Quantised) -> NDArray[np.float32]:
+    """The float32 panels [P, K, 16] that a product with `w` uses, to the bit."""
+    out = np.empty(w.levels.shape, np.float32)
+    for panel in range(len(out)):
+        expand_panel(w.levels[panel], w.scales[panel], w.offsets[panel], out[panel])
+    return out
+
+
+@compiled
+def expand_panel(levels, scales, offsets, out):
+    """out[k, c] = scales[k // 32, c] * levels[k, c] + offsets[k // 32, c]; [K, 16] float32 in place."""
+    depth = levels.shape[0]
+    for group in range(scales.shape[0]):
+        first = group * GROUP
+        expand_bytes(
+            levels.ctypes.data + first * PANEL, scales.ctypes.data + group * 64, offsets.ctypes.data + group * 64,
+            min(GROUP, depth - first), out.ctypes.data + first * 64,
+        )  # fmt: skip
+
+
+@compiled
+def _multiply_few(x, x_row, num_rows, levels, scales, offsets, first, last, out, out_row, accumulate):
+    """One or two rows: weights are expanded in registers, each byte being used once or twice only."""
+    depth, num_groups = levels.shape[1], scales.shape[1]
+    panel = first
+    while panel < last:
+        count = 2 if panel + 2 <= last else 1
+        to = out + panel * 64
+        if not accumulate:
+            for i in range(num_rows):
+                clear(to + i * out_row * 4, count * PANEL)
+        for group in range(num_groups):
+            k = group * GROUP
+            at = levels.ctypes.data + (panel * depth + k) * PANEL
+            scale = scales.ctypes.data + (panel * num_groups + group) * 64
+            offset = offsets.ctypes.data + (panel * num_groups + group) * 64
+            steps = min(GROUP, depth - k)
+            if num_rows == 1 and count == 2:
+                _one_by_32(x + k * 4, x_row, at, depth * PANEL, scale, offset, num_groups * PANEL, steps, to, out_row)
+            elif num_rows == 1:
+                _one_by_16(x + k * 4, x_row, at, 0, scale, offset, 0, steps, to, out_row)
+            elif count == 2:
+                _two_by_32(x + k * 4, x_row, at, depth * PANEL, scale, offset, num_groups * PANEL, steps, to, out_row)
+            else:
+                _two_by_16(x + k * 4, x_row, at, 0, scale, offset, 0, steps, to, out_row)
+        panel += count
+
+
+@compiled_parallel
+def matmul_quantised(x, levels, scales, offsets, out, accumulate, num_threads):
+    """As `app.kernels.matmul._cpu.matmul` with the packed weights in 8 bits."""
+    num_rows, depth = x.shape
+    num_panels = levels.shape[0]
+    x_row, out_row = x.strides[0] // 4, out.strides[0] // 4
+    if num_rows > 0:
+        for thread in prange(num_threads):
+            first = thread * num_panels // num_threads
+            last = (thread + 1) * num_panels // num_threads
+            if num_rows <= 2:
+                _multiply_few(
+                    x.ctypes.data, x_row, num_rows, levels, scales, offsets, first, last, out.ctypes.data, out_row,
+                    accumulate,
+                )  # fmt: skip
+            else:
+                scratch = np.empty((depth, PANEL), np.float32)
+                for panel in range(first, last):
+                    expand_panel(levels[panel], scales[panel], offsets[panel], scratch)
+                    multiply_columns(
+                        x.ctypes.data, scratch.ctypes.data, 16, 0, 1, depth, out.ctypes.data + panel * 64, accumulate,
+                        num_rows, x_row, out_row,
+                    )  # fmt: skip
+
+
+#: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis.
+Stack = NDArray[np.float32] | Quantised
+
+
+def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: bool) -> Stack:
+    """Zeroed room for `num_layers` weights [num_columns, depth]."""
+    shape = (num_layers, -(-num_columns // PANEL))
+    if not quantised:
+        return np.zeros((*shape, depth, PANEL), np.float32)
+    groups = (*shape, -(-depth // GROUP), PANEL)
+    return Quantised(
+        np.zeros((*shape, depth, PANEL), np.uint8), np.zeros(groups, np.float32), np.zeros(groups, np.float32)
+    )
+
+
+def store(stack: Stack, layer: int, first_column: int, w: NDArray[np.float32]) -> None:
+    """Pack w [N, K] into columns first_column (a multiple of 16) and up of one layer."""
+    first = first_column // PANEL
+    if isinstance(stack, Quantised):
+        packed = quantise(w)
+        columns = slice(first, first + len(packed.levels))
+        stack.levels[layer, columns] = packed.levels
+        stack.scales[layer, columns], stack.offsets[layer, columns] = packed.scales, packed.offsets
+    else:
+        panels = pack(w)
+        stack[layer, first : first + len(panels)] = panels
+
+
+def matmul_layer(x, stack, layer, out, accumulate, num_threads):
+    """out (+)= x @ stack[layer], for either kind of `Stack`; see `app.kernels.matmul._cpu.matmul`."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(matmul_layer)
+def _matmul_layer(x, stack, layer, out, accumulate, num_threads):
+    if isinstance(stack, types.Array):
+        return lambda x, stack, layer, out, accumulate, num_threads: matmul(
+            x, stack[layer], out, accumulate, num_threads
+        )
+    return lambda x, stack, layer, out, accumulate, num_threads: matmul_quantised(
+        x, stack.levels[layer], stack.scales[layer], stack.offsets[layer], out, accumulate, num_threads
+    )
+
+
+@compiled
+def _column(head, token, out):
+    panel, column = token // PANEL, token % PANEL
+    for i in range(out.shape[0]):
+        out[i] = head[0, panel, i, column]
+
+
+@compiled
+def _quantised_column(head, token, out):
+    panel, column = token // PANEL, token % PANEL
+    row = np.empty((GROUP, PANEL), np.float32)
+    depth = out.shape[0]
+    for group in range(head.scales.shape[2]):
+        first = group * GROUP
+        count = min(GROUP, depth - first)
+        expand_bytes(
+            head.levels[0, panel].ctypes.data + first * PANEL, head.scales[0, panel, group].ctypes.data,
+            head.offsets[0, panel, group].ctypes.data, count, row.ctypes.data,
+        )  # fmt: skip
+        for i in range(count):
+            out[first + i] = row[i, column]
+
+
+def _embedding_row(head, token, out):
+    """out[:] = column `token` of the tied head."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(_embedding_row)
+def _embedding_row_of(head, token, out):
+    if isinstance(head, types.Array):
+        return lambda head, token, out: _column(head, token, out)
+    return lambda head, token, out: _quantised_column(head, token, out)
+
+
+@compiled_parallel
+def embed(token_ids, embedding, head, out):
+    """out[t] = embedding row of token t. embedding: [V, H], or [0, H] to read the columns of `head` (a `Stack`)."""
+    for t in prange(token_ids.shape[0]):
+        if embedding.shape[0] > 0:
+            for i in range(out.shape[1]):
+                out[t, i] = embedding[token_ids[t], i]
+        else:
+            _embedding_row(head, token_ids[t], out[t])
