@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from app.engine.errors import (
     QueueFull,
 )
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from app.engine.sequence import Sequence
 from tests.fakes import EOS, VOCAB, FakeBackend, fake_adapter, fake_request, fake_tokens
 
 Submitted = tuple[GenerateRequest, LoraAdapter | None]
@@ -355,6 +358,37 @@ def test_a_failing_backend_ends_every_stream_with_its_error() -> None:
     assert engine.failure is error
     with pytest.raises(EngineFailure, match="on fire"):
         engine.submit(fake_request("late", [1]))
+
+
+def test_a_submit_that_races_with_the_failure_is_answered_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend fails between the check and the inbox, before or after the request is known."""
+    for fails_first in (True, False):
+        engine, backend = make_engine()
+        backend.fail_at = 0
+        engine.submit(fake_request("earlier", [1]))
+        answered: list[TokenChunk] = []
+
+        def build(*parts: Any, engine: Engine = engine, answered: list[TokenChunk] = answered) -> Sequence:
+            answered += engine.step()
+            return Sequence(*parts)
+
+        class Inbox(deque):  # type: ignore[type-arg]
+            def append(self, item: Any, engine: Engine = engine, answered: list[TokenChunk] = answered) -> None:
+                super().append(item)
+                answered += engine.step()
+
+        with monkeypatch.context() as patch:
+            if fails_first:
+                patch.setattr("app.engine.engine.Sequence", build)
+                with pytest.raises(EngineFailure):
+                    engine.submit(fake_request("racing", [1]))
+            else:
+                patch.setattr(engine, "_inbox", Inbox(engine._inbox))
+                engine.submit(fake_request("racing", [1]))
+        answered += engine.step()
+        expected = ["earlier"] if fails_first else ["earlier", "racing"]
+        assert [chunk.request_id for chunk in answered] == expected
+        assert not engine.has_work
 
 
 def test_an_adapter_that_cannot_be_written_fails_only_its_own_requests() -> None:

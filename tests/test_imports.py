@@ -1,0 +1,75 @@
+"""Imports point down only: deployments → engine → kernels, and value types ← policy ← engine inside."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+POLICY = tuple(
+    f"app.engine.{name}"
+    for name in (
+        "scheduler",
+        "admission",
+        "engine",
+        "worker",
+        "api",
+        "kv_cache",
+        "adapter_pool",
+        "fair_queue",
+        "sequence",
+    )
+)
+
+#: (where, what it must not import), unless listed in `EXCEPT`
+FORBIDDEN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("app.kernels", ("app.engine", "app.deployments", "app.main", "app.config", "ray", "fastapi")),
+    ("app.engine", ("app.deployments", "app.main", "app.config", "app.cli", "ray", "fastapi", "jax", "torch")),
+    ("app.engine.torch_backend", ("app.engine.jax_backend", *POLICY)),
+    ("app.engine.jax_backend", ("app.engine.torch_backend", *POLICY)),
+    ("app.engine.models", POLICY),
+    ("app.engine.adapters", POLICY),
+)
+EXCEPT = {
+    ("app.engine.torch_backend", "torch"),
+    ("app.engine.jax_backend", "jax"),
+}
+
+
+def is_in(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "app").rglob("*.py"))
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    for imported in imports(MODULES[module]):
+        for place, prefixes in FORBIDDEN:
+            for prefix in prefixes:
+                allowed = any(is_in(module, a) and is_in(imported, b) for a, b in EXCEPT)
+                wrong = is_in(module, place) and is_in(imported, prefix) and not allowed
+                assert not wrong, f"{module} imports {imported}"
+
+
+def test_the_walk_sees_what_it_should() -> None:
+    assert "app.engine.kv_cache.BlockPool" in imports(MODULES["app.engine.scheduler"])
+    assert len(MODULES) > 20
