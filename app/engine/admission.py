@@ -3,8 +3,8 @@
 In: the fair queue, the block and adapter pools. Out: admitted sequences holding their blocks and
 pin, and the writes to perform before they run. One sequence that must wait (for rank rows, for
 blocks, for its turn to write) does not hold up the others; but once `MAX_BYPASSES` of them have
-been admitted past it, or if it was preempted, it is considered first, rows are reserved for it, and
-while it waits for blocks nobody else is admitted. Everything running ends, so everything waiting starts.
+been admitted past the first in fair order, or if one was preempted, it is urgent: rows are reserved
+for it, and while it waits for blocks nobody else is admitted. Everything running ends, so everything waiting starts.
 Whose turn it is, is the queue's order; what runs next is the scheduler's.
 """
 
@@ -22,8 +22,13 @@ from app.engine.stats import Meter
 #: Admissions of others that a considered sequence lets pass before it is put first.
 MAX_BYPASSES = 16
 
+#: Sequences put first for their age at a time. More would replace the fair order by that of arrival.
+MAX_URGENT = 4
+
 #: Sequences refused for want of blocks before a pass over the queue stops (each costs a cache lookup).
 MAX_BLOCK_REFUSALS = 32
+
+_NO_RANK = 1 << 62
 
 
 class AdapterWrite(NamedTuple):
@@ -62,40 +67,40 @@ class Admission:
         if not self._is_open or max_sequences <= 0 or not len(self._queue):
             return admitted, writes
         self._is_open = False
-        passed: list[Sequence] = []
+        passed_first: Sequence | None = None
         refused_digests: set[str] = set()
-        written_bytes = 0
-        num_block_refusals = num_tokens = 0
+        refused_rank = _NO_RANK  # no rows for an absent adapter of this rank, so for none above it
+        written_bytes = num_tokens = num_block_refusals = 0
         for sequence in self._queue.candidates():
             if len(admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
                 break
             digest = sequence.adapter_digest
-            if digest in refused_digests:
-                passed.append(sequence)
-                continue
+            is_new = digest is not None and not self._adapters.is_resident(digest)
             urgent = self._queue.is_urgent(sequence)
+            if passed_first is None and not urgent:
+                passed_first = sequence  # unless it is admitted below
+            if digest in refused_digests or (is_new and sequence.rank >= refused_rank):
+                continue
             found = self._find_prefix(sequence)
             if not self._blocks_suffice(sequence, found, num_running + len(admitted)):
-                passed.append(sequence)
                 num_block_refusals += 1
                 if urgent or num_block_refusals == MAX_BLOCK_REFUSALS:
                     break
                 continue
             if sequence.adapter is not None and digest is not None:
-                is_new = not self._adapters.is_resident(digest)
                 size = sequence.adapter.card.size_bytes if is_new else 0
                 if written_bytes and written_bytes + size > self._max_write_bytes:
                     self._is_open = True  # the budget is new in the next step
                     refused_digests.add(digest)
-                    passed.append(sequence)
                     continue
                 grant = self._adapters.acquire(digest, sequence.rank)
                 if grant is None:
                     if urgent:
                         self._adapters.reserve(digest, sequence.rank)
+                    if is_new:
+                        refused_rank = sequence.rank
                     refused_digests.add(digest)
-                    passed.append(sequence)
                     continue
                 sequence.adapter_slot = grant.adapter_slot
                 if grant.needs_write:
@@ -106,14 +111,13 @@ class Admission:
             self._start(sequence, found)
             admitted.append(sequence)
             num_tokens += sequence.num_pending
-            for other in passed:
-                other.bypassed += 1
+            if passed_first is sequence:
+                passed_first = None
+            elif passed_first is not None:
+                passed_first.bypassed += 1
         for sequence in admitted:
             self._queue.remove(sequence)
-        for sequence in passed:
-            if sequence.bypassed >= MAX_BYPASSES and not self._queue.is_urgent(sequence):
-                self._queue.mark_urgent(sequence)
-                self._is_open = True
+        self._age(passed_first)
         return admitted, writes
 
     def leave(self, sequence: Sequence) -> None:
@@ -121,6 +125,13 @@ class Admission:
         if sequence.adapter_digest is not None:
             self._adapters.cancel_reservation(sequence.adapter_digest)
         self._queue.remove(sequence)
+        self._is_open = True
+
+    def _age(self, passed_first: Sequence | None) -> None:
+        """The first in fair order that had to let others pass may become urgent; those behind it wait for theirs."""
+        if passed_first is None or passed_first.bypassed < MAX_BYPASSES or self._queue.num_urgent >= MAX_URGENT:
+            return
+        self._queue.mark_urgent(passed_first)
         self._is_open = True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:

@@ -84,6 +84,10 @@ class FairQueue:
     def is_urgent(self, sequence: Sequence) -> bool:
         return sequence.request_id in self._urgent
 
+    @property
+    def num_urgent(self) -> int:
+        return len(self._urgent)
+
     def candidates(self) -> Iterator[Sequence]:
         """All waiting sequences in the order they should be tried. The queue must not change meanwhile.
 

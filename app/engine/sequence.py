@@ -34,7 +34,7 @@ class Sequence:
     `num_tokens` count. `block_table` [blocks for all of them] int32; the first `num_blocks` count.
     `order` is the number of its first admission, kept through preemption: the older of two
     sequences is never preempted for the younger. `bypassed` counts admissions of others made while
-    this one was considered and had to wait. `num_charged` prompt tokens were priced to the tenant.
+    this one was first in fair order and had to wait. `num_charged` prompt tokens were priced to the tenant.
     """
 
     __slots__ = (

@@ -251,3 +251,16 @@ def test_tokens_that_no_waiting_request_can_use_go_to_the_prompt() -> None:
     bench.submit("miss", fake_adapter("miss", 8), tenant_id="other")
     long = bench.submit("long", prompt=480, tokens=1)
     assert bench.run(40, until=long) == 1 + 480 // 31
+
+
+def test_a_flood_of_cold_adapters_does_not_move_anothers_turn() -> None:
+    """Waiting long does not make a whole backlog urgent: the fair order still decides."""
+    bench = Bench(BackendLimits(256, 8, 16, 8, 4), max_batch_sequences=8)
+
+    def flood() -> None:
+        while bench.live["flood"] < 100:
+            bench.submit("flood", fake_adapter(f"f{bench._count}", 8), tenant_id="flood")
+
+    bench.run(200, flood)
+    name = bench.submit("quiet", fake_adapter("quiet", 8), tenant_id="quiet")
+    assert bench.run(40, flood, until=name) is not None
