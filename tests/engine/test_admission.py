@@ -260,6 +260,8 @@ def test_a_flood_of_cold_adapters_does_not_move_anothers_turn() -> None:
     def flood() -> None:
         while bench.live["flood"] < 100:
             bench.submit("flood", fake_adapter(f"f{bench._count}", 8), tenant_id="flood")
+        while bench.live["base"] < 4:
+            bench.submit("base", tokens=2, tenant_id="base")
 
     bench.run(200, flood)
     name = bench.submit("quiet", fake_adapter("quiet", 8), tenant_id="quiet")
