@@ -1,0 +1,1 @@
+"""Programs that measure: the engine, the kernels, and any OpenAI endpoint under load."""

@@ -1,0 +1,79 @@
+"""When requests arrive: seeded point processes, and the replay of a trace file.
+
+In: a spec on the command line such as `poisson`, `gamma:2`, `onoff:10:5`, and a mean rate. Out: arrival
+times in seconds from the start, ascending. Open loop: times never depend on how the server answers.
+
+- `constant`: one every 1/rate.
+- `poisson`: independent arrivals.
+- `gamma:CV`: gamma-distributed gaps with coefficient of variation CV; 1 is Poisson, above 1 is bursty.
+- `onoff:ON:OFF`: Poisson for ON seconds, silence for OFF seconds, and so on; the mean rate stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+KINDS = "constant, poisson, gamma:CV, onoff:ON_S:OFF_S"
+
+
+def arrival_times(spec: str, rate: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """`count` times in seconds, `rate` per second on average. ValueError for a spec not understood."""
+    if rate <= 0:
+        raise ValueError(f"the rate is {rate} requests/s but must be above 0")
+    kind, numbers = split_spec(spec)
+    match kind, numbers:
+        case "constant", []:
+            return np.arange(count) / rate
+        case "poisson", []:
+            return np.cumsum(rng.exponential(1 / rate, count))
+        case "gamma", [cv] if cv > 0:
+            shape = cv**-2
+            return np.cumsum(rng.gamma(shape, 1 / (rate * shape), count))
+        case "onoff", [on_s, off_s] if on_s > 0 and off_s >= 0:
+            # A Poisson process in "on time", stretched over the silences.
+            busy = np.cumsum(rng.exponential(on_s / (rate * (on_s + off_s)), count))
+            times: NDArray[np.float64] = busy + np.floor(busy / on_s) * off_s
+            return times
+    raise ValueError(f"arrival process {spec!r} is not one of {KINDS}")
+
+
+def split_spec(spec: str) -> tuple[str, list[float]]:
+    """'gamma:2' -> ('gamma', [2.0]). ValueError where something after the name is not a number."""
+    kind, *rest = spec.split(":")
+    return kind, [float(number) for number in rest]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEntry:
+    """One line of a trace. What is None is drawn as if there were no trace."""
+
+    arrival_s: float
+    model: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    tenant: str | None = None
+
+
+def read_trace(lines: Iterable[str], source: Path | str = "trace") -> list[TraceEntry]:
+    """JSON lines with `arrival_s` and any of the other fields of `TraceEntry`, in order of arrival.
+
+    ValueError names the line that is not understood: an unknown field is one, a time that goes back too.
+    """
+    entries: list[TraceEntry] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = TraceEntry(**json.loads(line))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{source}, line {number}: {error}") from error
+        if entry.arrival_s < (entries[-1].arrival_s if entries else 0):
+            raise ValueError(f"{source}, line {number}: arrival_s {entry.arrival_s} is before the line above; sort it")
+        entries.append(entry)
+    return entries

@@ -1,0 +1,162 @@
+"""What HTTP, text and Ray cost: the same requests through a running service and into an engine alone.
+
+In: the URL of a service started from a configuration file, and that file, from which the engine alone is
+built in this process. Out: tokens/s of both, first request to last token, and their ratio within a round;
+rounds are interleaved (`measuring.py`) and the idle one uses no CPU. Prompts are fresh in every round, so
+nobody profits from a prefix cache. The client runs on the same machine and is part of what HTTP costs.
+
+    python -m load_tests.bench_http --url http://127.0.0.1:8000/v1 --config configs/serve.yaml --streams 1,8,32
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import yaml
+
+from app.config import AppConfig, load_config
+from app.engine.adapters.paths import resolve_adapter_path
+from app.engine.adapters.reading import read_adapter
+from app.engine.engine import Engine
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.sources import resolve_model
+from app.engine.models.tokenizer import load_tokenizer
+from app.engine.torch_backend.loading import load_backend
+from load_tests.bench_engine import numbers
+from load_tests.client import Endpoint, closed_loop
+from load_tests.decoding import EngineDecoder
+from load_tests.lengths import words
+from load_tests.measuring import environment, ratios, rounds, spread
+from load_tests.workload import PlannedRequest
+
+
+class Case(NamedTuple):
+    """Through HTTP or not, base only or base and adapters in turn, how many streams."""
+
+    over_http: bool
+    with_adapters: bool
+    num_streams: int
+
+
+class Bench:
+    """Both sides, ready to be asked the same. Raises PolyloraError for a configuration that does not load."""
+
+    def __init__(self, config: AppConfig, url: str, num_prompt_words: int, num_tokens: int, seed: int) -> None:
+        checkpoint = load_checkpoint(resolve_model(config.model.uri), config.model.name)
+        roots = [Path(root) for root in config.adapters.roots]
+        adapters = [
+            read_adapter(resolve_adapter_path(adapter.path, roots), checkpoint.spec)
+            for adapter in config.adapters.preload
+        ]
+        self._decoder = EngineDecoder(Engine(load_backend(checkpoint, config.engine), config.engine), adapters)
+        self._tokenizer = load_tokenizer(checkpoint.tokenizer_source)
+        self._endpoint = Endpoint(url, extra_body={"ignore_eos": True})
+        self._base_name = config.model.name
+        self._names = [adapter.name for adapter in config.adapters.preload]
+        self._num_prompt_words, self._num_tokens = num_prompt_words, num_tokens
+        self._rng = np.random.default_rng(seed)
+
+    def measure(self, case: Case) -> float:
+        """Tokens per second over the whole run. Raises RuntimeError when a request fails."""
+        prompts = [words(self._num_prompt_words, self._rng) for _ in range(case.num_streams)]
+        adapters: list[int | None] = [None] * case.num_streams
+        if case.with_adapters:
+            kinds = [None, *range(len(self._names))]
+            adapters = [kinds[i % len(kinds)] for i in range(case.num_streams)]
+        num_tokens = case.num_streams * self._num_tokens
+        if case.over_http:
+            return num_tokens / self._http_s(prompts, adapters)
+        started = time.perf_counter()
+        self._decoder.decode([self._tokenizer.encode(prompt) for prompt in prompts], adapters, self._num_tokens)
+        return num_tokens / (time.perf_counter() - started)
+
+    def _http_s(self, prompts: Sequence[str], adapters: Sequence[int | None]) -> float:
+        requests = [
+            PlannedRequest(
+                index=i,
+                arrival_s=0.0,
+                model=self._base_name if adapter is None else self._names[adapter],
+                tenant="bench",
+                prompt=prompt,
+                max_tokens=self._num_tokens,
+            )
+            for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True))
+        ]
+        outcomes = asyncio.run(closed_loop(self._endpoint, requests, len(requests)))
+        for outcome in outcomes:
+            if outcome.error is not None or outcome.completion_tokens != self._num_tokens:
+                raise RuntimeError(f"{outcome.model}: {outcome.error or f'{outcome.completion_tokens} tokens'}")
+        return max(outcome.done_s for outcome in outcomes) - min(outcome.due_s for outcome in outcomes)
+
+
+def run(bench: Bench, streams: Sequence[int], num_rounds: int, log: Callable[[dict[str, object]], None]) -> str:
+    """Measure; `log` gets each line of the JSON file. Returns the Markdown table."""
+    cases = [Case(http, lora, n) for n in streams for lora in (False, True) for http in (False, True)]
+
+    def measure(case: Case) -> float:
+        value = bench.measure(case)
+        log({"kind": "run", **case._asdict(), "tokens_per_s": round(value, 3)})
+        return value
+
+    for case in cases[-4:]:
+        bench.measure(case)  # connections, adapters, compiled code
+    values = rounds({case: partial(measure, case) for case in cases}, num_rounds)
+    lines = [
+        "| streams | adapters | engine alone, tokens/s | over HTTP, tokens/s | HTTP / engine alone |",
+        "|---:|---|---:|---:|---|",
+    ]
+    for n in streams:
+        for lora in (False, True):
+            alone, http = values[Case(False, lora, n)], values[Case(True, lora, n)]
+            ratio = ratios(http, alone)
+            log({"kind": "ratio", "num_streams": n, "with_adapters": lora, **ratio._asdict()})
+            used = "base and the adapters of the configuration in turn" if lora else "base"
+            lines.append(f"| {n} | {used} | {spread(alone).median:.1f} | {spread(http).median:.1f} | {ratio} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="The same requests over HTTP and into an engine alone.")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the running service, ending in /v1")
+    parser.add_argument("--config", type=Path, default=Path("configs/serve.yaml"), help="what it was started from")
+    parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
+    parser.add_argument("--prompt-words", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("results/bench_http.jsonl"))
+    arguments = parser.parse_args()
+    (application,) = yaml.safe_load(arguments.config.read_text())["applications"]
+    config = load_config(application["args"])
+    bench = Bench(config, arguments.url, arguments.prompt_words, arguments.tokens, arguments.seed)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    machine = environment()
+    with arguments.out.open("w") as file:
+
+        def log(line: dict[str, object]) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+        log({"kind": "config", **settings, "app": config.model_dump(mode="json"), **machine})
+        table = run(bench, arguments.streams, arguments.rounds, log)
+        after = environment()["load_average"]
+        log({"kind": "end", "load_average": after})
+    print(
+        f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
+        f"{machine['load_average']}, after {after}. {arguments.prompt_words} words of prompt, {arguments.tokens} "
+        f"tokens, {arguments.rounds} interleaved rounds.\n\n{table}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Sends planned requests to an OpenAI endpoint and notes when what came back.
+
+In: requests, an endpoint. Out: one `Outcome` per request, failures included; nothing is retried. Open loop:
+each request leaves at its time, whatever happened to the others, and its clock starts at the time it was due,
+not at the time a busy client got round to it. Closed loop: N streams, each sends its next request when the
+last has ended. Only /v1/completions with `stream: true` is used: every compatible server has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from load_tests.workload import PlannedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """`url` ends in /v1. `api_keys` by tenant; `default_key` for the others. `extra_body` goes into every request."""
+
+    url: str
+    default_key: str = "none"
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    extra_body: Mapping[str, object] = field(default_factory=dict)
+    timeout_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request's life in seconds from the start of the run. `chunk_s` are times of events with new text
+    or new tokens; `error` is None for a complete answer."""
+
+    index: int
+    model: str
+    tenant: str
+    due_s: float
+    sent_s: float
+    chunk_s: list[float] = field(default_factory=list)
+    done_s: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Due to first chunk."""
+        return self.chunk_s[0] - self.due_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Due to last event."""
+        return self.done_s - self.due_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token after the first; 0 for an answer of one token."""
+        return (self.chunk_s[-1] - self.chunk_s[0]) / max(1, self.completion_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between chunks: what a reader sees. A chunk may hold several tokens."""
+        return [b - a for a, b in zip(self.chunk_s, self.chunk_s[1:], strict=False)]
+
+
+async def open_loop(endpoint: Endpoint, requests: Sequence[PlannedRequest]) -> list[Outcome]:
+    """Send each request at its `arrival_s`; the outcomes in the order of `requests`."""
+    async with _session(endpoint) as session:
+        start = time.perf_counter()
+
+        async def one(request: PlannedRequest) -> Outcome:
+            await asyncio.sleep(max(0.0, start + request.arrival_s - time.perf_counter()))
+            return await _send(session, endpoint, request, start, request.arrival_s)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(request)) for request in requests]
+    return [task.result() for task in tasks]
+
+
+async def closed_loop(endpoint: Endpoint, requests: Sequence[PlannedRequest], num_streams: int) -> list[Outcome]:
+    """`num_streams` at a time, as fast as they are answered; `arrival_s` is ignored."""
+    if num_streams < 1:
+        raise ValueError(f"{num_streams} streams: at least one is needed")
+    async with _session(endpoint) as session:
+        start = time.perf_counter()
+        left = iter(requests)
+
+        async def stream() -> list[Outcome]:
+            return [await _send(session, endpoint, request, start, time.perf_counter() - start) for request in left]
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stream()) for _ in range(num_streams)]
+    return sorted((outcome for task in tasks for outcome in task.result()), key=lambda outcome: outcome.index)
+
+
+def _session(endpoint: Endpoint) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+
+
+async def _send(
+    session: aiohttp.ClientSession, endpoint: Endpoint, request: PlannedRequest, start: float, due_s: float
+) -> Outcome:
+    outcome = Outcome(request.index, request.model, request.tenant, due_s, time.perf_counter() - start)
+    body = {
+        "model": request.model,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **endpoint.extra_body,
+    }
+    headers = {"Authorization": f"Bearer {endpoint.api_keys.get(request.tenant, endpoint.default_key)}"}
+    try:
+        async with session.post(f"{endpoint.url}/completions", json=body, headers=headers) as response:
+            if response.status != 200:
+                outcome.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+            else:
+                await _read(response, outcome, start)
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    outcome.done_s = time.perf_counter() - start
+    return outcome
+
+
+async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float) -> None:
+    """Server-sent events until [DONE]. The last token's text may be empty (half a character, end of text)."""
+    ended = False
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        now = time.perf_counter() - start
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            ended = True
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            outcome.error = str(event["error"])[:200]
+            return
+        if usage := event.get("usage"):
+            outcome.prompt_tokens = usage["prompt_tokens"]
+            outcome.completion_tokens = usage["completion_tokens"]
+        choices = event.get("choices", ())
+        # An answer without any text still has a first chunk: the one that ends it.
+        if any(c.get("text") or (c.get("finish_reason") and not outcome.chunk_s) for c in choices):
+            outcome.chunk_s.append(now)
+    if not ended:
+        outcome.error = "the stream ended without [DONE]"
+    elif not outcome.chunk_s:
+        outcome.error = "the answer had no choices"
+    elif not outcome.completion_tokens:
+        outcome.error = "the answer had no usage; the server must support stream_options.include_usage"

@@ -1,0 +1,88 @@
+"""Measurements that survive a noisy machine: interleaved rounds, and medians of ratios within a round.
+
+In: named measurements. Out: one value per name and round. Two values of one round were taken minutes or
+less apart on the same machine, so their ratio means something even when neither value does. Every second
+round runs backwards, so that a drift favours nobody. Also here: what machine and versions a run saw.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class Spread(NamedTuple):
+    """Median, smallest and largest of a few values."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Raises ValueError for no values."""
+    if not values:
+        raise ValueError("no values to take a median of; run at least one round")
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def rounds(measurements: dict[KeyT, Callable[[], float]], num_rounds: int) -> dict[KeyT, list[float]]:
+    """Take every measurement once per round, forwards and backwards in turn; values in order of rounds."""
+    values: dict[KeyT, list[float]] = {key: [] for key in measurements}
+    for number in range(num_rounds):
+        order = list(measurements) if number % 2 == 0 else list(reversed(measurements))
+        for key in order:
+            values[key].append(measurements[key]())
+    return values
+
+
+def ratios(values: Sequence[float], reference: Sequence[float]) -> Spread:
+    """The spread of value / reference, round by round."""
+    return spread([value / base for value, base in zip(values, reference, strict=True)])
+
+
+def environment() -> dict[str, object]:
+    """The machine, the versions and the commit a run saw; load averages at this moment."""
+    return {
+        "cpu": _cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("torch", "numba", "numpy", "transformers", "peft")
+        },
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _commit() -> str:
+    """The commit of the working tree, with a plus where it was changed; "unknown" outside of git."""
+    folder = Path(__file__).parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
+        )
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -1,0 +1,90 @@
+"""Random LoRA adapters as PEFT folders: as many as a measurement needs, of any ranks.
+
+In: a base model's spec, ranks, a seed. Out: folders that both this project and PEFT read. Their
+contents mean nothing; their sizes are real. Command line:
+
+    python -m load_tests.random_adapters --count 100 --ranks 8,16,32,64 --out /tmp/adapters
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from app.engine.adapters.lora import TARGETS
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.spec import ModelSpec
+
+_PARENTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn")
+
+
+def write_random_adapter(
+    folder: Path, spec: ModelSpec, rank: int, seed: int, targets: Sequence[str] = TARGETS, bf16: bool = False
+) -> Path:
+    """One adapter over `targets` of every layer; lora_alpha equals the rank. Returns `folder`.
+
+    A is N(0, 1/d_in) and B N(0, 0.05²/r): a delta of about a twentieth of the input's size, enough to
+    change the tokens, too little to make the hidden states explode.
+    """
+    rng = np.random.default_rng(seed)
+    kind = ml_dtypes.bfloat16 if bf16 else np.float32
+    tensors = {}
+    for layer in range(len(spec.layers)):
+        for target in targets:
+            d_in, d_out = spec.target_shape(layer, target)
+            path = f"base_model.model.model.layers.{layer}.{_PARENTS.get(target, 'mlp')}.{target}"
+            a = rng.standard_normal((rank, d_in), np.float32) * d_in**-0.5
+            b = rng.standard_normal((d_out, rank), np.float32) * 0.05 * rank**-0.5
+            tensors[f"{path}.lora_A.weight"] = a.astype(kind)
+            tensors[f"{path}.lora_B.weight"] = b.astype(kind)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": spec.name,
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": list(targets),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def write_random_adapters(
+    root: Path, spec: ModelSpec, count: int, ranks: Sequence[int], seed: int, bf16: bool = False
+) -> list[Path]:
+    """`count` adapters named adapter-0000 and so on; ranks are taken in turn."""
+    return [
+        write_random_adapter(root / f"adapter-{i:04}", spec, ranks[i % len(ranks)], seed + i, bf16=bf16)
+        for i in range(count)
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Write random adapters as PEFT folders.")
+    parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
+    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--ranks", default="8,16,32,64", help="taken in turn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    spec = load_checkpoint(resolve_model(arguments.model)).spec
+    ranks = [int(rank) for rank in arguments.ranks.split(",")]
+    for folder in write_random_adapters(arguments.out, spec, arguments.count, ranks, arguments.seed, bf16=True):
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()

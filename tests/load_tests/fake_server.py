@@ -1,0 +1,72 @@
+"""A tiny OpenAI server that says as many words as it is asked for, and sometimes misbehaves by request.
+
+It answers by model name: "refuse" with 429, "break" ends its stream early, "late" waits first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+
+class FakeServer:
+    """Keeps every body and the highest number of requests it had at once."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.num_open = self.max_open = 0
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.append(request.headers["Authorization"])
+        if body["model"] == "refuse":
+            return web.json_response({"error": {"message": "too busy"}}, status=429)
+        self.num_open += 1
+        self.max_open = max(self.max_open, self.num_open)
+        try:
+            return await self._stream(request, body)
+        finally:
+            self.num_open -= 1
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+
+        async def send(event: dict[str, Any]) -> None:
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+
+        await asyncio.sleep(0.05 if body["model"] == "late" else 0.001)
+        for i in range(body["max_tokens"]):
+            last = i == body["max_tokens"] - 1
+            await send({"choices": [{"text": f"w{i} ", "finish_reason": "length" if last else None}]})
+            if body["model"] == "break":
+                return response
+            await asyncio.sleep(0)
+        usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": body["max_tokens"]}
+        await send({"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[str, FakeServer]]:
+    """(URL ending in /v1, the server), on a port of 127.0.0.1."""
+    fake = FakeServer()
+    application = web.Application()
+    application.router.add_post("/v1/completions", fake.completions)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = runner.addresses[0][1]
+        yield f"http://127.0.0.1:{port}/v1", fake
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,74 @@
+"""Arrival processes have the rate and the burstiness they are asked for; traces are read strictly."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from load_tests.arrivals import arrival_times, read_trace
+
+COUNT = 40_000
+
+
+def gaps_cv(times: np.ndarray) -> float:
+    gaps = np.diff(times)
+    return float(gaps.std() / gaps.mean())
+
+
+@pytest.mark.parametrize("spec", ["constant", "poisson", "gamma:0.5", "gamma:2", "onoff:2:3"])
+@pytest.mark.parametrize("rate", [0.5, 40.0])
+def test_the_mean_rate_is_kept(spec: str, rate: float) -> None:
+    times = arrival_times(spec, rate, COUNT, np.random.default_rng(1))
+    assert times.shape == (COUNT,)
+    assert (np.diff(times) >= 0).all()
+    assert COUNT / times[-1] == pytest.approx(rate, rel=0.05)
+
+
+@pytest.mark.parametrize(("spec", "cv"), [("constant", 0.0), ("poisson", 1.0), ("gamma:0.5", 0.5), ("gamma:3", 3.0)])
+def test_gaps_vary_as_asked(spec: str, cv: float) -> None:
+    times = arrival_times(spec, 10, COUNT, np.random.default_rng(2))
+    assert gaps_cv(times) == pytest.approx(cv, rel=0.05, abs=1e-6)
+
+
+def test_gamma_one_is_poisson() -> None:
+    """Exponential gaps: the share longer than the mean is 1/e."""
+    gaps = np.diff(arrival_times("gamma:1", 1, COUNT, np.random.default_rng(3)))
+    assert (gaps > 1).mean() == pytest.approx(np.exp(-1), rel=0.03)
+
+
+def test_nothing_arrives_while_off() -> None:
+    times = arrival_times("onoff:2:3", 10, COUNT, np.random.default_rng(4))
+    assert ((times % 5) <= 2 + 1e-9).all()
+    assert times.max() > 100
+
+
+def test_the_seed_decides() -> None:
+    first, again, other = (arrival_times("poisson", 1, 50, np.random.default_rng(seed)) for seed in (5, 5, 6))
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize("spec", ["", "poison", "gamma", "gamma:0", "gamma:x", "poisson:3", "onoff:0:1", "onoff:1"])
+def test_unknown_processes_are_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"not one of|could not convert"):
+        arrival_times(spec, 1, 3, np.random.default_rng(0))
+
+
+def test_a_rate_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        arrival_times("poisson", 0, 3, np.random.default_rng(0))
+
+
+def test_traces() -> None:
+    entries = read_trace([json.dumps({"arrival_s": 0.5, "model": "sql"}), "", json.dumps({"arrival_s": 2})])
+    assert [(e.arrival_s, e.model, e.tenant) for e in entries] == [(0.5, "sql", None), (2, None, None)]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"model": "sql"}', '{"arrival_s": 1, "colour": "red"}', '{"arrival_s": 0.1}', '{"arrival_s": -1}']
+)
+def test_bad_trace_lines_are_named(line: str) -> None:
+    with pytest.raises(ValueError, match="trace, line 2"):
+        read_trace(['{"arrival_s": 0.2}', line])

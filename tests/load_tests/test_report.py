@@ -1,0 +1,88 @@
+"""Report arithmetic on outcomes worked out by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from load_tests.client import Outcome
+from load_tests.report import Slo, markdown, percentiles, summarise, write_jsonl
+
+
+def outcome(index: int, due_s: float, chunk_s: list[float], tokens: int, tenant: str = "t") -> Outcome:
+    return Outcome(index, "m", tenant, due_s, due_s + 0.01, chunk_s, chunk_s[-1], 5, tokens)
+
+
+FAST = outcome(0, 1.0, [1.2, 1.3, 1.5], 5)
+SLOW = outcome(1, 2.0, [4.0, 5.0], 2, "slow")
+FAILED = Outcome(2, "m", "t", 3.0, 3.5, [3.6], 6.0, error="HTTP 500: no")
+
+
+def test_one_requests_latencies() -> None:
+    assert FAST.ttft_s == pytest.approx(0.2)
+    assert FAST.e2e_s == pytest.approx(0.5)
+    assert FAST.tpot_s == pytest.approx(0.3 / 4)
+    assert FAST.gaps_s == pytest.approx([0.1, 0.2])
+
+
+def test_rates_and_goodput() -> None:
+    summary = summarise([FAST, SLOW, FAILED], Slo(ttft_s=1.0))
+    assert summary["span_s"] == pytest.approx(5.0)  # from 1.0 to 6.0
+    assert (summary["num_requests"], summary["num_failed"]) == (3, 1)
+    assert summary["tokens_per_s"] == pytest.approx(7 / 5)
+    assert summary["slo_attainment"] == pytest.approx(1 / 3)
+    assert summary["goodput_requests_per_s"] == pytest.approx(1 / 5)
+    assert summary["goodput_tokens_per_s"] == pytest.approx(1.0)
+    assert summary["ttft_s"]["max"] == pytest.approx(2.0)
+    assert summary["errors"] == {"HTTP 500: no": 1}
+    assert summary["tenants"]["slow"]["slo_attainment"] == 0
+    assert summary["tenants"]["t"]["num_failed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("slo", "met"),
+    [
+        (Slo(), True),
+        (Slo(ttft_s=0.21, tpot_s=0.08, e2e_s=0.51), True),
+        (Slo(ttft_s=0.19), False),
+        (Slo(tpot_s=0.07), False),
+        (Slo(e2e_s=0.49), False),
+    ],
+)
+def test_every_objective_counts(slo: Slo, met: bool) -> None:
+    assert slo.met(FAST) is met
+    assert not slo.met(FAILED)
+
+
+def test_percentiles_are_linear_between_ranks() -> None:
+    found = percentiles(list(range(101)))
+    assert found is not None
+    assert (found["p50"], found["p90"], found["p99"], found["max"], found["mean"]) == (50, 90, 99, 100, 50)
+    assert percentiles([]) is None
+
+
+def test_nothing_sent_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no outcomes"):
+        summarise([], Slo())
+
+
+def test_all_failed_still_makes_a_report() -> None:
+    summary = summarise([FAILED], Slo())
+    assert summary["ttft_s"] is None
+    assert "1 × HTTP 500: no" in markdown("nothing works", summary)
+
+
+def test_json_lines_and_markdown() -> None:
+    summary = summarise([FAST, SLOW], Slo(ttft_s=1.0))
+    file = io.StringIO()
+    write_jsonl(file, {"seed": 3}, [FAST, SLOW], summary)
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert [line["kind"] for line in lines] == ["config", "request", "request", "summary"]
+    assert lines[0]["seed"] == 3
+    assert lines[1]["chunk_s"] == FAST.chunk_s
+    text = markdown("two requests", summary)
+    assert "Objectives met by 50.0 % of requests" in text
+    assert "| first token | 1100.0 | 1100.0 |" in text
+    assert "| slow | 1 | 0 | 0.0 % | 2000 | 2000 |" in text

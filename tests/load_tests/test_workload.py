@@ -1,0 +1,82 @@
+"""A plan is a function of its seed, and each part of it of its own share of the seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from load_tests.arrivals import TraceEntry
+from load_tests.lengths import lengths
+from load_tests.workload import WorkloadConfig, plan
+
+CONFIG = WorkloadConfig(seed=3, num_requests=300, prompt_lengths="uniform:5:20", output_lengths="lognormal:30:0.5:90")
+MODELS = ["a", "b", "c", "d"]
+
+
+def test_equal_seeds_make_equal_plans() -> None:
+    assert plan(CONFIG, MODELS) == plan(CONFIG, MODELS)
+    assert plan(CONFIG, MODELS) != plan(replace(CONFIG, seed=4), MODELS)
+
+
+def test_arrivals_do_not_disturb_the_rest() -> None:
+    bursty = plan(replace(CONFIG, arrivals="gamma:3", rate=9.0), MODELS)
+    for before, after in zip(plan(CONFIG, MODELS), bursty, strict=True):
+        assert replace(before, arrival_s=0) == replace(after, arrival_s=0)
+
+
+def test_lengths_are_kept() -> None:
+    requests = plan(CONFIG, MODELS)
+    assert {len(r.prompt.split()) for r in requests} == set(range(5, 21))
+    assert max(r.max_tokens for r in requests) <= 90
+
+
+def test_lognormal_median_and_spread() -> None:
+    drawn = np.log(lengths("lognormal:200:0.7", 20_000, np.random.default_rng(1)))
+    assert np.exp(np.median(drawn)) == pytest.approx(200, rel=0.03)
+    assert drawn.std() == pytest.approx(0.7, rel=0.03)
+
+
+@pytest.mark.parametrize("spec", ["fixed", "fixed:0", "uniform:5:4", "uniform:0:4", "lognormal:9", "normal:1:1"])
+def test_unknown_lengths_are_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match="not one of"):
+        lengths(spec, 3, np.random.default_rng(0))
+
+
+def test_prefixes_are_shared_within_a_model_only() -> None:
+    requests = plan(replace(CONFIG, shared_prefix_words=8, prompt_lengths="fixed:12"), MODELS)
+    prefixes = {(r.model, " ".join(r.prompt.split()[:8])) for r in requests}
+    assert len(prefixes) == len({text for _, text in prefixes}) == len({r.model for r in requests}) == 4
+    assert len({r.prompt for r in requests}) > 290
+    assert all(len(r.prompt.split()) == 12 for r in requests)
+
+
+def test_the_base_gets_its_share() -> None:
+    config = replace(CONFIG, num_requests=5000, base_share=0.25)
+    models = Counter(r.model for r in plan(config, MODELS, "base"))
+    assert models["base"] / 5000 == pytest.approx(0.25, abs=0.02)
+
+
+def test_the_last_tenant_is_the_adversary() -> None:
+    config = replace(CONFIG, num_requests=6000, num_tenants=3, adversary_factor=10)
+    tenants = Counter(r.tenant for r in plan(config, MODELS))
+    assert tenants["tenant-2"] / 6000 == pytest.approx(10 / 12, abs=0.02)
+    assert tenants["tenant-0"] / 6000 == pytest.approx(1 / 12, abs=0.02)
+
+
+def test_a_trace_wins_over_what_is_drawn() -> None:
+    trace = [TraceEntry(0.5, "x", 7, 9, "them"), TraceEntry(1.5)]
+    first, second = plan(CONFIG, MODELS, trace=trace)
+    assert (first.arrival_s, first.model, first.max_tokens, first.tenant) == (0.5, "x", 9, "them")
+    assert len(first.prompt.split()) == 7
+    assert (second.arrival_s, second.tenant) == (1.5, "tenant-0")
+    assert second.model in MODELS
+
+
+@pytest.mark.parametrize("changes", [{"base_share": 0.5}, {"base_share": 2.0}, {"num_tenants": 0}])
+def test_bad_configurations_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"base_share|num_tenants"):
+        plan(replace(CONFIG, **changes), MODELS)
