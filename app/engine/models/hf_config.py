@@ -199,16 +199,22 @@ def _no_windows(_config: Mapping[str, Any], num_layers: int) -> list[int | None]
 
 
 def _mistral_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    if "sliding_window" not in config:
-        return [4096] * num_layers  # transformers' default where the key is absent
-    return [config["sliding_window"] and _positive(config, "sliding_window")] * num_layers
+    return [_window(config)] * num_layers
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """null is none; an absent key is 4096, as in transformers."""
+    if "sliding_window" in config and config["sliding_window"] is None:
+        return None
+    return _positive(config, "sliding_window", 4096)
 
 
 def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
     """`layer_types` decides where it exists, else layers from `max_window_layers` on slide."""
-    window = _positive(config, "sliding_window", 4096) if _flag(config, "use_sliding_window") else None
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types")
+    window = _window(config) if _flag(config, "use_sliding_window") else None
+    first, kinds = config.get("max_window_layers", 28), config.get("layer_types")
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise CheckpointError(f"config key 'max_window_layers' is {first!r}; an integer is needed")
     if kinds is None:
         kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
     if len(kinds) != num_layers:

@@ -143,6 +143,27 @@ def test_qwen_slides_from_max_window_layers(kind: type[Any], use: bool, first: i
     assert [layer.attention.window for layer in spec_from_config(older, "t", "00").layers] == wanted
 
 
+@pytest.mark.parametrize("sliding_window", [None, "absent"])
+def test_a_qwen_window_that_is_null_or_absent_is_read_as_transformers_does(sliding_window: object) -> None:
+    config = saved(Qwen2Config(**SIZES)) | {"use_sliding_window": True, "max_window_layers": 1}
+    del config["layer_types"], config["sliding_window"]
+    if sliding_window is None:
+        config["sliding_window"] = None
+    theirs = AutoConfig.for_model(**config)
+    wanted = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert [layer.attention.window for layer in spec_from_config(config, "tiny", "00").layers] == wanted
+    assert wanted[-1] == (None if sliding_window is None else 4096)
+
+
+@pytest.mark.parametrize("kind", [MistralConfig, Qwen2Config])
+def test_a_window_of_nothing_is_refused(kind: type[Any]) -> None:
+    config = saved(kind(**SIZES)) | {"sliding_window": 0}
+    if kind is Qwen2Config:
+        config["use_sliding_window"] = True
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        spec_from_config(config, "tiny", "00")
+
+
 def test_qwen2_has_qkv_bias_and_qwen3_has_norms() -> None:
     qwen2 = read(Qwen2Config(**SIZES)).layers[0].attention
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, False, 12)
