@@ -44,6 +44,7 @@ from app.engine.adapters.stored import (
     StoredAdapter,
     StoredModule,
     StoredTensor,
+    require_plain,
     stored_bytes,
 )
 from app.engine.adapters.strict_json import parse_object, short
@@ -100,6 +101,7 @@ def write_card(path: Path, card: ArrowCard) -> None:
             raise AdapterFormatError(f"metadata key '{key}' belongs to the card format; choose another")
     if not card.stored.modules:
         raise AdapterFormatError("the adapter changes no module; there is nothing to write")
+    require_plain(card.stored)
     batch = _batch(card.stored.modules)
     modules = card.stored.modules
     metadata = dict(card.metadata) | {

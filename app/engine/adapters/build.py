@@ -14,47 +14,121 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
-from app.engine.adapters.modules import Module, layer_modules
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor, content_digest
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
+from app.engine.adapters.modules import layer_modules
+from app.engine.adapters.stored import EMBEDDING_PATH, StoredAdapter, StoredModule, StoredTensor, content_digest
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
+from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
 
 
-def build_adapter(stored: StoredAdapter, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> LoraAdapter:
-    """The adapter ready to serve. `AdapterMismatch`, `AdapterFormatError`, `AdapterTooLarge`."""
+def build_adapter(
+    stored: StoredAdapter, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+) -> LoraAdapter:
+    """The adapter ready to serve. `AdapterMismatch`, `AdapterFormatError`, `AdapterTooLarge`.
+
+    served: those of `FEATURES` that the engine can apply. An adapter that needs another is refused
+    here, by name: without it the answers would be someone else's.
+    """
     if not stored.modules:
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     table = layer_modules(len(spec.layers))
     weights: dict[LoraKey, LoraPair] = {}
+    magnitudes: dict[LoraKey, NDArray[np.float32]] = {}
+    delta_biases: dict[LoraKey, NDArray[np.float32]] = {}
+    outer: dict[str, LoraPair] = {}
     for module in stored.modules:
         place = table.get(module.path)
         if place is None:
-            raise AdapterMismatch(
-                f"module {short(module.path)} does not exist in '{spec.name}' ({len(spec.layers)} layers); "
-                "the adapter was trained on another model"
-            )
+            name, pair = _outer_pair(module, spec, limits)
+            outer[name] = pair
+            continue
         d_in, d_outs = place.shape(spec)
         _check_shapes(module, d_in, d_outs, spec, limits)
-        for key, pair in _fold(module, place, d_outs):
+        pairs = _fold(module, d_outs)
+        magnitude = _slices(module.magnitude, d_outs, 1.0, f"{module.path}: magnitude")
+        bias = _slices(module.bias, d_outs, module.scale, f"{module.path}: lora_B.bias")
+        for index, target in enumerate(place.targets):
+            key = LoraKey(place.layer, target)
             if key in weights:
                 raise AdapterFormatError(
                     f"module {short(module.path)} changes {key.target} of layer {key.layer} a second time; "
                     "save it either fused or split"
                 )
-            weights[key] = pair
-    unique_arrays = {id(array): array.nbytes for pair in weights.values() for array in pair}
+            weights[key] = pairs[index]
+            if magnitude:
+                magnitudes[key] = magnitude[index]
+            if bias:
+                delta_biases[key] = bias[index]
+    replaced = _replaced(stored, spec)
+    token_rows = _token_rows(stored, spec)
+    arrays = [array for pair in (*weights.values(), *outer.values()) for array in pair]
+    arrays += [*magnitudes.values(), *delta_biases.values(), *replaced.values()]
+    arrays += [rows.rows for rows in token_rows.values()]
     card = AdapterCard(
         digest=content_digest(stored, spec.digest),
         base_digest=spec.digest,
-        max_rank=max(pair.rank for pair in weights.values()),
-        targets=tuple(sorted({key.target for key in weights})),
+        max_rank=max(module.rank for module in stored.modules),
+        targets=tuple(sorted({key.target for key in weights} | set(outer))),
         dtype=",".join(sorted({tensor.dtype for module in stored.modules for tensor in (module.a, module.b)})),
-        size_bytes=sum(unique_arrays.values()),
+        size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
         description=stored.description,
     )
-    return LoraAdapter(card, MappingProxyType(dict(sorted(weights.items()))))
+    adapter = LoraAdapter(
+        card,
+        MappingProxyType(dict(sorted(weights.items()))),
+        MappingProxyType(dict(sorted(magnitudes.items()))),
+        MappingProxyType(dict(sorted(delta_biases.items()))),
+        MappingProxyType(outer),
+        MappingProxyType(replaced),
+        MappingProxyType(token_rows),
+    )
+    missing = sorted(adapter.features - served)
+    if missing:
+        raise AdapterMismatch(f"this engine cannot apply {' or '.join(missing)}; train the adapter without it")
+    return adapter
+
+
+def _outer_pair(module: StoredModule, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:
+    shapes = {EMBEDDING_PATH: (spec.vocab_size, spec.hidden_size), "lm_head": (spec.hidden_size, spec.vocab_size)}
+    if module.path not in shapes:
+        raise AdapterMismatch(
+            f"module {short(module.path)} does not exist in '{spec.name}' ({len(spec.layers)} layers); "
+            "the adapter was trained on another model"
+        )
+    d_in, d_out = shapes[module.path]
+    _check_shapes(module, d_in, (d_out,), spec, limits)
+    return module.path.rsplit(".", 1)[-1], _fold(module, (d_out,))[0]
+
+
+def _replaced(stored: StoredAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
+    shapes = expected_tensors(spec) | {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
+    replaced = {}
+    for name, tensor in stored.parameters:
+        if tensor.shape != shapes.get(name):
+            raise AdapterMismatch(
+                f"{short(name)} is {list(tensor.shape)} but '{spec.name}' has {list(shapes.get(name, ()))}; "
+                "the adapter was trained on another model"
+            )
+        replaced[name] = _read_only(_finite(tensor, name))
+    return replaced
+
+
+def _token_rows(stored: StoredAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
+    """PEFT trains the rows of a tied matrix once, for input and output."""
+    found = {}
+    for rows in stored.token_rows:
+        if rows.rows.shape != (len(rows.token_ids), spec.hidden_size) or max(rows.token_ids) >= spec.vocab_size:
+            raise AdapterMismatch(
+                f"{rows.path}: {list(rows.rows.shape)} trained rows for token ids up to {max(rows.token_ids)}, but "
+                f"{len(rows.token_ids)} are named and '{spec.name}' has {spec.vocab_size} of {spec.hidden_size}"
+            )
+        name = rows.path.rsplit(".", 1)[-1]
+        found[name] = TokenRows(rows.token_ids, _read_only(_finite(rows.rows, rows.path)))
+    if spec.tie_embeddings and "embed_tokens" in found:
+        found.setdefault("lm_head", found["embed_tokens"])
+    return found
 
 
 def _check_shapes(
@@ -72,31 +146,48 @@ def _check_shapes(
         )
 
 
-def _fold(module: StoredModule, place: Module, d_outs: tuple[int, ...]) -> list[tuple[LoraKey, LoraPair]]:
-    """One pair per target; a fused module's A is shared by its targets, not copied."""
-    a = _finite(module.a, module.path, "lora_A")  # [r, d_in]
-    b = _finite(module.b, module.path, "lora_B")  # [d_out, r]
-    a.setflags(write=False)
-    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked, with a name, below
-        b *= np.float32(module.scale)
-    if not np.isfinite(b).all():
-        raise AdapterFormatError(f"{module.path}: lora_B times its scale {module.scale} leaves float32; lower alpha")
+def _fold(module: StoredModule, d_outs: tuple[int, ...]) -> list[LoraPair]:
+    """One pair per slice of the output; a fused module's A is shared by its slices, not copied."""
+    a = _read_only(_finite(module.a, module.path, "lora_A"))  # [r, d_in]
+    b = _scaled(_finite(module.b, module.path, "lora_B"), module.scale, f"{module.path}: lora_B")  # [d_out, r]
     pairs = []
     start = 0
-    for target, d_out in zip(place.targets, d_outs, strict=True):
-        part = np.array(b[start : start + d_out].T, order="C")  # [r, d_out], own memory
-        part.setflags(write=False)
-        pairs.append((LoraKey(place.layer, target), LoraPair(a, part)))
+    for d_out in d_outs:
+        pairs.append(LoraPair(a, _read_only(np.array(b[start : start + d_out].T, order="C"))))  # [r, d_out], own memory
         start += d_out
     return pairs
 
 
-def _finite(tensor: StoredTensor, path: str, half: str) -> NDArray[np.float32]:
+def _slices(tensor: StoredTensor | None, d_outs: tuple[int, ...], scale: float, what: str) -> list[NDArray[np.float32]]:
+    """One `[d_out]` vector per slice of the output, times `scale`; none for no tensor."""
+    if tensor is None:
+        return []
+    if tensor.shape != (sum(d_outs),):
+        raise AdapterMismatch(f"{what} is {list(tensor.shape)} but the module has {sum(d_outs)} outputs")
+    values = _scaled(_finite(tensor, what), scale, what)
+    ends = np.cumsum(d_outs)
+    return [_read_only(part.copy()) for part in np.split(values, ends[:-1])]
+
+
+def _scaled(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.float32]:
+    """`values` times `scale` in float32, in place."""
+    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked, with a name, below
+        values *= np.float32(scale)
+    if not np.isfinite(values).all():
+        raise AdapterFormatError(f"{what} times its scale {scale} leaves float32; lower alpha")
+    return values
+
+
+def _read_only(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    values.setflags(write=False)
+    return values
+
+
+def _finite(tensor: StoredTensor, path: str, half: str = "") -> NDArray[np.float32]:
     values = tensor.to_float32()
     finite = np.isfinite(values)
     if not finite.all():
-        row, column = (int(index) for index in np.argwhere(~finite)[0])
-        raise AdapterFormatError(
-            f"{path}: {half}[{row}, {column}] is {values[row, column]}; the adapter is broken, train it again"
-        )
+        place = tuple(int(index) for index in np.argwhere(~finite)[0])
+        name = f"{path}: {half}" if half else path
+        raise AdapterFormatError(f"{name}{list(place)} is {values[place]}; the adapter is broken, train it again")
     return values

@@ -55,10 +55,11 @@ def report(stored: StoredAdapter) -> list[str]:
     tensors = [tensor for module in stored.modules for tensor in (module.a, module.b)]
     size = sum(len(tensor.data) + len(tensor.scales) for tensor in tensors)
     values = sum(math.prod(tensor.shape) for tensor in tensors)
-    layers = sorted({int(module.path.split(".")[2]) for module in stored.modules})
+    layers = sorted({module.path.split(".")[2] for module in stored.modules if module.path.count(".") > 2}, key=int)
+    span = f" ({layers[0]} to {layers[-1]})" if layers else ""
     scales = sorted({module.scale for module in stored.modules})
     lines = [
-        f"modules      {len(stored.modules)} in {len(layers)} layers ({layers[0]} to {layers[-1]})",
+        f"modules      {len(stored.modules)} in {len(layers)} layers{span}",
         f"ranks        {', '.join(map(str, sorted({module.rank for module in stored.modules})))}",
         f"scales       {', '.join(f'{scale:g}' for scale in scales[:8])}{' …' if len(scales) > 8 else ''}",
         f"dtypes       {', '.join(sorted({tensor.dtype for tensor in tensors}))}",

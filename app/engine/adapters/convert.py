@@ -12,16 +12,17 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from app.engine.adapters.peft import HALVES, PREFIX, WEIGHTS_NAME
 from app.engine.adapters.peft_config import CONFIG_NAME
+from app.engine.adapters.peft_file import HALVES, PREFIX, WEIGHTS_NAME
 from app.engine.adapters.quantize import Quantization, delta_error, quantize
 from app.engine.adapters.safetensors_file import write_safetensors
-from app.engine.adapters.stored import QUANTIZED_BITS, StoredAdapter, StoredModule, StoredTensor
+from app.engine.adapters.stored import QUANTIZED_BITS, StoredAdapter, StoredModule, StoredTensor, require_plain
 from app.engine.errors import AdapterFormatError
 
 
 def write_peft_folder(folder: Path, stored: StoredAdapter) -> None:
     """Write `stored` so that PEFT, and `read_peft`, read the same adapter. Quantised tensors become F32."""
+    require_plain(stored)
     config = _config(stored)
     tensors = {}
     for module in stored.modules:
@@ -37,6 +38,7 @@ def quantize_adapter(stored: StoredAdapter, dtype: str) -> tuple[StoredAdapter, 
     """`stored` with every tensor in `dtype` ("I8" or "I4"), and what that cost, measured per module."""
     if dtype not in QUANTIZED_BITS:
         raise AdapterFormatError(f"adapters are quantised to {' or '.join(QUANTIZED_BITS)}, not {dtype!r}")
+    require_plain(stored)
     modules, errors = [], []
     for module in stored.modules:
         a, b = _rounded(module.a, dtype), _rounded(module.b, dtype)
@@ -83,6 +85,8 @@ def _targets(modules: tuple[StoredModule, ...]) -> dict[str, object]:
     by_layer: dict[int, set[str]] = {}
     for module in modules:
         parts = module.path.split(".")
+        if len(parts) < 4:  # lm_head
+            return {"target_modules": [other.path for other in modules]}
         by_layer.setdefault(int(parts[2]), set()).add(parts[-1])
     names = next(iter(by_layer.values()))
     if all(other == names for other in by_layer.values()):

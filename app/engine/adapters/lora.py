@@ -8,7 +8,7 @@ alpha. Arrays are read-only: many replicas on one machine may map the same memor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -43,9 +43,70 @@ class LoraPair(NamedTuple):
         return int(self.a.shape[0])
 
 
+class TokenRows(NamedTuple):
+    """Rows that stand in for those of an embedding or output matrix: token_ids `[n]`, rows `[n, H]` float32."""
+
+    token_ids: tuple[int, ...]
+    rows: NDArray[np.float32]
+
+
+#: What an adapter may do beyond plain LoRA on the layers, in the words of its error messages.
+FEATURES = frozenset(
+    {
+        "DoRA",
+        "lora_bias",
+        "embedding LoRA",
+        "lm_head LoRA",
+        "trained biases",
+        "trained norms",
+        "trained embedding",
+        "trained lm_head",
+        "trained linear weights",
+        "trained token rows",
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """A validated adapter: its card and one `LoraPair` per touched module."""
+    """A validated adapter: its card, one `LoraPair` per touched module, and what goes beyond plain LoRA.
+
+    magnitudes: DoRA's m `[d_out]` float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`dora_scale`).
+    delta_biases: `[d_out]` float32, added with the delta, scale folded in (lora_bias).
+    outer: deltas of "embed_tokens" (a `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and "lm_head".
+    replaced: base tensors that the adapter brings its own of, by canonical name ("model.norm.weight");
+    "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the output's, tied or not.
+    token_rows: rows replaced in "embed_tokens" and in "lm_head".
+    """
 
     card: AdapterCard
     weights: Mapping[LoraKey, LoraPair]
+    magnitudes: Mapping[LoraKey, NDArray[np.float32]] = field(default_factory=dict)
+    delta_biases: Mapping[LoraKey, NDArray[np.float32]] = field(default_factory=dict)
+    outer: Mapping[str, LoraPair] = field(default_factory=dict)
+    replaced: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Those of `FEATURES` that must be applied for this adapter to give its own output."""
+        found = {f"{'embedding' if name == 'embed_tokens' else name} LoRA" for name in self.outer}
+        found |= {_replaced_feature(name) for name in self.replaced}
+        if self.magnitudes:
+            found.add("DoRA")
+        if self.delta_biases:
+            found.add("lora_bias")
+        if self.token_rows:
+            found.add("trained token rows")
+        return frozenset(found)
+
+
+def _replaced_feature(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if kind == "bias":
+        return "trained biases"
+    if module.endswith("norm"):
+        return "trained norms"
+    return {"model.embed_tokens": "trained embedding", "lm_head": "trained lm_head"}.get(
+        module, "trained linear weights"
+    )

@@ -9,6 +9,7 @@ is trusted, unlike a file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
 
 #: Every matrix starts at a multiple of 64 bytes: a cache line, and what the widest vectors want.
 _ALIGN_FLOATS = 16
@@ -26,37 +27,61 @@ _ALIGN_FLOATS = 16
 
 def pack_adapter(adapter: LoraAdapter) -> tuple[dict[str, Any], list[NDArray[np.float32]]]:
     """(header of plain values, [one flat float32 array]). The array is a copy, made once."""
-    starts: dict[int, int] = {}
-    matrices: list[NDArray[np.float32]] = []
-    size = 0
-    pairs = []
-    for key, pair in adapter.weights.items():
-        for matrix in pair:
-            if id(matrix) not in starts:
-                starts[id(matrix)] = size
-                matrices.append(matrix)
-                size += -(-matrix.size // _ALIGN_FLOATS) * _ALIGN_FLOATS
-        pairs.append([*key, starts[id(pair.a)], *pair.a.shape, starts[id(pair.b)], *pair.b.shape])
-    flat = np.zeros(size, np.float32)
-    for matrix in matrices:
-        start = starts[id(matrix)]
-        flat[start : start + matrix.size] = matrix.reshape(-1)
-    return {"card": asdict(adapter.card), "pairs": pairs}, [flat]
+    flat = _Flat()
+    header = {
+        "card": asdict(adapter.card),
+        "weights": [(*key, *map(flat.place, pair)) for key, pair in adapter.weights.items()],
+        "magnitudes": [(*key, flat.place(values)) for key, values in adapter.magnitudes.items()],
+        "delta_biases": [(*key, flat.place(values)) for key, values in adapter.delta_biases.items()],
+        "outer": [(name, *map(flat.place, pair)) for name, pair in adapter.outer.items()],
+        "replaced": [(name, flat.place(values)) for name, values in adapter.replaced.items()],
+        "token_rows": [(name, ids, flat.place(rows)) for name, (ids, rows) in adapter.token_rows.items()],
+    }
+    return header, [flat.joined()]
 
 
 def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.float32]]) -> LoraAdapter:
     """The adapter whose weights are views of `arrays[0]`; nothing is copied."""
     (flat,) = arrays
-    weights: dict[LoraKey, LoraPair] = {}
-    views: dict[int, NDArray[np.float32]] = {}
+    views: dict[tuple[int, ...], NDArray[np.float32]] = {}
 
-    def view(start: int, rows: int, columns: int) -> NDArray[np.float32]:
-        if start not in views:
-            views[start] = flat[start : start + rows * columns].reshape(rows, columns)
-            views[start].setflags(write=False)
-        return views[start]
+    def view(place: tuple[int, ...]) -> NDArray[np.float32]:
+        if place not in views:
+            start, *shape = place
+            views[place] = flat[start : start + math.prod(shape)].reshape(shape)
+            views[place].setflags(write=False)
+        return views[place]
 
-    for layer, target, expert, *places in header["pairs"]:
-        weights[LoraKey(layer, target, expert)] = LoraPair(view(*places[:3]), view(*places[3:]))
     card = header["card"] | {"targets": tuple(header["card"]["targets"])}
-    return LoraAdapter(AdapterCard(**card), MappingProxyType(weights))
+    return LoraAdapter(
+        AdapterCard(**card),
+        MappingProxyType({LoraKey(*key): LoraPair(view(a), view(b)) for *key, a, b in header["weights"]}),
+        MappingProxyType({LoraKey(*key): view(place) for *key, place in header["magnitudes"]}),
+        MappingProxyType({LoraKey(*key): view(place) for *key, place in header["delta_biases"]}),
+        MappingProxyType({name: LoraPair(view(a), view(b)) for name, a, b in header["outer"]}),
+        MappingProxyType({name: view(place) for name, place in header["replaced"]}),
+        MappingProxyType({name: TokenRows(ids, view(place)) for name, ids, place in header["token_rows"]}),
+    )
+
+
+class _Flat:
+    """Arrays laid end to end, each once and aligned. A place is (start, *shape)."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._starts: dict[int, int] = {}
+        self._arrays: list[NDArray[np.float32]] = []  # kept, so that an id stays the array's own
+
+    def place(self, array: NDArray[np.float32]) -> tuple[int, ...]:
+        if id(array) not in self._starts:
+            self._starts[id(array)] = self._size
+            self._arrays.append(array)
+            self._size += -(-array.size // _ALIGN_FLOATS) * _ALIGN_FLOATS
+        return (self._starts[id(array)], *array.shape)
+
+    def joined(self) -> NDArray[np.float32]:
+        flat = np.zeros(self._size, np.float32)
+        for array in self._arrays:
+            start = self._starts[id(array)]
+            flat[start : start + array.size] = array.reshape(-1)
+        return flat

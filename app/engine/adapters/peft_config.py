@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from app.engine.adapters.strict_json import parse_object, short
 from app.engine.errors import AdapterFormatError
@@ -42,7 +42,6 @@ _CONVERT = "it changes the base weights; save with path_initial_model_for_weight
 OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "alora_invocation_tokens": ((None,), "aLoRA (activated after an invocation) is not served"),
     "arrow_config": ((None,), "Arrow routing is not served"),
-    "bias": (("none",), "trained biases are not served"),
     "corda_config": ((None, {}), _CONVERT),
     "ensure_weight_tying": ((False, None), "tied adapters are not served"),
     "init_lora_weights": (
@@ -52,19 +51,15 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kasa_config": ((None,), "KaSA is not served"),
     "layer_replication": ((None, []), "replicated layers are not served"),
     "loftq_config": ((None, {}), _CONVERT),
-    "lora_bias": ((False,), "lora_bias is not served"),
     "lora_ga_config": (
         (None, {}),
         _CONVERT,
     ),
     "megatron_config": ((None,), "Megatron layers are not served"),
-    "modules_to_save": ((None, []), "fully trained modules are not served"),
     "monteclora_config": ((None,), "MonteCLoRA is not served"),
     "target_parameters": ((None, []), "parameter targets are not served"),
     "task_type": ((None, "CAUSAL_LM"), "only causal language models are served"),
-    "trainable_token_indices": ((None, [], {}), "trained token embeddings are not served"),
     "use_bdlora": ((None, False), "BD-LoRA is not served"),
-    "use_dora": ((False,), "DoRA is not served"),
     "use_qalora": ((False,), "QALoRA is not served"),
     "velora_config": ((None,), "VeLoRA is not served"),
 }
@@ -72,15 +67,20 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _USED_KEYS = frozenset(
     {
         "alpha_pattern",
+        "bias",
         "exclude_modules",
         "fan_in_fan_out",
         "layers_pattern",
         "layers_to_transform",
         "lora_alpha",
+        "lora_bias",
+        "modules_to_save",
         "peft_type",
         "r",
         "rank_pattern",
         "target_modules",
+        "trainable_token_indices",
+        "use_dora",
         "use_rslora",
     }
 )
@@ -102,6 +102,11 @@ class PeftConfig:
     layers_pattern: tuple[str, ...]
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    use_dora: bool
+    lora_bias: bool
+    bias: Literal["none", "all", "lora_only"]
+    modules_to_save: tuple[str, ...]
+    token_indices: Mapping[str, tuple[int, ...]]
 
 
 def parse_config(contents: bytes) -> PeftConfig:
@@ -130,6 +135,12 @@ def parse_config(contents: bytes) -> PeftConfig:
         if not name.replace(".", "_").isidentifier():
             raise _refused("layers_pattern", name, "only a plain name such as 'layers' is understood")
     _boolean(config, "fan_in_fan_out")
+    bias = config.get("bias", "none")
+    if bias not in ("none", "all", "lora_only"):
+        raise _refused("bias", bias, "must be none, all or lora_only")
+    use_dora, lora_bias = _boolean(config, "use_dora"), _boolean(config, "lora_bias")
+    if use_dora and lora_bias:
+        raise _refused("lora_bias", lora_bias, "PEFT does not combine it with use_dora")
     return PeftConfig(
         rank=_rank("r", config.get("r", 8)),
         alpha=_alpha("lora_alpha", config.get("lora_alpha", 8)),
@@ -139,6 +150,11 @@ def parse_config(contents: bytes) -> PeftConfig:
         layers_to_transform=layers_to_transform,
         layers_pattern=layers_pattern,
         rank_pattern={key: _rank(f"rank_pattern[{short(key)}]", v) for key, v in _table(config, "rank_pattern")},
+        use_dora=use_dora,
+        lora_bias=lora_bias,
+        bias=bias,
+        modules_to_save=_modules_to_save(config),
+        token_indices=_token_indices(config),
         alpha_pattern={key: _alpha(f"alpha_pattern[{short(key)}]", v) for key, v in _table(config, "alpha_pattern")},
     )
 
@@ -181,6 +197,28 @@ def _names(config: Mapping[str, Any], key: str, default: tuple[str, ...] | None)
     if isinstance(value, str):
         return value if value or default is None else default
     raise _refused(key, value, "must be a list of module names or a pattern")
+
+
+def _modules_to_save(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = _names(config, "modules_to_save", default=())
+    if isinstance(names, str) or not all(name.replace(".", "_").isidentifier() for name in names):
+        raise _refused("modules_to_save", names, "must be a list of plain module names")
+    return names
+
+
+def _token_indices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Module name → token ids; a bare list means the input embedding, as in PEFT."""
+    value = config.get("trainable_token_indices")
+    if not value:
+        return {}
+    table = {"embed_tokens": value} if isinstance(value, list) else value
+    if not isinstance(table, dict) or not all(_are_token_ids(ids) for ids in table.values()):
+        raise _refused("trainable_token_indices", value, "must be distinct token ids, alone or by module name")
+    return {name: tuple(ids) for name, ids in table.items()}
+
+
+def _are_token_ids(ids: Any) -> bool:
+    return isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) and 0 < len(ids) == len(set(ids))
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -19,9 +19,11 @@ from app.engine.errors import AdapterFormatError
 from app.engine.models.spec import ModelSpec
 
 
-def read_adapter(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> LoraAdapter:
-    """The adapter at `path`, ready to serve on `spec`. Raises an `AdapterError`."""
-    return build_adapter(read_stored(path, spec, limits), spec, limits)
+def read_adapter(
+    path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+) -> LoraAdapter:
+    """The adapter at `path`, ready to serve on `spec`. Raises an `AdapterError`; for `served` see `build_adapter`."""
+    return build_adapter(read_stored(path, spec, limits), spec, limits, served)
 
 
 def read_stored(path: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:

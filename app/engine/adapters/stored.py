@@ -25,6 +25,9 @@ DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 #: Bits per element of quantised storage (Arrow cards only); see `app.engine.adapters.quantize`.
 QUANTIZED_BITS = {"I8": 8, "I4": 4}
 
+#: The module whose LoRA is looked up instead of multiplied.
+EMBEDDING_PATH = "model.embed_tokens"
+
 _DIGEST_DOMAIN = b"polylora/adapter/v1"
 
 
@@ -61,7 +64,8 @@ def stored_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 class StoredModule:
     """One module's pair as saved: a `[r, d_in]`, b `[d_out, r]` (PEFT's orientation).
 
-    `path` is the module's name in the base model, e.g. "model.layers.0.self_attn.q_proj".
+    `path` is the module's name in the base model, e.g. "model.layers.0.self_attn.q_proj". An embedding
+    counts as a module from V tokens to H. `magnitude` is DoRA's m and `bias` lora_B's, both `[d_out]`.
     """
 
     path: str
@@ -69,6 +73,8 @@ class StoredModule:
     b: StoredTensor
     alpha: float
     use_rslora: bool
+    magnitude: StoredTensor | None = None
+    bias: StoredTensor | None = None
 
     @property
     def rank(self) -> int:
@@ -81,16 +87,42 @@ class StoredModule:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of the matrix at `path` ("model.embed_tokens", "lm_head") that the adapter replaces: `[n, H]`."""
+
+    path: str
+    token_ids: tuple[int, ...]
+    rows: StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """Modules sorted by path, each path once."""
+    """Modules sorted by path, each path once. `parameters` are base tensors replaced, sorted by name."""
 
     modules: tuple[StoredModule, ...]
     description: str = ""
+    parameters: tuple[tuple[str, StoredTensor], ...] = ()
+    token_rows: tuple[StoredRows, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is LoRA on linear modules and nothing else, which is all that a card can hold."""
+        extended = any(module.magnitude or module.bias or module.path == EMBEDDING_PATH for module in self.modules)
+        return not (extended or self.parameters or self.token_rows)
 
     def __post_init__(self) -> None:
         paths = [module.path for module in self.modules]
         if paths != sorted(set(paths)):
             raise AdapterFormatError("modules are repeated or out of order; each module path appears once")
+
+
+def require_plain(adapter: StoredAdapter) -> None:
+    """`AdapterFormatError` for what only a PEFT folder can hold today."""
+    if not adapter.is_plain:
+        raise AdapterFormatError(
+            "DoRA, trained biases, embeddings, rows and whole modules are only kept in PEFT's own folders; "
+            "serve the folder as it is"
+        )
 
 
 def content_digest(adapter: StoredAdapter, base_digest: str) -> str:
@@ -105,15 +137,29 @@ def content_digest(adapter: StoredAdapter, base_digest: str) -> str:
         digest.update(struct.pack("<Q", len(field)))
         digest.update(field)
 
+    def add_tensor(tensor: StoredTensor) -> None:
+        add(tensor.dtype.encode())
+        add(struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape))
+        add(tensor.data)
+        add(tensor.scales)
+
     add(_DIGEST_DOMAIN)
     add(base_digest.encode())
     add(struct.pack("<Q", len(adapter.modules)))
     for module in adapter.modules:
         add(module.path.encode())
         add(struct.pack("<d", module.scale + 0.0))  # + 0.0: alpha 0 and -0 are one scale
-        for tensor in (module.a, module.b):
-            add(tensor.dtype.encode())
-            add(struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape))
-            add(tensor.data)
-            add(tensor.scales)
+        add_tensor(module.a)
+        add_tensor(module.b)
+        for role, tensor in (("magnitude", module.magnitude), ("bias", module.bias)):
+            if tensor is not None:
+                add(role.encode())
+                add_tensor(tensor)
+    for name, tensor in adapter.parameters:
+        add(b"parameter " + name.encode())
+        add_tensor(tensor)
+    for token_rows in adapter.token_rows:
+        add(b"token rows " + token_rows.path.encode())
+        add(struct.pack(f"<{len(token_rows.token_ids)}Q", *token_rows.token_ids))
+        add_tensor(token_rows.rows)
     return digest.hexdigest()

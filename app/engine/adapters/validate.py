@@ -26,8 +26,8 @@ from typing import Any
 from app.engine import errors
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.limits import DEFAULT_LIMITS, MIB, ReadLimits, regular_file_size
-from app.engine.adapters.peft import WEIGHTS_NAME
 from app.engine.adapters.peft_config import CONFIG_NAME
+from app.engine.adapters.peft_file import WEIGHTS_NAME
 from app.engine.adapters.reading import read_adapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec

@@ -103,6 +103,39 @@ def peft_tensors(
     return tensors
 
 
+def peft_beyond(
+    spec: ModelSpec, rank: int = 3, dtype: str = "F32", features: Iterable[str] = ("dora", "embedding", "saved", "rows")
+) -> tuple[dict[str, object], dict[str, NDArray[Any]]]:
+    """(configuration, tensors) of an adapter of q_proj with what PEFT can train beyond plain LoRA."""
+    rng = np.random.default_rng()
+    tensors = peft_tensors(random_arrays(spec, rank, ["q_proj"]), dtype)
+    prefix = "base_model.model."
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+
+    def add(name: str, *shape: int) -> None:
+        tensors[prefix + name] = rng.normal(0, 0.2, shape).astype(DTYPES[dtype])
+
+    targets, saved, config = ["q_proj"], [], peft_config(rank, ["q_proj"])
+    for layer in range(len(spec.layers)):
+        if "dora" in features:
+            add(f"model.layers.{layer}.self_attn.q_proj.lora_magnitude_vector", spec.target_shape(layer, "q_proj")[1])
+        if "lora_bias" in features:
+            add(f"model.layers.{layer}.self_attn.q_proj.lora_B.bias", spec.target_shape(layer, "q_proj")[1])
+    if "embedding" in features:
+        config["rank_pattern"] = {"embed_tokens": 2}
+        targets.append("embed_tokens")
+        add("model.embed_tokens.lora_embedding_A", 2, vocab)
+        add("model.embed_tokens.lora_embedding_B", hidden, 2)
+    if "saved" in features:
+        saved.append("model.norm")
+        add("model.norm.weight", hidden)
+    if "rows" in features:
+        config["trainable_token_indices"] = {"lm_head": [7, 3]}
+        add("lm_head.token_adapter.trainable_tokens_delta", 2, hidden)
+    changes = {"use_dora": "dora" in features, "lora_bias": "lora_bias" in features, "modules_to_save": saved or None}
+    return config | {"target_modules": targets} | changes, tensors
+
+
 def peft_config(rank: int, targets: Iterable[str] = TARGETS, **changes: object) -> dict[str, object]:
     """A configuration as PEFT 0.21 writes it for a plain adapter, with `changes`."""
     return {

@@ -8,8 +8,6 @@ base model and the files.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.dora import dora_scale
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests.engine.adapters.making import PATHS
 
@@ -56,12 +55,14 @@ def tiny_model(family: str, **changes: object) -> Any:
 def spec_of(model: Any) -> ModelSpec:
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads
+    has_bias = config.model_type == "qwen2"
     attention = AttentionSpec(
         config.num_attention_heads,
         config.num_key_value_heads,
         head_dim,
         head_dim**-0.5,
         RopeSpec((1.0,) * (head_dim // 2)),
+        qkv_bias=has_bias,
     )
     return ModelSpec(
         name=config.model_type,
@@ -106,33 +107,63 @@ def peft_logits(model: Any, folder: Path, tokens: torch.Tensor) -> NDArray[np.fl
 
 
 def our_logits(model: Any, adapter: LoraAdapter, tokens: torch.Tensor) -> NDArray[np.float32]:
-    with _applied(model, adapter):
-        return base_logits(model, tokens)
+    with torch.no_grad():
+        return base_logits(_applied(model, adapter), tokens)
 
 
-@contextmanager
-def _applied(model: Any, adapter: LoraAdapter) -> Iterator[None]:
-    deltas = {(key.layer, key.target): pair for key, pair in adapter.weights.items()}
+def _applied(model: Any, adapter: LoraAdapter) -> Any:
+    """A copy of `model` that does what `adapter` says, by plain formulas in hooks."""
+    model = copy.deepcopy(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied: values only
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in adapter.replaced.items():
+            parameters[name].copy_(torch.from_numpy(values.copy()))
+        for name, (token_ids, rows) in adapter.token_rows.items():
+            matrix = {"embed_tokens": model.model.embed_tokens, "lm_head": model.lm_head}[name].weight
+            matrix[list(token_ids)] = torch.from_numpy(rows.copy())
     modules = dict(model.named_modules())
-    hooks = []
+    left = set(adapter.weights)
     paths = {path: (target,) for target, path in PATHS.items()} | _FUSED_TARGETS
     for layer in range(model.config.num_hidden_layers):
         for suffix, targets in paths.items():
             module = modules.get(f"model.layers.{layer}.{suffix}")
-            pairs = [deltas.pop((layer, target), None) for target in targets] if module is not None else []
-            if any(pair is not None for pair in pairs):
-                hooks.append(module.register_forward_hook(_adding(pairs)))
-    assert not deltas, f"nothing in the model takes {sorted(deltas)}"
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+            keys = [LoraKey(layer, target) for target in targets]
+            if module is not None and left.intersection(keys):
+                left.difference_update(keys)
+                module.register_forward_hook(_adding(adapter, keys))
+    assert not left, f"nothing in the model takes {sorted(left)}"
+    for name, pair in adapter.outer.items():
+        if name == "embed_tokens":
+            model.model.embed_tokens.register_forward_hook(_looking_up(pair))
+        else:
+            model.lm_head.register_forward_hook(_multiplying(pair))
+    return model
 
 
-def _adding(pairs: list[Any]) -> Any:
-    def add(_module: object, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+def _adding(adapter: LoraAdapter, keys: list[LoraKey]) -> Any:
+    def add(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         x = inputs[0].numpy()  # [B, T, d_in]
-        return output + torch.from_numpy(np.concatenate([(x @ pair.a.T) @ pair.b for pair in pairs], axis=-1))
+        pairs = [adapter.weights[key] for key in keys]
+        delta = np.concatenate([(x @ pair.a.T) @ pair.b for pair in pairs], axis=-1)
+        if keys[0] in adapter.delta_biases:
+            delta = delta + np.concatenate([adapter.delta_biases[key] for key in keys])
+        if keys[0] in adapter.magnitudes:
+            weights = np.split(module.weight.numpy(), np.cumsum([pair.b.shape[1] for pair in pairs])[:-1])
+            scales = [
+                dora_scale(adapter.magnitudes[key], weight, pair)
+                for key, weight, pair in zip(keys, weights, pairs, strict=True)
+            ]
+            bias = module.bias if module.bias is not None else torch.zeros(1)
+            return (output - bias + torch.from_numpy(delta)) * torch.from_numpy(np.concatenate(scales)) + bias
+        return output + torch.from_numpy(delta)
 
     return add
+
+
+def _multiplying(pair: LoraPair) -> Any:
+    return lambda _, inputs, output: output + torch.from_numpy((inputs[0].numpy() @ pair.a.T) @ pair.b)
+
+
+def _looking_up(pair: LoraPair) -> Any:
+    return lambda _, inputs, output: output + torch.from_numpy(pair.a.T[inputs[0].numpy()] @ pair.b)

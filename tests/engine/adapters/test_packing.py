@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from app.engine.adapters.build import build_adapter
+from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.packing import pack_adapter, unpack_adapter
+from app.engine.adapters.peft import read_peft
 from app.engine.adapters.stored import StoredAdapter, StoredModule
-from tests.engine.adapters.making import random_adapter, stored_tensor, tiny_spec
+from tests.engine.adapters.making import peft_beyond, random_adapter, stored_tensor, tiny_spec, write_peft
 
 SPEC = tiny_spec()
 
@@ -33,6 +36,24 @@ def test_unpacking_restores_every_weight_as_a_view() -> None:
             assert not got.flags.writeable
             with pytest.raises(ValueError, match="read-only"):
                 got[0, 0] = 1
+
+
+@pytest.mark.parametrize("features", [("lora_bias", "saved", "rows"), ("dora",), ("embedding",)])
+def test_what_goes_beyond_plain_lora_is_packed_too(tmp_path: Path, features: tuple[str, ...]) -> None:
+    adapter = read_peft(write_peft(tmp_path, *peft_beyond(SPEC, features=features)), SPEC, served=FEATURES)
+    assert len(adapter.features) == len(features)
+    header, arrays = pack_adapter(adapter)
+    restored = unpack_adapter(pickle.loads(pickle.dumps(header)), arrays)
+    assert restored.card == adapter.card
+    assert restored.card.size_bytes <= arrays[0].nbytes
+    for field in ("weights", "magnitudes", "delta_biases", "outer", "replaced", "token_rows"):
+        before, after = getattr(adapter, field), getattr(restored, field)
+        assert list(before) == list(after)
+        for key, values in before.items():
+            parts = zip(values, after[key], strict=True) if isinstance(values, tuple) else [(values, after[key])]
+            for one, other in parts:
+                np.testing.assert_array_equal(one, other)
+                assert not isinstance(other, np.ndarray) or np.shares_memory(other, arrays[0])
 
 
 def test_a_shared_matrix_is_stored_once() -> None:

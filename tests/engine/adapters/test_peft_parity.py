@@ -11,8 +11,9 @@ import pytest
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from app.engine.adapters.lora import LoraKey
+from app.engine.adapters.lora import FEATURES, LoraKey
 from app.engine.adapters.peft import read_peft
+from app.engine.errors import AdapterMismatch
 from tests.engine.adapters.parity import (
     base_logits,
     our_logits,
@@ -29,6 +30,10 @@ TOLERANCE = 1e-5
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's own use
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer"),
+    pytest.mark.filterwarnings("ignore:Adapter 'default'. [0-9]* LoRA tensor"),  # lora_bias is a vector
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning"),
 ]
 
 #: One row per supported option: what is asked of PEFT, by name.
@@ -73,21 +78,92 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"target_modules": ["q_proj"], "lora_dropout": 0.5},
 }
 
+#: Options beyond plain LoRA: what is asked of PEFT, and the features the adapter then needs.
+BEYOND: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "DoRA": ({"target_modules": ALL, "use_dora": True}, {"DoRA"}),
+    "DoRA with rsLoRA and patterns": (
+        {"target_modules": ALL, "use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}},
+        {"DoRA"},
+    ),
+    "lora_bias": ({"target_modules": ALL, "lora_bias": True, "lora_alpha": -3}, {"lora_bias"}),
+    'bias="all"': ({"target_modules": ["q_proj", "up_proj"], "bias": "all"}, {"trained biases"}),
+    'bias="lora_only"': ({"target_modules": ["q_proj", "up_proj"], "bias": "lora_only"}, {"trained biases"}),
+    "embedding LoRA": (
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"embedding LoRA", "trained embedding"},
+    ),
+    "lm_head LoRA": ({"target_modules": ["q_proj", "lm_head"]}, {"lm_head LoRA", "trained lm_head"}),
+    "embedding and lm_head LoRA": (
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "rank_pattern": {"lm_head": 2}},
+        {"embedding LoRA", "lm_head LoRA", "trained embedding", "trained lm_head"},
+    ),
+    "modules_to_save norms": (
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm", "input_layernorm"]},
+        {"trained norms"},
+    ),
+    "modules_to_save lm_head": (
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"trained lm_head"},
+    ),
+    "modules_to_save embed_tokens": (
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"trained embedding"},
+    ),
+    "modules_to_save a linear module": (
+        {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["layers.1.mlp.down_proj"]},
+        {"trained linear weights"},
+    ),
+    "trainable_token_indices": (
+        {"target_modules": ["q_proj"], "trainable_token_indices": [9, 5, 60]},
+        {"trained token rows"},
+    ),
+    "trainable_token_indices by module": (
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [9, 5], "lm_head": [9, 5]}},
+        {"trained token rows"},
+    ),
+}
+
 
 @cache
 def _model(family: str) -> Any:
-    return tiny_model(family)
+    """A family's tiny model; "tied" is a Llama whose output is its embedding, and the others are not tied."""
+    return (
+        tiny_model("llama", tie_word_embeddings=True)
+        if family == "tied"
+        else tiny_model(family, tie_word_embeddings=False)
+    )
 
 
 def _check(family: str, folder: Path) -> float:
     """Our logits are PEFT's; returns how far both are from the base's."""
     model = _model(family)
     tokens = random_tokens(model)
-    adapter = read_peft(folder, spec_of(model))
+    adapter = read_peft(folder, spec_of(model), served=FEATURES)
     expected = peft_logits(model, folder, tokens)
     base = base_logits(model, tokens)
     np.testing.assert_allclose(our_logits(model, adapter, tokens), expected, rtol=0, atol=TOLERANCE)
     return float(np.abs(expected - base).max())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "tied"])
+@pytest.mark.parametrize("option", BEYOND)
+def test_option_beyond_plain_lora_gives_pefts_logits(tmp_path: Path, family: str, option: str) -> None:
+    options, features = BEYOND[option]
+    model = _model(family)
+    save_random_adapter(model, tmp_path, _config(options))
+    weights = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    for name in tensors:
+        if name.endswith(".base_layer.weight"):  # PEFT saves the base's; make it the adapter's own
+            tensors[name] *= 1.1
+    save_file(tensors, weights)
+    assert _check(family, tmp_path) > 1e-3
+    needed = read_peft(tmp_path, spec_of(model), served=FEATURES).features
+    assert needed >= (features if family == "qwen2" else features - {"trained biases"})
+    for feature in needed:
+        with pytest.raises(AdapterMismatch, match=feature):
+            read_peft(tmp_path, spec_of(model), served=FEATURES - {feature})
+    assert read_peft(tmp_path, spec_of(model), served=needed).features == needed
 
 
 def _config(options: dict[str, Any]) -> LoraConfig:

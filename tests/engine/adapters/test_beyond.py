@@ -1,0 +1,132 @@
+"""Beyond plain LoRA: what is wrong is named, and nothing is applied by an engine that cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, write_card
+from app.engine.adapters.convert import quantize_adapter, write_peft_folder
+from app.engine.adapters.dora import dora_scale
+from app.engine.adapters.lora import FEATURES, LoraPair
+from app.engine.adapters.peft import read_peft, read_peft_stored
+from app.engine.adapters.stored import content_digest
+from app.engine.errors import AdapterFormatError, AdapterMismatch
+from tests.engine.adapters.making import peft_beyond, tiny_spec, write_peft
+
+SPEC = tiny_spec()
+_P = "base_model.model."
+_Q = f"{_P}model.layers.0.self_attn.q_proj"
+_ROWS = f"{_P}lm_head.token_adapter.trainable_tokens_delta"
+_EMBED = f"{_P}model.embed_tokens"
+
+
+def _set(name: str, *shape: int, fill: float = 0.0) -> Callable[[dict[str, Any]], object]:
+    return lambda tensors: tensors.update({name: np.full(shape, fill, "f4")})
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "says"),
+    [
+        (lambda t: t.pop(f"{_Q}.lora_magnitude_vector"), AdapterFormatError, "has no magnitude"),
+        (_set(f"{_Q}.lora_B.bias", 32), AdapterFormatError, "has a bias but 'lora_bias' is false"),
+        (_set(f"{_Q}.lora_magnitude_vector", 31), AdapterMismatch, "magnitude is .31"),
+        (_set(f"{_Q}.lora_magnitude_vector", 32, fill=np.nan), AdapterFormatError, "magnitude.*nan"),
+        (lambda t: t.pop(f"{_P}model.norm.weight"), AdapterFormatError, "model.norm.weight.*not there"),
+        (_set(f"{_P}model.norm.weight", 25), AdapterMismatch, "model.norm.weight"),
+        (_set(f"{_P}model.norm.weight", 24, fill=np.inf), AdapterFormatError, "model.norm.weight.*inf"),
+        (_set(f"{_P}model.layers.0.input_layernorm.weight", 24), AdapterFormatError, "drop it"),
+        (_set(f"{_P}model.layers.0.self_attn.q_proj.bias", 32), AdapterFormatError, "drop it"),
+        (_set(f"{_Q}.base_layer.weight", 32, 24), AdapterFormatError, "base_layer.weight"),
+        (_set(f"{_P}lm_head.base_layer.weight", 64, 24), AdapterFormatError, "base_layer.weight"),
+        (_set(f"{_EMBED}.base_layer.weight", 63, 24), AdapterMismatch, r"weight' is \[63"),
+        (lambda t: t.pop(_ROWS), AdapterFormatError, "trainable_token_indices"),
+        (_set(_ROWS, 3, 24), AdapterMismatch, "lm_head"),
+        (_set(_ROWS, 2, 24, fill=np.nan), AdapterFormatError, "lm_head.*nan"),
+        (_set(f"{_EMBED}.token_adapter.trainable_tokens_delta", 2, 24), AdapterFormatError, "does not ask"),
+        (lambda t: t.pop(f"{_EMBED}.lora_embedding_B"), AdapterFormatError, "embed_tokens.*lora_B"),
+        (_set(f"{_EMBED}.lora_embedding_A", 2, 65), AdapterMismatch, "embed_tokens.*65"),
+        (_set(f"{_EMBED}.lora_A.weight", 2, 64), AdapterFormatError, "not understood"),
+        (_set(f"{_Q}.lora_embedding_A", 2, 64), AdapterFormatError, "not understood"),
+    ],
+)
+def test_a_tensor_that_is_wrong_is_named(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], object], error: type[Exception], says: str
+) -> None:
+    features = ("dora", "saved", "rows") if "magnitude" in says else ("embedding", "saved", "rows")
+    config, tensors = peft_beyond(SPEC, features=features)
+    good = write_peft(tmp_path / "good", config, tensors)
+    assert len(read_peft(good, SPEC, served=FEATURES).features) == 3
+    edit(tensors)
+    with pytest.raises(error, match=says):
+        read_peft(write_peft(tmp_path / "bad", config, tensors), SPEC, served=FEATURES)
+
+
+@pytest.mark.parametrize("key", ["use_dora", "lora_bias"])
+def test_an_embedding_takes_plain_lora_only(tmp_path: Path, key: str) -> None:
+    feature = key.removeprefix("use_")
+    config, tensors = peft_beyond(SPEC, features=(feature, "embedding"))
+    part = {"use_dora": "lora_magnitude_vector", "lora_bias": "lora_B.bias"}[key]
+    tensors[f"{_EMBED}.{part}"] = np.ones(24, "f4")
+    with pytest.raises(AdapterFormatError, match=f"{key}.*embed_tokens"):
+        read_peft(write_peft(tmp_path, config, tensors), SPEC, served=FEATURES)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    config, tensors = peft_beyond(SPEC, features=("rows",))
+    config["trainable_token_indices"] = {"lm_head": [7, 64]}
+    with pytest.raises(AdapterMismatch, match="64"):
+        read_peft(write_peft(tmp_path, config, tensors), SPEC, served=FEATURES)
+
+
+def test_an_engine_is_never_given_what_it_cannot_apply(tmp_path: Path) -> None:
+    folder = write_peft(tmp_path, *peft_beyond(SPEC, features=("dora", "saved")))
+    with pytest.raises(AdapterMismatch, match="DoRA or trained norms"):
+        read_peft(folder, SPEC)
+    with pytest.raises(AdapterMismatch, match="cannot apply DoRA;"):
+        read_peft(folder, SPEC, served=frozenset({"trained norms"}))
+
+
+def test_the_digest_covers_every_part(tmp_path: Path) -> None:
+    digests = set()
+    for features in (("dora",), ("lora_bias", "saved", "rows"), ("embedding",)):
+        config, tensors = peft_beyond(SPEC, features=features)
+        names = [name for name in tensors if "layers.1" not in name]
+        for changed in [None, *names]:
+            copies = {name: tensor.copy() for name, tensor in tensors.items()}
+            if changed is not None:
+                copies[changed].flat[0] += np.float32(0.5)
+            folder = write_peft(tmp_path / str(len(digests)), config, copies)
+            digests.add(content_digest(read_peft_stored(folder, SPEC), "base"))
+        if "rows" in features:
+            folder = write_peft(tmp_path / "other", config | {"trainable_token_indices": {"lm_head": [7, 4]}}, tensors)
+            digests.add(content_digest(read_peft_stored(folder, SPEC), "base"))
+    assert len(digests) == (1 + 3) + (1 + 5 + 1) + (1 + 4)
+
+
+def test_cards_hold_plain_lora_and_say_so(tmp_path: Path) -> None:
+    config, tensors = peft_beyond(SPEC, features=("saved",))
+    stored = read_peft_stored(write_peft(tmp_path / "saved", config, tensors), SPEC)
+    for deed in (
+        lambda: write_card(tmp_path / f"a{CARD_SUFFIX}", ArrowCard("a", stored, {})),
+        lambda: write_peft_folder(tmp_path / "again", stored),
+        lambda: quantize_adapter(stored, "I8"),
+    ):
+        with pytest.raises(AdapterFormatError, match="PEFT's own folders"):
+            deed()
+
+
+def test_dora_scale_is_the_norm_of_the_sum() -> None:
+    rng = np.random.default_rng()
+    weight = rng.normal(size=(7, 5)).astype("f4")
+    pair = LoraPair(rng.normal(size=(3, 5)).astype("f4"), rng.normal(size=(3, 7)).astype("f4"))
+    magnitude = rng.uniform(0.5, 2, 7).astype("f4")
+    expected = magnitude / np.linalg.norm(weight.astype("f8") + pair.b.T.astype("f8") @ pair.a, axis=1)
+    np.testing.assert_allclose(dora_scale(magnitude, weight, pair), expected, rtol=1e-5)
+    nothing = LoraPair(np.zeros((1, 5), "f4"), np.zeros((1, 7), "f4"))
+    weight[2] = 0
+    assert dora_scale(magnitude, weight, nothing)[2] == 0
