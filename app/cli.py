@@ -1,5 +1,6 @@
 """The `polylora` command: one subcommand per thing an operator does at a shell.
 
+    polylora serve --config configs/serve.yaml    fetch the model, start the service, stay until ctrl-C
     polylora fetch --config configs/serve.yaml    get the base model, with progress
     polylora convert adapters/sql sql.lora.arrow  turn an adapter into one mapped file, or back
     polylora inspect sql.lora.arrow               show an adapter's ranks, targets, norms and size
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status."""
     parser = argparse.ArgumentParser(prog="polylora", description="One base model, many LoRA adapters.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
     _add_fetch(commands)
     add_commands(commands)
     arguments = parser.parse_args(argv)
@@ -38,6 +40,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("serve", help="run the service of a configuration until ctrl-C")
+    parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a Serve application file")
+    parser.add_argument("--host", help="address to listen on instead of the file's")
+    parser.add_argument("--port", type=int, help="port to listen on instead of the file's")
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from app.engine.models.sources import resolve_model
+    from app.serving import serve_until_stopped
+    from app.settings_file import read_settings
+
+    model = read_settings(arguments.config).model
+    with ProgressLine(sys.stderr) as line:
+        resolve_model(model.uri, progress=line.show)
+    return serve_until_stopped(arguments.config, arguments.host, arguments.port)
 
 
 def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

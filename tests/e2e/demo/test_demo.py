@@ -1,0 +1,40 @@
+"""The first thing a new user does: `polylora serve` with the default configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.e2e.process import ServiceProcess, free_port
+
+pytestmark = pytest.mark.e2e
+
+
+def test_the_default_service_starts_answers_and_stops() -> None:
+    port = free_port()
+    command = [sys.executable, "-c", "import sys; from app.cli import main; sys.exit(main())"]
+    process = ServiceProcess([*command, "serve", "--config", "configs/serve.yaml", "--port", str(port)], port, {})
+    try:
+        process.wait_until_healthy(400)
+        deadline_s = time.monotonic() + 60
+        while "ctrl-C stops it" not in process.tail():
+            assert time.monotonic() < deadline_s, process.tail()
+            time.sleep(0.2)
+        greeting = process.tail()
+        assert (
+            f"Ready after \\d+ s: {process.url}".replace("\\d+", re.findall(r"after (\d+) s", greeting)[0]) in greeting
+        )
+        # The line that is printed to be pasted works as it stands.
+        curl = greeting[greeting.index("curl ") : greeting.index("\n\nctrl-C")].replace("\\\n", " ")
+        answer = json.loads(subprocess.run([*shlex.split(curl), "-sS"], capture_output=True, check=True).stdout)
+        assert answer["choices"][0]["message"]["content"]
+        assert answer["usage"]["completion_tokens"] > 0
+    finally:
+        status = process.stop()
+    assert status == 0

@@ -1,0 +1,95 @@
+"""A service in processes of its own: a command line, a Ray cluster in its own folder, free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+class ServiceProcess:
+    """Started in a process group of its own, so that nothing of it survives the tests."""
+
+    def __init__(self, command: Sequence[str], port: int, environment: dict[str, str]) -> None:
+        # A short path: Ray makes Unix sockets in it, and their names are limited to 107 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="plt", dir="/tmp"))
+        self.url = f"http://127.0.0.1:{port}"
+        self.environment = os.environ | {
+            "RAY_TMPDIR": str(self.folder),
+            "PYTHONPATH": str(ROOT),
+            "POLYLORA_STATE_DIR": str(self.folder / "state"),
+            "OMP_NUM_THREADS": "1",
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            **environment,
+        }
+        self.environment.pop("RAY_ADDRESS", None)
+        self.log = self.folder / "service.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command], cwd=ROOT, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the service ended with {self.process.returncode}:\n{self.tail()}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.3)
+        raise AssertionError(f"not healthy after {timeout_s:g} s:\n{self.tail()}")
+
+    def tail(self, num_chars: int = 6000) -> str:
+        return self.log.read_text(errors="replace")[-num_chars:]
+
+    def stop(self, timeout_s: float = 60.0) -> int:
+        """Ask it to end; returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self._end_group()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_group(self) -> None:
+        """Whatever Ray started is in our session; nothing of it may outlive the test."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def serve_run(document: dict[str, Any], port: int) -> ServiceProcess:
+    """`serve run <file>` with this document."""
+    folder = Path(tempfile.mkdtemp(prefix="plc", dir="/tmp"))
+    path = folder / "serve.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return ServiceProcess(
+        [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path)], port, {}
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
