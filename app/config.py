@@ -55,6 +55,7 @@ class AdaptersConfig(_Settings):
         default=(), description="Folders that adapters may be loaded from; LORA_PATH is added."
     )
     preload: tuple[PreloadedAdapter, ...] = Field(default=(), description="Adapters registered at start.")
+    allow_hub: bool = Field(default=True, description="Whether hf://org/name@revision may be loaded.")
     host_cache_bytes: int = Field(
         default=512 << 20, ge=1 << 20, description="Adapters kept in the object store, in bytes."
     )

@@ -28,6 +28,8 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import pack_adapter
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.adapters.peft import read_peft
+from app.engine.errors import UnsafeSource
+from app.engine.models.sources import resolve_model
 
 #: How long "loaded" waits for every ingress to know it.
 SETTLE_TIMEOUT_S = 5.0
@@ -43,6 +45,13 @@ class AdapterStoreActor:
         roots = [Path(root) for root in config.adapters.roots]
 
         def read(source: str) -> LocatedAdapter:
+            if source.startswith("hf://") and config.adapters.allow_hub:
+                return LocatedAdapter(source, read_peft(resolve_model(source), spec))
+            if "://" in source:
+                raise UnsafeSource(
+                    f"{source[:80]!r} is not a source this server reads; name a folder under its roots"
+                    + (" or hf://org/name@revision" if config.adapters.allow_hub else "")
+                )
             path = resolve_adapter_path(source, roots)
             return LocatedAdapter(str(path), read_peft(path, spec))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ class EngineReplica:
         stats = self._thread.stats()
         return {
             "replica_id": self._replica_id,
+            "pid": os.getpid(),
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting + self._service.num_waiting_for_adapters,
             "num_blocks": stats.num_blocks,

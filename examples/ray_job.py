@@ -1,0 +1,40 @@
+"""Another Ray job that uses a running service: no HTTP, no copy of the model.
+
+    python examples/ray_job.py "the quick brown fox" [adapter]
+
+Run it on a machine of the cluster (`RAY_ADDRESS`, or the cluster on this machine). It generates once, for
+a list, and as a stream; with an adapter's name it uses that adapter.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+from ray import serve
+
+
+def main(text: str, adapter: str | None) -> None:
+    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    service = serve.get_app_handle("polylora")
+
+    names = [entry["id"] for entry in service.list_adapters.remote().result()]
+    print("adapters:", ", ".join(names))
+
+    greedy = {"max_new_tokens": 24, "temperature": 0.0}
+    answer = service.generate.remote(text, greedy, adapter).result()
+    print("one:", repr(answer["text"]), answer["meta_info"]["finish_reason"])
+
+    # A list of texts, each with an adapter of its own or none; answers come back in order.
+    answers = service.generate.remote([text, text], greedy, [None, adapter]).result()
+    for result in answers:
+        print("many:", result["meta_info"]["lora"], repr(result["text"]))
+
+    pieces = service.options(stream=True).stream.remote(text, greedy, adapter)
+    print("stream:", repr("".join(pieces)))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

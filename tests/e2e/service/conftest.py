@@ -1,0 +1,109 @@
+"""One `serve run` for all tests of this folder: a tiny model, two engine replicas, two ingresses."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis  # noqa: F401  (imported only at the end, its plug-in fails: Ray confuses the recursion counter)
+import openai
+import pytest
+
+from tests.e2e.process import ServiceProcess, free_port, serve_run
+from tests.e2e.tiny import save_adapter, save_tiny_model
+
+RANKS = {"r1": 1, "r8": 8, "r16": 16, "r64": 64}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@dataclass
+class Service:
+    """The running service and what it was started with."""
+
+    process: ServiceProcess
+    document: dict[str, Any]
+    loras: Path
+    clients: list[httpx.Client] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120)
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="package")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    save_tiny_model(folder / "model")
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        save_adapter(folder / "loras" / name, rank=rank, seed=seed)
+    port = free_port()
+    document = {
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "applications": [
+            {
+                "name": "polylora",
+                "route_prefix": "/",
+                "import_path": "app.main:build",
+                "args": {
+                    "model": {"uri": str(folder / "model"), "name": "tiny"},
+                    "engine": {"num_threads": 1, "num_kv_blocks": 512, "adapter_rank_rows": 128},
+                    "adapters": {
+                        "roots": [str(folder / "loras")],
+                        "preload": [{"name": name, "path": name} for name in RANKS],
+                    },
+                    "limits": {"max_body_bytes": 200_000},
+                },
+                "deployments": [
+                    {"name": "Ingress", "num_replicas": 2, "ray_actor_options": {"num_cpus": 0.1}},
+                    {"name": "EngineReplica", "num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}},
+                ],
+            }
+        ],
+    }
+    process = serve_run(document, port)
+    try:
+        process.wait_until_healthy(300)
+        yield Service(process, document, folder / "loras")
+    finally:
+        process.stop()
+
+
+@pytest.fixture(scope="package")
+def handle(service: Service) -> Iterator[Callable[..., Any]]:
+    """Calls of the application's handle from this process, as another Ray job makes them."""
+    os.environ["RAY_TMPDIR"] = str(service.process.folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
+        import ray
+        from ray import serve
+        from ray.serve import schema  # noqa: F401
+
+    ray.init(address="auto", namespace="tests", log_to_driver=False, logging_level="ERROR")
+    app = serve.get_app_handle("polylora")
+
+    def call(method: str, *args: Any, **kwargs: Any) -> Any:
+        """Blocks; in a thread, because a handle refuses to block an event loop's."""
+        return threads.submit(lambda: getattr(app, method).remote(*args, **kwargs).result(timeout_s=60)).result()
+
+    with ThreadPoolExecutor(4) as threads:
+        yield call
+    ray.shutdown()
+    del os.environ["RAY_TMPDIR"]

@@ -1,0 +1,167 @@
+"""Clients that leave, replicas and actors that die, configurations that change: no answer is lost or altered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.process import ROOT
+from tests.e2e.service.conftest import RANKS, Service
+from tests.e2e.service.test_openai_client import run
+
+Handle = Callable[..., Any]
+
+
+def long_request(model: str, seed: int, max_tokens: int = 300) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": f"the quick {seed}",
+        "max_tokens": max_tokens,
+        "temperature": 0.9,
+        "seed": seed,
+        "logprobs": 1,
+        "extra_body": {"ignore_eos": True},
+    }
+
+
+def idle(handle: Handle) -> bool:
+    stats = handle("replica_stats")
+    return len(stats) == 2 and all(
+        item["num_running"] == item["num_waiting"] == 0
+        and item["num_blocks_free"] == item["num_blocks"]
+        and not item["pinned"]
+        for item in stats
+    )
+
+
+async def until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(condition):
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        await asyncio.sleep(0.1)
+
+
+async def test_a_disconnect_frees_blocks_and_pins(service: Service, handle: Handle) -> None:
+    await until(lambda: idle(handle), 60)
+    aborted = sum(item["num_aborted"] for item in handle("replica_stats"))
+    body = {"model": "r8", "prompt": "x", "max_tokens": 900, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=service.url, timeout=60) as http:
+        async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            async for _ in response.aiter_lines():
+                break
+        # One that does not stream: the client gives up while it waits.
+        with contextlib.suppress(httpx.ReadTimeout):
+            await http.post("/v1/completions", json=body, timeout=0.3)
+    await until(lambda: idle(handle), 10)
+    assert sum(item["num_aborted"] for item in handle("replica_stats")) == aborted + 2
+
+
+async def test_a_killed_replica_changes_no_token(service: Service, handle: Handle) -> None:
+    requests = [long_request(model, seed) for seed, model in enumerate(["tiny", *RANKS] * 3)]
+    async with service.openai() as client:
+        alone = [await run(client, request) for request in requests]
+        tasks = [asyncio.create_task(run(client, request)) for request in requests]
+        while not (busy := [s for s in await asyncio.to_thread(handle, "replica_stats") if s["num_running"] >= 3]):
+            await asyncio.sleep(0.02)
+        os.kill(busy[0]["pid"], signal.SIGKILL)
+        together = await asyncio.gather(*tasks)
+        for request, one, many in zip(requests, alone, together, strict=True):
+            assert one == many, request["model"]
+        pids = {item["pid"] for item in handle("replica_stats")}
+        assert busy[0]["pid"] not in pids
+        await until(lambda: idle(handle), 120)
+
+
+@pytest.mark.usefixtures("handle")
+async def test_placement_and_store_may_die(service: Service) -> None:
+    import ray
+
+    async with service.openai() as client:
+        requests = [long_request(model, seed, 60) for seed, model in enumerate(["tiny", *RANKS])]
+        alone = [await run(client, request) for request in requests]
+        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        ours = [name for name in names if name.startswith(("placement-", "adapter-store-"))]
+        assert len(ours) == 2
+        for name in ours:
+            ray.kill(ray.get_actor(name, namespace="polylora"), no_restart=False)
+        for _ in range(5):
+            assert await asyncio.gather(*(run(client, request) for request in requests)) == alone
+            await asyncio.sleep(0.5)
+        async with httpx.AsyncClient(base_url=service.url, timeout=60) as http:
+            for _ in range(2):
+                listed = (await http.get("/v1/loras")).json()["data"]
+                assert set(RANKS) <= {entry["id"] for entry in listed}, "the registry is on disk"
+            (await http.post("/v1/loras", json={"name": "later", "path": "r8"})).raise_for_status()
+            (await http.delete("/v1/loras/later")).raise_for_status()
+
+
+def test_another_ray_job_uses_the_handle(service: Service) -> None:
+    environment = service.process.environment | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "ray_job.py"), "the quick", "r8"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = dict(line.split(": ", 1) for line in result.stdout.splitlines() if not line.startswith("many"))
+    many = [line for line in result.stdout.splitlines() if line.startswith("many")]
+    assert set(RANKS) <= set(lines["adapters"].split(", "))
+    assert lines["one"].startswith(lines["stream"]), "the stream adds up to the whole"
+    assert many[1] == f"many: r8 {lines['stream']}"
+    assert many[0].startswith("many: None")
+    assert many[0] != many[1]
+
+
+async def test_a_rolling_update_fails_no_request(service: Service, handle: Handle) -> None:
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    document = copy.deepcopy(service.document)
+    document["applications"][0]["args"]["engine"]["max_batch_tokens"] = 128
+    before = {item["replica_id"] for item in handle("replica_stats")}
+    requests = [long_request(model, seed, 150) for seed, model in enumerate(["tiny", *RANKS])]
+    async with service.openai() as client:
+        alone = [await run(client, request) for request in requests]
+        stop = asyncio.Event()
+        num_answers = 0
+
+        async def traffic(index: int) -> None:
+            nonlocal num_answers
+            while not stop.is_set():
+                assert await run(client, requests[index]) == alone[index]
+                num_answers += 1
+
+        workers = [asyncio.create_task(traffic(index)) for index in range(len(requests))]
+        await asyncio.to_thread(
+            _get_global_client().deploy_apps, ServeDeploySchema.model_validate(document), _blocking=False
+        )
+
+        def updated() -> bool:
+            if any(worker.done() for worker in workers):
+                return True
+            if serve.status().applications["polylora"].status != "RUNNING":
+                return False
+            now = {item["replica_id"] for item in handle("replica_stats")}
+            return len(now) == 2 and not now & before
+
+        try:
+            await until(updated, 240)
+        finally:
+            stop.set()
+        await asyncio.gather(*workers)
+    assert num_answers >= len(requests)
