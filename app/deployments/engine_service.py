@@ -68,6 +68,10 @@ class EngineService:
         return self._engine
 
     @property
+    def num_links(self) -> int:
+        return self._hub.num_links
+
+    @property
     def num_waiting_for_adapters(self) -> int:
         return len(self._waiting)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 from app.config import PlacementConfig
@@ -12,6 +13,7 @@ from app.deployments.placement import PlacementTable, ReplicaReport, make_policy
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
+from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import GenerateRequest
@@ -19,6 +21,22 @@ from app.engine.worker import EngineThread
 from tests.fakes import FakeBackend
 
 LIMITS = BackendLimits(num_kv_blocks=256, block_size=8, adapter_rank_rows=64, rank_alignment=8, max_adapter_slots=16)
+
+
+class PausableBackend(FakeBackend):
+    """Computes `max_steps` steps (None: all), then waits to be resumed: a replica caught in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS)
+        self.max_steps: int | None = None
+        self.num_steps = 0
+        self.resumed = threading.Event()
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if self.max_steps is not None and self.num_steps >= self.max_steps:
+            self.resumed.wait(30)
+        self.num_steps += 1
+        return super().forward(batch)
 
 
 class FakeReplica:
@@ -31,7 +49,8 @@ class FakeReplica:
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
         self.service = EngineService(fleet.fetch, idle_s=idle_s)
-        self.engine = Engine(FakeBackend(LIMITS), EngineConfig(max_waiting=max_waiting))
+        self.backend = PausableBackend()
+        self.engine = Engine(self.backend, EngineConfig(max_waiting=max_waiting))
         self.thread = EngineThread(self.engine, self.service.on_step)
         self.service.start(self.thread)
         self.thread.start()
@@ -52,6 +71,8 @@ class Fleet:
         self.adapters: dict[str, LoraAdapter] = {}
         self.fetches: list[str] = []
         self.fetch_delay_s = 0.0
+        self.fetch_gate = asyncio.Event()
+        self.fetch_gate.set()
         self.known_gone: list[str] = []
         self.homes: dict[str, tuple[str, ...]] = {}
         self.policy = make_policy(PlacementConfig())
@@ -72,11 +93,13 @@ class Fleet:
 
     def stop(self) -> None:
         for replica in self.replicas.values():
+            replica.backend.resumed.set()
             replica.thread.stop(5.0)
 
     async def fetch(self, ref: AdapterRef) -> LoraAdapter:
         self.fetches.append(ref.digest)
         await asyncio.sleep(self.fetch_delay_s)
+        await self.fetch_gate.wait()
         return self.adapters[ref.digest]
 
     # -- Placer ---------------------------------------------------------------------------------

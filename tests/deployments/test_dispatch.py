@@ -115,12 +115,13 @@ async def test_a_killed_replica_changes_no_token(make_fleet: MakeFleet, seed: in
     fleet = make_fleet(2)
     dispatcher = fleet.dispatcher()
     pairs = random_requests(fleet, 24, rng, max_tokens=60)
-    tasks = [asyncio.ensure_future(collect(dispatcher, request)) for request, _ in pairs]
-    while sum(replica.thread.stats().num_tokens_generated for replica in fleet.replicas.values()) < 100:
-        await asyncio.sleep(0.001)
     victim, other = fleet.replicas.values()
+    victim.backend.max_steps = other.backend.max_steps = 20
+    tasks = [asyncio.ensure_future(collect(dispatcher, request)) for request, _ in pairs]
+    await until(lambda: victim.backend.num_steps == other.backend.num_steps == 20)
     num_before = len(other.submitted)
     fleet.kill(victim.replica_id)
+    other.backend.resumed.set()
     results = await asyncio.gather(*tasks)
     for (request, adapter), (tokens, last) in zip(pairs, results, strict=True):
         assert tokens == expected(request, adapter)
@@ -152,8 +153,7 @@ async def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(make
     assert (await task)[0] == expected(running)
     assert [request.request_id for request in drained.submitted] == ["long/1"], "not moved while it drains"
     assert len(other.submitted) == 8
-    await asyncio.sleep(0.2)
-    assert drained.service._hub.num_links == 0, "an idle reader leaves, so that Serve sees the replica drained"
+    await until(lambda: drained.service.num_links == 0)  # an idle reader leaves, so that Serve sees it drained
     await dispatcher.close()
 
 
@@ -163,9 +163,12 @@ async def test_a_caller_that_leaves_frees_its_blocks(make_fleet: MakeFleet) -> N
     adapter = fake_adapter("a", 8)
     fleet.adapters[adapter.card.digest] = adapter
     (replica,) = fleet.replicas.values()
+    replica.backend.max_steps = 10
     async with aclosing(dispatcher.stream(make_request("r", [1] * 20, adapter, max_tokens=400))) as stream:
         await anext(stream)
         assert replica.thread.stats().num_running == 1
+    await asyncio.sleep(0.01)
+    replica.backend.resumed.set()
     await until(lambda: replica.thread.stats().num_running == 0)
     stats = replica.thread.stats()
     assert stats.num_blocks_free == stats.num_blocks
@@ -197,14 +200,16 @@ async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make_fleet:
 
 async def test_a_cold_adapter_delays_only_its_own_requests(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(1)
-    fleet.fetch_delay_s = 0.5
+    fleet.fetch_gate.clear()
     dispatcher = fleet.dispatcher()
     adapter = fake_adapter("cold", 8)
     fleet.adapters[adapter.card.digest] = adapter
     cold = asyncio.ensure_future(collect(dispatcher, make_request("cold", [1], adapter, max_tokens=3)))
-    await asyncio.sleep(0.01)
-    await asyncio.wait_for(collect(dispatcher, make_request("base", [1], max_tokens=30, ignore_eos=True)), 0.4)
+    await until(lambda: fleet.fetches == [adapter.card.digest])
+    base = make_request("base", [1], max_tokens=30, ignore_eos=True)
+    assert (await collect(dispatcher, base))[0] == expected(base)
     assert not cold.done()
+    fleet.fetch_gate.set()
     assert (await cold)[0] == expected(make_request("cold", [1], adapter, max_tokens=3), adapter)
     await dispatcher.close()
 
@@ -222,7 +227,12 @@ async def test_errors_are_the_request_s_own(make_fleet: MakeFleet) -> None:
     assert "KeyError" not in str(results[2][1].error)
     assert missing.card.digest not in str(results[2][1].error)
     many = [make_request(f"q{i}", [1], max_tokens=50, ignore_eos=True) for i in range(100)]
-    outcomes = await asyncio.gather(*(collect(dispatcher, request) for request in many))
+    (replica,) = fleet.replicas.values()
+    replica.backend.max_steps = replica.backend.num_steps
+    tasks = [asyncio.ensure_future(collect(dispatcher, request)) for request in many]
+    await until(lambda: len(replica.submitted) >= 100)
+    replica.backend.resumed.set()
+    outcomes = await asyncio.gather(*tasks)
     errors = [last.error for _, last in outcomes if last.error is not None]
     assert errors
     assert all(isinstance(error, QueueFull) for error in errors)
