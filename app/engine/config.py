@@ -35,3 +35,10 @@ class EngineConfig(BaseModel):
         description="Adapter bytes written per step: a burst of cold ones cannot stall streams.",
     )
     prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
+    tensor_parallel: int = Field(1, ge=1, description="Devices that share one model; the JAX engine only.")
+    skip_precompile: bool = Field(
+        False, description="JAX: compile each shape when it is first needed, for development; the first steps stall."
+    )
+    compilation_cache_dir: str = Field(
+        "", description="JAX: folder that keeps compiled programs between starts; empty keeps none."
+    )

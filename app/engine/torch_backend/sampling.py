@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, SamplingBatch
+from app.engine.logits import largest, penalise
 from app.kernels.rows._sampling import log_sum_exp, row_maximum, sample_rows
 
 
@@ -22,7 +23,7 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch) -> ForwardOutpu
     penalised = [p for p in range(num_rows) if sampling.history[p].size]
     originals = {p: logits[p].copy() for p in penalised if wanted[p]}
     for p in penalised:
-        _penalise(logits[p], sampling, p)
+        penalise(logits[p], sampling, p)
     if num_rows:
         sample_rows(
             logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seeds,
@@ -37,28 +38,5 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch) -> ForwardOutpu
         logprobs[p] = np.float64(row[tokens[p]]) - normaliser
         count = int(sampling.num_logprobs[p])
         if count:
-            top[p] = _largest(row, count, normaliser)
+            top[p] = largest(row, count, normaliser)
     return ForwardOutput(token_ids=tokens, logprobs=logprobs, top_logprobs=tuple(top))
-
-
-def _penalise(row: NDArray[np.float32], sampling: SamplingBatch, p: int) -> None:
-    """Repetition (Keskar et al. 2019, over prompt and output), presence and frequency (OpenAI, over output)."""
-    history, prompt_len = sampling.history[p], int(sampling.prompt_lens[p])
-    repetition = sampling.repetition[p]
-    if repetition != 1.0:
-        seen = np.unique(history)
-        values = row[seen]
-        row[seen] = np.where(values > 0, values / repetition, values * repetition)
-    generated, counts = np.unique(history[prompt_len:], return_counts=True)
-    if generated.size:
-        row[generated] -= sampling.presence[p] + sampling.frequency[p] * counts.astype(np.float32)
-
-
-def _largest(row: NDArray[np.float32], count: int, normaliser: float) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The `count` most likely tokens, most likely first, ties to the smaller id."""
-    count = min(count, row.shape[0])
-    threshold = np.partition(row, row.shape[0] - count)[row.shape[0] - count]
-    candidates = np.flatnonzero(row >= threshold)
-    order = np.lexsort((candidates, -row[candidates].astype(np.float64)))[:count]
-    ids = candidates[order]
-    return ids.astype(np.int32), (row[ids].astype(np.float64) - normaliser).astype(np.float32)

@@ -1,0 +1,172 @@
+"""The JAX engine's backend: puts weights on devices, owns KV memory and adapter tables, calls programs.
+
+In: a checkpoint's tensors and the engine's sizes. Out: a `Backend`. Every array is an argument of a pure
+program; KV memory and tables are donated, so they are written in place. All programs, those that write adapters
+included, are compiled before they are called: no adapter, rank or batch ever compiles anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
+
+from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.batch import ForwardBatch, ForwardOutput
+from app.engine.config import EngineConfig
+from app.engine.errors import AdapterMismatch, ConfigError
+from app.engine.jax_backend import sharding
+from app.engine.jax_backend.decoder import TENSOR_AXIS, AdapterTables, KvMemory, Outcome, forward
+from app.engine.jax_backend.programs import Programs, ladder
+from app.engine.jax_backend.sampling import sample
+from app.engine.jax_backend.sizes import sizes_of
+from app.engine.jax_backend.step import Bucket, pack
+from app.engine.jax_backend.tables import adapter_rows, rank_classes, table_shapes, write_rows
+from app.engine.jax_backend.weights import read_weights
+from app.engine.models.spec import ModelSpec
+from app.kernels.paged_attention._jax import blocks_per_group
+from app.kernels.sgmv._jax import RANK_CHUNK
+
+
+class JaxBackend:
+    """Float32 weights on one device or split over several."""
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Iterable[tuple[str, NDArray[Any]]], config: EngineConfig, mesh: Mesh
+    ) -> None:
+        """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh`."""
+        self._spec = spec
+        self._mesh = mesh
+        self._limits = BackendLimits(
+            num_kv_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            adapter_rank_rows=config.adapter_rank_rows // RANK_CHUNK * RANK_CHUNK,
+            rank_alignment=RANK_CHUNK,
+            max_adapter_slots=config.max_adapter_slots,
+        )
+        self._num_kv_slots = config.num_kv_blocks * config.block_size
+        if self._num_kv_slots >= 1 << 31:
+            raise ConfigError(f"{self._num_kv_slots} KV slots do not fit 32-bit indices; lower engine.num_kv_blocks")
+        if config.compilation_cache_dir:
+            _use_cache(config.compilation_cache_dir)
+        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS])
+        max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
+        weights = read_weights(spec, self._sizes, tensors, max_positions)
+        self._weights = self._put(weights, sharding.weight_specs(weights))
+        kv_shape = (
+            len(spec.layers), config.num_kv_blocks, self._sizes.num_shards, self._sizes.kv_heads, config.block_size,
+            self._sizes.head_dim,
+        )  # fmt: skip
+        self._kv = KvMemory(*(self._zeros(kv_shape, sharding.KV_SPEC) for _ in KvMemory._fields))
+        shapes = table_shapes(self._sizes, max(self._limits.adapter_rank_rows, RANK_CHUNK))
+        self._tables = AdapterTables(
+            *(self._zeros(shape, spec) for shape, spec in zip(shapes, sharding.TABLE_SPECS, strict=True))
+        )
+        self._row_starts = np.zeros(config.max_adapter_slots, np.int32)
+        self._ranks = np.zeros(config.max_adapter_slots, np.int32)
+        num_blocks = min(-(-max_positions // config.block_size), config.num_kv_blocks)
+        per_group = blocks_per_group(config.block_size)
+        table_width = -(-num_blocks // per_group) * per_group
+        decode_tile = 1 if self._sizes.heads > self._sizes.kv_heads else 2  # an attention product needs two rows
+        start = time.perf_counter()
+        self._writers = {count: self._compile_writer(count) for count in rank_classes(self._limits.adapter_rank_rows)}
+        self.writers_compile_s = time.perf_counter() - start
+        self.programs = Programs(
+            ladder(config, table_width, decode_tile), self._compile, skip_precompile=config.skip_precompile
+        )
+        self._last: Outcome | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._limits
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
+        for key in adapter.weights:
+            if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
+                raise AdapterMismatch(
+                    f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
+                )
+        count = next(count for count in self._writers if count >= adapter.card.max_rank)
+        rows = adapter_rows(adapter, self._spec, self._sizes, count)
+        self._tables = self._writers[count](self._tables, rows, np.int32(row_start))
+        self._row_starts[adapter_slot] = row_start
+        self._ranks[adapter_slot] = adapter.card.max_rank
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """See `Backend.forward`."""
+        num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_lens)
+        bucket, program = self.programs.find(num_tokens, num_sequences, decode=num_tokens == num_sequences)
+        flat = pack(batch, bucket, self._num_kv_slots, self._row_starts, self._ranks)
+        self._kv, self._last = program(self._weights, self._tables, self._kv, flat)
+        return sample(self._last, batch.sampling)
+
+    def logits(self, num_rows: int) -> NDArray[np.float32]:
+        """The last step's logits [num_rows, vocab_size] (tests read it)."""
+        assert self._last is not None, "no step has run"
+        return np.asarray(self._last.logits)[:num_rows]
+
+    def hlo(self, bucket: Bucket) -> str:
+        """The optimised program of a bucket as text (tests count its collectives)."""
+        text = self._compile(bucket).as_text()
+        assert isinstance(text, str)
+        return text
+
+    def close(self) -> None:
+        """Stop compiling and drop every array."""
+        self.programs.stop()
+        for name in ("_weights", "_kv", "_tables", "_last", "_writers"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _compile(self, bucket: Bucket) -> Any:
+        step = partial(forward, bucket=bucket, sizes=self._sizes)
+        run = sharding.over_shards(step, self._mesh, self._weights)
+        replicated = NamedSharding(self._mesh, sharding.REPLICATED)
+        flat = jax.ShapeDtypeStruct((bucket.size,), np.int32, sharding=replicated)
+        shapes = jax.tree.map(_shape_of, (self._weights, self._tables, self._kv))
+        return jax.jit(run, donate_argnums=(2,)).lower(*shapes, flat).compile()
+
+    def _compile_writer(self, count: int) -> Any:
+        rows = AdapterTables(
+            *(
+                jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
+                for shape, spec in zip(table_shapes(self._sizes, count), sharding.TABLE_SPECS, strict=True)
+            )
+        )
+        start = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self._mesh, sharding.REPLICATED))
+        shapes = jax.tree.map(_shape_of, self._tables)
+        placed = AdapterTables(*(NamedSharding(self._mesh, spec) for spec in sharding.TABLE_SPECS))
+        write = jax.jit(write_rows, donate_argnums=(0,), out_shardings=placed)
+        return write.lower(shapes, rows, start).compile()
+
+    def _put(self, tree: Any, specs: Any) -> Any:
+        return jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(self._mesh, spec)), tree, specs)
+
+    def _zeros(self, shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.Array:
+        return jax.device_put(np.zeros(shape, np.float32), NamedSharding(self._mesh, spec))
+
+
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _use_cache(folder: str) -> None:
+    """Keep every compiled program in `folder`. JAX has one cache per process."""
+    path = Path(folder).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,65 @@
+"""Which axis of each array lies along which axis of the device mesh.
+
+A mesh has three named axes: `data` (replicas of the model), `expert` and `tensor`. Today's decoder splits over
+`tensor` only; the other two have length 1 and are named so that arrays keep their annotations when they grow.
+Weights, KV memory and adapter tables carry an explicit axis of shards: nothing is left to a partitioner's choice,
+and the only communication is what the decoder writes down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from app.engine.errors import ConfigError
+from app.engine.jax_backend.decoder import TENSOR_AXIS, AdapterTables, KvMemory, Outcome
+from app.engine.jax_backend.weights import LayerWeights, Weights
+
+AXES = ("data", "expert", TENSOR_AXIS)
+REPLICATED = P()
+KV_SPEC = P(None, None, TENSOR_AXIS)
+#: A of o and down is split like their input, B of the others like their output; the rest is replicated.
+TABLE_SPECS = AdapterTables(
+    a_qkv=P(), a_o=P(None, None, TENSOR_AXIS), a_gate_up=P(), a_down=P(None, None, TENSOR_AXIS),
+    b_qkv=P(None, None, TENSOR_AXIS), b_o=P(), b_gate_up=P(None, None, TENSOR_AXIS), b_down=P(),
+)  # fmt: skip
+_SPLIT = {"qkv", "o", "gate_up", "down", "qkv_bias", "gate_up_bias"}
+
+
+def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
+    """The first `tensor_parallel` devices as a mesh; ConfigError if there are not enough."""
+    if len(devices) < tensor_parallel:
+        raise ConfigError(
+            f"engine.tensor_parallel is {tensor_parallel} but JAX sees {len(devices)} {devices[0].platform} devices; "
+            "lower it, or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count"
+        )
+    return Mesh(np.array(devices[:tensor_parallel]).reshape(1, 1, tensor_parallel), AXES)
+
+
+def weight_specs(weights: Weights) -> Weights:
+    """A PartitionSpec for each array of `weights`; None stays None."""
+    layers = {
+        name: None if array is None else P(None, TENSOR_AXIS) if name in _SPLIT else P()
+        for name, array in weights.layers._asdict().items()
+    }
+    head = None if weights.head is None else P(TENSOR_AXIS)
+    return Weights(P(), head, P(), P(), P(), P(), LayerWeights(**layers))
+
+
+def over_shards(step: Callable[..., Any], mesh: Mesh, weights: Weights) -> Callable[..., Any]:
+    """`step(weights, tables, kv, flat)` run in every shard of `mesh`; as it is where there is only one."""
+    if mesh.size == 1:
+        return step
+    kv = KvMemory(KV_SPEC, KV_SPEC)
+    return jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(weight_specs(weights), TABLE_SPECS, kv, REPLICATED),
+        out_specs=(kv, Outcome(REPLICATED, REPLICATED)),
+        check_vma=False,
+    )

@@ -1,0 +1,169 @@
+"""A checkpoint as the stacked arrays `lax.scan` walks over, shard by shard.
+
+In: a checkpoint's tensors, one at a time. Out: `Weights`, a pytree of NumPy arrays ready to be put on devices.
+Matrices keep the checkpoint's orientation [d_out, d_in]: contracting both last axes is the form in which XLA's
+CPU product gives a row the same bits for any number of rows from two on. The axis called `shards` is split over
+the tensor-parallel devices and has length 1 without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.errors import CheckpointError
+from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes, shard_columns
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
+from app.engine.models.spec import ModelSpec
+
+
+class LayerWeights(NamedTuple):
+    """Weights of all layers, [L, ...]. What a model does not have is None.
+
+    qkv, gate_up: [L, shards, d_out, d_in], the modules' rows side by side. o, down: [L, shards, H, d_in].
+    qkv_bias, gate_up_bias: [L, shards, d_out]. o_bias, down_bias, norms: [L, H]. q_norm, k_norm: [L, D].
+    rope, window: [L] int32, index into the rope tables and keys visible (0 is all). scale: [L].
+    """
+
+    attention_norm: Any
+    mlp_norm: Any
+    qkv: Any
+    o: Any
+    gate_up: Any
+    down: Any
+    qkv_bias: Any
+    o_bias: Any
+    gate_up_bias: Any
+    down_bias: Any
+    q_norm: Any
+    k_norm: Any
+    rope: Any
+    window: Any
+    scale: Any
+
+
+class Weights(NamedTuple):
+    """embedding: [V, H]. head: [shards, padded V / shards, H], or None where it is the embedding (one shard, tied).
+
+    final_norm: [H]. cos, sin: [ropes, positions, D / 2]. ones: [8, max(H, D)].
+    """
+
+    embedding: Any
+    head: Any
+    final_norm: Any
+    cos: Any
+    sin: Any
+    ones: Any
+    layers: LayerWeights
+
+
+_MODULES = {
+    "self_attn.q_proj": ("qkv", "q_proj"),
+    "self_attn.k_proj": ("qkv", "k_proj"),
+    "self_attn.v_proj": ("qkv", "v_proj"),
+    "self_attn.o_proj": ("o", "o_proj"),
+    "mlp.gate_proj": ("gate_up", "gate_proj"),
+    "mlp.up_proj": ("gate_up", "up_proj"),
+    "mlp.down_proj": ("down", "down_proj"),
+}
+_VECTORS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_norm": "q_norm",
+    "self_attn.k_norm": "k_norm",
+}
+
+
+def read_weights(
+    spec: ModelSpec, sizes: Sizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int
+) -> Weights:
+    """Consume every tensor, as float32. CheckpointError for one that has no place, or is missing."""
+    arrays = _empty_layers(sizes)
+    top: dict[str, NDArray[np.float32]] = {}
+    columns = shard_columns(spec, sizes.num_shards)
+    missing = set(expected_tensors(spec))
+    for name, stored in tensors:
+        if name not in missing:
+            raise CheckpointError(f"tensor {name!r} has no place in {spec.name}")
+        missing.discard(name)
+        tensor = np.asarray(stored).astype(np.float32, copy=False)
+        if name in (EMBEDDING, FINAL_NORM, LM_HEAD):
+            top[name] = tensor
+        else:
+            _place(arrays, columns, sizes, name, tensor)
+    if missing:
+        raise CheckpointError(f"{spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
+    attentions = [layer.attention for layer in spec.layers]
+    ropes = list(dict.fromkeys(attention.rope for attention in attentions))
+    positions = np.arange(max_positions, dtype=np.float32)
+    angles = [positions[:, None] * np.array(rope.inv_freq, np.float32)[None] for rope in ropes]
+    factors = [np.float32(rope.attention_factor) for rope in ropes]
+    arrays["rope"] = np.array([ropes.index(attention.rope) for attention in attentions], np.int32)
+    arrays["window"] = np.array([attention.window or 0 for attention in attentions], np.int32)
+    arrays["scale"] = np.array([attention.scale for attention in attentions], np.float32)
+    head = None
+    if not (spec.tie_embeddings and sizes.num_shards == 1):
+        head = _split_vocabulary(top[EMBEDDING if spec.tie_embeddings else LM_HEAD], sizes.num_shards)
+    return Weights(
+        embedding=top[EMBEDDING],
+        head=head,
+        final_norm=top[FINAL_NORM],
+        cos=np.stack([np.cos(a) * f for a, f in zip(angles, factors, strict=True)]),
+        sin=np.stack([np.sin(a) * f for a, f in zip(angles, factors, strict=True)]),
+        ones=np.ones((8, max(sizes.hidden_size, sizes.head_dim)), np.float32),
+        layers=LayerWeights(**arrays),
+    )
+
+
+def _empty_layers(sizes: Sizes) -> dict[str, Any]:
+    count, shards, hidden = sizes.num_layers, sizes.num_shards, sizes.hidden_size
+    outputs, inputs = sizes.group_outputs, sizes.group_inputs
+    biased = {"qkv": sizes.qkv_bias, "o": sizes.o_bias, "gate_up": sizes.mlp_bias, "down": sizes.mlp_bias}
+    arrays: dict[str, Any] = {name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")}
+    for group in GROUPS:
+        width = sum(outputs[group])
+        arrays[group] = np.zeros((count, shards, width, inputs[group]), np.float32)
+        shape = (count, hidden) if group in ROW_PARALLEL else (count, shards, width)
+        arrays[f"{group}_bias"] = np.zeros(shape, np.float32) if biased[group] else None
+    for name in ("q_norm", "k_norm"):
+        arrays[name] = np.zeros((count, sizes.head_dim), np.float32) if sizes.qk_norm else None
+    return arrays
+
+
+def _place(
+    arrays: dict[str, Any],
+    columns: dict[str, NDArray[np.int64]],
+    sizes: Sizes,
+    name: str,
+    tensor: NDArray[np.float32],
+) -> None:
+    """Put "model.layers.<n>.<module>.<kind>" where it belongs."""
+    _, _, layer_text, rest = name.split(".", 3)
+    path, kind = rest.rsplit(".", 1)
+    layer = int(layer_text)
+    if path in _VECTORS:
+        arrays[_VECTORS[path]][layer] = tensor
+        return
+    group, module = _MODULES[path]
+    index = GROUPS[group].index(module)
+    start = sum(sizes.group_outputs[group][:index])
+    end = start + sizes.group_outputs[group][index]
+    if group in ROW_PARALLEL:
+        if kind == "bias":
+            arrays[f"{group}_bias"][layer] = tensor
+        else:
+            arrays[group][layer] = tensor[:, columns[module]].transpose(1, 0, 2)  # [shards, H, d_in]
+    else:
+        target = arrays[f"{group}_bias" if kind == "bias" else group]
+        target[layer, :, start:end] = tensor[columns[module]]
+
+
+def _split_vocabulary(head: NDArray[np.float32], num_shards: int) -> NDArray[np.float32]:
+    """[V, H] -> [shards, padded V / shards, H]; padding rows are zero and cut off the logits."""
+    per_shard = -(-len(head) // num_shards)
+    padded = np.zeros((per_shard * num_shards, head.shape[1]), np.float32)
+    padded[: len(head)] = head
+    return padded.reshape(num_shards, per_shard, -1)

@@ -1,0 +1,37 @@
+"""Parts of sampling that every backend shares: penalties and lists of likely tokens, on one row of logits.
+
+NumPy in and out, one row at a time: no row can see another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.batch import SamplingBatch
+
+
+def penalise(row: NDArray[np.float32], sampling: SamplingBatch, p: int) -> None:
+    """Apply sampled row p's penalties to its logits [V] in place.
+
+    Repetition (Keskar et al. 2019, over prompt and output), presence and frequency (OpenAI, over output).
+    """
+    history, prompt_len = sampling.history[p], int(sampling.prompt_lens[p])
+    repetition = sampling.repetition[p]
+    if repetition != 1.0:
+        seen = np.unique(history)
+        values = row[seen]
+        row[seen] = np.where(values > 0, values / repetition, values * repetition)
+    generated, counts = np.unique(history[prompt_len:], return_counts=True)
+    if generated.size:
+        row[generated] -= sampling.presence[p] + sampling.frequency[p] * counts.astype(np.float32)
+
+
+def largest(row: NDArray[np.float32], count: int, normaliser: float) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The `count` most likely tokens, most likely first, ties to the smaller id, and their log-probabilities."""
+    count = min(count, row.shape[0])
+    threshold = np.partition(row, row.shape[0] - count)[row.shape[0] - count]
+    candidates = np.flatnonzero(row >= threshold)
+    order = np.lexsort((candidates, -row[candidates].astype(np.float64)))[:count]
+    ids = candidates[order]
+    return ids.astype(np.int32), (row[ids].astype(np.float64) - normaliser).astype(np.float32)
