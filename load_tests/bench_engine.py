@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +64,7 @@ class Settings:
     seed: int
     num_threads: int
     with_reference: bool
+    weight_storage: Literal["float32", "int8"] = "float32"
 
 
 ENGINE, LORA_OFF, TRANSFORMERS, PEFT = "engine", "engine, LoRA off", "transformers", "PEFT mixed batch"
@@ -75,6 +76,7 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
     length = settings.num_prompt_tokens + settings.num_tokens
     return EngineConfig(
         num_threads=settings.num_threads,
+        weight_storage=settings.weight_storage,
         adapter_rank_rows=rank_rows,
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
         max_batch_sequences=most,
@@ -197,7 +199,7 @@ def _header(settings: Settings, machine: dict[str, object], load_after: object) 
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {load_after}. {settings.num_prompt_tokens} prompt tokens, "
         f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks {ranks} in turn over "
-        f"all seven projections, float32, {settings.num_rounds} interleaved rounds."
+        f"all seven projections, engine weights in {settings.weight_storage}, {settings.num_rounds} interleaved rounds."
     )
 
 
@@ -251,6 +253,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="for everybody; 0 takes every core")
+    parser.add_argument("--weight-storage", choices=("float32", "int8"), default="float32", help="of the engine")
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
     parser.add_argument("--out", type=Path, default=Path("results/bench_engine.jsonl"))
     arguments = parser.parse_args()
@@ -266,6 +269,7 @@ def main() -> None:
         seed=arguments.seed,
         num_threads=arguments.threads,
         with_reference=not arguments.no_reference,
+        weight_storage=arguments.weight_storage,
     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w") as lines:

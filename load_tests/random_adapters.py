@@ -1,15 +1,18 @@
 """Random LoRA adapters as PEFT folders: as many as a measurement needs, of any ranks.
 
 In: a base model's spec, ranks, a seed. Out: folders that both this project and PEFT read. Their
-contents mean nothing; their sizes are real. Command line:
+contents mean nothing; their sizes are real. On the command line it prints their names, one a line, as
+`load_tests.run --models @FILE` reads them, and may register them with a service that reads that folder:
 
-    python -m load_tests.random_adapters --count 100 --ranks 8,16,32,64 --out /tmp/adapters
+    python -m load_tests.random_adapters --count 100 --ranks 8,16,32,64 --out /tmp/adapters \
+        --register http://127.0.0.1:8000/v1 > names.txt
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,6 +74,16 @@ def write_random_adapters(
     ]
 
 
+def register(url: str, folder: Path) -> None:
+    """Load an adapter under its folder's name (vLLM's route). Raises urllib.error.URLError."""
+    body = json.dumps({"lora_name": folder.name, "lora_path": str(folder.absolute())}).encode()
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/load_lora_adapter", data=body, headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60):
+        pass
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Write random adapters as PEFT folders.")
@@ -79,11 +92,14 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,16,32,64", help="taken in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--register", metavar="URL", help="a service, ending in /v1, that may read the folder")
     arguments = parser.parse_args()
     spec = load_checkpoint(resolve_model(arguments.model)).spec
     ranks = [int(rank) for rank in arguments.ranks.split(",")]
     for folder in write_random_adapters(arguments.out, spec, arguments.count, ranks, arguments.seed, bf16=True):
-        print(folder)
+        if arguments.register:
+            register(arguments.register, folder)
+        print(folder.name)
 
 
 if __name__ == "__main__":

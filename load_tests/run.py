@@ -51,13 +51,26 @@ def save(out: Path, config: Mapping[str, Any], outcomes: Sequence[Outcome], slo:
     return text
 
 
+def model_names(text: str) -> list[str]:
+    """'a,b,c', or '@FILE' with one name per line. Raises argparse.ArgumentTypeError for none, OSError."""
+    names = Path(text[1:]).read_text().split() if text.startswith("@") else text.split(",")
+    if not names or not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names no model, or an empty one")
+    return names
+
+
 def parser() -> argparse.ArgumentParser:
     """Every option; those of the workload are named after the fields of `WorkloadConfig`."""
     options = argparse.ArgumentParser(description="Seeded load for any OpenAI endpoint.")
     options.add_argument(
         "--url", required=True, help="the endpoint, ending in /v1; the key is taken from OPENAI_API_KEY"
     )
-    options.add_argument("--models", required=True, help="adapters (or models) to ask for, most popular first, a,b,c")
+    options.add_argument(
+        "--models",
+        type=model_names,
+        required=True,
+        help="adapters (or models), most popular first: a,b,c or @FILE, one a line",
+    )
     options.add_argument("--base-model", help="also ask for this one; see --base-share")
     options.add_argument("--base-share", type=float, default=0.0, help="share of requests for the base model")
     options.add_argument("--arrivals", default="poisson", help=arrivals.KINDS)
@@ -97,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trace = []
     if arguments.trace:
         trace = arrivals.read_trace(arguments.trace.read_text().splitlines(), arguments.trace)
-    requests = plan(config, arguments.models.split(","), arguments.base_model, trace)
+    requests = plan(config, arguments.models, arguments.base_model, trace)
     endpoint = Endpoint(
         url=arguments.url.rstrip("/"),
         default_key=os.environ.get("OPENAI_API_KEY", "none"),
@@ -109,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     outcomes = run(endpoint, requests, arguments.closed_loop)
     written = {
         "workload": asdict(config),
-        "models": arguments.models.split(","),
+        "models": arguments.models,
         "base_model": arguments.base_model,
         "url": endpoint.url,
         "extra_body": endpoint.extra_body,

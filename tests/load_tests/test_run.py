@@ -92,9 +92,11 @@ async def test_failures_are_outcomes() -> None:
 
 def test_smoke_from_the_command_line(server: tuple[str, FakeServer], tmp_path: Path) -> None:
     url, fake = server
+    names = tmp_path / "names.txt"
+    names.write_text("sql\nextract\nsupport\n")
     out = tmp_path / "deep" / "smoke"
     main([
-        *("--url", url, "--models", "sql,extract,support", "--requests", "40", "--rate", "400", "--seed", "5"),
+        *("--url", url, "--models", f"@{names}", "--requests", "40", "--rate", "400", "--seed", "5"),
         *("--arrivals", "gamma:2", "--popularity", "zipf:1.2", "--output-lengths", "uniform:1:5", "--out", str(out)),
         *("--tenants", "3", "--adversary-factor", "5", "--slo-ttft", "30", "--shared-prefix-words", "4"),
     ])  # fmt: skip
@@ -105,6 +107,7 @@ def test_smoke_from_the_command_line(server: tuple[str, FakeServer], tmp_path: P
     assert (summary["num_requests"], summary["num_failed"], summary["slo_attainment"]) == (40, 0, 1.0)
     assert summary["completion_tokens"] == sum(body["max_tokens"] for body in fake.bodies)
     assert len(summary["tenants"]) == 3
+    assert config["models"] == ["sql", "extract", "support"]
     assert "Objectives met by 100.0 %" in Path(f"{out}.md").read_text()
     assert Path(f"{out}.png").read_bytes().startswith(b"\x89PNG")
 
