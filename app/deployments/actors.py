@@ -27,7 +27,7 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import pack_adapter
 from app.engine.adapters.paths import resolve_adapter_path
-from app.engine.adapters.peft import read_peft
+from app.engine.adapters.reading import read_adapter
 from app.engine.errors import UnsafeSource
 from app.engine.models.sources import resolve_model
 
@@ -46,14 +46,14 @@ class AdapterStoreActor:
 
         def read(source: str) -> LocatedAdapter:
             if source.startswith("hf://") and config.adapters.allow_hub:
-                return LocatedAdapter(source, read_peft(resolve_model(source), spec))
+                return LocatedAdapter(source, read_adapter(resolve_model(source), spec))
             if "://" in source:
                 raise UnsafeSource(
                     f"{source[:80]!r} is not a source this server reads; name a folder under its roots"
                     + (" or hf://org/name@revision" if config.adapters.allow_hub else "")
                 )
             path = resolve_adapter_path(source, roots)
-            return LocatedAdapter(str(path), read_peft(path, spec))
+            return LocatedAdapter(str(path), read_adapter(path, spec))
 
         def put(adapter: LoraAdapter) -> tuple[Any, list[Any]]:
             header, arrays = pack_adapter(adapter)

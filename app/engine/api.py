@@ -18,10 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from app.engine.adapters.arrow import CARD_SUFFIX, read_card_adapter
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.peft import read_peft
+from app.engine.adapters.reading import read_adapter
 from app.engine.backend import Backend
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
@@ -80,8 +79,7 @@ class LLM:
         path = Path(path).resolve()
         adapter = self._adapters.get(path)
         if adapter is None:
-            reader = read_card_adapter if path.name.endswith(CARD_SUFFIX) else read_peft
-            adapter = self._adapters[path] = reader(path, self.spec)
+            adapter = self._adapters[path] = read_adapter(path, self.spec)
         return adapter
 
     def chat_prompt(self, message: str, *, system: str | None = None) -> list[int]:
