@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import yaml
 
-from app.config import AppConfig, load_config
+from app.config import AppConfig
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.adapters.reading import read_adapter
 from app.engine.engine import Engine
@@ -30,6 +29,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import resolve_model
 from app.engine.models.tokenizer import load_tokenizer
 from app.engine.torch_backend.loading import load_backend
+from app.settings_file import read_settings
 from load_tests.bench_engine import numbers
 from load_tests.client import Endpoint, closed_loop
 from load_tests.decoding import EngineDecoder
@@ -135,8 +135,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/bench_http.jsonl"))
     arguments = parser.parse_args()
-    (application,) = yaml.safe_load(arguments.config.read_text())["applications"]
-    config = load_config(application["args"])
+    config = read_settings(arguments.config)
     bench = Bench(config, arguments.url, arguments.prompt_words, arguments.tokens, arguments.seed)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     machine = environment()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,30 +14,6 @@ from load_tests.workload import PlannedRequest, WorkloadConfig, plan
 from tests.load_tests.fake_server import FakeServer, serving
 
 CONFIG = WorkloadConfig(seed=11, num_requests=30, rate=300, prompt_lengths="uniform:3:9", output_lengths="uniform:1:6")
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[str, FakeServer]]:
-    """A server in a thread, for code that runs its own event loop."""
-    found: list[tuple[str, FakeServer]] = []
-    ready = threading.Event()
-    loop = asyncio.new_event_loop()
-    stopping = asyncio.Event()
-
-    async def serve() -> None:
-        async with serving() as pair:
-            found.append(pair)
-            ready.set()
-            await stopping.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert ready.wait(10)
-    yield found[0]
-    loop.call_soon_threadsafe(stopping.set)
-    thread.join(10)
-    loop.close()
-    assert not thread.is_alive()
 
 
 async def test_every_request_is_sent_as_planned_and_counted() -> None:
