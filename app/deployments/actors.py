@@ -28,6 +28,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import pack_adapter
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.adapters.reading import read_adapter
+from app.engine.adapters.validate import Validator
 from app.engine.errors import UnsafeSource
 from app.engine.models.sources import resolve_model
 
@@ -42,18 +43,22 @@ class AdapterStoreActor:
     def __init__(self, config_json: str) -> None:
         config = AppConfig.model_validate_json(config_json)
         spec = open_checkpoint(config.model).spec
+        validator = Validator()
         roots = [Path(root) for root in config.adapters.roots]
 
         def read(source: str) -> LocatedAdapter:
             if source.startswith("hf://") and config.adapters.allow_hub:
-                return LocatedAdapter(source, read_adapter(resolve_model(source), spec))
-            if "://" in source:
+                path, uri = resolve_model(source), source
+            elif "://" in source:
                 raise UnsafeSource(
                     f"{source[:80]!r} is not a source this server reads; name a folder under its roots"
                     + (" or hf://org/name@revision" if config.adapters.allow_hub else "")
                 )
-            path = resolve_adapter_path(source, roots)
-            return LocatedAdapter(str(path), read_adapter(path, spec))
+            else:
+                path = resolve_adapter_path(source, roots)
+                uri = str(path)
+            validator.validate(path, spec)
+            return LocatedAdapter(uri, read_adapter(path, spec))
 
         def put(adapter: LoraAdapter) -> tuple[Any, list[Any]]:
             header, arrays = pack_adapter(adapter)
@@ -104,8 +109,7 @@ class AdapterStoreActor:
         }
 
     async def _register_all(self) -> None:
-        for adapter in self._preload:
-            await self._store.register(adapter.name, adapter.path)
+        await asyncio.gather(*(self._store.register(adapter.name, adapter.path) for adapter in self._preload))
         await self._publish()
 
     async def _publish(self) -> None:

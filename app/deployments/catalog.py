@@ -21,6 +21,9 @@ from sqlalchemy.pool import NullPool
 
 from app.engine.adapters.card import AdapterRef
 
+#: How long a call waits for another's transaction.
+LOCK_TIMEOUT_S = 30.0
+
 _metadata = MetaData()
 _adapters = Table(
     "adapters",
@@ -48,14 +51,20 @@ class CatalogEntry:
 
 
 class Catalog:
-    """The database. One process writes; every call is one transaction."""
+    """The database. Every call is one transaction; threads and processes may call at the same time."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # NullPool: a connection is closed when its transaction ends, so none outlives this object unnoticed.
-        self._engine = create_engine(URL.create("sqlite", database=str(path)), poolclass=NullPool)
-        with self._transaction() as connection:
+        self._engine = create_engine(
+            URL.create("sqlite", database=str(path)),
+            poolclass=NullPool,
+            isolation_level="AUTOCOMMIT",  # `_transaction` says where one begins
+            connect_args={"timeout": LOCK_TIMEOUT_S},
+        )
+        with self._engine.connect() as connection:
             connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+        with self._transaction() as connection:
             _metadata.create_all(connection)
 
     def register(
@@ -115,5 +124,12 @@ class Catalog:
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        with self._engine.begin() as connection:
-            yield connection
+        """IMMEDIATE: two writers that both read first would otherwise both insert."""
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            try:
+                yield connection
+            except BaseException:
+                connection.exec_driver_sql("ROLLBACK")
+                raise
+            connection.exec_driver_sql("COMMIT")

@@ -64,14 +64,16 @@ class StickyPolicy:
     def homes(self, digest: str, table: PlacementTable) -> tuple[str, ...]:
         if not table.replicas:
             return ()
+        resident = [report.replica_id for report in table.replicas.values() if digest in report.resident]
+        if resident:
+            return (rendezvous_order(digest, resident)[0],)
         counts = dict.fromkeys(table.replicas, 0)
         for homes in table.homes.values():
             for replica_id in homes:
                 if replica_id in counts:
                     counts[replica_id] += 1
         capacity = math.ceil(self._load_bound * (sum(counts.values()) + 1) / len(counts))
-        resident = [r.replica_id for r in table.replicas.values() if digest in r.resident]
-        ranked = rendezvous_order(digest, resident) + rendezvous_order(digest, set(counts).difference(resident))
+        ranked = rendezvous_order(digest, counts)
         return (next(replica_id for replica_id in ranked if counts[replica_id] < capacity),)
 
 

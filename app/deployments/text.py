@@ -51,9 +51,11 @@ class StopMatcher:
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is safe to send, whether a stop string was met). After a meeting there is no more."""
         self._held += text
-        found = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        found = [(index + len(stop), index) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
-            safe, self._held = self._held[: min(found)], ""
+            # The one that is complete first, so that the answer does not depend on where pieces end.
+            _, start = min(found)
+            safe, self._held = self._held[:start], ""
             return safe, True
         num_held = self._num_undecided()
         cut = len(self._held) - num_held

@@ -1,0 +1,176 @@
+"""Placement: sticky, bounded, stable when the fleet changes, and the same wherever it is computed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.config import PlacementConfig
+from app.deployments.placement import (
+    DWELL_S,
+    PlacementBooks,
+    PlacementTable,
+    ReplicaReport,
+    choose_replica,
+    make_policy,
+    rendezvous_order,
+)
+
+STICKY = make_policy(PlacementConfig())
+LEAST_LOADED = make_policy(PlacementConfig(policy="least_loaded"))
+
+
+def books(num_replicas: int) -> PlacementBooks:
+    result = PlacementBooks(STICKY, silence_s=10)
+    for index in range(num_replicas):
+        result.report(ReplicaReport(f"r{index}"), 0.0)
+    return result
+
+
+def digests(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{rng.getrandbits(128):032x}" for _ in range(count)]
+
+
+def test_no_replica_is_given_more_than_its_bound() -> None:
+    fleet = books(7)
+    fleet.assign(digests(500))
+    counts = Counter(home for homes in fleet.table.homes.values() for home in homes)
+    assert set(counts) == {f"r{i}" for i in range(7)}
+    assert max(counts.values()) <= math.ceil(1.25 * 501 / 7)
+
+
+def test_assigning_again_and_adding_a_replica_move_nothing() -> None:
+    fleet = books(3)
+    fleet.assign(digests(100))
+    before = dict(fleet.table.homes)
+    fleet.report(ReplicaReport("new"), 1.0)
+    assert not fleet.assign(digests(100))
+    assert fleet.table.homes == before
+
+
+def test_losing_a_replica_moves_its_adapters_only() -> None:
+    fleet = books(4)
+    fleet.assign(digests(200))
+    before = dict(fleet.table.homes)
+    assert fleet.gone("r2")
+    fleet.assign(digests(200))
+    after = fleet.table.homes
+    moved = {digest for digest in before if before[digest] != after[digest]}
+    assert moved == {digest for digest, homes in before.items() if homes == ("r2",)}
+    assert not any("r2" in homes for homes in after.values())
+
+
+def test_a_replica_declared_gone_does_not_come_back_by_a_late_report() -> None:
+    fleet = books(2)
+    fleet.gone("r0")
+    assert not fleet.report(ReplicaReport("r0"), 1.0)
+    assert set(fleet.table.replicas) == {"r1"}
+
+
+def test_silence_takes_a_replica_off_the_table() -> None:
+    fleet = books(2)
+    fleet.report(ReplicaReport("r1"), 8.0)
+    assert fleet.expire(11.0)
+    assert set(fleet.table.replicas) == {"r1"}
+    assert not fleet.expire(11.0)
+
+
+def test_after_a_restart_adapters_are_found_where_their_rows_are() -> None:
+    names = digests(60)
+    old = books(4)
+    old.assign(names)
+    homes = {digest: homes[0] for digest, homes in old.table.homes.items()}
+    new = PlacementBooks(STICKY, silence_s=10)
+    for index in range(4):
+        resident = tuple(digest for digest, home in homes.items() if home == f"r{index}")
+        new.report(ReplicaReport(f"r{index}", resident=resident), 0.0)
+    rng = random.Random(3)
+    rng.shuffle(names)
+    new.assign(names)
+    assert new.table.homes == {digest: (home,) for digest, home in homes.items()}
+
+
+def test_a_hot_adapter_is_shared_once_and_taken_back_when_it_cools() -> None:
+    fleet = books(3)
+    hot, cold = digests(2)
+    fleet.assign([hot, cold])
+    (home,) = fleet.table.homes[hot]
+    for replica_id in fleet.table.replicas:
+        load = 60 if replica_id == home else 1
+        fleet.report(ReplicaReport(replica_id, num_running=load, active={hot: load} if load > 1 else {}), 1.0)
+    assert fleet.rebalance(1.0)
+    homes = fleet.table.homes[hot]
+    assert len(homes) == 2
+    assert homes[0] == home
+    assert len(fleet.table.homes[cold]) == 1
+    assert not fleet.rebalance(2.0), "it dwells"
+    for replica_id in fleet.table.replicas:
+        fleet.report(ReplicaReport(replica_id), 3.0)
+    assert not fleet.rebalance(3.0)
+    assert fleet.rebalance(2.0 + DWELL_S)
+    assert fleet.table.homes[hot] == (home,)
+
+
+def test_an_even_load_is_left_alone() -> None:
+    fleet = books(3)
+    fleet.assign(digests(9))
+    for replica_id in list(fleet.table.replicas):
+        mine = [digest for digest, homes in fleet.table.homes.items() if replica_id in homes]
+        fleet.report(ReplicaReport(replica_id, num_running=20, active=dict.fromkeys(mine, 5)), 1.0)
+    assert not fleet.rebalance(1.0)
+
+
+@given(
+    num_replicas=st.integers(1, 6),
+    events=st.lists(
+        st.tuples(st.sampled_from(["assign", "gone", "add", "rebalance", "report"]), st.integers(0, 30)), max_size=60
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_homes_are_always_living_replicas(num_replicas: int, events: list[tuple[str, int]]) -> None:
+    fleet = books(num_replicas)
+    names = digests(31)
+    for now, (event, number) in enumerate(events):
+        match event:
+            case "assign":
+                fleet.assign([names[number]])
+            case "gone":
+                fleet.gone(f"r{number % 8}")
+            case "add":
+                fleet.report(ReplicaReport(f"n{number}"), float(now))
+            case "report":
+                active = {names[number]: number}
+                for replica_id in list(fleet.table.replicas)[:1]:
+                    fleet.report(ReplicaReport(replica_id, num_running=number, active=active), float(now))
+            case "rebalance":
+                fleet.rebalance(float(now * 5))
+        table = fleet.table
+        for homes in table.homes.values():
+            assert homes
+            assert len(set(homes)) == len(homes)
+            assert set(homes) <= set(table.replicas)
+
+
+def test_every_process_chooses_the_same_without_the_actor() -> None:
+    table = PlacementTable({f"r{i}": ReplicaReport(f"r{i}") for i in range(5)})
+    loads = dict.fromkeys(table.replicas, 0)
+    for digest in digests(40):
+        chosen = {choose_replica(digest, table, dict(loads), STICKY) for _ in range(3)}
+        assert chosen == {rendezvous_order(digest, table.replicas)[0]}
+
+
+def test_choice_follows_homes_then_load() -> None:
+    table = PlacementTable(
+        {"a": ReplicaReport("a"), "b": ReplicaReport("b"), "c": ReplicaReport("c")}, {"x": ("b", "c")}
+    )
+    assert choose_replica("x", table, {"a": 0, "b": 9, "c": 3}, STICKY) == "c"
+    assert choose_replica("x", table, {"a": 0, "b": 9}, STICKY) == "b"
+    assert choose_replica("x", table, {"a": 0}, STICKY) == "a"
+    assert choose_replica(None, table, {"a": 4, "b": 1, "c": 2}, STICKY) == "b"
+    assert choose_replica("y", table, {"a": 4, "b": 1, "c": 2}, LEAST_LOADED) == "b"
+    assert choose_replica("x", table, {}, STICKY) is None
