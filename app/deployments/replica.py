@@ -26,11 +26,9 @@ from app.deployments.warm_up import warm_up
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import unpack_adapter
-from app.engine.backend import Backend
-from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.errors import ConfigError, NotReady
-from app.engine.models.checkpoint import Checkpoint
+from app.engine.errors import NotReady
+from app.engine.loading import load_backend
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.worker import EngineThread
 
@@ -51,7 +49,7 @@ class EngineReplica:
         self._report_interval_s = config.placement.report_interval_s
         self._service = EngineService(self._fetch)
         checkpoint = await asyncio.to_thread(open_checkpoint, config.model)
-        self._backend = await asyncio.to_thread(make_backend, checkpoint, config.engine)
+        self._backend = await asyncio.to_thread(load_backend, checkpoint, config.engine)
         engine = Engine(self._backend, config.engine)
         await asyncio.to_thread(warm_up, engine, checkpoint.spec, adapters=config.engine.adapter_rank_rows > 0)
         self._thread = EngineThread(engine, self._service.on_step)
@@ -146,12 +144,3 @@ class EngineReplica:
             except TimeoutError:
                 pass
             self._service.changed.clear()
-
-
-def make_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
-    """The configured backend; heavy imports happen here, in the process that computes."""
-    if config.backend == "torch":
-        from app.engine.torch_backend.loading import load_backend
-
-        return load_backend(checkpoint, config)
-    raise ConfigError(f"engine.backend {config.backend!r} is not available in this version; use 'torch'")

@@ -21,11 +21,11 @@ from typing import Any
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.reading import read_adapter
-from app.engine.backend import Backend
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.errors import ConfigError, InvalidRequest, QueueFull
-from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from app.engine.errors import InvalidRequest, QueueFull
+from app.engine.loading import load_backend
+from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.tokenizer import load_tokenizer
 from app.engine.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, Usage
@@ -56,7 +56,7 @@ class LLM:
         checkpoint = load_checkpoint(resolve_model(str(model), progress=progress))
         self.spec = checkpoint.spec
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
-        self._backend = _load_backend(checkpoint, config)
+        self._backend = load_backend(checkpoint, config)
         self._engine = Engine(self._backend, config)
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
@@ -182,14 +182,6 @@ class LLM:
             finish_reason=last.finish_reason,
             usage=last.usage,
         )
-
-
-def _load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
-    if config.backend == "torch":
-        from app.engine.torch_backend.loading import load_backend
-
-        return load_backend(checkpoint, config)
-    raise ConfigError(f"engine.backend {config.backend!r} is not available in this version; use 'torch'")
 
 
 def _shown(chunk: TokenChunk) -> tuple[int, ...]:

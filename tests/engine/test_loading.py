@@ -1,0 +1,51 @@
+"""Which backend a configuration selects, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.engine.config import EngineConfig
+from app.engine.errors import ConfigError
+from app.engine.loading import load_backend
+from app.engine.models.checkpoint import Checkpoint
+from tests.engine.adapters.making import tiny_spec
+from tests.engine.jax_backend.making import random_tensors
+
+SIZES: dict[str, Any] = {
+    "num_kv_blocks": 8,
+    "adapter_rank_rows": 8,
+    "max_batch_tokens": 16,
+    "max_batch_sequences": 2,
+    "skip_precompile": True,
+}
+
+
+def checkpoint() -> Checkpoint:
+    spec = tiny_spec()
+    return Checkpoint(spec, Path("unused"), lambda: iter(random_tensors(spec)))
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_the_configured_backend_is_loaded(name: str) -> None:
+    backend = load_backend(checkpoint(), EngineConfig(backend=name, **SIZES))  # type: ignore[arg-type]
+    assert f".{name}_backend." in type(backend).__module__
+    assert backend.limits.num_kv_blocks == 8
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "torch", "tensor_parallel": 2}, "tensor_parallel is 2 but the torch engine"),
+        ({"backend": "jax", "num_threads": 2}, "num_threads is 2 but XLA"),
+        ({"backend": "jax", "device": "abacus"}, "'abacus' is not one of"),
+        ({"backend": "jax", "device": "tpu"}, "no such device here"),
+        ({"backend": "jax", "tensor_parallel": 3}, "tensor_parallel is 3 but JAX sees"),
+    ],
+)
+def test_a_setting_that_cannot_be_had_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_backend(checkpoint(), EngineConfig(**settings, **SIZES))
