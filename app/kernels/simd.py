@@ -1,9 +1,10 @@
 """A register-tiled multiply-accumulate as a Numba intrinsic: the one place that emits vector code.
 
 In: addresses and strides. Out: a tile of `out += x @ w` kept in vector registers over the whole sum.
-One rule: every element of the result is one chain of fused multiply-adds over k = 0, 1, 2, ... in
-that order, whatever the tile's shape. So a row's bits never depend on how many rows are computed
-with it, which tile it falls into or which thread computes it.
+One rule: the terms of every element are added in one order, whatever the tile's shape: chains of fused
+multiply-adds over `CHUNK` consecutive k, each from zero, their sums added up in the order of k. So
+a row's bits never depend on how many rows are computed with it, which tile it falls into or which thread
+computes it. (Chunks because one long chain loses accuracy: 2e-4 instead of 6e-5 in a 135M model's logits.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from numba.extending import intrinsic
 
 #: float32 lanes of one vector; LLVM splits wider vectors than the machine has.
 LANES = 8
+#: Terms of one chain. A multiple of the group of `app.kernels.matmul._quantised`.
+CHUNK = 128
 
 
 @cache
@@ -70,23 +73,39 @@ def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any) ->
         for p, v in columns
     }
     zero = ir.Constant(vector, [0.0] * LANES)
-    sums = {key: cgutils.alloca_once_value(builder, zero) for key in targets}
-    with builder.if_then(accumulate):
-        for key, at in targets.items():
-            builder.store(load(at, vector), sums[key])
+    sums = {key: cgutils.alloca_once(builder, vector) for key in targets}
     x_rows = [address(x, builder.mul(x_row, word(i))) for i in range(rows)]
     w_panels = [address(w, builder.mul(w_panel, word(p))) for p in range(panels)]
-    with cgutils.for_range(builder, k, intp=word) as loop:
-        step = builder.mul(w_k, loop.index)
-        weights = {(p, v): load(address(w_panels[p], step, word(v * LANES)), vector) for p, v in columns}
-        for i in range(rows):
-            value = load(address(x_rows[i], loop.index), lane)
-            spread = _spread(builder, value, vector)
-            for p, v in columns:
-                total = builder.load(sums[i, p, v])
-                builder.store(builder.call(fma, [spread, weights[p, v], total]), sums[i, p, v])
-    for key, at in targets.items():
-        builder.store(builder.load(sums[key]), builder.inttoptr(at, vector.as_pointer()), align=4)
+    num_chunks = builder.lshr(builder.add(k, word(CHUNK - 1)), word(CHUNK.bit_length() - 1))
+    # With nothing to sum, the result must still be written.
+    num_chunks = builder.select(builder.icmp_signed("==", num_chunks, word(0)), word(1), num_chunks)
+    with cgutils.for_range(builder, num_chunks, intp=word) as chunk:
+        for total in sums.values():
+            builder.store(zero, total)
+        first = builder.mul(chunk.index, word(CHUNK))
+        left = builder.sub(k, first)
+        count = builder.select(builder.icmp_signed("<", left, word(CHUNK)), left, word(CHUNK))
+        with cgutils.for_range(builder, count, intp=word) as loop:
+            at_k = builder.add(first, loop.index)
+            step = builder.mul(w_k, at_k)
+            weights = {(p, v): load(address(w_panels[p], step, word(v * LANES)), vector) for p, v in columns}
+            for i in range(rows):
+                spread = _spread(builder, load(address(x_rows[i], at_k), lane), vector)
+                for p, v in columns:
+                    total = builder.load(sums[i, p, v])
+                    builder.store(builder.call(fma, [spread, weights[p, v], total]), sums[i, p, v])
+        held = builder.or_(accumulate, builder.icmp_signed(">", chunk.index, word(0)))
+        with builder.if_else(held) as (adds, starts):
+            with adds:
+                for key, at in targets.items():
+                    _store(builder, builder.fadd(load(at, vector), builder.load(sums[key])), at)
+            with starts:
+                for key, at in targets.items():
+                    _store(builder, builder.load(sums[key]), at)
+
+
+def _store(builder: Any, value: Any, at: Any) -> None:
+    builder.store(value, builder.inttoptr(at, value.type.as_pointer()), align=4)
 
 
 @intrinsic
@@ -196,13 +215,24 @@ def _spread(builder: Any, value: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def clear(typingctx: Any, out: Any, count: Any) -> Any:
-    """Set `count` float32 at address `out` to zero."""
+def add_floats(typingctx: Any, out: Any, values: Any, count: Any, accumulate: Any) -> Any:
+    """out[i] = values[i] (+ out[i] if `accumulate`), i < count, a multiple of LANES; addresses of float32."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        at, count = args
-        pointer = builder.inttoptr(at, ir.IntType(8).as_pointer())
-        cgutils.memset(builder, pointer, builder.shl(count, ir.IntType(64)(2)), 0)
+        out, values, count, accumulate = args
+        word, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
+
+        def load(at: Any) -> Any:
+            return builder.load(builder.inttoptr(at, vector.as_pointer()), align=4)
+
+        with cgutils.for_range(builder, builder.lshr(count, word(3)), intp=word) as loop:
+            offset = builder.shl(loop.index, word(5))
+            to, value = builder.add(out, offset), load(builder.add(values, offset))
+            with builder.if_else(accumulate) as (adds, starts):
+                with adds:
+                    _store(builder, builder.fadd(load(to), value), to)
+                with starts:
+                    _store(builder, value, to)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp), codegen
+    return types.void(types.intp, types.intp, types.intp, types.boolean), codegen

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled, compiled_parallel
 from app.kernels.matmul._cpu import PANEL, matmul, multiply_columns, pack
-from app.kernels.simd import clear, expand_bytes, multiply_bytes_tile
+from app.kernels.simd import CHUNK, add_floats, expand_bytes, multiply_bytes_tile
 
 #: Weights that share a scale and an offset.
 GROUP = 32
@@ -79,27 +79,31 @@ def expand_panel(levels, scales, offsets, out):
 def _multiply_few(x, x_row, num_rows, levels, scales, offsets, first, last, out, out_row, accumulate):
     """One or two rows: weights are expanded in registers, each byte being used once or twice only."""
     depth, num_groups = levels.shape[1], scales.shape[1]
+    partial = np.empty((num_rows, 2 * PANEL), np.float32)
     panel = first
     while panel < last:
         count = 2 if panel + 2 <= last else 1
-        to = out + panel * 64
-        if not accumulate:
+        for start in range(0, max(depth, 1), CHUNK):
+            partial[:] = np.float32(0.0)
+            for group in range(start // GROUP, min(start + CHUNK, depth + GROUP - 1) // GROUP):
+                k = group * GROUP
+                at = levels.ctypes.data + (panel * depth + k) * PANEL
+                scale = scales.ctypes.data + (panel * num_groups + group) * 64
+                offset = offsets.ctypes.data + (panel * num_groups + group) * 64
+                steps, xk, to = min(GROUP, depth - k), x + k * 4, partial.ctypes.data
+                if num_rows == 1 and count == 2:
+                    _one_by_32(xk, x_row, at, depth * PANEL, scale, offset, num_groups * PANEL, steps, to, 32)
+                elif num_rows == 1:
+                    _one_by_16(xk, x_row, at, 0, scale, offset, 0, steps, to, 32)
+                elif count == 2:
+                    _two_by_32(xk, x_row, at, depth * PANEL, scale, offset, num_groups * PANEL, steps, to, 32)
+                else:
+                    _two_by_16(xk, x_row, at, 0, scale, offset, 0, steps, to, 32)
             for i in range(num_rows):
-                clear(to + i * out_row * 4, count * PANEL)
-        for group in range(num_groups):
-            k = group * GROUP
-            at = levels.ctypes.data + (panel * depth + k) * PANEL
-            scale = scales.ctypes.data + (panel * num_groups + group) * 64
-            offset = offsets.ctypes.data + (panel * num_groups + group) * 64
-            steps = min(GROUP, depth - k)
-            if num_rows == 1 and count == 2:
-                _one_by_32(x + k * 4, x_row, at, depth * PANEL, scale, offset, num_groups * PANEL, steps, to, out_row)
-            elif num_rows == 1:
-                _one_by_16(x + k * 4, x_row, at, 0, scale, offset, 0, steps, to, out_row)
-            elif count == 2:
-                _two_by_32(x + k * 4, x_row, at, depth * PANEL, scale, offset, num_groups * PANEL, steps, to, out_row)
-            else:
-                _two_by_16(x + k * 4, x_row, at, 0, scale, offset, 0, steps, to, out_row)
+                add_floats(
+                    out + (i * out_row + panel * PANEL) * 4, partial[i].ctypes.data, count * PANEL,
+                    accumulate or start > 0,
+                )  # fmt: skip
         panel += count
 
 
