@@ -272,7 +272,7 @@ async def test_a_request_that_loses_every_replica_is_given_up(make_fleet: MakeFl
     await dispatcher.close()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)

@@ -1,0 +1,310 @@
+"""Routes over a fleet of fake engines: status codes, bodies and streams, without Ray or a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from app.config import LimitsConfig
+from app.deployments.catalog import CatalogEntry
+from app.deployments.frontend import Frontend, Job, derived_seed
+from app.deployments.http_app import make_app
+from app.deployments.openai_schema import INERT, NEUTRAL
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import NotFound, UnsafeSource
+from app.engine.request import Usage
+from tests.deployments.fleet import Fleet
+from tests.fakes import fake_adapter
+
+
+class Letters:
+    """A vocabulary of 61 characters, one token each."""
+
+    max_context = 128
+    vocab_size = 61
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) % 61 for character in text]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode("".join(f"{message['role']}:{message['content']}|" for message in messages))
+
+    def decoder(self) -> Letters:
+        return self
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(self.token_text(token_id) for token_id in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+    def token_text(self, token_id: int) -> str:
+        return chr(65 + token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
+
+class Service:
+    """`HttpService` over a fleet of one."""
+
+    base_name = "base"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        adapter = fake_adapter("sql", 8)
+        fleet.adapters[adapter.card.digest] = adapter
+        self.refs = {"sql": AdapterRef("sql", adapter.card.digest, uri="/roots/sql")}
+        self.dispatcher = fleet.dispatcher(replica_wait_s=0.2)
+        self.observed: list[tuple[str, int]] = []
+        limits = LimitsConfig(max_body_bytes=20_000, max_sequences=4, request_timeout_s=5)
+        self.frontend = Frontend(Letters(), "base", lambda: self.refs, self.dispatcher.stream, limits)
+
+    def adapters(self) -> Sequence[CatalogEntry]:
+        return [CatalogEntry(ref, 8, 64, 0.0) for ref in self.refs.values()]
+
+    def is_ready(self) -> bool:
+        return bool(self.dispatcher.usable_loads())
+
+    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None:  # noqa: ARG002
+        self.observed.append((route, status))
+
+    async def load_adapter(self, name: str, path: str) -> CatalogEntry:
+        if ".." in path:
+            raise UnsafeSource(f"{path!r} leaves the roots")
+        self.refs[name] = AdapterRef(name, self.refs["sql"].digest, uri=path)
+        return CatalogEntry(self.refs[name], 8, 64, 0.0)
+
+    async def unload_adapter(self, name: str) -> CatalogEntry:
+        if name not in self.refs:
+            raise NotFound(f"no adapter {name!r}")
+        return CatalogEntry(self.refs.pop(name), 8, 64, 0.0)
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[Service]:
+    fleet = Fleet(1)
+    service = Service(fleet)
+    yield service
+    await service.dispatcher.close()
+    fleet.stop()
+
+
+@pytest_asyncio.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+        yield client
+
+
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
+LEGACY = {"model": "base", "prompt": "hi", "max_tokens": 6, "ignore_eos": True}
+
+
+async def error_of(http: httpx.AsyncClient, route: str, body: Any) -> tuple[int, dict[str, Any]]:
+    answer = await http.post(route, json=body)
+    return answer.status_code, answer.json()["error"]
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_answers_and_streams_of_both_routes(http: httpx.AsyncClient) -> None:
+    for route, body, text_of in (
+        ("/v1/chat/completions", CHAT, lambda choice: choice["delta"].get("content", "")),
+        ("/v1/completions", LEGACY, lambda choice: choice["text"]),
+    ):
+        whole = (await http.post(route, json=body | {"seed": 1, "n": 2})).json()
+        stream = await http.post(
+            route, json=body | {"seed": 1, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+        )
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        texts, reasons = ["", ""], [None, None]
+        *pieces, last = events(stream.text)
+        for event in pieces:
+            (choice,) = event["choices"]
+            texts[choice["index"]] += text_of(choice)
+            reasons[choice["index"]] = choice["finish_reason"]
+        expected = [c["message"]["content"] if "message" in c else c["text"] for c in whole["choices"]]
+        assert texts == expected
+        assert all(len(text) == 6 for text in texts)
+        assert reasons == ["length", "length"]
+        assert last["choices"] == []
+        assert last["usage"] == whole["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+        assert whole["usage"]["completion_tokens"] == 12
+
+
+async def test_adapters_are_chosen_by_any_spelling(http: httpx.AsyncClient) -> None:
+    async def text(**fields: Any) -> str:
+        body = LEGACY | {"temperature": 0, "max_tokens": 20} | fields
+        return str((await http.post("/v1/completions", json=body)).json()["choices"][0]["text"])
+
+    sql = await text(model="sql")
+    assert sql != await text()
+    assert (
+        sql == await text(model="base:sql") == await text(lora_path="sql") == await text(model="sql", lora_path="sql")
+    )
+    status, error = await error_of(http, "/v1/completions", LEGACY | {"model": "sql", "lora_path": "other"})
+    assert (status, error["param"]) == (400, "lora_path")
+    for name in ("nope", "base:", "base:nope", "base:base", "other:sql", "sql:base", ":sql", "", "/roots/sql"):
+        status, error = await error_of(http, "/v1/completions", LEGACY | {"model": name})
+        assert (status, error["code"]) == (404, "model_not_found"), name
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+async def test_a_field_that_is_not_implemented_is_refused_by_name(http: httpx.AsyncClient, name: str) -> None:
+    for route, body in (("/v1/chat/completions", CHAT), ("/v1/completions", LEGACY)):
+        status, error = await error_of(http, route, body | {name: {"strange": 1}})
+        assert (status, error["param"]) == (400, name)
+        assert name in error["message"]
+        for neutral in (*NEUTRAL[name], None):
+            assert (await http.post(route, json=body | {name: neutral})).status_code == 200
+
+
+async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/v1/chat/completions", json=CHAT | dict.fromkeys(INERT, "x"))).status_code == 200
+    status, error = await error_of(http, "/v1/chat/completions", CHAT | {"reasoning_effort": "high"})
+    assert (status, error["param"]) == (400, "reasoning_effort")
+    nested = CHAT | {"messages": [{"role": "user", "content": "x", "name": "bob"}]}
+    status, error = await error_of(http, "/v1/chat/completions", nested)
+    assert status == 400
+    assert "messages.0.name" in error["message"]
+    status, error = await error_of(http, "/generate", {"text": "x", "sampling_params": {"beam_width": 4}})
+    assert status == 400
+    assert "beam_width" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("top_p", 0), ("top_p", 1.01), ("n", 0),
+        ("n", 5), ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", True), ("seed", 2**64), ("stop", ""),
+        ("stop", ["a", ""]), ("stop", ["x"] * 17), ("logprobs", 21), ("presence_penalty", 3), ("prompt", []),
+        ("prompt", [[]]), ("prompt", ""), ("prompt", [61]), ("prompt", [-1]), ("prompt", [1.5]), ("prompt", ["a", 1]),
+        ("prompt", None), ("model", None), ("stream", "yes"), ("stream_options", {"include_usage": True}),
+    ],
+)  # fmt: skip
+async def test_values_out_of_range_are_refused(http: httpx.AsyncClient, field: str, value: Any) -> None:
+    status, error = await error_of(http, "/v1/completions", LEGACY | {field: value})
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+async def test_bodies_that_are_no_bodies(http: httpx.AsyncClient, service: Service) -> None:
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"a":NaN}',
+        b'{"a":1,"a":2}',
+        b"[" * 15_000,
+    ):
+        answer = await http.post("/v1/completions", content=content)
+        assert answer.status_code == 400, content[:20]
+    assert (await http.post("/v1/completions", content=b"x" * 20_001)).status_code == 413
+    assert service.observed[-1] == ("completions", 413)
+
+
+async def test_context_overflow_gives_both_numbers(http: httpx.AsyncClient) -> None:
+    status, error = await error_of(http, "/v1/completions", LEGACY | {"prompt": "x" * 100, "max_tokens": 29})
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "max_tokens")
+    assert "129" in error["message"]
+    assert "128" in error["message"]
+    whole = await http.post("/v1/chat/completions", json={k: v for k, v in CHAT.items() if k != "max_tokens"})
+    usage = whole.json()["usage"]
+    assert usage["total_tokens"] == 128, "without a limit, the answer may fill the context"
+
+
+async def test_generate_keeps_order_and_counts(http: httpx.AsyncClient) -> None:
+    body = {"text": ["a", "b", "a"], "lora_path": ["sql", None, None], "sampling_params": {"max_new_tokens": 4}}
+    results = (await http.post("/generate", json=body)).json()
+    assert [result["meta_info"]["lora"] for result in results] == ["sql", None, None]
+    for field in ({"lora_path": ["sql"]}, {"lora_path": []}, {"text": "a"}):
+        status, error = await error_of(http, "/generate", body | field)
+        assert status == 400, field
+        assert "entries" in error["message"]
+    single = (
+        await http.post("/generate", json={"text": "a", "lora_path": "sql", "sampling_params": {"max_new_tokens": 4}})
+    ).json()
+    assert single["meta_info"]["lora"] == "sql"
+
+
+async def test_models_and_management(http: httpx.AsyncClient) -> None:
+    loaded = await http.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "new"})
+    assert loaded.status_code == 200
+    assert (await http.post("/v1/loras", json={"name": "two", "path": "two"})).status_code == 201
+    listed = {item["id"]: item for item in (await http.get("/v1/models")).json()["data"]}
+    assert set(listed) == {"base", "sql", "new", "two"}
+    assert (listed["new"]["parent"], listed["new"]["root"]) == ("base", "new")
+    assert (await http.get("/v1/models/base:sql")).json()["id"] == "sql"
+    assert (await http.get("/v1/models/x")).status_code == 404
+    assert len((await http.get("/v1/loras")).json()["data"]) == 3
+    assert (await http.delete("/v1/loras/new")).status_code == 200
+    assert (await http.get("/v1/loras/new")).status_code == 404
+    assert (await http.post("/v1/unload_lora_adapter", json={"lora_name": "new"})).status_code == 404
+    assert (await http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "../x"})).status_code == 403
+    assert (await http.post("/v1/load_lora_adapter", json={"lora_name": "x"})).status_code == 400
+
+
+async def test_without_a_replica_nothing_is_ready(http: httpx.AsyncClient, service: Service) -> None:
+    assert (await http.get("/health")).status_code == 200
+    service.fleet.known_gone.append("replica-0")
+    assert (await http.get("/health")).status_code == 503
+    answer = await http.post("/v1/completions", json=LEGACY | {"stream": True})
+    assert answer.status_code == 503, "a refused stream has its proper status"
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_full_queue_is_429_also_for_a_stream(http: httpx.AsyncClient, service: Service) -> None:
+    replica = service.fleet.add()
+    service.fleet.known_gone.append("replica-0")
+    replica.engine._max_waiting = 0
+    for stream in (False, True):
+        answer = await http.post("/v1/completions", json=LEGACY | {"stream": stream})
+        assert answer.status_code == 429
+        assert "retry-after" in answer.headers
+
+
+async def test_a_bug_is_a_500_that_tells_nothing(
+    http: httpx.AsyncClient, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.refs = None  # type: ignore[assignment]
+    answer = await http.post("/v1/completions", json=LEGACY | {"model": "sql"})
+    assert answer.status_code == 500
+    assert "NoneType" not in answer.text
+    assert "NoneType" in caplog.text
+
+
+async def test_a_request_that_takes_too_long_is_504_and_aborted(http: httpx.AsyncClient, service: Service) -> None:
+    service.frontend.limits = service.frontend.limits.model_copy(update={"request_timeout_s": 0.05})
+    (replica,) = service.fleet.replicas.values()
+    replica.backend.max_steps = 0
+    answer = await http.post("/v1/completions", json=LEGACY)
+    assert answer.status_code == 504
+    replica.backend.resumed.set()
+    async with asyncio.timeout(20):
+        while replica.engine.has_work:
+            await asyncio.sleep(0.002)
+    assert replica.thread.stats().num_aborted == 1
+
+
+def test_derived_seeds_differ_and_the_first_is_the_request_s_own() -> None:
+    assert derived_seed(5, 0) == 5
+    assert derived_seed(-1, 0) == 2**64 - 1
+    seeds = {derived_seed(seed, copy) for seed in range(20) for copy in range(64)}
+    assert len(seeds) == 20 * 64
+    assert all(0 <= seed < 2**64 for seed in seeds)

@@ -1,0 +1,49 @@
+"""The service's settings: checked before anything starts, each complaint naming its field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import AppConfig, load_config
+from app.engine.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"modle": {}}, "modle: Extra inputs"),
+        ({"engine": {"max_lora_rank": 8}}, r"engine\.max_lora_rank"),
+        ({"engine": {"block_size": 7}}, r"engine\.block_size"),
+        ({"placement": {"policy": "random"}}, r"placement\.policy"),
+        ({"placement": {"silence_s": 1.5}}, "at least twice report_interval_s"),
+        ({"model": {"name": "a:b"}}, r"model\.name"),
+        ({"adapters": {"preload": [{"name": "../x", "path": "x"}]}}, r"adapters\.preload\.0\.name"),
+        ({"model": {"name": "x"}, "adapters": {"preload": [{"name": "x", "path": "y"}]}}, "'x' is used twice"),
+        ({"adapters": {"roots": ["/nonexistent/folder"]}}, "/nonexistent/folder is not a folder"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(values, environ={})
+
+
+def test_the_environment_adds_a_root_and_moves_the_state(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    environ = {"LORA_PATH": str(tmp_path / "b"), "POLYLORA_STATE_DIR": str(tmp_path / "state")}
+    config = load_config({"adapters": {"roots": [str(tmp_path / "a"), str(tmp_path / "a")]}}, environ=environ)
+    assert config.adapters.roots == (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert config.adapters.state_dir == str(tmp_path / "state")
+    assert AppConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_actors_are_renewed_only_by_what_concerns_them(tmp_path: Path) -> None:
+    base = load_config({}, environ={})
+    engine = load_config({"engine": {"num_kv_blocks": 64}}, environ={})
+    placement = load_config({"placement": {"policy": "least_loaded"}}, environ={})
+    roots = load_config({"adapters": {"roots": [str(tmp_path)]}}, environ={})
+    assert base.store_key == engine.store_key == placement.store_key != roots.store_key
+    assert base.placement_key == engine.placement_key == roots.placement_key != placement.placement_key
