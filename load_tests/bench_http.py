@@ -25,10 +25,10 @@ from app.config import AppConfig
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.adapters.reading import read_adapter
 from app.engine.engine import Engine
+from app.engine.loading import load_backend
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import resolve_model
 from app.engine.models.tokenizer import load_tokenizer
-from app.engine.torch_backend.loading import load_backend
 from app.settings_file import read_settings
 from load_tests.bench_engine import numbers
 from load_tests.client import Endpoint, closed_loop
