@@ -21,7 +21,7 @@ def test_the_default_service_starts_answers_and_stops() -> None:
     command = [sys.executable, "-c", "import sys; from app.cli import main; sys.exit(main())"]
     process = ServiceProcess([*command, "serve", "--config", "configs/serve.yaml", "--port", str(port)], port, {})
     try:
-        process.wait_until_healthy(400)
+        process.wait_until_healthy(600)
         deadline_s = time.monotonic() + 60
         while "ctrl-C stops it" not in process.tail():
             assert time.monotonic() < deadline_s, process.tail()

@@ -80,7 +80,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     }
     process = serve_run(document, port)
     try:
-        process.wait_until_healthy(300)
+        process.wait_until_healthy(600)
         yield Service(process, document, folder / "loras")
     finally:
         process.stop()
