@@ -33,8 +33,7 @@ def _tables(generator: np.random.Generator) -> tuple[NDArray[np.float32], NDArra
             normal(generator, rank, DEPTH),
             normal(generator, rank, WIDTH),
         )
-        packed = _cpu.pack_rows(a[start : start + rank])
-        panels[start // 8 : start // 8 + len(packed)] = packed
+        _cpu.write_rows(a[start : start + rank], b[start : start + rank], start, panels, b)
     return a, panels, b
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.lora import TARGETS, LoraAdapter
 from app.engine.backend import BackendLimits
-from app.engine.batch import ForwardBatch, ForwardOutput
+from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import EngineConfig
 from app.engine.errors import AdapterMismatch, CheckpointError
 from app.engine.models.spec import ModelSpec, RopeSpec
@@ -25,7 +25,7 @@ from app.engine.torch_backend.sampling import sample
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Stack, empty_stack, store
 from app.kernels.paged_attention._cpu import attention_tasks
-from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, pack_rows, shrink_tasks
+from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks, write_rows
 
 Floats = NDArray[np.float32]
 
@@ -60,6 +60,7 @@ class CpuBackend:
         self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
         self._tables = self._new_tables()
         self._work = self._new_workspace()
+        self._warm_up()
 
     @property
     def spec(self) -> ModelSpec:
@@ -79,10 +80,8 @@ class CpuBackend:
                 )
             n = TARGETS.index(key.target)
             a, b = self._tables[n], self._tables[n + len(TARGETS)]
-            panels = pack_rows(pair.a)
-            first_panel = row_start // RANK_PANEL
-            a[key.layer, first_panel : first_panel + len(panels)] = panels
-            b[key.layer, row_start : row_start + pair.rank, : pair.b.shape[1]] = pair.b
+            a_rows, b_rows = np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)
+            write_rows(a_rows, b_rows, row_start, a[key.layer], b[key.layer])
             ranks[key.layer, n] = pair.rank
         self._tables.ranks[:, adapter_slot] = ranks
         self._tables.row_starts[adapter_slot] = row_start
@@ -124,11 +123,47 @@ class CpuBackend:
             if hasattr(self, name):
                 delattr(self, name)
 
+    def _warm_up(self) -> None:
+        """Run every kernel once, on one token of no consequence: compiled here, not under the first request.
+
+        Block 0 and, if there are rank rows, row 0 are written; nobody reads either before writing it anew.
+        """
+        one = np.zeros(1, np.int32)
+        single = np.ones(1, np.float32)
+        sampling = SamplingBatch(
+            temperature=single, top_p=single, top_k=one, min_p=0 * single, presence=single, frequency=single,
+            repetition=single, seeds=np.zeros(1, np.uint64), positions=np.zeros(1, np.int64), num_logprobs=one,
+            history=(one,), prompt_lens=one,
+        )  # fmt: skip
+        starts = np.array([0, 1], np.int32)
+        self.forward(
+            ForwardBatch(
+                token_ids=one,
+                positions=one,
+                kv_slots=np.zeros(1, np.int64),
+                query_starts=starts,
+                seq_lens=one + 1,
+                block_tables=one[None],
+                run_starts=starts,
+                run_adapter_slots=one,
+                sample_rows=one,
+                sample_seqs=one,
+                sampling=sampling,
+            )
+        )
+        if self._limits.adapter_rank_rows:
+            d_in, d_out = self._spec.target_shape(0, TARGETS[0])
+            a, b = np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
+            for writeable in (True, False):  # two kinds of array to Numba; those from shared memory are read-only
+                a.flags.writeable = b.flags.writeable = writeable
+                write_rows(a, b, 0, self._tables[0][0], self._tables[len(TARGETS)][0])
+
     def _new_tables(self) -> cpu_decoder.AdapterTables:
         num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows
         shapes = [self._spec.target_shape(0, target) for target in TARGETS]
-        a = [np.zeros((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), np.float32) for d_in, _ in shapes]
-        b = [np.zeros((num_layers, rows, _padded(d_out)), np.float32) for _, d_out in shapes]
+        # full(), not zeros(): the pages are touched now, not by the first adapters while streams wait.
+        a = [np.full((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), 0, np.float32) for d_in, _ in shapes]
+        b = [np.full((num_layers, rows, _padded(d_out)), 0, np.float32) for _, d_out in shapes]
         row_starts = np.zeros(self._limits.max_adapter_slots, np.int64)
         ranks = np.zeros((num_layers, self._limits.max_adapter_slots, len(TARGETS)), np.int32)
         return cpu_decoder.AdapterTables._make([*a, *b, row_starts, ranks])

@@ -31,12 +31,24 @@ _four_by_two = multiply_tile(4, 2, 1)
 _four = multiply_tile(4, 1, 1)
 
 
-def pack_rows(a: NDArray[np.float32]) -> NDArray[np.float32]:
-    """lora_A `[r, d_in]` -> panels `[ceil(r / 8), d_in, 8]`, zero-filled."""
-    rank, width = a.shape
-    rows = np.zeros((-(-rank // RANK_PANEL) * RANK_PANEL, width), np.float32)
-    rows[:rank] = a
-    return np.ascontiguousarray(rows.reshape(-1, RANK_PANEL, width).transpose(0, 2, 1))
+@compiled
+def write_rows(a, b, row_start, a_table, b_table):
+    """Copy one module's rows into its tables: a [r, d_in] to panels, b [r, d_out] to rows; see the module.
+
+    a_table: [R / 8, d_in, 8] and b_table: [R, >= d_out], in place. row_start is a multiple of 8.
+    """
+    rank, depth = a.shape
+    for panel in range((rank + RANK_PANEL - 1) // RANK_PANEL):
+        to = a_table[row_start // RANK_PANEL + panel]
+        first = panel * RANK_PANEL
+        count = min(RANK_PANEL, rank - first)
+        for k in range(depth):
+            for lane in range(count):
+                to[k, lane] = a[first + lane, k]
+            for lane in range(count, RANK_PANEL):
+                to[k, lane] = np.float32(0.0)
+    for row in range(rank):
+        b_table[row_start + row, : b.shape[1]] = b[row]
 
 
 @compiled
