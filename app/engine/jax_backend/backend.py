@@ -61,12 +61,16 @@ class JaxBackend:
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         weights = read_weights(spec, self._sizes, tensors, max_positions)
         self._weights = self._put(weights, sharding.weight_specs(weights))
+        kv_heads = self._sizes.num_shards * self._sizes.kv_heads
         kv_shape = (
-            len(spec.layers), config.num_kv_blocks, self._sizes.num_shards, self._sizes.kv_heads, config.block_size,
+            len(spec.layers),
+            config.num_kv_blocks,
+            kv_heads,
+            config.block_size,
             self._sizes.head_dim,
-        )  # fmt: skip
+        )
         self._kv = KvMemory(*(self._zeros(kv_shape, sharding.KV_SPEC) for _ in KvMemory._fields))
-        shapes = table_shapes(self._sizes, max(self._limits.adapter_rank_rows, RANK_CHUNK))
+        shapes = table_shapes(self._sizes, self._limits.adapter_rank_rows)
         self._tables = AdapterTables(
             *(self._zeros(shape, spec) for shape, spec in zip(shapes, sharding.TABLE_SPECS, strict=True))
         )
@@ -76,8 +80,11 @@ class JaxBackend:
         per_group = blocks_per_group(config.block_size)
         table_width = -(-num_blocks // per_group) * per_group
         decode_tile = 1 if self._sizes.heads > self._sizes.kv_heads else 2  # an attention product needs two rows
+        self._classes = rank_classes(self._limits.adapter_rank_rows)
+        self._writers: dict[int, Any] = {}
         start = time.perf_counter()
-        self._writers = {count: self._compile_writer(count) for count in rank_classes(self._limits.adapter_rank_rows)}
+        for count in () if config.skip_precompile else self._classes:
+            self._writers[count] = self._compile_writer(count)
         self.writers_compile_s = time.perf_counter() - start
         self.programs = Programs(
             ladder(config, table_width, decode_tile), self._compile, skip_precompile=config.skip_precompile
@@ -99,7 +106,9 @@ class JaxBackend:
                 raise AdapterMismatch(
                     f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
                 )
-        count = next(count for count in self._writers if count >= adapter.card.max_rank)
+        count = next(count for count in self._classes if count >= adapter.card.max_rank)
+        if count not in self._writers:  # only with skip_precompile
+            self._writers[count] = self._compile_writer(count)
         rows = adapter_rows(adapter, self._spec, self._sizes, count)
         self._tables = self._writers[count](self._tables, rows, np.int32(row_start))
         self._row_starts[adapter_slot] = row_start
@@ -120,7 +129,7 @@ class JaxBackend:
 
     def hlo(self, bucket: Bucket) -> str:
         """The optimised program of a bucket as text (tests count its collectives)."""
-        text = self._compile(bucket).as_text()
+        text = self.programs.program(bucket).as_text()
         assert isinstance(text, str)
         return text
 

@@ -28,7 +28,8 @@ TENSOR_AXIS = "tensor"
 
 
 class AdapterTables(NamedTuple):
-    """Rank rows per product: a [L, R, shards or 1, modules, d_in], b [L, R, 1 or shards, d_out].
+    """Rank rows per product. qkv, gate_up: a [L, R, modules * d_in], b [L, R, shards * d_out]; o, down: a [L, R,
+    shards * d_in], b [L, R, d_out].
 
     Arrays; or, field by field, their shapes or shardings.
     """
@@ -44,7 +45,7 @@ class AdapterTables(NamedTuple):
 
 
 class KvMemory(NamedTuple):
-    """keys, values: [L, blocks, shards, kv_heads, block_size, D]."""
+    """keys, values: [L, blocks, shards * kv_heads, block_size, D]."""
 
     keys: Any
     values: Any
@@ -64,16 +65,15 @@ def forward(
     step = unpack(flat, bucket)
     hidden = weights.embedding[step.token_ids]  # [T, H]
     block_tables = step.block_tables[step.tile_sequences]  # [W, N]
-    keys, values = lax.squeeze(kv.keys, (2,)), lax.squeeze(kv.values, (2,))
     outputs = sizes.group_outputs
 
     def product(x: Array, layer: LayerWeights, number: Array, group: str) -> Array:
         """One base product for the whole batch, with the deltas of every adapter in it."""
-        y = _matmul(x, getattr(layer, group)[0])
-        a, b = (lax.squeeze(getattr(tables, f"{side}_{group}"), (2,)) for side in "ab")
+        y = _matmul(x, getattr(layer, group))
+        a, b = getattr(tables, f"a_{group}"), getattr(tables, f"b_{group}")
         bias = getattr(layer, f"{group}_bias")
         if group in ("qkv", "gate_up"):
-            y = y if bias is None else y + bias[0]
+            y = y if bias is None else y + bias
             return add_deltas(x, y, a, b, number, step.segments, outputs[group])
         y = add_deltas(x, y, a, b, number, step.segments, outputs[group])
         y = y if sizes.num_shards == 1 else lax.psum(y, TENSOR_AXIS)
@@ -96,14 +96,14 @@ def forward(
         return (hidden + product(gated, layer, number, "down"), keys, values), None
 
     numbers = jnp.arange(sizes.num_layers, dtype=jnp.int32)
-    (hidden, keys, values), _ = lax.scan(run_layer, (hidden, keys, values), (numbers, weights.layers))
+    (hidden, keys, values), _ = lax.scan(run_layer, (hidden, *kv), (numbers, weights.layers))
     sampled = _rms_norm(hidden[step.sample_rows], weights.final_norm, sizes.eps, weights.ones)  # [B, H]
-    logits = _matmul(sampled, weights.embedding if weights.head is None else weights.head[0])
+    logits = _matmul(sampled, weights.embedding if weights.head is None else weights.head)
     if sizes.num_shards > 1:
         logits = lax.all_gather(logits, TENSOR_AXIS, axis=1, tiled=True)
     logits = logits[:, : sizes.vocab_size]
     tokens = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    return KvMemory(lax.expand_dims(keys, (2,)), lax.expand_dims(values, (2,))), Outcome(tokens, logits)
+    return KvMemory(keys, values), Outcome(tokens, logits)
 
 
 def _matmul(x: Array, w: Array) -> Array:

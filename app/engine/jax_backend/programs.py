@@ -91,6 +91,11 @@ class Programs:
                 return bucket, program
         raise AssertionError("the last bucket is compiled first")
 
+    def program(self, bucket: Bucket) -> Any:
+        """One bucket's program, compiled now if it is not ready."""
+        self._compile(bucket)
+        return self._ready[bucket]
+
     def _compile(self, bucket: Bucket) -> None:
         with self._lock:
             if bucket not in self._ready:

@@ -2,7 +2,7 @@
 
 A mesh has three named axes: `data` (replicas of the model), `expert` and `tensor`. Today's decoder splits over
 `tensor` only; the other two have length 1 and are named so that arrays keep their annotations when they grow.
-Weights, KV memory and adapter tables carry an explicit axis of shards: nothing is left to a partitioner's choice,
+Axes hold whole shards one after the other: nothing is left to a partitioner's choice,
 and the only communication is what the decoder writes down.
 """
 
@@ -28,7 +28,8 @@ TABLE_SPECS = AdapterTables(
     a_qkv=P(), a_o=P(None, None, TENSOR_AXIS), a_gate_up=P(), a_down=P(None, None, TENSOR_AXIS),
     b_qkv=P(None, None, TENSOR_AXIS), b_o=P(), b_gate_up=P(None, None, TENSOR_AXIS), b_down=P(),
 )  # fmt: skip
-_SPLIT = {"qkv", "o", "gate_up", "down", "qkv_bias", "gate_up_bias"}
+_SPLIT_OUTPUT = {"qkv", "gate_up", "qkv_bias", "gate_up_bias"}
+_SPLIT_INPUT = {"o", "down"}
 
 
 def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
@@ -43,12 +44,15 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
 
 def weight_specs(weights: Weights) -> Weights:
     """A PartitionSpec for each array of `weights`; None stays None."""
-    layers = {
-        name: None if array is None else P(None, TENSOR_AXIS) if name in _SPLIT else P()
-        for name, array in weights.layers._asdict().items()
-    }
+    layers = {name: None if array is None else _layer_spec(name) for name, array in weights.layers._asdict().items()}
     head = None if weights.head is None else P(TENSOR_AXIS)
     return Weights(P(), head, P(), P(), P(), P(), LayerWeights(**layers))
+
+
+def _layer_spec(name: str) -> P:
+    if name in _SPLIT_OUTPUT:
+        return P(None, TENSOR_AXIS)
+    return P(None, None, TENSOR_AXIS) if name in _SPLIT_INPUT else P()
 
 
 def over_shards(step: Callable[..., Any], mesh: Mesh, weights: Weights) -> Callable[..., Any]:

@@ -29,11 +29,12 @@ def rank_classes(num_rows: int) -> list[int]:
 def table_shapes(sizes: Sizes, num_rows: int) -> AdapterTables:
     """The shape of each table with `num_rows` rank rows."""
     shapes: dict[str, tuple[int, ...]] = {}
+    shards = sizes.num_shards
     for group, modules in GROUPS.items():
-        a_shards, b_shards = (sizes.num_shards, 1) if group in ROW_PARALLEL else (1, sizes.num_shards)
-        start = (sizes.num_layers, num_rows)
-        shapes[f"a_{group}"] = (*start, a_shards, len(modules), sizes.group_inputs[group])
-        shapes[f"b_{group}"] = (*start, b_shards, sum(sizes.group_outputs[group]))
+        d_in, d_out = sizes.group_inputs[group], sum(sizes.group_outputs[group])
+        is_row = group in ROW_PARALLEL
+        shapes[f"a_{group}"] = (sizes.num_layers, num_rows, shards * d_in if is_row else len(modules) * d_in)
+        shapes[f"b_{group}"] = (sizes.num_layers, num_rows, d_out if is_row else shards * d_out)
     return AdapterTables(**shapes)
 
 
@@ -48,13 +49,14 @@ def adapter_rows(adapter: LoraAdapter, spec: ModelSpec, sizes: Sizes, num_rows: 
         a, b = arrays[f"a_{group}"], arrays[f"b_{group}"]
         mine, rank = columns[key.target], pair.rank
         if group in ROW_PARALLEL:
-            a[key.layer, :rank, :, 0] = pair.a[:, mine]  # [rank, shards, d_in]
-            b[key.layer, :rank, 0] = pair.b
+            a[key.layer, :rank] = pair.a[:, mine.reshape(-1)]
+            b[key.layer, :rank] = pair.b
         else:
             module = GROUPS[group].index(key.target)
-            start = sum(sizes.group_outputs[group][:module])
-            a[key.layer, :rank, 0, module] = pair.a
-            b[key.layer, :rank, :, start : start + mine.shape[1]] = pair.b[:, mine]
+            start, d_in = sum(sizes.group_outputs[group][:module]), sizes.group_inputs[group]
+            a[key.layer, :rank, module * d_in : (module + 1) * d_in] = pair.a
+            by_shard = b[key.layer].reshape(num_rows, sizes.num_shards, -1)  # a view
+            by_shard[:rank, :, start : start + mine.shape[1]] = pair.b[:, mine]
     return AdapterTables(**arrays)
 
 

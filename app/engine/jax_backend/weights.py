@@ -2,8 +2,9 @@
 
 In: a checkpoint's tensors, one at a time. Out: `Weights`, a pytree of NumPy arrays ready to be put on devices.
 Matrices keep the checkpoint's orientation [d_out, d_in]: contracting both last axes is the form in which XLA's
-CPU product gives a row the same bits for any number of rows from two on. The axis called `shards` is split over
-the tensor-parallel devices and has length 1 without them.
+CPU product gives a row the same bits for any number of rows from two on. Axes
+that are split over tensor-parallel devices hold the shards one after the other; an axis of length 1 for them
+would cost copies (XLA gives it a layout of its own).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from app.engine.models.spec import ModelSpec
 class LayerWeights(NamedTuple):
     """Weights of all layers, [L, ...]. What a model does not have is None.
 
-    qkv, gate_up: [L, shards, d_out, d_in], the modules' rows side by side. o, down: [L, shards, H, d_in].
-    qkv_bias, gate_up_bias: [L, shards, d_out]. o_bias, down_bias, norms: [L, H]. q_norm, k_norm: [L, D].
+    qkv, gate_up: [L, shards * d_out, d_in], in each shard the modules' rows side by side. o, down: [L, H,
+    shards * d_in]. qkv_bias, gate_up_bias: [L, shards * d_out]. o_bias, down_bias, norms: [L, H]. q_norm,
+    k_norm: [L, D].
     rope, window: [L] int32, index into the rope tables and keys visible (0 is all). scale: [L].
     """
 
@@ -46,7 +48,7 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """embedding: [V, H]. head: [shards, padded V / shards, H], or None where it is the embedding (one shard, tied).
+    """embedding: [V, H]. head: [V padded to a multiple of shards, H], None where it is the embedding (tied, one shard).
 
     final_norm: [H]. cos, sin: [ropes, positions, D / 2]. ones: [8, max(H, D)].
     """
@@ -125,9 +127,10 @@ def _empty_layers(sizes: Sizes) -> dict[str, Any]:
     arrays: dict[str, Any] = {name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")}
     for group in GROUPS:
         width = sum(outputs[group])
-        arrays[group] = np.zeros((count, shards, width, inputs[group]), np.float32)
-        shape = (count, hidden) if group in ROW_PARALLEL else (count, shards, width)
-        arrays[f"{group}_bias"] = np.zeros(shape, np.float32) if biased[group] else None
+        row_parallel = group in ROW_PARALLEL
+        shape = (count, hidden, shards * inputs[group]) if row_parallel else (count, shards * width, inputs[group])
+        arrays[group] = np.zeros(shape, np.float32)
+        arrays[f"{group}_bias"] = np.zeros(shape[:2], np.float32) if biased[group] else None
     for name in ("q_norm", "k_norm"):
         arrays[name] = np.zeros((count, sizes.head_dim), np.float32) if sizes.qk_norm else None
     return arrays
@@ -155,15 +158,16 @@ def _place(
         if kind == "bias":
             arrays[f"{group}_bias"][layer] = tensor
         else:
-            arrays[group][layer] = tensor[:, columns[module]].transpose(1, 0, 2)  # [shards, H, d_in]
+            arrays[group][layer] = tensor[:, columns[module].reshape(-1)]
     else:
-        target = arrays[f"{group}_bias" if kind == "bias" else group]
-        target[layer, :, start:end] = tensor[columns[module]]
+        target = arrays[f"{group}_bias" if kind == "bias" else group][layer]
+        by_shard = target.reshape(sizes.num_shards, -1, *target.shape[1:])  # a view
+        by_shard[:, start:end] = tensor[columns[module]]
 
 
 def _split_vocabulary(head: NDArray[np.float32], num_shards: int) -> NDArray[np.float32]:
-    """[V, H] -> [shards, padded V / shards, H]; padding rows are zero and cut off the logits."""
+    """[V, H] -> [V padded to a multiple of shards, H]; padding rows are zero and cut off the logits."""
     per_shard = -(-len(head) // num_shards)
     padded = np.zeros((per_shard * num_shards, head.shape[1]), np.float32)
     padded[: len(head)] = head
-    return padded.reshape(num_shards, per_shard, -1)
+    return padded

@@ -70,10 +70,12 @@ def add_deltas(
 ) -> Array:
     """y[t] + B_rows.T @ (A_rows @ x[t]) for the rows of token t's adapter.
 
-    x: [T, d_in]. y: [T, sum(out_sizes)], the products of M modules side by side. a: [L, R, M, d_in], each module's
+    x: [T, d_in]. y: [T, sum(out_sizes)], the products of M modules side by side. a: [L, R, M * d_in], each module's
     own A. b: [L, R, sum(out_sizes)], scale folded in. Rows of an adapter's run beyond a module's rank are zero.
     """
-    num_modules, d_in = a.shape[2], a.shape[3]
+    if not a.shape[1]:
+        return y  # no rank rows: adapters are switched off
+    num_modules, d_in = len(out_sizes), x.shape[1]
     width = y.shape[1]
     tile = min(SEGMENT_TOKENS, x.shape[0])
     splits = np.cumsum([0, *out_sizes]).tolist()
@@ -85,11 +87,11 @@ def add_deltas(
 
         def chunk(number: Array, delta: Array) -> Array:
             row = segments.row_starts[index] + number * RANK_CHUNK
-            a_rows = lax.dynamic_slice(a, (layer, row, 0, 0), (1, RANK_CHUNK, num_modules, d_in))[0]
+            a_rows = lax.dynamic_slice(a, (layer, row, 0), (1, RANK_CHUNK, num_modules * d_in))[0]
             b_rows = lax.dynamic_slice(b, (layer, row, 0), (1, RANK_CHUNK, width))[0]
             parts = []
             for module in range(num_modules):
-                shrunk = _product(x_tile, a_rows[:, module], 1)  # [tile, chunk]
+                shrunk = _product(x_tile, a_rows[:, module * d_in : (module + 1) * d_in], 1)  # [tile, chunk]
                 parts.append(_product(shrunk, b_rows[:, splits[module] : splits[module + 1]], 0))
             return delta + jnp.concatenate(parts, axis=1)
 

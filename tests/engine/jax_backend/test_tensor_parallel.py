@@ -1,0 +1,96 @@
+"""One model on 1, 2, 4 and 8 devices: the same tokens, and no communication beyond the base model's.
+
+XLA makes host devices only when a process starts, so the comparison runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.errors import ConfigError
+from app.engine.jax_backend.backend import JaxBackend
+from app.engine.jax_backend.sharding import make_mesh
+from app.engine.jax_backend.sizes import sizes_of
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.engine.request import SamplingParams
+from tests.engine.adapters.making import random_adapter
+from tests.engine.jax_backend.making import random_tensors
+from tests.fakes import fake_request
+
+ROOT = Path(__file__).parents[3]
+COLLECTIVE = re.compile(r"= [^=]*\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(")
+
+
+def spec() -> ModelSpec:
+    """8 heads; three layers; a vocabulary that 8 does not divide; fewer KV heads than 8 devices."""
+    attention = AttentionSpec(8, 4, 8, 8**-0.5, RopeSpec((1.0, 0.1, 0.01, 0.001)), qkv_bias=True, o_bias=True)
+    layer = LayerSpec(attention, MlpSpec(48, bias=True))
+    return ModelSpec("tiny", "llama", "base", 61, 24, 64, 1e-5, True, (layer,) * 3, 1, (2,))
+
+
+def observe(shards: int, rank_rows: int, seed: int) -> dict[str, object]:
+    """Tokens and log-probabilities of a few requests, and the collectives in the program that computed them."""
+    model = spec()
+    config = EngineConfig(
+        num_kv_blocks=16,
+        adapter_rank_rows=rank_rows,
+        max_adapter_slots=4,
+        max_batch_tokens=16,
+        max_batch_sequences=4,
+        skip_precompile=True,
+        tensor_parallel=shards,
+    )
+    backend = JaxBackend(model, random_tensors(model, seed), config, make_mesh(jax.devices("cpu"), shards))
+    engine = Engine(backend, config)
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_logprobs=0)
+    adapters = [None, *(random_adapter(model, rank, seed=rank) for rank in (3, 8) if rank_rows)]
+    for number, adapter in enumerate(adapters):
+        engine.submit(fake_request(f"r{number}", [5 + number, 7, 9], adapter, sampling=sampling), adapter)
+    lines = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            lines.setdefault(chunk.request_id, []).extend((line.token_id, line.logprob) for line in chunk.logprobs)
+    text = backend.hlo(backend.programs.buckets[-1])  # the bucket of the prompts
+    return {"lines": lines, "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text))}
+
+
+def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices() -> None:
+    code = (
+        "import json, sys; from tests.engine.jax_backend.test_tensor_parallel import observe; "
+        "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
+    )
+    seed = int(np.random.default_rng().integers(1 << 30))
+    cases = [(1, 16, seed), (2, 16, seed), (4, 16, seed), (8, 16, seed), (8, 0, seed)]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, json.dumps(cases)]
+    process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
+    whole = found[0]
+    assert len(whole["lines"]) == 3
+    for split in found[1:4]:
+        assert split["lines"].keys() == whole["lines"].keys()
+        for name, lines in whole["lines"].items():
+            assert [line[0] for line in split["lines"][name]] == [line[0] for line in lines]
+            assert np.allclose([line[1] for line in split["lines"][name]], [line[1] for line in lines], atol=1e-4)
+    assert whole["collectives"] == []
+    # The layers share one loop body: a sum after o, one after down, and the logits' parts put together. The last
+    # program was built without adapter tables; it has the same.
+    for split in found[1:]:
+        assert split["collectives"] == ["all-gather", "all-reduce", "all-reduce"]
+
+
+def test_a_model_that_does_not_divide_is_refused_with_its_numbers() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel 3 does not divide tiny: 8 heads, 4 KV heads, 48"):
+        sizes_of(spec(), 3)
