@@ -1,0 +1,119 @@
+"""The ladder of shapes holds every step; packing loses nothing; a second start reads its programs from disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.engine.config import EngineConfig
+from app.engine.jax_backend.programs import Programs, ladder
+from app.engine.jax_backend.step import PREFILL_TILE, Bucket, pack
+from app.kernels.sgmv._jax import SEGMENT_TOKENS, max_segments
+from tests.engine.torch_backend.steps import Piece, forward_batch
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(8, 1), (16, 3), (64, 64), (256, 64), (100, 7)])
+def test_the_last_bucket_holds_every_step_and_the_smallest_is_chosen(tokens: int, sequences: int) -> None:
+    config = EngineConfig(max_batch_tokens=tokens, max_batch_sequences=sequences)
+    programs = Programs(ladder(config, 8, 1), lambda bucket: bucket, skip_precompile=False)
+    programs.wait()
+    assert programs.num_compiled == len(programs.buckets) == len(set(programs.buckets))
+    for num_sequences in range(1, min(sequences, tokens) + 1):
+        for num_tokens in {num_sequences, tokens}:
+            decode = num_tokens == num_sequences
+            bucket, program = programs.find(num_tokens, num_sequences, decode=decode)
+            assert program == bucket
+            assert bucket.tokens >= num_tokens
+            assert bucket.sequences >= num_sequences
+            assert decode or bucket.tile == PREFILL_TILE
+
+
+def test_a_step_runs_in_a_larger_bucket_while_its_own_is_compiling() -> None:
+    may_go_on = threading.Event()
+    buckets = [Bucket(2, 2, 1, 8), Bucket(64, 8, PREFILL_TILE, 8)]
+
+    def compile_one(bucket: Bucket) -> Bucket:
+        if bucket == buckets[0]:
+            assert may_go_on.wait(30)
+        return bucket
+
+    programs = Programs(buckets, compile_one, skip_precompile=False)
+    assert programs.find(1, 1, decode=True)[0] == buckets[1]
+    may_go_on.set()
+    programs.wait()
+    assert programs.find(1, 1, decode=True)[0] == buckets[0]
+
+
+def test_a_failed_compilation_is_raised_by_the_next_step() -> None:
+    buckets = [Bucket(2, 2, 1, 8), Bucket(64, 8, PREFILL_TILE, 8)]
+
+    def compile_one(bucket: Bucket) -> Bucket:
+        if bucket == buckets[0]:
+            raise RuntimeError("out of memory")
+        return bucket
+
+    programs = Programs(buckets, compile_one, skip_precompile=False)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        programs.wait()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        programs.find(1, 1, decode=True)
+
+
+def test_any_division_of_tokens_fits_its_bucket() -> None:
+    generator = np.random.default_rng()
+    for _ in range(200):
+        count = int(generator.integers(1, 9))
+        lengths = generator.multinomial(int(generator.integers(0, 64 - count)), np.ones(count) / count) + 1
+        pieces = [
+            Piece(generator.integers(0, 9, n), int(generator.integers(0, 40)), generator.integers(0, 64, 8), number)
+            for number, n in enumerate(lengths)
+        ]
+        batch = forward_batch(pieces, 16)
+        bucket = Bucket(64, 8, PREFILL_TILE, 8)
+        ranks = np.array([0, *[5] * count], np.int32)
+        flat = pack(batch, bucket, 1024, np.arange(len(ranks), dtype=np.int32) * 8, ranks)
+        assert len(flat) == bucket.size
+        # Every token of an adapter is in a segment, no base token is.
+        segments = flat[-1]
+        assert segments == sum(-(-int(n) // SEGMENT_TOKENS) for n in lengths[1:])
+        assert segments <= max_segments(64, 8)
+
+
+def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+    code = """
+import sys, jax
+from app.engine.config import EngineConfig
+from tests.engine.jax_backend.making import tiny_backend
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, max_batch_tokens=8, max_batch_sequences=2,
+                      compilation_cache_dir=sys.argv[1])
+backend = tiny_backend(config)
+backend.programs.wait()
+print(hits.count("/jax/compilation_cache/cache_hits"), hits.count("/jax/compilation_cache/cache_misses"))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    found = []
+    for _ in range(2):
+        process = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "cache")],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert process.returncode == 0, process.stderr
+        found.append([int(word) for word in process.stdout.split()])
+    (first_hits, first_misses), second = found
+    assert first_hits == 0
+    assert first_misses >= 3  # two or more steps and a writer
+    assert second == [first_misses, 0]
