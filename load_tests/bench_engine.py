@@ -167,7 +167,8 @@ def run(settings: Settings, log: Callable[[dict[str, object]], None]) -> str:
             return decoded.tokens_per_s
 
         for case in cases(settings):
-            decode(case, 4)  # compiles, fills caches, makes adapters resident
+            # Compiles, fills caches, makes adapters resident.
+            decode(case, 2 if case.system in (TRANSFORMERS, PEFT) else settings.num_tokens)
         values = rounds({case: partial(measure, case) for case in cases(settings)}, settings.num_rounds)
     after = environment()["load_average"]
     compared = [(c, ratios(values[c.case], values[c.reference])) for c in comparisons(settings)]
