@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -89,7 +90,6 @@ def changed_rows(compute: Callable[[Product, Floats], Floats], product: Product,
 
 def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_rounds: int, num_threads: int) -> str:
     """The Markdown table. RuntimeError if a row of ours changes with its company."""
-    torch.set_num_threads(num_threads)
     rng = np.random.default_rng(0)
     made = products(spec, num_layers, rng)
     systems: dict[str, Callable[[Product, Floats], Floats]] = {
@@ -143,6 +143,8 @@ def main() -> None:
     machine = environment()
     threads = arguments.threads or int(str(machine["num_cpus"]))
     spec = load_checkpoint(resolve_model(arguments.model)).spec
+    torch.set_num_threads(threads)
+    numba.set_num_threads(threads)  # as the engine does: a product waits for every thread, the idle ones too
     table = run(spec, arguments.rows, arguments.layers, arguments.rounds, threads)
     if arguments.json:
         print(json.dumps(machine))
