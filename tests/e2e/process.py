@@ -63,10 +63,13 @@ class ServiceProcess:
         return self.log.read_text(errors="replace")[-num_chars:]
 
     def stop(self, timeout_s: float = 60.0) -> int:
-        """Ask it to end; returns its exit status."""
+        """Ask it to end; returns its exit status, minus SIGKILL if it had not ended in time."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._end_group()
             return self.process.wait(timeout_s)
         finally:
             self._end_group()

@@ -144,7 +144,7 @@ def _resolve_in_child(cache: Path, log: Path) -> None:
 
 
 def test_processes_that_want_the_same_file_fetch_it_once(index: Callable[..., bytes], tmp_path: Path) -> None:
-    content, context = index(), multiprocessing.get_context("fork")
+    content, context = index(), multiprocessing.get_context("spawn")
     children = [
         context.Process(target=_resolve_in_child, args=(tmp_path / "cache", tmp_path / "log")) for _ in range(4)
     ]
@@ -167,7 +167,7 @@ def _die_while_unpacking(cache: Path) -> None:
 
 def test_a_killed_fetch_leaves_no_file_and_no_lock(index: Callable[..., bytes], tmp_path: Path) -> None:
     content = index()
-    child = multiprocessing.get_context("fork").Process(target=_die_while_unpacking, args=(tmp_path / "cache",))
+    child = multiprocessing.get_context("spawn").Process(target=_die_while_unpacking, args=(tmp_path / "cache",))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
