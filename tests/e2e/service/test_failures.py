@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import os
 import signal
@@ -67,9 +66,12 @@ async def test_a_disconnect_frees_blocks_and_pins(service: Service, handle: Hand
         await until(lambda: idle(handle), 10)
         after_stream = num_aborted()
         assert after_stream > before
-        # One that does not stream: the client gives up while it waits.
-        with contextlib.suppress(httpx.ReadTimeout):
-            await http.post("/v1/completions", json=body, timeout=0.5)
+        # Ones that do not stream, far more than run at once: the clients give up once some of them run.
+        waiting = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(8)]
+        await until(lambda: any(stats["num_running"] for stats in handle("replica_stats")), 30)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
     await until(lambda: idle(handle), 10)
     assert num_aborted() > after_stream
 
