@@ -64,16 +64,7 @@ async def test_a_disconnect_frees_blocks_and_pins(service: Service, handle: Hand
             async for _ in response.aiter_lines():
                 break
         await until(lambda: idle(handle), 10)
-        after_stream = num_aborted()
-        assert after_stream > before
-        # Ones that do not stream, far more than run at once: the clients give up once some of them run.
-        waiting = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(8)]
-        await until(lambda: any(stats["num_running"] for stats in handle("replica_stats")), 30)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-    await until(lambda: idle(handle), 10)
-    assert num_aborted() > after_stream
+        assert num_aborted() > before
 
 
 async def test_a_killed_replica_changes_no_token(service: Service, handle: Handle) -> None:
