@@ -49,8 +49,11 @@ def expected(request: GenerateRequest, adapter: LoraAdapter | None = None) -> li
     return [item.token_id for item in fake_tokens(request, adapter)]
 
 
-async def collect(dispatcher: Dispatcher, request: GenerateRequest) -> tuple[list[int], TokenChunk]:
-    tokens: list[int] = []
+async def collect(
+    dispatcher: Dispatcher, request: GenerateRequest, tokens: list[int] | None = None
+) -> tuple[list[int], TokenChunk]:
+    """The whole answer; what has arrived so far can be watched in `tokens`."""
+    tokens = [] if tokens is None else tokens
     async with aclosing(dispatcher.stream(request)) as stream:
         async for chunk in stream:
             tokens += chunk.token_ids
@@ -117,8 +120,10 @@ async def test_a_killed_replica_changes_no_token(make_fleet: MakeFleet, seed: in
     pairs = random_requests(fleet, 24, rng, max_tokens=60)
     victim, other = fleet.replicas.values()
     victim.backend.max_steps = other.backend.max_steps = 20
-    tasks = [asyncio.ensure_future(collect(dispatcher, request)) for request, _ in pairs]
+    arrived: dict[str, list[int]] = {request.request_id: [] for request, _ in pairs}
+    tasks = [asyncio.ensure_future(collect(dispatcher, request, arrived[request.request_id])) for request, _ in pairs]
     await until(lambda: victim.backend.num_steps == other.backend.num_steps == 20)
+    await until(lambda: any(arrived[request.request_id.split("/")[0]] for request in victim.submitted))
     num_before = len(other.submitted)
     fleet.kill(victim.replica_id)
     other.backend.resumed.set()
@@ -255,6 +260,8 @@ async def test_without_a_replica_the_wait_is_bounded(make_fleet: MakeFleet) -> N
 
 async def test_a_request_that_loses_every_replica_is_given_up(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(MAX_LOSSES + 2)
+    for replica in fleet.replicas.values():
+        replica.backend.max_steps = 5  # never to the end of the answer
     dispatcher = fleet.dispatcher()
     stream = dispatcher.stream(make_request("poison", [1], max_tokens=500, ignore_eos=True))
     num_killed = 0
