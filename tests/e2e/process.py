@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ class ServiceProcess:
         # A short path: Ray makes Unix sockets in it, and their names are limited to 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="plt", dir="/tmp"))
         self.url = f"http://127.0.0.1:{port}"
+        first_port = random.randrange(20_000, 30_000)  # below the ports the kernel gives out
         self.environment = os.environ | {
             "RAY_TMPDIR": str(self.folder),
             "PYTHONPATH": str(ROOT),
@@ -36,6 +38,8 @@ class ServiceProcess:
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + 100),
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
             **environment,
         }

@@ -39,7 +39,7 @@ def random_chats(num_chats: int, num_common: int) -> list[tuple[list[int], list[
     common = [rng.randrange(VOCAB_SIZE) for _ in range(num_common)]
     return [
         (
-            common + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 9))],
+            common + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(2, 9))],  # with one token q changes nothing
             [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 7))],
         )
         for _ in range(num_chats)
