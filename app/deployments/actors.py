@@ -30,6 +30,7 @@ from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.adapters.reading import read_adapter
 from app.engine.adapters.validate import Validator
 from app.engine.errors import UnsafeSource
+from app.engine.loading import served_features
 from app.engine.models.sources import resolve_model
 
 #: How long "loaded" waits for every ingress to know it.
@@ -43,7 +44,8 @@ class AdapterStoreActor:
     def __init__(self, config_json: str) -> None:
         config = AppConfig.model_validate_json(config_json)
         spec = open_checkpoint(config.model).spec
-        validator = Validator()
+        served = served_features(config.engine)
+        validator = Validator(served=served)
         roots = [Path(root) for root in config.adapters.roots]
 
         def read(source: str) -> LocatedAdapter:
@@ -58,7 +60,7 @@ class AdapterStoreActor:
                 path = resolve_adapter_path(source, roots)
                 uri = str(path)
             validator.validate(path, spec)
-            return LocatedAdapter(uri, read_adapter(path, spec))
+            return LocatedAdapter(uri, read_adapter(path, spec, served=served))
 
         def put(adapter: LoraAdapter) -> tuple[Any, list[Any]]:
             header, arrays = pack_adapter(adapter)

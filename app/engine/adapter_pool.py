@@ -1,10 +1,11 @@
 """Which adapter occupies which rank rows of the device tables.
 
-In: a content digest and a rank. Out: an adapter slot, a run of rows and, sometimes, a write to
-perform. Slot 0 is the base model: rank 0, never given away, never written. Runs are buddies: their
-length is the alignment times a power of two and they start at a multiple of their length, so two
-freed neighbours always make one run of twice the rank. A pinned adapter is never moved or evicted;
-idle ones stay until their rows or slot are wanted, least recently used first.
+In: a content digest, a rank and the bytes held beside the rows ("extras": DoRA, norms, whole
+modules). Out: an adapter slot, a run of rows and, sometimes, a write to perform. Slot 0 is the base
+model: rank 0, never given away, never written. Runs are buddies: their length is the alignment times
+a power of two and they start at a multiple of their length, so two freed neighbours always make one
+run of twice the rank. A pinned adapter is never moved or evicted; idle ones stay until their rows,
+slot or bytes are wanted, least recently used first.
 Moving bytes is the backend's job; this module keeps the books.
 """
 
@@ -45,18 +46,23 @@ class _Resident:
     units: int
     pins: int
     last_used: int
+    extra_bytes: int
 
 
 class _Reservation(NamedTuple):
     digest: str
     start: int
     units: int
+    extra_bytes: int
 
 
 class AdapterPool:
     """digest -> adapter slot -> run of rows, with pins and an LRU of the unpinned."""
 
-    def __init__(self, adapter_rank_rows: int, rank_alignment: int, max_adapter_slots: int) -> None:
+    def __init__(
+        self, adapter_rank_rows: int, rank_alignment: int, max_adapter_slots: int, max_extra_bytes: int = 0
+    ) -> None:
+        self.max_extra_bytes = max_extra_bytes
         self.rank_alignment = rank_alignment
         self.num_units = adapter_rank_rows // rank_alignment
         self.max_adapter_slots = max_adapter_slots
@@ -65,6 +71,7 @@ class AdapterPool:
         self._free_slots = list(range(max_adapter_slots - 1, 0, -1))
         self._clock = 0
         self._reservation: _Reservation | None = None
+        self._vacated: list[int] = []  # slots whose extras nobody has released yet
         self.num_evictions = 0
 
     @property
@@ -79,6 +86,20 @@ class AdapterPool:
         """Rows held by no adapter, idle ones counted as held."""
         return (self.num_units - sum(entry.units for entry in self._residents.copy().values())) * self.rank_alignment
 
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of extras held, those of idle adapters counted."""
+        return sum(entry.extra_bytes for entry in self._residents.copy().values())
+
+    def check_extras(self, name: str, extra_bytes: int) -> None:
+        """Raise AdapterTooLarge if an adapter with this many bytes of extras can never be held."""
+        if extra_bytes > self.max_extra_bytes:
+            raise AdapterTooLarge(
+                f"adapter {name!r} holds {extra_bytes} bytes beside its rank rows (DoRA, biases, norms, whole modules "
+                f"or token rows) but this engine keeps at most {self.max_extra_bytes}; raise "
+                "engine.adapter_extra_bytes or train fewer whole modules"
+            )
+
     def check_rank(self, name: str, rank: int) -> None:
         """Raise AdapterTooLarge if an adapter of this rank can never be held."""
         if rank > self.max_rank:
@@ -91,17 +112,18 @@ class AdapterPool:
     def is_resident(self, digest: str) -> bool:
         return digest in self._residents
 
-    def acquire(self, digest: str, rank: int) -> AdapterGrant | None:
+    def acquire(self, digest: str, rank: int, extra_bytes: int = 0) -> AdapterGrant | None:
         """Pin an adapter, making room if need be; None if it must wait for pins to leave.
 
-        AdapterTooLarge if it never fits. Rows under another adapter's reservation are not touched.
+        AdapterTooLarge if it never fits. Rows and bytes under another adapter's reservation are not touched.
         """
         assert rank > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
         resident = self._residents.get(digest)
         if resident is not None:
             return self._pin(resident)
         self.check_rank(digest, rank)
-        if not self._may_take_adapter_slot(digest):
+        self.check_extras(digest, extra_bytes)
+        if not self._may_take_adapter_slot(digest) or not self._may_hold(digest, extra_bytes):
             return None
         units = self._units(rank)
         start = self._free_run(units, digest)
@@ -113,8 +135,13 @@ class AdapterPool:
         if not self._free_slots:
             idle = min((e for e in self._residents.values() if e.pins == 0), key=lambda e: e.last_used)
             evicted.append(self._evict(idle))
+        while extra_bytes and self.extra_bytes + extra_bytes > self.max_extra_bytes:
+            idle = min(
+                (e for e in self._residents.values() if e.pins == 0 and e.extra_bytes), key=lambda e: e.last_used
+            )
+            evicted.append(self._evict(idle))
         self._clock += 1
-        resident = _Resident(digest, rank, self._free_slots.pop(), start, units, 1, self._clock)
+        resident = _Resident(digest, rank, self._free_slots.pop(), start, units, 1, self._clock, extra_bytes)
         self._residents[digest] = resident
         self._owner[start : start + units] = [resident] * units
         self.cancel_reservation(digest)
@@ -137,11 +164,17 @@ class AdapterPool:
         self._evict(resident)
         return resident.units * self.rank_alignment
 
-    def reserve(self, digest: str, rank: int) -> None:
-        """Keep a window of rows, and a slot, for an adapter that has waited too long.
+    def take_vacated(self) -> list[int]:
+        """Slots whose adapters have gone and whose extras are to be released; each is told once."""
+        vacated, self._vacated = self._vacated, []
+        return vacated
+
+    def reserve(self, digest: str, rank: int, extra_bytes: int = 0) -> None:
+        """Keep a window of rows, a slot and the bytes for an adapter that has waited too long.
 
         The window with the fewest pins is chosen. Until the holder acquires, or cancels, nothing
-        else is placed or pinned anew there, so its pins can only leave. One reservation at a time:
+        else is placed or pinned anew there, nor adapters with extras that leave too few bytes, so the pins in
+        the way can only leave. One reservation at a time:
         a second one is ignored and has to ask again.
         """
         if self._reservation is not None or digest in self._residents:
@@ -156,7 +189,7 @@ class AdapterPool:
             return (slot_is_short and not entries, sum(entry.pins for entry in entries), newest)
 
         start = min(self._windows(units), key=pressure)
-        self._reservation = _Reservation(digest, start, units)
+        self._reservation = _Reservation(digest, start, units, extra_bytes)
 
     def cancel_reservation(self, digest: str) -> None:
         """The holder no longer needs its reservation; nothing happens if it holds none."""
@@ -188,11 +221,14 @@ class AdapterPool:
         assert expected == self._owner
         used = [entry.adapter_slot for entry in self._residents.values()]
         assert sorted(used + self._free_slots) == list(range(1, self.max_adapter_slots))
+        assert self.extra_bytes <= self.max_extra_bytes
 
     def _pin(self, resident: _Resident) -> AdapterGrant | None:
         if self._is_reserved(resident.start, resident.units, resident.digest):
             return None
         if resident.pins == 0 and not self._may_take_adapter_slot(resident.digest):
+            return None
+        if not self._may_hold(resident.digest, resident.extra_bytes):
             return None
         resident.pins += 1
         self._clock += 1
@@ -231,6 +267,15 @@ class AdapterPool:
         held = self._reservation
         return supply > (0 if held is None or held.digest == digest else 1)
 
+    def _may_hold(self, digest: str, extra_bytes: int) -> bool:
+        """Whether this adapter's extras fit beside the pinned ones and those a reservation keeps room for."""
+        if extra_bytes == 0:
+            return True
+        held = self._reservation
+        kept = 0 if held is None or held.digest == digest else held.extra_bytes
+        pinned = sum(e.extra_bytes for e in self._residents.values() if e.pins and e.digest != digest)
+        return pinned + kept + extra_bytes <= self.max_extra_bytes
+
     def _free_run(self, units: int, digest: str) -> int | None:
         """Best fit: the free window whose free buddy run is smallest, so large runs stay whole."""
         best: tuple[int, int] | None = None
@@ -266,4 +311,6 @@ class AdapterPool:
         del self._residents[resident.digest]
         self._owner[resident.start : resident.start + resident.units] = [None] * resident.units
         self._free_slots.append(resident.adapter_slot)
+        if resident.extra_bytes:
+            self._vacated.append(resident.adapter_slot)
         return resident.digest

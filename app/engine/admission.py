@@ -94,11 +94,11 @@ class Admission:
                     self._is_open = True  # the budget is new in the next step
                     refused_digests.add(digest)
                     continue
-                grant = self._adapters.acquire(digest, sequence.rank)
+                grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes)
                 if grant is None:
                     if urgent:
-                        self._adapters.reserve(digest, sequence.rank)
-                    if is_new:
+                        self._adapters.reserve(digest, sequence.rank, sequence.extra_bytes)
+                    if is_new and not sequence.extra_bytes:  # else bytes may be what is missing, not rows
                         refused_rank = sequence.rank
                     refused_digests.add(digest)
                     continue

@@ -24,7 +24,7 @@ from app.engine.adapters.reading import read_adapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import InvalidRequest, QueueFull
-from app.engine.loading import load_backend
+from app.engine.loading import load_backend, served_features
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.tokenizer import load_tokenizer
@@ -58,6 +58,7 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         self._backend = load_backend(checkpoint, config)
         self._engine = Engine(self._backend, config)
+        self._served = served_features(config)
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
         self._arrived: dict[str, list[TokenChunk]] = {}  # chunks of live requests that nobody has read yet
@@ -79,7 +80,7 @@ class LLM:
         path = Path(path).resolve()
         adapter = self._adapters.get(path)
         if adapter is None:
-            adapter = self._adapters[path] = read_adapter(path, self.spec)
+            adapter = self._adapters[path] = read_adapter(path, self.spec, served=self._served)
         return adapter
 
     def chat_prompt(self, message: str, *, system: str | None = None) -> list[int]:

@@ -19,7 +19,8 @@ class BackendLimits:
     """What the engine may use: sizes fixed when the backend was built.
 
     `rank_alignment`: an adapter's run of rank rows starts at a multiple of it and its length is
-    this times a power of two. `max_adapter_slots` counts slot 0, the base.
+    this times a power of two. `max_adapter_slots` counts slot 0, the base. `adapter_extra_bytes`: the most
+    that resident adapters may hold beside their rank rows (`AdapterCard.extra_bytes`).
     """
 
     num_kv_blocks: int
@@ -27,6 +28,7 @@ class BackendLimits:
     adapter_rank_rows: int
     rank_alignment: int
     max_adapter_slots: int
+    adapter_extra_bytes: int = 0
 
 
 class Backend(Protocol):
@@ -44,6 +46,10 @@ class Backend(Protocol):
         The engine guarantees that no sequence in flight uses the slot or the rows, and
         that the run is long enough for `adapter.card.max_rank`. Takes effect with the next `forward`.
         """
+        ...
+
+    def release_adapter(self, adapter_slot: int) -> None:
+        """Free what the slot's adapter held beside its rank rows: it has been evicted. Nothing in flight uses it."""
         ...
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:

@@ -24,6 +24,12 @@ class EngineConfig(BaseModel):
     adapter_rank_rows: int = Field(
         512, ge=0, description="Rank rows for adapters: resident ranks add up to at most this."
     )
+    adapter_extra_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="Memory for what resident adapters hold beside rank rows: DoRA scales, biases, norms, token rows, "
+        "whole modules; taken as needed.",
+    )
     max_adapter_slots: int = Field(256, ge=1, description="Adapters resident at once, the base included.")
     max_batch_tokens: int = Field(256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks.")
     max_batch_sequences: int = Field(64, ge=1, description="Sequences running at once.")

@@ -59,7 +59,9 @@ class Engine:
         self._kv_capacity = limits.num_kv_blocks * limits.block_size
         self._meter = Meter()
         self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.prefix_cache)
-        self._adapters = AdapterPool(limits.adapter_rank_rows, limits.rank_alignment, limits.max_adapter_slots)
+        self._adapters = AdapterPool(
+            limits.adapter_rank_rows, limits.rank_alignment, limits.max_adapter_slots, limits.adapter_extra_bytes
+        )
         self._scheduler = Scheduler(
             self._blocks,
             self._adapters,
@@ -154,11 +156,13 @@ class Engine:
         try:
             chunks = self._drain_inbox()
             plan = self._scheduler.schedule()
+            self._release_vacated()
             plan = self._write_adapters(plan, chunks)
             if plan.items:
                 output = self._backend.forward(self._builder.build(plan.items))
                 chunks += self._scheduler.commit(plan, output)
             self._finish_drops()
+            self._release_vacated()
         except Exception as error:
             # The state of the device and of the books is unknown: nothing here can be trusted any more.
             failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}")
@@ -212,6 +216,10 @@ class Engine:
                 plan = plan.without(set(ended))
         return plan
 
+    def _release_vacated(self) -> None:
+        for adapter_slot in self._adapters.take_vacated():
+            self._backend.release_adapter(adapter_slot)
+
     def _finish_drops(self) -> None:
         for digest in [d for d in self._drops if not self._scheduler.num_live_of(d)]:
             num_rows = self._adapters.drop(digest)
@@ -249,3 +257,4 @@ class Engine:
                 f"but this engine serves {self._spec.digest}; register it for this base"
             )
         self._adapters.check_rank(request.adapter.name, adapter.card.max_rank)
+        self._adapters.check_extras(request.adapter.name, adapter.card.extra_bytes)

@@ -11,6 +11,8 @@ from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
 from app.engine.models.checkpoint import Checkpoint
 
+_TORCH_FEATURES: frozenset[str] = frozenset()
+
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """CheckpointError or ConfigError if the model or a setting is not for this backend or machine."""
@@ -30,3 +32,8 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     from app.engine.torch_backend import loading as torch_loading
 
     return torch_loading.load_backend(checkpoint, config)
+
+
+def served_features(config: EngineConfig) -> frozenset[str]:
+    """What the configured backend can apply beyond plain LoRA (`app.engine.adapters.lora.FEATURES`)."""
+    return _TORCH_FEATURES if config.backend == "torch" else frozenset()

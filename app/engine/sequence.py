@@ -45,6 +45,7 @@ class Sequence:
         "block_size",
         "block_table",
         "bypassed",
+        "extra_bytes",
         "max_tokens",
         "num_blocks",
         "num_cached",
@@ -73,6 +74,7 @@ class Sequence:
         self.adapter = adapter
         self.adapter_digest = adapter.card.digest if adapter is not None else None
         self.rank = adapter.card.max_rank if adapter is not None else 0
+        self.extra_bytes = adapter.card.extra_bytes if adapter is not None else 0
         self.adapter_slot = 0
         self.status = Status.WAITING
         self.order: int | None = None

@@ -187,3 +187,61 @@ def test_a_pool_without_rows_or_slots_says_so() -> None:
     for pool in (AdapterPool(0, 8, 4), AdapterPool(64, 8, 1), AdapterPool(7, 8, 4)):
         with pytest.raises(AdapterTooLarge, match="raise engine"):
             pool.check_rank("acme/legal", 8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(max_extra_bytes=st.integers(0, 60), slots=st.integers(2, 7), data=st.data())
+def test_extras_never_exceed_their_bytes_and_are_released_once(
+    max_extra_bytes: int, slots: int, data: st.DataObject
+) -> None:
+    pool = AdapterPool(1024, 8, slots, max_extra_bytes)
+    pins: dict[str, int] = {}
+    held: dict[int, str] = {}  # adapter slot -> digest, as a backend that obeys would have it
+    for _ in range(data.draw(st.integers(1, 40))):
+        size = data.draw(st.sampled_from([0, 0, 7, 20, 45]))
+        digest = f"{data.draw(st.integers(0, 3))}/{size}"
+        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop"]))
+        if action == "release" and any(pins.values()):
+            digest = data.draw(st.sampled_from(sorted(d for d, n in pins.items() if n)))
+            pool.release(digest)
+            pins[digest] -= 1
+        elif action == "drop":
+            pool.drop(digest)
+        elif action == "acquire" and size > max_extra_bytes:
+            with pytest.raises(AdapterTooLarge, match=f"holds {size} bytes.*most {max_extra_bytes}.*raise engine"):
+                pool.acquire(digest, 8, size)
+        elif action == "acquire":
+            others = [d for d, n in pins.items() if n and d != digest]
+            fits = sum(int(d.split("/")[1]) for d in others) + size <= max_extra_bytes or size == 0
+            grant = pool.acquire(digest, 8, size)
+            assert (grant is not None) == (pins.get(digest, 0) > 0 or (fits and len(others) < slots - 1))
+            if grant is not None:
+                pins[digest] = pins.get(digest, 0) + 1
+                for adapter_slot in pool.take_vacated():
+                    assert not pins.get(held.pop(adapter_slot), 0)
+                if size and grant.needs_write:
+                    assert grant.adapter_slot not in held
+                    held[grant.adapter_slot] = digest
+        for adapter_slot in pool.take_vacated():
+            del held[adapter_slot]
+        pool.check()
+        assert sorted(held.values()) == sorted(r.digest for r in pool.residents() if not r.digest.endswith("/0"))
+        assert pool.extra_bytes == sum(int(d.split("/")[1]) for d in held.values()) <= max_extra_bytes
+
+
+def test_bytes_are_kept_for_the_holder_of_a_reservation() -> None:
+    pool = AdapterPool(1024, 8, 16, 100)
+    for digest in ("a", "b"):
+        assert pool.acquire(digest, 8, 40) is not None
+    assert pool.acquire("patient", 8, 80) is None
+    pool.reserve("patient", 8, 80)
+    pool.release("b")
+    assert pool.acquire("b", 8, 40) is None, "an idle one cannot come back before the holder"
+    assert pool.acquire("a", 8, 40) is None, "nor can a pin be renewed"
+    assert pool.acquire("small", 8, 10) is None
+    assert pool.acquire("plain", 8) is not None
+    pool.release("a")
+    grant = pool.acquire("patient", 8, 80)
+    assert grant is not None
+    assert grant.evicted == ("b", "a")
+    assert pool.reserved_for is None

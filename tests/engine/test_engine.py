@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -442,3 +443,30 @@ def test_kv_memory_limits_a_request() -> None:
     assert_as_alone((request, None), run(engine)["fits exactly"])
     with pytest.raises(ContextOverflow, match=r"together 34.*holds 32.*num_kv_blocks"):
         engine.submit(fake_request("too long", list(range(21)), sampling=sampling))
+
+
+def test_extras_are_bounded_and_released_with_their_adapter() -> None:
+    backend = FakeBackend(BackendLimits(64, 8, 256, 8, 8, adapter_extra_bytes=100))
+    engine = Engine(backend, EngineConfig(max_batch_sequences=2))
+
+    def with_extras(name: str, extra_bytes: int) -> LoraAdapter:
+        adapter = fake_adapter(name, 8)
+        return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes))
+
+    too_large = with_extras("whole head", 101)
+    with pytest.raises(AdapterTooLarge, match=r"101 bytes.*at most 100; raise engine.adapter_extra_bytes"):
+        engine.submit(fake_request("r", [1], too_large), too_large)
+    adapters = [with_extras(f"a{i}", 60) for i in range(3)]
+    submitted = [(fake_request(f"r{i}", [9, 1 + i], adapters[i % 3]), adapters[i % 3]) for i in range(9)]
+    for request, adapter in submitted:
+        engine.submit(request, adapter)
+    chunks = run(engine)
+    for request, adapter in submitted:
+        assert_as_alone((request, adapter), chunks[request.request_id])
+    # Two of them never fit together: each write but the first follows the release of what was there.
+    assert len(backend.releases) == len(backend.writes) - 1 >= 2
+    (left,) = engine.stats().residents
+    dropped = engine.drop_adapter(left.digest)
+    run(engine)
+    assert dropped.result() == 8
+    assert len(backend.releases) == len(backend.writes)

@@ -7,12 +7,14 @@ not fit is an error that names the module; nothing is skipped.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
 from app.engine.adapters.modules import layer_modules
@@ -87,7 +89,7 @@ def build_adapter(
     missing = sorted(adapter.features - served)
     if missing:
         raise AdapterMismatch(f"this engine cannot apply {' or '.join(missing)}; train the adapter without it")
-    return adapter
+    return replace(adapter, card=replace(card, extra_bytes=extra_bytes(adapter, spec)))
 
 
 def _outer_pair(module: StoredModule, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:

@@ -26,7 +26,8 @@ class AdapterCard:
 
     `max_rank` is the largest rank over its modules: the number of rank rows it needs before
     rounding up. `targets` are module names ("q_proj", ...), sorted. `size_bytes` is its weights'
-    size in host memory.
+    size in host memory; `extra_bytes` is what it holds on a device beside its rank rows (`extra_bytes`
+    in `app.engine.adapters.extras`).
     """
 
     digest: str
@@ -36,3 +37,4 @@ class AdapterCard:
     dtype: str
     size_bytes: int
     description: str = ""
+    extra_bytes: int = 0

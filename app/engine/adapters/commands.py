@@ -18,6 +18,7 @@ import numpy as np
 from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.convert import quantize_adapter, write_peft_folder
+from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.quantize import Quantization
 from app.engine.adapters.reading import read_stored
 from app.engine.adapters.stored import StoredAdapter, StoredModule, content_digest
@@ -125,7 +126,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     spec = _base_spec(arguments.base)
     try:
-        adapter = build_adapter(read_stored(arguments.source, spec), spec)
+        adapter = build_adapter(read_stored(arguments.source, spec), spec, served=FEATURES)
     except AdapterError as error:
         print(f"no: {error}")
         return 1
@@ -133,6 +134,8 @@ def _check(arguments: argparse.Namespace) -> int:
     print(
         f"yes: {len(adapter.weights)} modules of '{spec.name}', rank {card.max_rank}, {card.size_bytes} bytes in memory"
     )
+    if adapter.features:
+        print(f"needs an engine that applies {' and '.join(sorted(adapter.features))}: {card.extra_bytes} bytes there")
     print(f"digest {card.digest}")
     return 0
 

@@ -61,9 +61,15 @@ class Validator:
     """
 
     def __init__(
-        self, limits: ReadLimits = DEFAULT_LIMITS, child: ChildLimits | None = None, max_verdicts: int = 4096
+        self,
+        limits: ReadLimits = DEFAULT_LIMITS,
+        child: ChildLimits | None = None,
+        max_verdicts: int = 4096,
+        served: frozenset[str] = frozenset(),
     ) -> None:
+        """`served`: what the engine can apply beyond plain LoRA, see `build_adapter`."""
         self.limits = limits
+        self.served = served
         self.child = child or ChildLimits()
         self.num_children = 0
         self._max_verdicts = max_verdicts
@@ -81,7 +87,7 @@ class Validator:
             if verdict is None:
                 self.num_children += 1
                 try:
-                    verdict = validate_in_child(path, spec, self.limits, self.child)
+                    verdict = validate_in_child(path, spec, self.limits, self.child, self.served)
                 except AdapterError as error:
                     verdict = error
                 self._remember(key, verdict)
@@ -110,13 +116,17 @@ def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMIT
 
 
 def validate_in_child(
-    path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, child: ChildLimits | None = None
+    path: Path,
+    spec: ModelSpec,
+    limits: ReadLimits = DEFAULT_LIMITS,
+    child: ChildLimits | None = None,
+    served: frozenset[str] = frozenset(),
 ) -> AdapterCard:
     """The card of the adapter at `path`, read in a child process. Raises the `AdapterError` it met."""
     child = child or ChildLimits()
     size = sum(_checked_size(file, limits) for file in _files(path))
     memory, seconds = child.memory_bytes(size), child.seconds(size)
-    task = pickle.dumps((str(path), spec, limits, memory, seconds))
+    task = pickle.dumps((str(path), spec, limits, served, memory, seconds))
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_PROJECT), "OMP_NUM_THREADS": "1"}
     environment |= {"OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
     command = [sys.executable, "-m", "app.engine.adapters.validate"]
@@ -172,11 +182,11 @@ def _limit_this_process(memory_bytes: int, seconds: float) -> None:
 
 
 def _child() -> None:
-    path, spec, limits, memory_bytes, seconds = pickle.load(sys.stdin.buffer)  # written by our own parent
+    path, spec, limits, served, memory_bytes, seconds = pickle.load(sys.stdin.buffer)  # written by our own parent
     _limit_this_process(memory_bytes, seconds)
     verdict: dict[str, Any]
     try:
-        verdict = {"card": asdict(read_adapter(Path(path), spec, limits).card)}
+        verdict = {"card": asdict(read_adapter(Path(path), spec, limits, served).card)}
     except AdapterError as error:
         verdict = {"error": type(error).__name__, "message": str(error)}
     except MemoryError:

@@ -101,6 +101,8 @@ class JaxBackend:
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
+        if adapter.features:
+            raise AdapterMismatch(f"the JAX engine cannot apply {' or '.join(sorted(adapter.features))}")
         for key in adapter.weights:
             if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
                 raise AdapterMismatch(
@@ -113,6 +115,9 @@ class JaxBackend:
         self._tables = self._writers[count](self._tables, rows, np.int32(row_start))
         self._row_starts[adapter_slot] = row_start
         self._ranks[adapter_slot] = adapter.card.max_rank
+
+    def release_adapter(self, adapter_slot: int) -> None:
+        """See `Backend.release_adapter`: adapters here have rank rows only."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""

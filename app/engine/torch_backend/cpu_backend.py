@@ -46,6 +46,7 @@ class CpuBackend:
             adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
             rank_alignment=RANK_PANEL,
             max_adapter_slots=config.max_adapter_slots,
+            adapter_extra_bytes=config.adapter_extra_bytes,
         )
         self._num_threads = config.num_threads or len(os.sched_getaffinity(0))
         self._num_threads = min(self._num_threads, numba.get_num_threads())
@@ -85,6 +86,9 @@ class CpuBackend:
             ranks[key.layer, n] = pair.rank
         self._tables.ranks[:, adapter_slot] = ranks
         self._tables.row_starts[adapter_slot] = row_start
+
+    def release_adapter(self, adapter_slot: int) -> None:
+        """See `Backend.release_adapter`."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""

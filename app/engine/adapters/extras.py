@@ -1,0 +1,85 @@
+"""What an adapter holds on a device beside its rank rows, module by module and in bytes.
+
+In: a `LoraAdapter` and its base's spec. Out: which modules need a scale, a shift or a whole weight, where the
+replaced norms are, and how many bytes all of it takes. A layer's module becomes
+`y = scale * (W x + B A x) + shift`, with W the base's weight or the adapter's own; what the vectors hold is
+the backend's to compute. Counted in float32, outputs rounded up to whole panels of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from app.engine.adapters.lora import LoraAdapter, LoraKey
+from app.engine.adapters.modules import Module, layer_modules
+from app.engine.models.names import expected_tensors
+from app.engine.models.spec import ModelSpec
+
+_PANEL = 16
+
+
+class ModuleExtras(NamedTuple):
+    """What one module has beside rank rows. `weight`, `bias`: names in `LoraAdapter.replaced`, or None."""
+
+    has_scale: bool
+    has_shift: bool
+    weight: str | None
+    bias: str | None
+
+
+def module_extras(adapter: LoraAdapter, spec: ModelSpec) -> dict[LoraKey, ModuleExtras]:
+    """Every layer module that needs more than rank rows. A base bias under a scale has to be put right by a shift."""
+    paths = {path: LoraKey(module.layer, module.targets[0]) for path, module in _linear(spec).items()}
+    own = [(name, *name.rpartition(".")[::2]) for name in adapter.replaced]
+    weights = {paths[path]: name for name, path, kind in own if path in paths and kind == "weight"}
+    biases = {paths[path]: name for name, path, kind in own if path in paths and kind == "bias"}
+    touched = {*adapter.magnitudes, *adapter.delta_biases, *weights, *biases}
+    if not touched:
+        return {}
+    base = expected_tensors(spec)
+    path_of = {key: path for path, key in paths.items()}
+    found = {}
+    for key in sorted(touched):
+        has_scale, weight, bias = key in adapter.magnitudes, weights.get(key), biases.get(key)
+        keeps_base_bias = f"{path_of[key]}.bias" in base and (has_scale or weight is not None)
+        has_shift = bias is not None or key in adapter.delta_biases or keeps_base_bias
+        found[key] = ModuleExtras(has_scale, has_shift, weight, bias)
+    return found
+
+
+def replaced_norms(adapter: LoraAdapter) -> Iterable[str]:
+    """Names of the norm weights that the adapter brings its own of."""
+    return (name for name in adapter.replaced if name.endswith("norm.weight"))
+
+
+def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
+    """Bytes beside the rank rows, once the adapter is on a device."""
+    num_floats = sum(adapter.replaced[name].size for name in replaced_norms(adapter))
+    for key, parts in module_extras(adapter, spec).items():
+        d_in, d_out = spec.target_shape(key.layer, key.target)
+        num_vectors = parts.has_scale + parts.has_shift
+        num_floats += _padded(d_out) * (num_vectors + (d_in if parts.weight is not None else 0))
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    if "model.embed_tokens.weight" in adapter.replaced:
+        num_floats += vocab * hidden
+    if "lm_head.weight" in adapter.replaced:
+        num_floats += _padded(vocab) * hidden
+    if "embed_tokens" in adapter.outer:
+        num_floats += adapter.outer["embed_tokens"].rank * (vocab + hidden)
+    if "lm_head" in adapter.outer:
+        rank = adapter.outer["lm_head"].rank
+        num_floats += _padded(rank) * hidden + rank * _padded(vocab)
+    num_ids = 0
+    for name, (token_ids, _) in adapter.token_rows.items():
+        num_ids += len(token_ids)
+        num_floats += hidden * (_padded(len(token_ids)) if name == "lm_head" else len(token_ids))
+    return 4 * num_floats + 8 * num_ids
+
+
+def _linear(spec: ModelSpec) -> dict[str, Module]:
+    return {path: module for path, module in layer_modules(len(spec.layers)).items() if not module.is_fused}
+
+
+def _padded(size: int) -> int:
+    return -(-size // _PANEL) * _PANEL
