@@ -2,8 +2,9 @@
 
 In: a mapping (YAML). Out: a frozen `AppConfig`, checked before anything loads; an unknown key is an
 error. How many replicas there are and what each may use is Ray Serve's own configuration
-(`deployments:` in the same file) and is not repeated here. Environment variables carry paths only:
-`LORA_PATH` adds a folder that adapters may be loaded from, `POLYLORA_STATE_DIR` moves the registry.
+(`deployments:` in the same file) and is not repeated here. Environment variables carry secrets and paths only:
+`LORA_PATH` adds a folder that adapters may be loaded from, `POLYLORA_STATE_DIR` moves the registry and
+`POLYLORA_REGISTRY_URL` (which may hold a password) puts it into another database.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class AdaptersConfig(_Settings):
         default=512 << 20, ge=1 << 20, description="Adapters kept in the object store, in bytes."
     )
     state_dir: str = Field(default="~/.local/state/polylora", description="Folder of the registry's database.")
+    registry_url: str | None = Field(
+        default=None, description="postgresql://user@host/database for a registry elsewhere than in state_dir."
+    )
 
 
 class PlacementConfig(_Settings):
@@ -145,7 +149,11 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
             raise ConfigError(f"adapters.roots: {root} is not a folder; create it or correct the path (or LORA_PATH)")
     state_dir = _absolute(environ.get("POLYLORA_STATE_DIR") or config.adapters.state_dir)
     adapters = config.adapters.model_copy(
-        update={"roots": tuple(dict.fromkeys(map(str, roots))), "state_dir": str(state_dir)}
+        update={
+            "roots": tuple(dict.fromkeys(map(str, roots))),
+            "state_dir": str(state_dir),
+            "registry_url": environ.get("POLYLORA_REGISTRY_URL") or config.adapters.registry_url,
+        }
     )
     return config.model_copy(update={"adapters": adapters})
 

@@ -10,6 +10,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.config import DEFAULT_MODEL_URI
 from app.engine.models.sources import resolve_model
+from tests.postgres import find_postgres
+
+
+def pytest_report_header() -> str:
+    """Which databases the registry's tests run on: a run without a server says so."""
+    folder = find_postgres()
+    return "registry databases: sqlite, " + (
+        f"postgresql ({folder})" if folder else "NOT postgresql: no server found (Debian: apt-get install postgresql)"
+    )
 
 
 @pytest.fixture(scope="session")

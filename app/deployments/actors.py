@@ -19,10 +19,11 @@ import ray
 from app.config import AppConfig
 from app.deployments.adapter_store import AdapterStore, LocatedAdapter
 from app.deployments.base_model import open_checkpoint
-from app.deployments.catalog import Catalog, CatalogEntry
 from app.deployments.placement import PlacementBooks, PlacementTable, ReplicaReport, make_policy
 from app.deployments.published import Published, Version
 from app.deployments.ray_calls import NamedActor
+from app.deployments.registry.books import open_registry
+from app.deployments.registry.entries import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import pack_adapter
@@ -66,9 +67,9 @@ class AdapterStoreActor:
             header, arrays = pack_adapter(adapter)
             return header, [ray.put(array) for array in arrays]
 
-        catalog = Catalog(Path(config.adapters.state_dir) / f"catalog-{spec.digest[:12]}.sqlite")
+        registry = open_registry(config.adapters, spec.digest)
         self._store = AdapterStore(
-            catalog, read, put, max_bytes=config.adapters.host_cache_bytes, reserved_names=(config.model.name,)
+            registry.catalog, read, put, max_bytes=config.adapters.host_cache_bytes, reserved_names=(config.model.name,)
         )
         self._published = Published(tuple(self._store.entries()))
         self._preload = config.adapters.preload

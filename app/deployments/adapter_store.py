@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from app.config import NAME_PATTERN
-from app.deployments.catalog import Catalog, CatalogEntry
+from app.deployments.registry.catalog import Catalog
+from app.deployments.registry.entries import CatalogEntry
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest, NotFound
+from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest
 
 T = TypeVar("T")
 
@@ -109,10 +110,9 @@ class AdapterStore(Generic[T]):
         )
 
     async def unregister(self, name: str) -> CatalogEntry:
-        """Forget a name. Raises NotFound."""
-        entry = await asyncio.to_thread(self._catalog.remove, name)
-        if entry is None:
-            raise NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
+        """Forget a name. Raises NotFound, AdapterBusy."""
+        entry = await asyncio.to_thread(self._catalog.drain, name)
+        await asyncio.to_thread(self._catalog.drained, entry.ref)
         if all(other.ref.digest != entry.ref.digest for other in self.entries()):
             self._cache.pop(entry.ref.digest, None)
         return entry
@@ -138,7 +138,6 @@ class AdapterStore(Generic[T]):
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._catalog.close()
 
     async def _once(self, source: str) -> _Kept[T]:
         """Read a source unless that is happening already; everybody who asked gets the result or the error."""

@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.deployments.answers import Answer, AnswerFormat, usage_body
-from app.deployments.catalog import CatalogEntry
 from app.deployments.frontend import Frontend, Job
 from app.deployments.http_errors import BodyTooLarge, ClientGone, InvalidJson, error_answer
 from app.deployments.openai_schema import (
@@ -32,6 +31,7 @@ from app.deployments.openai_schema import (
     UnloadAdapterBody,
     parse_body,
 )
+from app.deployments.registry.entries import CatalogEntry
 from app.engine.errors import NotFound, NotReady, PolyloraError
 from app.engine.request import Usage
 

@@ -21,13 +21,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.config import AppConfig, LimitsConfig
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_text
-from app.deployments.catalog import CatalogEntry
 from app.deployments.dispatch import Dispatcher, ReplicaGone, ReplicaUnreachable, Stream
 from app.deployments.frontend import Frontend, Job
 from app.deployments.http_app import adapter_body, generate_result, make_app
 from app.deployments.metrics import IngressMetrics
 from app.deployments.openai_schema import GenerateBody, parse_body
 from app.deployments.placement import PlacementTable, make_policy
+from app.deployments.registry.entries import CatalogEntry
 from app.deployments.serve_transport import Registry, ServePlacer, ServeTransport, Watched
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import Usage

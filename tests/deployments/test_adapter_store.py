@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from app.deployments.adapter_store import AdapterStore, LocatedAdapter
-from app.deployments.catalog import Catalog
 from app.deployments.published import Published
-from app.engine.adapters.card import AdapterRef
+from app.deployments.registry.catalog import Catalog
+from app.deployments.registry.database import Database, sqlite_url
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge, InvalidRequest, NotFound
 from tests.fakes import fake_adapter
+
+
+def open_catalog(folder: Path) -> Catalog:
+    return Catalog(Database(sqlite_url(folder / "c.sqlite"), "base"))
 
 
 class Sources:
@@ -49,9 +51,7 @@ def sources() -> Sources:
 
 @pytest.fixture
 def store(tmp_path: Path, sources: Sources) -> Iterator[AdapterStore[str]]:
-    store = AdapterStore(
-        Catalog(tmp_path / "c.sqlite"), sources.read, sources.put, max_bytes=100, reserved_names=["base"]
-    )
+    store = AdapterStore(open_catalog(tmp_path), sources.read, sources.put, max_bytes=100, reserved_names=["base"])
     yield store
     store.close()
 
@@ -147,38 +147,14 @@ async def test_names_and_failures(store: AdapterStore[str], sources: Sources) ->
 async def test_the_registry_survives(tmp_path: Path, sources: Sources) -> None:
     add(sources, "a")
     for expected in (1, 1, 2):
-        store = AdapterStore(Catalog(tmp_path / "c.sqlite"), sources.read, sources.put, max_bytes=100)
+        store = AdapterStore(open_catalog(tmp_path), sources.read, sources.put, max_bytes=100)
         if expected == 2:
             await store.unregister("a")
         entry = await store.register("a", "a")
         assert entry.ref.generation == expected, "a removed name that returns is a new generation"
         store.close()
-    again = Catalog(tmp_path / "c.sqlite")
+    again = open_catalog(tmp_path)
     assert [entry.ref for entry in again.entries()] == [entry.ref]
-    again.close()
-
-
-@given(events=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y", None])), max_size=20))
-@settings(max_examples=25, deadline=None)
-def test_generations_rise_exactly_when_a_name_changes_its_meaning(
-    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, str | None]]
-) -> None:
-    catalog = Catalog(tmp_path_factory.mktemp("catalog") / "c.sqlite")
-    model: dict[str, tuple[int, str, bool]] = {}
-    for name, digest in events:
-        old = model.get(name)
-        if digest is None:
-            assert (catalog.remove(name) is not None) == (old is not None and old[2])
-            if old is not None:
-                model[name] = (old[0], old[1], False)
-            continue
-        entry = catalog.register(name, "uri", digest, max_rank=8, size_bytes=1)
-        generation = 1 if old is None else old[0] + (old[1] != digest or not old[2])
-        model[name] = (generation, digest, True)
-        assert entry.ref == AdapterRef(name, digest, "default", generation, "uri")
-    living = {name: value[:2] for name, value in model.items() if value[2]}
-    assert {entry.ref.name: (entry.ref.generation, entry.ref.digest) for entry in catalog.entries()} == living
-    catalog.close()
 
 
 async def test_watchers_get_news_at_once_and_the_owner_knows_when_all_have_it() -> None:

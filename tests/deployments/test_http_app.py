@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 
 from app.config import LimitsConfig
-from app.deployments.catalog import CatalogEntry
 from app.deployments.frontend import Frontend, Job, derived_seed
 from app.deployments.http_app import make_app
 from app.deployments.openai_schema import INERT, NEUTRAL
+from app.deployments.registry.entries import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotFound, UnsafeSource
 from app.engine.request import Usage

@@ -1,0 +1,220 @@
+"""Names that stand for adapters, with weights: canaries, promotion, rollback.
+
+In: an alias and the adapters it sends requests to. Out: `AliasEntry`s. Every change is a new version;
+versions are kept, so that a rollback is one write and brings back exactly what was in force. An alias
+only ever points to registered adapters. Choosing a target for a request is left to `view.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, and_, insert, select, update
+
+from app.deployments.registry.database import Database
+from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, AliasTarget, State
+from app.deployments.registry.journal import NewEvent, record_audit, record_events
+from app.deployments.registry.tables import adapters, alias_targets, aliases, named
+from app.engine.errors import InvalidRequest, NotFound
+
+MAX_TARGETS = 16
+
+#: The targets of the version in force.
+_IN_FORCE = and_(
+    alias_targets.c.base_digest == aliases.c.base_digest,
+    alias_targets.c.tenant_id == aliases.c.tenant_id,
+    alias_targets.c.name == aliases.c.name,
+    alias_targets.c.version == aliases.c.version,
+)
+
+
+class Aliases:
+    """Every call is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._base = database.base_digest
+
+    def put(
+        self, name: str, targets: Mapping[str, float], *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
+    ) -> AliasEntry:
+        """Send an alias's requests to these adapters, by weight. Raises InvalidRequest, NotFound."""
+        _check_weights(targets)
+        key = named(aliases, self._base, tenant_id, name)
+        place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
+        with self._database.write() as connection:
+            if _living(connection, self._base, tenant_id, [name]):
+                raise InvalidRequest(f"{name!r} is an adapter; choose another name for the alias", param="name")
+            self._check_targets(connection, tenant_id, targets)
+            old = connection.execute(select(aliases).where(*key)).mappings().first()
+            version = 1 if old is None else old["last_version"] + 1
+            values = {
+                "version": version,
+                "previous_version": None if old is None or old["removed"] else old["version"],
+                "last_version": version,
+                "removed": False,
+                "updated_s": time.time(),
+            }
+            if old is None:
+                connection.execute(insert(aliases).values(**place, **values))
+            else:
+                connection.execute(update(aliases).where(*key).values(**values))
+            rows = [
+                place | {"version": version, "target": target, "weight": weight} for target, weight in targets.items()
+            ]
+            connection.execute(insert(alias_targets), rows)
+            self._record(connection, who, "put alias", name, tenant_id, {"version": version, "targets": dict(targets)})
+            return self._entry(connection, tenant_id, name)
+
+    def promote(
+        self, name: str, target: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
+    ) -> AliasEntry:
+        """Send all of an alias's requests to one of its targets. Raises NotFound, InvalidRequest."""
+        entry = self.get(name, tenant_id=tenant_id)
+        if entry is None:
+            raise _absent(name)
+        if all(item.name != target for item in entry.targets):
+            known = ", ".join(repr(item.name) for item in entry.targets)
+            raise InvalidRequest(f"{target[:80]!r} is no target of alias {name!r}, which has {known}", param="target")
+        return self.put(name, {target: 1.0}, tenant_id=tenant_id, who=who)
+
+    def rollback(
+        self, name: str, version: int | None = None, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
+    ) -> AliasEntry:
+        """Bring back a version, by default the one before the last change. Raises NotFound, InvalidRequest."""
+        key = named(aliases, self._base, tenant_id, name)
+        with self._database.write() as connection:
+            old = connection.execute(select(aliases).where(*key, aliases.c.removed.is_(False))).mappings().first()
+            if old is None:
+                raise _absent(name)
+            wanted = old["previous_version"] if version is None else version
+            targets = self._targets(connection, tenant_id, name, wanted) if wanted is not None else ()
+            if not targets:
+                raise InvalidRequest(
+                    f"alias {name!r} has no {'earlier version' if wanted is None else f'version {wanted}'}; "
+                    f"it is at version {old['version']}",
+                    param="version",
+                )
+            self._check_targets(connection, tenant_id, [item.name for item in targets])
+            connection.execute(
+                update(aliases)
+                .where(*key)
+                .values(version=wanted, previous_version=old["version"], updated_s=time.time())
+            )
+            self._record(connection, who, "roll back alias", name, tenant_id, {"from": old["version"], "to": wanted})
+            return self._entry(connection, tenant_id, name)
+
+    def remove(self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT) -> AliasEntry:
+        """Forget an alias; its versions keep counting if it returns. Raises NotFound."""
+        key = named(aliases, self._base, tenant_id, name)
+        with self._database.write() as connection:
+            if not is_alias(connection, self._base, tenant_id, name):
+                raise _absent(name)
+            entry = self._entry(connection, tenant_id, name)
+            connection.execute(update(aliases).where(*key).values(removed=True, updated_s=time.time()))
+            self._record(connection, who, "remove alias", name, tenant_id, {"version": entry.version})
+        return entry
+
+    def get(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> AliasEntry | None:
+        with self._database.read() as connection:
+            is_here = is_alias(connection, self._base, tenant_id, name)
+            return self._entry(connection, tenant_id, name) if is_here else None
+
+    def entries(self, *, tenant_id: str | None = None) -> list[AliasEntry]:
+        """All aliases, in order: one tenant's, or everybody's."""
+        query = (
+            select(aliases, alias_targets.c.target, alias_targets.c.weight)
+            .join(alias_targets, _IN_FORCE)
+            .where(aliases.c.base_digest == self._base, aliases.c.removed.is_(False))
+            .order_by(aliases.c.tenant_id, aliases.c.name, alias_targets.c.target)
+        )
+        if tenant_id is not None:
+            query = query.where(aliases.c.tenant_id == tenant_id)
+        with self._database.read() as connection:
+            rows = connection.execute(query).mappings().all()
+        targets: dict[tuple[str, str], list[AliasTarget]] = defaultdict(list)
+        heads: dict[tuple[str, str], Mapping[Any, Any]] = {}
+        for row in rows:
+            key = (row["tenant_id"], row["name"])
+            heads[key] = row
+            targets[key].append(AliasTarget(row["target"], row["weight"]))
+        return [_alias(row, tuple(targets[key])) for key, row in heads.items()]
+
+    def _entry(self, connection: Connection, tenant_id: str, name: str) -> AliasEntry:
+        row = connection.execute(select(aliases).where(*named(aliases, self._base, tenant_id, name))).mappings().one()
+        return _alias(row, self._targets(connection, tenant_id, name, row["version"]))
+
+    def _targets(self, connection: Connection, tenant_id: str, name: str, version: int) -> tuple[AliasTarget, ...]:
+        query = select(alias_targets.c.target, alias_targets.c.weight).where(
+            *named(alias_targets, self._base, tenant_id, name), alias_targets.c.version == version
+        )
+        rows = connection.execute(query.order_by(alias_targets.c.target)).all()
+        return tuple(AliasTarget(target, weight) for target, weight in rows)
+
+    def _check_targets(
+        self, connection: Connection, tenant_id: str, targets: Mapping[str, float] | Sequence[str]
+    ) -> None:
+        absent = set(targets) - _living(connection, self._base, tenant_id, list(targets))
+        if absent:
+            raise NotFound(
+                f"no adapter is registered as {min(absent)[:80]!r}; register it before an alias points to it"
+            )
+
+    def _record(
+        self, connection: Connection, who: str, action: str, name: str, tenant_id: str, detail: Mapping[str, Any]
+    ) -> None:
+        record_audit(connection, self._base, who, action, name, tenant_id, detail)
+        record_events(connection, self._base, [NewEvent(action, name, tenant_id, detail=str(dict(detail)))])
+
+
+def is_alias(connection: Connection, base_digest: str, tenant_id: str, name: str) -> bool:
+    query = select(aliases.c.name).where(*named(aliases, base_digest, tenant_id, name), aliases.c.removed.is_(False))
+    return connection.scalar(query) is not None
+
+
+def aliases_to(connection: Connection, base_digest: str, tenant_id: str, target: str) -> Sequence[str]:
+    """Aliases whose version in force sends requests to this adapter."""
+    query = (
+        select(aliases.c.name)
+        .join(alias_targets, _IN_FORCE)
+        .where(
+            aliases.c.base_digest == base_digest,
+            aliases.c.tenant_id == tenant_id,
+            aliases.c.removed.is_(False),
+            alias_targets.c.target == target,
+        )
+        .order_by(aliases.c.name)
+    )
+    return connection.scalars(query).all()
+
+
+def _living(connection: Connection, base_digest: str, tenant_id: str, names: Sequence[str]) -> set[str]:
+    query = select(adapters.c.name).where(
+        adapters.c.base_digest == base_digest,
+        adapters.c.tenant_id == tenant_id,
+        adapters.c.name.in_(names),
+        adapters.c.state == State.LOADED,
+    )
+    return set(connection.scalars(query))
+
+
+def _check_weights(targets: Mapping[str, float]) -> None:
+    if not 1 <= len(targets) <= MAX_TARGETS:
+        raise InvalidRequest(f"an alias has 1 to {MAX_TARGETS} targets, not {len(targets)}", param="targets")
+    for target, weight in targets.items():
+        if not (math.isfinite(weight) and weight > 0):
+            raise InvalidRequest(
+                f"target {target[:80]!r} has weight {weight}; a weight is a number above 0", param="targets"
+            )
+
+
+def _alias(row: Mapping[Any, Any], targets: tuple[AliasTarget, ...]) -> AliasEntry:
+    return AliasEntry(row["name"], targets, row["version"], row["updated_s"], row["previous_version"], row["tenant_id"])
+
+
+def _absent(name: str) -> NotFound:
+    return NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")

@@ -1,0 +1,36 @@
+"""The whole registry of one base model, opened.
+
+In: a database's URL. Out: its parts, which share the database and nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.config import AdaptersConfig
+from app.deployments.registry.aliases import Aliases
+from app.deployments.registry.catalog import Catalog
+from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.registry.jobs import Jobs
+from app.deployments.registry.journal import Journal
+
+
+class Registry:
+    """Methods of the parts may be called from several threads; each call is one transaction."""
+
+    def __init__(self, url: str, base_digest: str) -> None:
+        """Raises ConfigError, NotReady."""
+        self.database = Database(url, base_digest)
+        self.catalog = Catalog(self.database)
+        self.aliases = Aliases(self.database)
+        self.jobs = Jobs(self.database)
+        self.journal = Journal(self.database)
+
+    def close(self) -> None:
+        self.database.close()
+
+
+def open_registry(config: AdaptersConfig, base_digest: str) -> Registry:
+    """The configured database, or a file of SQLite per base model. Raises ConfigError, NotReady."""
+    path = Path(config.state_dir) / f"catalog-{base_digest[:12]}.sqlite"
+    return Registry(config.registry_url or sqlite_url(path), base_digest)

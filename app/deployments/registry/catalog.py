@@ -1,0 +1,246 @@
+"""Which name means which contents.
+
+In: names, where they came from, the digest of what was found there. Out: `CatalogEntry`s that survive
+every process. A name's generation rises whenever its contents change and never falls, not even over a
+removal, so nothing made for an older meaning of a name can be taken for the present one. Equal contents
+keep their digest under any name. Adapters and aliases share one namespace. Reading adapters is left to
+the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Table, delete, insert, select, update
+
+from app.deployments.registry.aliases import aliases_to, is_alias
+from app.deployments.registry.database import Database
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, State
+from app.deployments.registry.journal import NewEvent, record_audit, record_events
+from app.deployments.registry.tables import adapters, generations, hot_set, named
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
+
+#: Adapters whose order of use is remembered.
+MAX_HOT = 1024
+
+
+class Catalog:
+    """Every call is one transaction; threads and processes may call at the same time."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._base = database.base_digest
+
+    def register(
+        self,
+        name: str,
+        uri: str,
+        digest: str,
+        *,
+        max_rank: int,
+        size_bytes: int,
+        tenant_id: str = DEFAULT_TENANT,
+        who: str = DEFAULT_TENANT,
+        pinned: bool | None = None,
+        traffic_weight: float | None = None,
+    ) -> CatalogEntry:
+        """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
+
+        `pinned` and `traffic_weight` None: as they were. Raises InvalidRequest if an alias has the name.
+        """
+        key = self._named(adapters, tenant_id, name)
+        with self._database.write() as connection:
+            if is_alias(connection, self._base, tenant_id, name):
+                raise InvalidRequest(f"{name!r} is an alias; remove the alias or choose another name", param="name")
+            old = connection.execute(select(adapters).where(*key)).mappings().first()
+            is_back = old is None or old["state"] != State.LOADED
+            generation = 1 if old is None else old["generation"] + (old["digest"] != digest or is_back)
+            now_s = time.time()
+            contents = {
+                "generation": generation,
+                "digest": digest,
+                "uri": uri,
+                "max_rank": max_rank,
+                "size_bytes": size_bytes,
+                "registered_s": now_s,
+            }
+            before: Mapping[Any, Any] = {} if old is None or is_back else old
+            values = contents | {
+                "state": State.LOADED,
+                "owner": before.get("owner", who),
+                "pinned": before.get("pinned", False) if pinned is None else pinned,
+                "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
+            }
+            place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
+            if old is None:
+                connection.execute(insert(adapters).values(**place, **values))
+            else:
+                connection.execute(update(adapters).where(*key).values(**values))
+            if old is None or generation != old["generation"]:
+                connection.execute(insert(generations).values(**place, **contents, registered_by=who))
+            record_audit(connection, self._base, who, "load", name, tenant_id, {"uri": uri, "generation": generation})
+            record_events(
+                connection, self._base, [NewEvent("registered", name, tenant_id, generation, digest, detail=uri)]
+            )
+            row = connection.execute(select(adapters).where(*key)).mappings().one()
+        return _entry(row)
+
+    def drain(self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT) -> CatalogEntry:
+        """Take a name out of service; its generation is remembered. `drained` ends it.
+
+        Raises NotFound, and AdapterBusy while an alias sends requests to it.
+        """
+        with self._database.write() as connection:
+            row = self._living(connection, tenant_id, name)
+            users = aliases_to(connection, self._base, tenant_id, name)
+            if users:
+                raise AdapterBusy(
+                    f"alias {users[0]!r} sends requests to adapter {name!r}; promote or remove the alias first"
+                )
+            connection.execute(
+                update(adapters).where(*self._named(adapters, tenant_id, name)).values(state=State.DRAINING)
+            )
+            generation, digest = row["generation"], row["digest"]
+            record_audit(connection, self._base, who, "unload", name, tenant_id, {"generation": generation})
+            record_events(connection, self._base, [NewEvent("draining", name, tenant_id, generation, digest)])
+        return _entry(row)
+
+    def drained(self, ref: AdapterRef) -> None:
+        """A name's removal is complete, unless it has been registered again meanwhile."""
+        key = self._named(adapters, ref.tenant_id, ref.name)
+        with self._database.write() as connection:
+            done = connection.execute(
+                update(adapters)
+                .where(*key, adapters.c.state == State.DRAINING, adapters.c.generation == ref.generation)
+                .values(state=State.REMOVED)
+            )
+            if done.rowcount:
+                event = NewEvent("removed", ref.name, ref.tenant_id, ref.generation, ref.digest)
+                record_events(connection, self._base, [event])
+
+    def configure(
+        self,
+        name: str,
+        *,
+        pinned: bool | None = None,
+        traffic_weight: float | None = None,
+        tenant_id: str = DEFAULT_TENANT,
+        who: str = DEFAULT_TENANT,
+    ) -> CatalogEntry:
+        """Change how a name is treated; None leaves a value as it is. Raises NotFound."""
+        asked = {"pinned": pinned, "traffic_weight": traffic_weight}
+        changes = {field: value for field, value in asked.items() if value is not None}
+        key = self._named(adapters, tenant_id, name)
+        with self._database.write() as connection:
+            self._living(connection, tenant_id, name)
+            if changes:
+                connection.execute(update(adapters).where(*key).values(**changes))
+                record_audit(connection, self._base, who, "configure", name, tenant_id, changes)
+            return _entry(connection.execute(select(adapters).where(*key)).mappings().one())
+
+    def get(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry | None:
+        with self._database.read() as connection:
+            query = select(adapters).where(*self._named(adapters, tenant_id, name), adapters.c.state == State.LOADED)
+            row = connection.execute(query).mappings().first()
+        return None if row is None else _entry(row)
+
+    def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
+        """All names with a meaning, in order: one tenant's, or everybody's."""
+        return self._select(*(() if tenant_id is None else (adapters.c.tenant_id == tenant_id,)), state=State.LOADED)
+
+    def draining(self) -> list[CatalogEntry]:
+        """Names whose removal has begun and not ended."""
+        return self._select(state=State.DRAINING)
+
+    def is_used(self, digest: str) -> bool:
+        """Whether any name means these contents."""
+        return bool(self._select(adapters.c.digest == digest, state=State.LOADED))
+
+    def generations(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> list[Generation]:
+        """Everything a name has meant, newest first."""
+        query = select(generations).where(*self._named(generations, tenant_id, name))
+        with self._database.read() as connection:
+            rows = connection.execute(query.order_by(generations.c.generation.desc())).mappings().all()
+        return [
+            Generation(_ref(row), row["max_rank"], row["size_bytes"], row["registered_s"], row["registered_by"])
+            for row in rows
+        ]
+
+    def note_use(self, last_used_s: Mapping[str, float]) -> None:
+        """Digests and when they were last used: remembered per name, and as the order of the hot set."""
+        if not last_used_s:
+            return
+        with self._database.write() as connection:
+            for digest, used_s in last_used_s.items():
+                connection.execute(
+                    update(adapters)
+                    .where(adapters.c.base_digest == self._base, adapters.c.digest == digest)
+                    .values(last_used_s=used_s)
+                )
+            held = connection.scalars(
+                select(hot_set.c.digest).where(hot_set.c.base_digest == self._base).order_by(hot_set.c.position)
+            ).all()
+            newest_first = sorted(last_used_s, key=lambda digest: -last_used_s[digest])
+            order = [*newest_first, *(digest for digest in held if digest not in last_used_s)][:MAX_HOT]
+            connection.execute(delete(hot_set).where(hot_set.c.base_digest == self._base))
+            connection.execute(
+                insert(hot_set),
+                [
+                    {"base_digest": self._base, "position": position, "digest": digest}
+                    for position, digest in enumerate(order)
+                ],
+            )
+
+    def hot(self, limit: int) -> list[CatalogEntry]:
+        """Registered adapters by last use, the hottest first; each digest once."""
+        query = (
+            select(adapters)
+            .join(
+                hot_set,
+                (hot_set.c.base_digest == adapters.c.base_digest) & (hot_set.c.digest == adapters.c.digest),
+            )
+            .where(adapters.c.base_digest == self._base, adapters.c.state == State.LOADED)
+            .order_by(hot_set.c.position, adapters.c.tenant_id, adapters.c.name)
+        )
+        with self._database.read() as connection:
+            rows = connection.execute(query).mappings().all()
+        entries: dict[str, CatalogEntry] = {}
+        for row in rows:
+            entries.setdefault(row["digest"], _entry(row))
+        return list(entries.values())[:limit]
+
+    def _select(self, *where: ColumnElement[bool], state: State) -> list[CatalogEntry]:
+        query = select(adapters).where(adapters.c.base_digest == self._base, adapters.c.state == state, *where)
+        with self._database.read() as connection:
+            rows = connection.execute(query.order_by(adapters.c.tenant_id, adapters.c.name)).mappings().all()
+        return [_entry(row) for row in rows]
+
+    def _living(self, connection: Connection, tenant_id: str, name: str) -> Mapping[Any, Any]:
+        query = select(adapters).where(*self._named(adapters, tenant_id, name), adapters.c.state == State.LOADED)
+        row = connection.execute(query).mappings().first()
+        if row is None:
+            raise NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
+        return row
+
+    def _named(self, table: Table, tenant_id: str, name: str) -> Sequence[ColumnElement[bool]]:
+        return named(table, self._base, tenant_id, name)
+
+
+def _ref(row: Mapping[Any, Any]) -> AdapterRef:
+    return AdapterRef(row["name"], row["digest"], row["tenant_id"], row["generation"], row["uri"])
+
+
+def _entry(row: Mapping[Any, Any]) -> CatalogEntry:
+    return CatalogEntry(
+        _ref(row),
+        row["max_rank"],
+        row["size_bytes"],
+        row["registered_s"],
+        row["owner"],
+        row["pinned"],
+        row["traffic_weight"],
+        row["last_used_s"],
+    )

@@ -1,0 +1,138 @@
+"""What the registry says: frozen values, one kind per table.
+
+These travel from the database to every process that serves requests. Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from app.engine.adapters.card import AdapterRef
+
+DEFAULT_TENANT = "default"
+
+
+class State(StrEnum):
+    """Where an adapter's registration is. A load goes down the list to LOADED, or FAILED from anywhere.
+
+    LOADED: every ingress routes requests to it. DRAINING: no new request reaches it, running ones finish.
+    """
+
+    REQUESTED = "REQUESTED"
+    DOWNLOADING = "DOWNLOADING"
+    VALIDATING = "VALIDATING"
+    ON_DISK = "ON_DISK"
+    ON_HOST = "ON_HOST"
+    LOADED = "LOADED"
+    DRAINING = "DRAINING"
+    REMOVED = "REMOVED"
+    FAILED = "FAILED"
+
+
+#: States a job does not leave.
+FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """One name and what it means now. `last_used_s` is as of the last time the entry was read."""
+
+    ref: AdapterRef
+    max_rank: int
+    size_bytes: int
+    registered_s: float
+    owner: str = DEFAULT_TENANT
+    pinned: bool = False
+    traffic_weight: float = 1.0
+    last_used_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.ref.name
+
+    @property
+    def tenant_id(self) -> str:
+        return self.ref.tenant_id
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One of the things a name has meant."""
+
+    ref: AdapterRef
+    max_rank: int
+    size_bytes: int
+    registered_s: float
+    registered_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class AliasTarget:
+    """An adapter's name and its share: weight over the sum of the alias's weights."""
+
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class AliasEntry:
+    """A name that stands for one or several adapters. A rollback returns to `previous_version`."""
+
+    name: str
+    targets: tuple[AliasTarget, ...]
+    version: int
+    updated_s: float
+    previous_version: int | None = None
+    tenant_id: str = DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Work on a name. `pinned` and `traffic_weight` None: as they are. `generation` is known when it is done."""
+
+    id: str
+    name: str
+    kind: Literal["load", "unload"]
+    source: str
+    state: State
+    requested_by: str
+    created_s: float
+    updated_s: float
+    pinned: bool | None = None
+    traffic_weight: float | None = None
+    reason: str | None = None
+    generation: int | None = None
+    digest: str | None = None
+    tenant_id: str = DEFAULT_TENANT
+
+    @property
+    def is_done(self) -> bool:
+        return self.state in FINAL_STATES
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something happened to an adapter; `replica_id` saw it, if it happened on a device."""
+
+    id: int
+    name: str
+    event: str
+    time_s: float
+    generation: int | None = None
+    digest: str | None = None
+    detail: str | None = None
+    replica_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """Somebody asked for something."""
+
+    id: int
+    who: str
+    action: str
+    name: str
+    detail: str
+    time_s: float

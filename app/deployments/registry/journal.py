@@ -1,0 +1,112 @@
+"""What happened to adapters, and who asked for what.
+
+In: events and requests, written in the transaction of what they tell of, so that neither is ever without
+the other. Out: pages of them, newest first. Events are kept up to `MAX_EVENTS`, the audit without limit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, Table, insert, select
+
+from app.deployments.registry.database import Database
+from app.deployments.registry.entries import DEFAULT_TENANT, AuditRecord, Event
+from app.deployments.registry.tables import audit, events
+
+MAX_EVENTS = 100_000
+#: A reason may quote a file: this much of it is kept.
+_MAX_TEXT = 2000
+
+
+class NewEvent(NamedTuple):
+    """An event before it is written. `event` is a phrase: "loaded to device", "registered"."""
+
+    event: str
+    name: str
+    tenant_id: str = DEFAULT_TENANT
+    generation: int | None = None
+    digest: str | None = None
+    detail: str | None = None
+    replica_id: str | None = None
+
+
+def record_events(connection: Connection, base_digest: str, news: Sequence[NewEvent]) -> None:
+    """Part of the caller's transaction."""
+    if not news:
+        return
+    added = {"base_digest": base_digest, "time_s": time.time()}
+    rows = [item._asdict() | added | {"detail": item.detail and item.detail[:_MAX_TEXT]} for item in news]
+    connection.execute(insert(events), rows)
+    newest = connection.scalar(select(events.c.id).order_by(events.c.id.desc()).limit(1))
+    assert newest is not None, "some were written a moment ago"
+    connection.execute(events.delete().where(events.c.id <= newest - MAX_EVENTS))
+
+
+def record_audit(
+    connection: Connection,
+    base_digest: str,
+    who: str,
+    action: str,
+    name: str,
+    tenant_id: str,
+    detail: Mapping[str, Any],
+) -> None:
+    """Part of the caller's transaction."""
+    connection.execute(
+        insert(audit).values(
+            base_digest=base_digest,
+            tenant_id=tenant_id,
+            who=who,
+            action=action,
+            name=name,
+            detail=json.dumps(detail, ensure_ascii=False),
+            time_s=time.time(),
+        )
+    )
+
+
+class Journal:
+    """Reads both. `before` is the id of the last record of the page that was read last."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def events(
+        self, name: str | None = None, *, limit: int = 100, before: int | None = None, tenant_id: str = DEFAULT_TENANT
+    ) -> list[Event]:
+        return [
+            Event(
+                row["id"],
+                row["name"],
+                row["event"],
+                row["time_s"],
+                row["generation"],
+                row["digest"],
+                row["detail"],
+                row["replica_id"],
+            )
+            for row in self._page(events, name, limit, before, tenant_id)
+        ]
+
+    def audit(
+        self, name: str | None = None, *, limit: int = 100, before: int | None = None, tenant_id: str = DEFAULT_TENANT
+    ) -> list[AuditRecord]:
+        return [
+            AuditRecord(row["id"], row["who"], row["action"], row["name"], row["detail"], row["time_s"])
+            for row in self._page(audit, name, limit, before, tenant_id)
+        ]
+
+    def _page(
+        self, table: Table, name: str | None, limit: int, before: int | None, tenant_id: str
+    ) -> Sequence[Mapping[Any, Any]]:
+        query = select(table).where(table.c.base_digest == self._database.base_digest, table.c.tenant_id == tenant_id)
+        if name is not None:
+            query = query.where(table.c.name == name)
+        if before is not None:
+            query = query.where(table.c.id < before)
+        with self._database.read() as connection:
+            return connection.execute(query.order_by(table.c.id.desc()).limit(limit)).mappings().all()

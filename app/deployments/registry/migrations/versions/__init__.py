@@ -1,0 +1,1 @@
+"""Revisions, oldest first. One that was released is never edited."""

@@ -1,0 +1,157 @@
+"""The registry's tables as they are now.
+
+The schema is made and changed by `migrations/` alone; a test holds the two equal. Every row belongs to
+one base model, so that services of different bases may share a database. Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    ColumnElement,
+    Double,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+metadata = MetaData()
+
+#: One row per name that was ever registered: what it means now. `state` is LOADED, DRAINING or REMOVED;
+#: `generation` is the highest the name ever had.
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("base_digest", String(64), primary_key=True),
+    Column("tenant_id", String(128), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("owner", String(256), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("uri", Text, nullable=False),
+    Column("max_rank", Integer, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("pinned", Boolean, nullable=False),
+    Column("traffic_weight", Double, nullable=False),
+    Column("registered_s", Double, nullable=False),
+    Column("last_used_s", Double),
+    Index("adapters_by_digest", "base_digest", "digest"),
+)
+
+#: Everything a name has ever meant.
+generations = Table(
+    "generations",
+    metadata,
+    Column("base_digest", String(64), primary_key=True),
+    Column("tenant_id", String(128), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("generation", Integer, primary_key=True),
+    Column("digest", String(64), nullable=False),
+    Column("uri", Text, nullable=False),
+    Column("max_rank", Integer, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("registered_s", Double, nullable=False),
+    Column("registered_by", String(256), nullable=False),
+)
+
+#: Work on a name: `kind` is load or unload, `state` one of `entries.State`, `reason` why it failed.
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("base_digest", String(64), nullable=False),
+    Column("tenant_id", String(128), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("source", Text, nullable=False),
+    Column("pinned", Boolean),
+    Column("traffic_weight", Double),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text),
+    Column("generation", Integer),
+    Column("digest", String(64)),
+    Column("requested_by", String(256), nullable=False),
+    Column("created_s", Double, nullable=False),
+    Column("updated_s", Double, nullable=False),
+    Index("jobs_by_name", "base_digest", "tenant_id", "name", "created_s"),
+    Index("jobs_by_state", "base_digest", "state"),
+)
+
+#: A name that stands for others. `version` is in force, `previous_version` is what a rollback returns to.
+aliases = Table(
+    "aliases",
+    metadata,
+    Column("base_digest", String(64), primary_key=True),
+    Column("tenant_id", String(128), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("version", Integer, nullable=False),
+    Column("previous_version", Integer),
+    Column("last_version", Integer, nullable=False),
+    Column("removed", Boolean, nullable=False),
+    Column("updated_s", Double, nullable=False),
+)
+
+alias_targets = Table(
+    "alias_targets",
+    metadata,
+    Column("base_digest", String(64), primary_key=True),
+    Column("tenant_id", String(128), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("target", String(128), primary_key=True),
+    Column("weight", Double, nullable=False),
+)
+
+#: What happened to adapters, by itself or as asked; `replica_id` is who saw it on a device.
+events = Table(
+    "events",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("base_digest", String(64), nullable=False),
+    Column("tenant_id", String(128), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("generation", Integer),
+    Column("digest", String(64)),
+    Column("event", String(64), nullable=False),
+    Column("detail", Text),
+    Column("replica_id", String(128)),
+    Column("time_s", Double, nullable=False),
+    Index("events_by_name", "base_digest", "tenant_id", "name", "id"),
+    sqlite_autoincrement=True,
+)
+
+#: Who asked for what.
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("base_digest", String(64), nullable=False),
+    Column("tenant_id", String(128), nullable=False),
+    Column("who", String(256), nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("detail", Text, nullable=False),
+    Column("time_s", Double, nullable=False),
+    Index("audit_by_name", "base_digest", "tenant_id", "name", "id"),
+    sqlite_autoincrement=True,
+)
+
+#: The adapters a new replica loads before it is ready, hottest first.
+hot_set = Table(
+    "hot_set",
+    metadata,
+    Column("base_digest", String(64), primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("digest", String(64), nullable=False),
+)
+
+
+def named(table: Table, base_digest: str, tenant_id: str, name: str) -> tuple[ColumnElement[bool], ...]:
+    """The condition for one name's rows."""
+    return (table.c.base_digest == base_digest, table.c.tenant_id == tenant_id, table.c.name == name)

@@ -1,0 +1,181 @@
+"""Names and what they mean: generations that only rise, one namespace, use that is remembered in order."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.deployments.registry.books import Registry
+from app.deployments.registry.catalog import Catalog
+from app.deployments.registry.entries import CatalogEntry
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
+
+
+def add(registry: Registry, name: str, digest: str = "d", **options: object) -> CatalogEntry:
+    return registry.catalog.register(name, f"/{name}", digest, max_rank=8, size_bytes=5_000_000_000, **options)  # type: ignore[arg-type]
+
+
+@given(events=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y", None])), max_size=20))
+@settings(max_examples=20, deadline=None)
+def test_generations_rise_exactly_when_a_name_changes_its_meaning(
+    shared_url: str, events: list[tuple[str, str | None]]
+) -> None:
+    registry = Registry(shared_url, secrets.token_hex(32))
+    catalog = registry.catalog
+    model: dict[str, tuple[int, str, bool]] = {}
+    for name, digest in events:
+        old = model.get(name)
+        if digest is None:
+            if old is not None and old[2]:
+                entry = catalog.drain(name)
+                assert (entry.ref.generation, entry.ref.digest) == old[:2]
+                if len(model) % 2:  # killed before the removal was complete, or not
+                    catalog.drained(entry.ref)
+                model[name] = (old[0], old[1], False)
+            else:
+                with pytest.raises(NotFound):
+                    catalog.drain(name)
+            continue
+        entry = catalog.register(name, "uri", digest, max_rank=8, size_bytes=1)
+        generation = 1 if old is None else old[0] + (old[1] != digest or not old[2])
+        model[name] = (generation, digest, True)
+        assert entry.ref == AdapterRef(name, digest, "default", generation, "uri")
+    living = {name: value[:2] for name, value in model.items() if value[2]}
+    assert {entry.ref.name: (entry.ref.generation, entry.ref.digest) for entry in catalog.entries()} == living
+    for name, (generation, digest, is_living) in model.items():
+        history = catalog.generations(name)
+        assert [item.ref.generation for item in history] == list(range(generation, 0, -1)), "none was given twice"
+        assert history[0].ref.digest == digest
+        assert (catalog.get(name) is not None) == is_living
+    for digest in "xy":
+        assert catalog.is_used(digest) == any(value[1] == digest and value[2] for value in model.values())
+    registry.close()
+
+
+def test_bases_and_tenants_keep_their_own_names(shared_url: str) -> None:
+    bases = [Registry(shared_url, secrets.token_hex(32)) for _ in range(2)]
+    for number, registry in enumerate(bases):
+        for tenant in ("ada", "bob"):
+            add(registry, "sql", f"{tenant}{number}", tenant_id=tenant)
+    assert [entry.ref.digest for entry in bases[0].catalog.entries()] == ["ada0", "bob0"]
+    assert [entry.ref.digest for entry in bases[1].catalog.entries(tenant_id="bob")] == ["bob1"]
+    bases[0].catalog.drain("sql", tenant_id="ada")
+    assert bases[0].catalog.get("sql", tenant_id="ada") is None
+    assert bases[0].catalog.get("sql", tenant_id="bob") is not None
+    assert bases[1].catalog.get("sql", tenant_id="ada") is not None
+    for registry in bases:
+        registry.close()
+
+
+def test_pins_and_weights_last_until_the_name_is_removed(
+    registry: Registry, open_again: Callable[[], Registry]
+) -> None:
+    entry = add(registry, "sql", who="ada", pinned=True)
+    assert (entry.owner, entry.pinned, entry.traffic_weight, entry.size_bytes) == ("ada", True, 1.0, 5_000_000_000)
+    assert registry.catalog.configure("sql", traffic_weight=2.5, who="bob").pinned
+    entry = add(open_again(), "sql", "other", who="bob")
+    assert (entry.owner, entry.pinned, entry.traffic_weight) == ("ada", True, 2.5), "new contents, same treatment"
+    assert not add(registry, "sql", pinned=False).pinned
+    registry.catalog.drained(registry.catalog.drain("sql").ref)
+    entry = add(registry, "sql", who="bob")
+    assert (entry.owner, entry.pinned, entry.traffic_weight) == ("bob", False, 1.0)
+    with pytest.raises(NotFound, match="'absent'"):
+        registry.catalog.configure("absent", pinned=True)
+
+
+def test_a_name_that_returns_while_it_drains_stays(registry: Registry) -> None:
+    add(registry, "sql")
+    leaving = registry.catalog.drain("sql")
+    assert [entry.ref for entry in registry.catalog.draining()] == [leaving.ref]
+    back = add(registry, "sql")
+    assert back.ref.generation == leaving.ref.generation + 1
+    registry.catalog.drained(leaving.ref)
+    assert registry.catalog.get("sql") == back
+    assert registry.catalog.draining() == []
+
+
+def test_use_is_remembered_in_order(registry: Registry, open_again: Callable[[], Registry]) -> None:
+    for name in "abcd":
+        add(registry, name, f"digest-{name}")
+    add(registry, "twin", "digest-a")
+    registry.catalog.note_use({"digest-a": 10.0, "digest-b": 12.0, "digest-c": 11.0, "unknown": 99.0})
+    registry.catalog.note_use({"digest-d": 9.0, "digest-c": 20.0})
+    registry.catalog.note_use({})
+    after: Catalog = open_again().catalog
+    assert [entry.name for entry in after.hot(10)] == ["c", "d", "b", "a"], "the newest report first, each digest once"
+    assert [entry.name for entry in after.hot(2)] == ["c", "d"]
+    found = after.get("twin")
+    assert found is not None
+    assert found.last_used_s == 10.0
+    after.drain("c")
+    assert [entry.name for entry in after.hot(10)] == ["d", "b", "a"]
+
+
+def test_aliases_change_by_version(registry: Registry, open_again: Callable[[], Registry]) -> None:
+    for name in ("v1", "v2"):
+        add(registry, name)
+    aliases = registry.aliases
+    first = aliases.put("sql", {"v1": 1.0})
+    canary = aliases.put("sql", {"v1": 95, "v2": 5}, who="ada")
+    assert [(item.name, item.weight) for item in canary.targets] == [("v1", 95.0), ("v2", 5.0)]
+    assert (first.version, canary.version, canary.previous_version) == (1, 2, 1)
+    promoted = aliases.promote("sql", "v2")
+    assert [item.name for item in promoted.targets] == ["v2"]
+    back = open_again().aliases.rollback("sql")
+    assert (back.version, back.targets, back.previous_version) == (2, canary.targets, 3)
+    assert aliases.rollback("sql").targets == promoted.targets, "a rollback can be undone"
+    assert aliases.rollback("sql", 1).targets == first.targets
+    after = aliases.put("sql", {"v2": 1})
+    assert after.version == 4, "a version is never used for something else"
+    assert aliases.entries() == [after] == aliases.entries(tenant_id="default")
+    assert aliases.entries(tenant_id="bob") == []
+    aliases.remove("sql")
+    assert aliases.get("sql") is None
+    assert aliases.entries() == []
+    again = aliases.put("sql", {"v1": 1})
+    assert (again.version, again.previous_version) == (5, None)
+
+
+def test_what_an_alias_may_not_do(registry: Registry) -> None:
+    add(registry, "v1")
+    add(registry, "v2")
+    aliases, catalog = registry.aliases, registry.catalog
+    for targets in (
+        {},
+        {"v1": 0},
+        {"v1": -1},
+        {"v1": float("nan")},
+        {"v1": float("inf")},
+        {f"v{i}": 1 for i in range(17)},
+    ):
+        with pytest.raises(InvalidRequest):
+            aliases.put("sql", targets)
+    with pytest.raises(NotFound, match="'v9'"):
+        aliases.put("sql", {"v1": 1, "v9": 1})
+    with pytest.raises(InvalidRequest, match="is an adapter"):
+        aliases.put("v1", {"v2": 1})
+    aliases.put("sql", {"v1": 1})
+    with pytest.raises(InvalidRequest, match="is an alias"):
+        add(registry, "sql")
+    with pytest.raises(NotFound, match="'sql'"):
+        aliases.put("of-an-alias", {"sql": 1})
+    with pytest.raises(AdapterBusy, match="alias 'sql'"):
+        catalog.drain("v1")
+    with pytest.raises(InvalidRequest, match="no target"):
+        aliases.promote("sql", "v2")
+    for version in (None, 7):
+        with pytest.raises(InvalidRequest, match="version"):
+            aliases.rollback("sql", version)
+    aliases.put("sql", {"v2": 1})
+    catalog.drain("v1")
+    with pytest.raises(NotFound, match="'v1'"):
+        aliases.rollback("sql")
+    assert aliases.get("sql") is not None
+    for call in (aliases.remove, aliases.rollback, lambda name: aliases.promote(name, "v2")):
+        with pytest.raises(NotFound, match="no alias 'absent'"):
+            call("absent")

@@ -1,0 +1,146 @@
+"""The schema and its transactions: made once however many start, never half, and the same in every database."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from sqlalchemy import text
+
+from app.deployments.registry.books import Registry
+from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.registry.tables import metadata
+from app.engine.errors import ConfigError, NotReady
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
+    database = Database(empty_url, "base")
+    with database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
+        assert differences == []
+        assert context.get_current_revision() == "0002"
+    database.close()
+
+
+def test_processes_that_start_together_make_the_schema_once(empty_url: str) -> None:
+    code = (
+        "import sys; from app.deployments.registry.books import Registry\n"
+        "sys.stdin.readline()\n"
+        "registry = Registry(sys.argv[1], 'base')\n"
+        "registry.catalog.register(sys.argv[2], 'uri', 'd' * 64, max_rank=1, size_bytes=1)\n"
+        "registry.close()"
+    )
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code, empty_url, f"n{index}"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for starter in starters:  # all have imported what they need, or will: then all go
+        assert starter.stdin is not None
+        starter.stdin.write("go\n")
+        starter.stdin.flush()
+    for starter in starters:
+        _, complaints = starter.communicate(timeout=120)
+        assert starter.returncode == 0, complaints
+    registry = Registry(empty_url, "base")
+    assert [entry.name for entry in registry.catalog.entries()] == ["n0", "n1"]
+    registry.close()
+
+
+def test_a_revision_that_fails_leaves_nothing_behind(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = command.upgrade
+
+    def upgrade_then_die(config: Config, revision: str) -> None:
+        real(config, revision)
+        raise RuntimeError("the power goes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "upgrade", upgrade_then_die)
+        with pytest.raises(RuntimeError, match="power"):
+            Database(empty_url, "base")
+    database = Database(empty_url, "base")
+    with database.read() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM adapters")) == 0
+    database.close()
+
+
+def test_a_registry_made_before_revisions_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.sqlite"
+    with sqlite3.connect(path) as old:
+        old.execute(
+            "CREATE TABLE adapters (tenant_id VARCHAR NOT NULL, name VARCHAR NOT NULL, uri VARCHAR NOT NULL, "
+            "digest VARCHAR NOT NULL, generation INTEGER NOT NULL, max_rank INTEGER NOT NULL, size_bytes INTEGER "
+            "NOT NULL, registered_s FLOAT NOT NULL, removed INTEGER NOT NULL, PRIMARY KEY (tenant_id, name))"
+        )
+        rows = [
+            ("default", "sql", "/a/sql", "d1", 4, 16, 99, 5.0, 0),
+            ("default", "gone", "/a/g", "d2", 7, 8, 9, 6.0, 1),
+        ]
+        old.executemany("INSERT INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+    old.close()
+    registry = Registry(sqlite_url(path), "base")
+    (entry,) = registry.catalog.entries()
+    assert (entry.name, entry.ref.generation, entry.ref.digest, entry.ref.uri) == ("sql", 4, "d1", "/a/sql")
+    assert (entry.max_rank, entry.size_bytes, entry.registered_s, entry.pinned) == (16, 99, 5.0, False)
+    assert registry.catalog.register("gone", "/a/g", "d2", max_rank=8, size_bytes=9).ref.generation == 8
+    assert [item.ref.generation for item in registry.catalog.generations("gone")] == [8, 7]
+    registry.close()
+
+
+def test_a_registry_of_a_newer_version_is_refused(empty_url: str) -> None:
+    database = Database(empty_url, "base")
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    database.close()
+    with pytest.raises(ConfigError, match="another version of polylora"):
+        Database(empty_url, "base")
+
+
+def test_writers_take_turns_and_readers_do_not_wait(shared_url: str) -> None:
+    database = Database(shared_url, "base")
+    entered, order = threading.Event(), []
+
+    def second() -> None:
+        entered.set()
+        with database.write():
+            order.append("second")
+
+    with database.write():
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert entered.wait(30)
+        with database.read() as connection:
+            assert connection.scalar(text("SELECT 1")) == 1
+        order.append("first")
+    thread.join(60)
+    assert order == ["first", "second"]
+    database.close()
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "mysql://u:secret@h/d", "sqlite://", "sqlite:///:memory:", "frog://x"])
+def test_urls_that_name_no_registry(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"adapters\.registry_url") as caught:
+        Database(url, "base")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_database_that_does_not_answer(tmp_path: Path) -> None:
+    with pytest.raises(NotReady, match="does not answer") as caught:
+        Database(f"postgresql://user:secret@/registry?host={tmp_path}", "base")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,80 @@
+"""Jobs, events and the audit: what was asked, what happened, found again by the next process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from app.deployments.registry import journal
+from app.deployments.registry.books import Registry
+from app.deployments.registry.entries import State
+from app.deployments.registry.jobs import MAX_JOBS_PER_NAME
+from app.deployments.registry.journal import NewEvent, record_events
+
+
+def test_a_job_is_found_again_as_it_was_left(registry: Registry, open_again: Callable[[], Registry]) -> None:
+    one = registry.jobs.create("a", "load", "/a", pinned=True, traffic_weight=2.0, who="ada")
+    two = registry.jobs.create("b", "load", "/b")
+    one = registry.jobs.advance(one, State.DOWNLOADING)
+    two = registry.jobs.advance(two, State.FAILED, reason="tensor 'x' has NaN")
+    after = open_again().jobs
+    assert after.get(one.id) == one == after.latest("a")
+    assert after.unfinished() == [one]
+    assert after.get(two.id) == two
+    assert (two.state, two.reason, two.is_done) == (State.FAILED, "tensor 'x' has NaN", True)
+    done = after.advance(one, State.LOADED, generation=3, digest="d")
+    assert after.get(one.id) == done
+    assert (done.generation, done.pinned, done.traffic_weight, done.requested_by) == (3, True, 2.0, "ada")
+    assert after.unfinished() == []
+    assert after.get("absent") is None
+    assert after.get(one.id, tenant_id="bob") is None
+    assert after.latest("absent") is None
+
+
+def test_a_name_keeps_its_last_jobs_and_all_unfinished_ones(registry: Registry) -> None:
+    first = registry.jobs.create("a", "load")
+    failed = [
+        registry.jobs.advance(registry.jobs.create("a", "load"), State.FAILED) for _ in range(MAX_JOBS_PER_NAME + 2)
+    ]
+    kept = [job for job in failed if registry.jobs.get(job.id)]
+    assert kept[0] is not failed[0]
+    assert MAX_JOBS_PER_NAME - 1 <= len(kept) <= MAX_JOBS_PER_NAME
+    assert registry.jobs.unfinished() == [first]
+
+
+def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> None:
+    job = registry.jobs.create("a", "load", "/a", who="ada")
+    for state in (State.DOWNLOADING, State.VALIDATING, State.ON_DISK, State.ON_HOST):
+        job = registry.jobs.advance(job, state)
+    registry.catalog.register("a", "/a", "d", max_rank=1, size_bytes=1, who="ada")
+    registry.jobs.advance(job, State.LOADED, generation=1, digest="d")
+    registry.catalog.configure("a", pinned=True, who="bob")
+    registry.aliases.put("x", {"a": 1}, who="bob")
+    registry.aliases.remove("x", who="bob")
+    registry.catalog.drained(registry.catalog.drain("a", who="eve").ref)
+    events = registry.journal.events("a")
+    assert [event.event for event in reversed(events)] == [
+        "requested", "downloading", "validating", "downloaded to disk", "loaded to host", "registered", "routable",
+        "draining", "removed",
+    ]  # fmt: skip
+    assert events[2].generation == 1
+    assert [(record.who, record.action) for record in reversed(registry.journal.audit())] == [
+        ("ada", "request load"), ("ada", "load"), ("bob", "configure"), ("bob", "put alias"), ("bob", "remove alias"),
+        ("eve", "unload"),
+    ]  # fmt: skip
+    first = registry.journal.events("a", limit=4)
+    assert first + registry.journal.events("a", before=first[-1].id) == events
+    assert registry.journal.events("absent") == registry.journal.events("a", tenant_id="bob") == []
+
+
+def test_events_are_bounded(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_EVENTS", 5)
+    for index in range(4):
+        with registry.database.write() as connection:
+            news = [NewEvent(f"e{index}", "a", replica_id="r1", detail="x" * 5000), NewEvent(f"f{index}", "a")]
+            record_events(connection, registry.database.base_digest, news)
+    events = registry.journal.events()
+    assert [event.event for event in events] == ["f3", "e3", "f2", "e2", "f1"]
+    assert events[1].replica_id == "r1"
+    assert len(events[1].detail or "") == 2000
