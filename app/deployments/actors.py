@@ -25,10 +25,8 @@ from app.deployments.ray_calls import NamedActor
 from app.deployments.registry.books import open_registry
 from app.deployments.registry.entries import CatalogEntry
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.packing import pack_adapter
+from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.paths import resolve_adapter_path
-from app.engine.adapters.reading import read_adapter
 from app.engine.adapters.validate import Validator
 from app.engine.errors import UnsafeSource
 from app.engine.loading import served_features
@@ -60,12 +58,10 @@ class AdapterStoreActor:
             else:
                 path = resolve_adapter_path(source, roots)
                 uri = str(path)
-            validator.validate(path, spec)
-            return LocatedAdapter(uri, read_adapter(path, spec, served=served))
+            return LocatedAdapter(uri, validator.read(path, spec))
 
-        def put(adapter: LoraAdapter) -> tuple[Any, list[Any]]:
-            header, arrays = pack_adapter(adapter)
-            return header, [ray.put(array) for array in arrays]
+        def put(packed: PackedAdapter) -> tuple[Any, list[Any]]:
+            return packed.header, [ray.put(array) for array in packed.arrays]
 
         registry = open_registry(config.adapters, spec.digest)
         self._store = AdapterStore(

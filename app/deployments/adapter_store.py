@@ -13,17 +13,18 @@ import asyncio
 import contextvars
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from app.config import NAME_PATTERN
+from app.deployments.quarantine import Quarantine
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.entries import CatalogEntry
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest
+from app.engine.adapters.packing import PackedAdapter
+from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest, PolyloraError
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class LocatedAdapter(NamedTuple):
     """A read adapter and the canonical place it came from."""
 
     uri: str
-    adapter: LoraAdapter
+    packed: PackedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,11 @@ class AdapterStore(Generic[T]):
         self,
         catalog: Catalog,
         read: Callable[[str], LocatedAdapter],
-        put: Callable[[LoraAdapter], T],
+        put: Callable[[PackedAdapter], T],
         *,
         max_bytes: int,
         reserved_names: Sequence[str] = (),
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._catalog = catalog
         self._read = read
@@ -72,6 +74,7 @@ class AdapterStore(Generic[T]):
         self._threads = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-reader")
         self._cache: OrderedDict[str, CachedAdapter[T]] = OrderedDict()
         self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
+        self._quarantine = quarantine or Quarantine()
         self.num_reads = 0
         self.num_hits = 0
 
@@ -99,7 +102,8 @@ class AdapterStore(Generic[T]):
             )
         if name in self._reserved_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="lora_name")
-        uri, card, _ = await self._once(source)
+        uri, card, _ = await self._once(source, lambda: self._read_and_keep(source))
+        self._quarantine.clear(card.digest)
         return await asyncio.to_thread(
             self._catalog.register,
             name,
@@ -118,19 +122,18 @@ class AdapterStore(Generic[T]):
         return entry
 
     async def fetch(self, ref: AdapterRef) -> T:
-        """The packed adapter with this digest. Raises AdapterMismatch if its source now holds something else."""
+        """The packed adapter with this digest.
+
+        Raises AdapterMismatch if its source now holds something else, whatever reading raises, and
+        AdapterQuarantined for a while after either.
+        """
         cached = self._cache.get(ref.digest)
         if cached is not None:
             self._cache.move_to_end(ref.digest)
             self.num_hits += 1
             return cached.handle
-        _, card, handle = await self._once(ref.uri)
-        if card.digest != ref.digest:
-            raise AdapterMismatch(
-                f"adapter {ref.name!r} was registered with contents {ref.digest[:12]} but {ref.uri} now holds "
-                f"{card.digest[:12]}; register it again"
-            )
-        return handle
+        self._quarantine.check(ref.digest, f"adapter {ref.name!r}")
+        return (await self._once(f"digest:{ref.digest}", lambda: self._load(ref))).handle
 
     def lost(self, digest: str) -> None:
         """A handle no longer resolves (its memory was lost): read the source again on the next fetch."""
@@ -139,33 +142,49 @@ class AdapterStore(Generic[T]):
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _once(self, source: str) -> _Kept[T]:
-        """Read a source unless that is happening already; everybody who asked gets the result or the error."""
-        task = self._pending.get(source)
+    async def _once(self, key: str, work: Callable[[], Coroutine[Any, Any, _Kept[T]]]) -> _Kept[T]:
+        """Do this work unless it is being done already; everybody who asked gets the result or the error."""
+        task = self._pending.get(key)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._read_and_keep(source), context=contextvars.Context())
-            self._pending[source] = task
-            task.add_done_callback(lambda task: self._end(source, task))
+            task = asyncio.get_running_loop().create_task(work(), context=contextvars.Context())
+            self._pending[key] = task
+            task.add_done_callback(lambda task: self._end(key, task))
         # Shielded: one caller that gives up must not take the result from the others.
         return await asyncio.shield(task)
 
-    def _end(self, source: str, task: asyncio.Task[_Kept[T]]) -> None:
-        del self._pending[source]
+    def _end(self, key: str, task: asyncio.Task[_Kept[T]]) -> None:
+        del self._pending[key]
         if not task.cancelled():
             task.exception()  # retrieved: every caller may have given up
+
+    async def _load(self, ref: AdapterRef) -> _Kept[T]:
+        """Contents that were registered before, from their source. A failure is remembered for a while."""
+        try:
+            kept = await self._once(ref.uri, lambda: self._read_and_keep(ref.uri))
+            if kept.card.digest != ref.digest:
+                raise AdapterMismatch(
+                    f"adapter {ref.name!r} was registered with contents {ref.digest[:12]} but {ref.uri} now holds "
+                    f"{kept.card.digest[:12]}; register it again"
+                )
+        except Exception as error:
+            is_ours = isinstance(error, PolyloraError)
+            self._quarantine.failed(ref.digest, str(error) if is_ours else f"internal error ({type(error).__name__})")
+            raise
+        self._quarantine.clear(ref.digest)
+        return kept
 
     async def _read_and_keep(self, source: str) -> _Kept[T]:
         loop = asyncio.get_running_loop()
         self.num_reads += 1
         located = await loop.run_in_executor(self._threads, self._read, source)
-        card = located.adapter.card
+        card = located.packed.card
         if card.size_bytes > self._max_bytes:
             raise AdapterTooLarge(
                 f"the adapter at {source} has {card.size_bytes} bytes but adapters.host_cache_bytes is "
                 f"{self._max_bytes}; raise it"
             )
         if card.digest not in self._cache:
-            handle = await loop.run_in_executor(self._threads, self._put, located.adapter)
+            handle = await loop.run_in_executor(self._threads, self._put, located.packed)
             self._cache[card.digest] = CachedAdapter(handle, card.size_bytes)
         self._cache.move_to_end(card.digest)
         handle = self._cache[card.digest].handle

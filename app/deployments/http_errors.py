@@ -50,6 +50,7 @@ TABLE: dict[type[Exception], HttpError] = {
     ClientGone: HttpError(499, "client_closed_request", "client_closed_request"),
     errors.DeadlineExceeded: HttpError(504, "server_error", "timeout"),
     errors.AdapterBusy: HttpError(409, "invalid_request_error", "adapter_busy"),
+    errors.AdapterQuarantined: HttpError(503, "server_error", "adapter_quarantined"),
     errors.AdapterError: HttpError(400, "invalid_request_error", "invalid_adapter"),
     errors.UnsafeSource: HttpError(403, "invalid_request_error", "unsafe_source"),
     errors.SourceError: HttpError(502, "server_error", "source_error"),
@@ -76,6 +77,6 @@ def error_answer(error: BaseException) -> ErrorAnswer:
         message = str(error)
     body = {"error": {"message": message, "type": row.type, "param": getattr(error, "param", None), "code": row.code}}
     headers = {}
-    if isinstance(error, errors.Overloaded):
+    if isinstance(error, errors.Overloaded | errors.AdapterQuarantined):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return ErrorAnswer(row.status, body, headers)

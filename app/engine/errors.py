@@ -13,7 +13,9 @@
         AdapterFormatError      a file, key or tensor that is not understood, or is missing
         AdapterMismatch         well formed, but not for this base model
         AdapterTooLarge         more rank rows or bytes than this replica holds
+        AdapterReadFailed       reading it crashed or ran out of time
         AdapterBusy             the operation must wait for sequences in flight   (409)
+        AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
       UnsafeSource            a path or URI outside what this server may read     (403)
       SourceError             fetching from a permitted source failed             (502)
       CheckpointError         a base model that cannot be loaded                  (at start)
@@ -62,7 +64,7 @@ class Overloaded(PolyloraError):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_overloaded, (type(self), str(self), self.retry_after_s))
+        return (_rebuild_retriable, (type(self), str(self), self.retry_after_s))
 
 
 class QueueFull(Overloaded):
@@ -93,8 +95,23 @@ class AdapterTooLarge(AdapterError):
     """An adapter that needs more rank rows or bytes than are configured."""
 
 
+class AdapterReadFailed(AdapterError):
+    """Reading ended without a verdict: because of the file or of the machine. It may be tried again later."""
+
+
 class AdapterBusy(AdapterError):
     """The operation must wait until sequences in flight have left the adapter."""
+
+
+class AdapterQuarantined(AdapterError):
+    """It failed before and is left alone for `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_retriable, (type(self), str(self), self.retry_after_s))
 
 
 class UnsafeSource(PolyloraError):
@@ -121,5 +138,7 @@ def _rebuild_invalid_request(kind: type[InvalidRequest], message: str, param: st
     return kind(message, param=param)
 
 
-def _rebuild_overloaded(kind: type[Overloaded], message: str, retry_after_s: float) -> Overloaded:
+def _rebuild_retriable(
+    kind: type[Overloaded | AdapterQuarantined], message: str, retry_after_s: float
+) -> Overloaded | AdapterQuarantined:
     return kind(message, retry_after_s=retry_after_s)

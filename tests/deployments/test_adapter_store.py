@@ -11,10 +11,19 @@ import pytest
 
 from app.deployments.adapter_store import AdapterStore, LocatedAdapter
 from app.deployments.published import Published
+from app.deployments.quarantine import FIRST_S, Quarantine
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import Database, sqlite_url
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge, InvalidRequest, NotFound
+from app.engine.adapters.packing import PackedAdapter, pack_adapter
+from app.engine.errors import (
+    AdapterFormatError,
+    AdapterMismatch,
+    AdapterQuarantined,
+    AdapterTooLarge,
+    InvalidRequest,
+    NotFound,
+)
 from tests.fakes import fake_adapter
 
 
@@ -37,11 +46,12 @@ class Sources:
             assert gate.wait(10)
         if source not in self.contents:
             raise AdapterFormatError(f"{source} is broken")
-        return LocatedAdapter(f"/canonical/{source}" if "/" not in source else source, self.contents[source])
+        uri = f"/canonical/{source}" if "/" not in source else source
+        return LocatedAdapter(uri, pack_adapter(self.contents[source]))
 
-    def put(self, adapter: LoraAdapter) -> str:
-        self.puts.append(adapter.card.digest)
-        return f"handle-{adapter.card.digest}"
+    def put(self, packed: PackedAdapter) -> str:
+        self.puts.append(packed.card.digest)
+        return f"handle-{packed.card.digest}"
 
 
 @pytest.fixture
@@ -130,6 +140,34 @@ async def test_equal_contents_keep_their_digest_under_any_name(store: AdapterSto
     assert one.ref.digest in store.cached_digests, "the other name still needs it"
     await store.unregister("y")
     assert one.ref.digest not in store.cached_digests
+
+
+async def test_a_failing_adapter_is_read_once_until_its_time_has_come(tmp_path: Path, sources: Sources) -> None:
+    now_s = [0.0]
+    quarantine = Quarantine(lambda: now_s[0])
+    store = AdapterStore(open_catalog(tmp_path), sources.read, sources.put, max_bytes=100, quarantine=quarantine)
+    add(sources, "a")
+    ref = (await store.register("a", "a")).ref
+    store.lost(ref.digest)
+    del sources.contents["/canonical/a"]
+    sources.reads.clear()
+    errors = await asyncio.gather(*(store.fetch(ref) for _ in range(20)), return_exceptions=True)
+    assert {type(error) for error in errors} == {AdapterFormatError}
+    for _ in range(20):
+        with pytest.raises(AdapterQuarantined, match=r"adapter 'a' failed to load: /canonical/a is broken; .*5 s"):
+            await store.fetch(ref)
+    assert sources.reads == ["/canonical/a"]
+    now_s[0] += FIRST_S
+    with pytest.raises(AdapterFormatError):
+        await store.fetch(ref)
+    with pytest.raises(AdapterQuarantined, match=r"2 times in a row.*10 s"):
+        await store.fetch(ref)
+    assert len(sources.reads) == 2
+    add(sources, "a")
+    assert (await store.register("a", "a")).ref == ref
+    store.lost(ref.digest)
+    assert await store.fetch(ref) == f"handle-{ref.digest}", "registered again, it is tried at once"
+    store.close()
 
 
 async def test_names_and_failures(store: AdapterStore[str], sources: Sources) -> None:

@@ -10,10 +10,10 @@ is trusted, unlike a file.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,23 @@ from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
 _ALIGN_FLOATS = 16
 
 
-def pack_adapter(adapter: LoraAdapter) -> tuple[dict[str, Any], list[NDArray[np.float32]]]:
-    """(header of plain values, [one flat float32 array]). The array is a copy, made once."""
+class PackedAdapter(NamedTuple):
+    """A header of plain values (JSON keeps all of it), and one flat float32 array."""
+
+    header: dict[str, Any]
+    arrays: list[NDArray[np.float32]]
+
+    @property
+    def card(self) -> AdapterCard:
+        return AdapterCard(**self.header["card"] | {"targets": tuple(self.header["card"]["targets"])})
+
+
+def _zeros(num_values: int) -> NDArray[np.float32]:
+    return np.zeros(num_values, np.float32)
+
+
+def pack_adapter(adapter: LoraAdapter, allocate: Callable[[int], NDArray[np.float32]] = _zeros) -> PackedAdapter:
+    """The array is a copy, made once, in what `allocate` gives for a number of values: zeros, aligned to 64 bytes."""
     flat = _Flat()
     header = {
         "card": asdict(adapter.card),
@@ -37,7 +52,7 @@ def pack_adapter(adapter: LoraAdapter) -> tuple[dict[str, Any], list[NDArray[np.
         "replaced": [(name, flat.place(values)) for name, values in adapter.replaced.items()],
         "token_rows": [(name, ids, flat.place(rows)) for name, (ids, rows) in adapter.token_rows.items()],
     }
-    return header, [flat.joined()]
+    return PackedAdapter(header, [flat.joined(allocate)])
 
 
 def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.float32]]) -> LoraAdapter:
@@ -45,22 +60,22 @@ def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.float3
     (flat,) = arrays
     views: dict[tuple[int, ...], NDArray[np.float32]] = {}
 
-    def view(place: tuple[int, ...]) -> NDArray[np.float32]:
+    def view(numbers: Sequence[int]) -> NDArray[np.float32]:
+        place = tuple(numbers)
         if place not in views:
             start, *shape = place
             views[place] = flat[start : start + math.prod(shape)].reshape(shape)
             views[place].setflags(write=False)
         return views[place]
 
-    card = header["card"] | {"targets": tuple(header["card"]["targets"])}
     return LoraAdapter(
-        AdapterCard(**card),
+        PackedAdapter(dict(header), list(arrays)).card,
         MappingProxyType({LoraKey(*key): LoraPair(view(a), view(b)) for *key, a, b in header["weights"]}),
         MappingProxyType({LoraKey(*key): view(place) for *key, place in header["magnitudes"]}),
         MappingProxyType({LoraKey(*key): view(place) for *key, place in header["delta_biases"]}),
         MappingProxyType({name: LoraPair(view(a), view(b)) for name, a, b in header["outer"]}),
         MappingProxyType({name: view(place) for name, place in header["replaced"]}),
-        MappingProxyType({name: TokenRows(ids, view(place)) for name, ids, place in header["token_rows"]}),
+        MappingProxyType({name: TokenRows(tuple(ids), view(place)) for name, ids, place in header["token_rows"]}),
     )
 
 
@@ -79,8 +94,8 @@ class _Flat:
             self._size += -(-array.size // _ALIGN_FLOATS) * _ALIGN_FLOATS
         return (self._starts[id(array)], *array.shape)
 
-    def joined(self) -> NDArray[np.float32]:
-        flat = np.zeros(self._size, np.float32)
+    def joined(self, allocate: Callable[[int], NDArray[np.float32]]) -> NDArray[np.float32]:
+        flat = allocate(self._size)
         for array in self._arrays:
             start = self._starts[id(array)]
             flat[start : start + array.size] = array.reshape(-1)

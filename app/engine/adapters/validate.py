@@ -1,157 +1,114 @@
-"""Look at an adapter from outside in a process that may die.
+"""What becomes of an adapter's files: weights to serve, or a verdict that is remembered.
 
-In: a path (from `resolve_adapter_path`) and the base's `ModelSpec`. Out: the adapter's card, or the
-`AdapterError` that says why not. The bytes are first touched by a child process with bounded memory
-and time and no right to write, so that neither a bomb nor a bug in a library reaches the server. A
-verdict is kept by the hash of the files: a bad adapter is read once, not in a loop.
-
-`python -m app.engine.adapters.validate` is the child; it imports neither torch nor Ray.
+In: a path (from `resolve_adapter_path`) and the base's `ModelSpec`. Out: a `PackedAdapter`, or the
+`AdapterError` that says why not. The bytes are interpreted in a process that may die (`reading_process`),
+never here. What was refused is remembered by the hash of its files, under any name: bad contents are read
+once, not in a loop. Where a process merely ended (time, a crash) nothing is remembered; how soon that is
+tried again is the store's business.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import pickle
-import resource
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from app.engine import errors
-from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.limits import DEFAULT_LIMITS, MIB, ReadLimits, regular_file_size
+from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, regular_file_size
+from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.peft_config import CONFIG_NAME
 from app.engine.adapters.peft_file import WEIGHTS_NAME
-from app.engine.adapters.reading import read_adapter
-from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
+from app.engine.adapters.reading_process import ChildLimits, ReadingProcess, ReadingTask
+from app.engine.errors import AdapterError, AdapterReadFailed, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 
-_PROJECT = Path(__file__).parents[3]
 
-
-@dataclass(frozen=True, slots=True)
-class ChildLimits:
-    """What the child may use for an adapter of s bytes: `base + per_byte * s` memory and `base_s + s / rate` time.
-
-    Reading needs up to six times an adapter's size: its bytes, and both matrices in float32, twice.
-    """
-
-    base_memory_bytes: int = 1024 * MIB
-    memory_per_byte: int = 8
-    base_s: float = 20.0
-    bytes_per_s: float = 20.0 * MIB
-
-    def memory_bytes(self, size: int) -> int:
-        return self.base_memory_bytes + self.memory_per_byte * size
-
-    def seconds(self, size: int) -> float:
-        return self.base_s + size / self.bytes_per_s
+class _Refusal(NamedTuple):
+    sizes: tuple[int, ...]
+    error: AdapterError
 
 
 class Validator:
-    """Verdicts on adapters, each reached once per (files, base) while it is remembered.
-
-    Called from any thread. Two simultaneous questions about one adapter start one child.
-    """
+    """Reads adapters safely. Called from any thread. `served` is `build_adapter`'s."""
 
     def __init__(
         self,
         limits: ReadLimits = DEFAULT_LIMITS,
         child: ChildLimits | None = None,
-        max_verdicts: int = 4096,
+        *,
         served: frozenset[str] = frozenset(),
+        max_refusals: int = 4096,
     ) -> None:
-        """`served`: what the engine can apply beyond plain LoRA, see `build_adapter`."""
         self.limits = limits
-        self.served = served
         self.child = child or ChildLimits()
-        self.num_children = 0
-        self._max_verdicts = max_verdicts
-        self._verdicts: OrderedDict[str, AdapterCard | AdapterError] = OrderedDict()
-        self._locks: dict[str, threading.Lock] = {}
+        self.num_reads = 0
+        self._served = served
+        self._max_refusals = max_refusals
+        self._refusals: OrderedDict[str, _Refusal] = OrderedDict()
         self._lock = threading.Lock()
+        self._process = ReadingProcess()
 
-    def validate(self, path: Path, spec: ModelSpec) -> AdapterCard:
-        """The card of the adapter at `path`. Raises the `AdapterError` found, now or the first time."""
-        key = files_digest(path, spec, self.limits)
-        with self._lock:
-            turn = self._locks.setdefault(key, threading.Lock())
-        with turn:
-            verdict = self._verdicts.get(key)
-            if verdict is None:
-                self.num_children += 1
-                try:
-                    verdict = validate_in_child(path, spec, self.limits, self.child, self.served)
-                except AdapterError as error:
-                    verdict = error
-                self._remember(key, verdict)
-        if isinstance(verdict, AdapterError):
-            raise type(verdict)(str(verdict))
-        return verdict
+    def read(self, path: Path, spec: ModelSpec) -> PackedAdapter:
+        """The adapter at `path`, packed. Raises the `AdapterError` found, now or the first time."""
+        files = adapter_files(path)
+        sizes = tuple(_checked_size(file, self.limits) for file in files)
+        self._raise_known(path, spec, sizes)
+        before = [_identity(file) for file in files]
+        size = sum(sizes)
+        task = ReadingTask(
+            path, spec, self.limits, self._served, self.child.memory_bytes(size), self.child.seconds(size)
+        )
+        self.num_reads += 1
+        try:
+            return self._process.read(task)
+        except AdapterReadFailed:
+            raise
+        except AdapterError as error:
+            digest = files_digest(path, spec, self.limits)
+            if before == [_identity(file) for file in files]:  # or the verdict is on other bytes than were hashed
+                self._remember(digest, _Refusal(sizes, error))
+            raise
 
-    def _remember(self, key: str, verdict: AdapterCard | AdapterError) -> None:
+    def close(self) -> None:
+        self._process.close()
+
+    def _raise_known(self, path: Path, spec: ModelSpec, sizes: tuple[int, ...]) -> None:
+        """Only files as long as refused ones are hashed: a good adapter costs nothing."""
         with self._lock:
-            self._verdicts[key] = verdict
-            while len(self._verdicts) > self._max_verdicts:
-                oldest, _ = self._verdicts.popitem(last=False)
-                self._locks.pop(oldest, None)
+            is_suspect = any(refusal.sizes == sizes for refusal in self._refusals.values())
+        if is_suspect:
+            digest = files_digest(path, spec, self.limits)
+            with self._lock:
+                refusal = self._refusals.get(digest)
+            if refusal is not None:
+                raise type(refusal.error)(str(refusal.error))
+
+    def _remember(self, digest: str, refusal: _Refusal) -> None:
+        with self._lock:
+            self._refusals[digest] = refusal
+            while len(self._refusals) > self._max_refusals:
+                self._refusals.popitem(last=False)
+
+
+def adapter_files(path: Path) -> list[Path]:
+    """The files that make up the adapter at `path`; those that a folder lacks are left out."""
+    if not path.is_dir():
+        return [path]
+    return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME) if (path / name).exists()]
 
 
 def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> str:
     """Hex SHA-256 of the adapter's files as they lie there, and of the base they are for."""
     digest = hashlib.sha256(b"polylora/files/v1\0" + hashlib.sha256(spec.digest.encode()).digest())
-    for file in _files(path):
+    for file in adapter_files(path):
         digest.update(file.name.encode(errors="surrogateescape") + b"\0")
         size = _checked_size(file, limits)
         digest.update(size.to_bytes(8, "little"))
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
-
-
-def validate_in_child(
-    path: Path,
-    spec: ModelSpec,
-    limits: ReadLimits = DEFAULT_LIMITS,
-    child: ChildLimits | None = None,
-    served: frozenset[str] = frozenset(),
-) -> AdapterCard:
-    """The card of the adapter at `path`, read in a child process. Raises the `AdapterError` it met."""
-    child = child or ChildLimits()
-    size = sum(_checked_size(file, limits) for file in _files(path))
-    memory, seconds = child.memory_bytes(size), child.seconds(size)
-    task = pickle.dumps((str(path), spec, limits, served, memory, seconds))
-    environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_PROJECT), "OMP_NUM_THREADS": "1"}
-    environment |= {"OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
-    command = [sys.executable, "-m", "app.engine.adapters.validate"]
-    try:
-        ended = subprocess.run(command, input=task, capture_output=True, timeout=seconds, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        raise AdapterTooLarge(
-            f"'{path.name}' was not read within {seconds:.0f} s; its validation was stopped"
-        ) from None
-    try:
-        verdict = json.loads(ended.stdout)
-    except ValueError:
-        last = ended.stderr.decode(errors="replace").strip().rsplit("\n", 1)[-1][:200]
-        raise AdapterFormatError(
-            f"reading '{path.name}' ended its validation (exit status {ended.returncode}): {last or 'no message'}"
-        ) from None
-    if "card" not in verdict:
-        raise _error_class(verdict["error"])(verdict["message"])
-    return AdapterCard(**verdict["card"] | {"targets": tuple(verdict["card"]["targets"])})
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME) if (path / name).exists()]
 
 
 def _checked_size(file: Path, limits: ReadLimits) -> int:
@@ -162,38 +119,9 @@ def _checked_size(file: Path, limits: ReadLimits) -> int:
     return size
 
 
-def _error_class(name: str) -> type[AdapterError]:
-    found = getattr(errors, name, None)
-    return found if isinstance(found, type) and issubclass(found, AdapterError) else AdapterFormatError
-
-
-def _limit_this_process(memory_bytes: int, seconds: float) -> None:
-    """From here on a request for more is refused by the kernel, or ends this process."""
-    for what, bound in {
-        resource.RLIMIT_AS: memory_bytes,
-        resource.RLIMIT_CPU: int(seconds) + 1,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: 0,
-    }.items():
-        _, hard = resource.getrlimit(what)
-        bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)  # noqa: PLW2901
-        resource.setrlimit(what, (bound, bound))
-
-
-def _child() -> None:
-    path, spec, limits, served, memory_bytes, seconds = pickle.load(sys.stdin.buffer)  # written by our own parent
-    _limit_this_process(memory_bytes, seconds)
-    verdict: dict[str, Any]
+def _identity(file: Path) -> tuple[int, ...]:
     try:
-        verdict = {"card": asdict(read_adapter(Path(path), spec, limits, served).card)}
-    except AdapterError as error:
-        verdict = {"error": type(error).__name__, "message": str(error)}
-    except MemoryError:
-        message = f"reading it needs more than {memory_bytes} bytes of memory"
-        verdict = {"error": AdapterTooLarge.__name__, "message": message}
-    print(json.dumps(verdict))
-
-
-if __name__ == "__main__":
-    _child()
+        status = os.stat(file)
+    except OSError:
+        return ()  # gone: not what it was
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -3,26 +3,65 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from app.engine.adapters import validate
+from app.engine.adapters import reading_process
 from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, write_card
+from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.limits import ReadLimits
+from app.engine.adapters.lora import FEATURES
+from app.engine.adapters.packing import unpack_adapter
 from app.engine.adapters.peft import read_peft, read_peft_stored
-from app.engine.adapters.validate import ChildLimits, Validator, files_digest, validate_in_child
-from app.engine.errors import AdapterError, AdapterFormatError, AdapterMismatch, AdapterTooLarge
-from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+from app.engine.adapters.reading_process import ChildLimits
+from app.engine.adapters.validate import Validator, files_digest
+from app.engine.errors import (
+    AdapterError,
+    AdapterFormatError,
+    AdapterMismatch,
+    AdapterReadFailed,
+    AdapterTooLarge,
+    EngineFailure,
+)
+from tests.engine.adapters.making import (
+    peft_beyond,
+    peft_config,
+    peft_tensors,
+    random_arrays,
+    tiny_spec,
+    write_peft,
+)
 
 SPEC = tiny_spec()
+
+
+@pytest.fixture(scope="module")
+def validator() -> Iterator[Validator]:
+    """One warm process for all tests here: what one adapter does to its reader, the next does not see."""
+    validator = Validator()
+    yield validator
+    validator.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def card_of(validator: Validator, path: Path) -> AdapterCard:
+    return validator.read(path, SPEC).card
 
 
 @pytest.fixture
@@ -32,14 +71,38 @@ def folder(tmp_path: Path) -> Path:
     )
 
 
-def test_a_good_adapter_gives_its_card(folder: Path) -> None:
-    assert validate_in_child(folder, SPEC) == read_peft(folder, SPEC).card
+def test_a_good_adapter_arrives_whole(folder: Path, validator: Validator) -> None:
+    expected = read_peft(folder, SPEC)
     card = folder.parent / f"adapter{CARD_SUFFIX}"
     write_card(card, ArrowCard("a", read_peft_stored(folder, SPEC), {}))
-    assert validate_in_child(card, SPEC) == read_peft(folder, SPEC).card
+    for path in (folder, card):
+        header, arrays = validator.read(path, SPEC)
+        assert not arrays[0].flags.writeable
+        adapter = unpack_adapter(header, arrays)
+        assert adapter.card == expected.card
+        assert list(adapter.weights) == list(expected.weights)
+        for key, pair in adapter.weights.items():
+            for got, wanted in zip(pair, expected.weights[key], strict=True):
+                np.testing.assert_array_equal(got, wanted)
 
 
-def test_the_childs_error_is_ours(folder: Path) -> None:
+@pytest.mark.parametrize("features", [("lora_bias", "saved", "rows"), ("dora",), ("embedding",)])
+def test_what_goes_beyond_plain_lora_arrives_too(tmp_path: Path, features: tuple[str, ...]) -> None:
+    folder = write_peft(tmp_path, *peft_beyond(SPEC, features=features))
+    validator = Validator(served=FEATURES)
+    header, arrays = validator.read(folder, SPEC)
+    validator.close()
+    got, expected = unpack_adapter(header, arrays), read_peft(folder, SPEC, served=FEATURES)
+    assert got.features == expected.features
+    assert got.card == expected.card
+    for name, (ids, rows) in expected.token_rows.items():
+        assert got.token_rows[name].token_ids == ids
+        np.testing.assert_array_equal(got.token_rows[name].rows, rows)
+    for name, values in expected.replaced.items():
+        np.testing.assert_array_equal(got.replaced[name], values)
+
+
+def test_the_readers_error_is_ours(folder: Path, validator: Validator) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     for change, error, says in [
         ({"r": 0}, AdapterFormatError, "'r' is 0"),
@@ -47,10 +110,10 @@ def test_the_childs_error_is_ours(folder: Path) -> None:
     ]:
         (folder / "adapter_config.json").write_text(json.dumps(config | change))
         with pytest.raises(error, match=says):
-            validate_in_child(folder, SPEC)
+            validator.read(folder, SPEC)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterMismatch, match=r"1 layers"):
-        validate_in_child(folder, tiny_spec(1))
+        validator.read(folder, tiny_spec(1))
 
 
 def _header_bomb(folder: Path) -> None:
@@ -84,12 +147,14 @@ def _sparse_terabyte(folder: Path) -> None:
 @pytest.mark.parametrize(
     "attack", [_header_bomb, _million_tensors, _high_rank, _huge_config, _endless, _sparse_terabyte]
 )
-def test_attacks_are_refused_quickly(folder: Path, attack: Callable[[Path], None]) -> None:
+def test_attacks_are_refused_before_the_time_is_up(
+    folder: Path, validator: Validator, attack: Callable[[Path], None]
+) -> None:
+    """AdapterReadFailed would mean that a limit of the process, not of the reader, ended it."""
     attack(folder)
-    start = time.monotonic()
-    with pytest.raises((AdapterFormatError, AdapterTooLarge)):
-        validate_in_child(folder, SPEC)
-    assert time.monotonic() - start < 20
+    with pytest.raises((AdapterFormatError, AdapterTooLarge)) as caught:
+        validator.read(folder, SPEC)
+    assert type(caught.value) is not AdapterReadFailed
 
 
 def test_memory_is_bounded(folder: Path) -> None:
@@ -106,62 +171,144 @@ def test_memory_is_bounded(folder: Path) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + 4 * rows * 56)
     (folder / "adapter_config.json").write_text(json.dumps(peft_config(rows, ["q_proj"], layers_to_transform=0)))
-    limits = ReadLimits(max_rank=rows)
+    validator = Validator(ReadLimits(max_rank=rows), ChildLimits(base_memory_bytes=800 << 20, memory_per_byte=0))
     with pytest.raises(AdapterTooLarge, match="memory"):
-        validate_in_child(folder, SPEC, limits, ChildLimits(base_memory_bytes=800 << 20, memory_per_byte=0))
+        validator.read(folder, SPEC)
+    validator.close()
 
 
-def test_time_is_bounded(folder: Path) -> None:
-    with pytest.raises(AdapterTooLarge, match="stopped"):
-        validate_in_child(folder, SPEC, child=ChildLimits(base_s=0.01))
+def test_time_is_bounded_and_not_a_verdict(folder: Path) -> None:
+    validator = Validator(child=ChildLimits(base_s=0.0, bytes_per_s=1e12))
+    for _ in range(2):
+        with pytest.raises(AdapterReadFailed, match="stopped"):
+            validator.read(folder, SPEC)
+    assert validator.num_reads == 2
+    validator.close()
 
 
-def test_a_child_that_dies_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate.sys, "executable", "/bin/false")
-    with pytest.raises(AdapterFormatError, match="exit status 1"):
-        validate_in_child(folder, SPEC)
+def crashing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
+    """Readers run `code` where they would read: the warm process gets another program."""
+    program = tmp_path / "python"
+    main = (
+        "import app.engine.adapters.reading_process as r, os, signal, socket, sys\n"
+        f"{code}\n"
+        "r._serve(socket.socket(fileno=int(sys.argv[3])))"
+    )
+    (tmp_path / "main.py").write_text(main)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "main.py"} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(reading_process.sys, "executable", str(program))
 
 
-def test_the_child_does_not_load_torch() -> None:
-    code = "import app.engine.adapters.validate, sys; print(sorted({'torch', 'ray', 'jax'} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("code", "error", "says"),
+    [
+        ("r.read_adapter = lambda *_: os.kill(os.getpid(), signal.SIGSEGV)", AdapterReadFailed, "without a verdict"),
+        ("r.read_adapter = lambda *_: os._exit(0)", AdapterReadFailed, "without a verdict"),
+        ("r.read_adapter = lambda *_: 1 / 0", AdapterFormatError, "ZeroDivisionError"),
+        ("r.read_adapter = lambda *_: bytes(1 << 40)", AdapterTooLarge, "memory"),
+        (
+            "r.read_adapter = lambda *_: open(__file__ + '.out', 'wb', buffering=0).write(b'x')",
+            AdapterFormatError,
+            "OSError",
+        ),
+    ],
+)
+def test_a_reader_that_misbehaves_ends_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, error: type[AdapterError], says: str
+) -> None:
+    crashing(monkeypatch, tmp_path, code)
+    validator = Validator()
+    for _ in range(2):
+        with pytest.raises(error, match=says):
+            validator.read(folder, SPEC)
+    assert validator._process.num_starts == 1
+    validator.close()
+
+
+def test_a_warm_process_that_dies_is_replaced(folder: Path) -> None:
+    validator = Validator()
+    card = card_of(validator, folder)
+    for expected in (2, 3):
+        os.kill(validator._process.pid, signal.SIGKILL)
+        with ThreadPoolExecutor(6) as threads:
+            cards = list(threads.map(lambda _: card_of(validator, folder), range(12)))
+        assert cards == [card] * 12
+        assert validator._process.num_starts == expected
+    validator.close()
+
+
+def test_a_process_that_does_not_stay_is_said_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_process.sys, "executable", "/bin/false")
+    validator = Validator()
+    with pytest.raises(EngineFailure, match="does not stay alive"):
+        validator.read(folder, SPEC)
+    validator.close()
+
+
+def test_nothing_is_left_behind(folder: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    validator = Validator()
+    pid = validator._process.pid
+    for _ in range(20):
+        card_of(validator, folder)
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    until(lambda: not children.read_text().strip())  # the last reader has answered and is about to end
+    validator.close()
+    assert not Path(f"/proc/{pid}").exists()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_warm_process_ends_with_its_server() -> None:
+    code = (
+        "from app.engine.adapters.reading_process import ReadingProcess; import os; "
+        "print(ReadingProcess().pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    status = Path(f"/proc/{int(ended.stdout)}/stat")
+    until(lambda: not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def test_the_warm_process_does_not_load_torch() -> None:
+    code = "import app.engine.adapters.reading_process, sys; print(sorted({'torch', 'ray', 'jax'} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
 
 
-def test_a_verdict_is_reached_once_per_contents(folder: Path) -> None:
+def test_a_refusal_is_reached_once_per_contents(folder: Path) -> None:
     validator = Validator()
-    cards = []
-    threads = [threading.Thread(target=lambda: cards.append(validator.validate(folder, SPEC))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert validator.num_children == 1
-    assert cards == [cards[0]] * 8
-
+    card = card_of(validator, folder)
     good = (folder / "adapter_config.json").read_bytes()
-    (folder / "adapter_config.json").write_bytes(good.replace(b'"r": 2', b'"r": 3'))
+    bad = good.replace(b'"r": 2', b'"r": 3')
+    copy = write_peft(folder.parent / "copy", {}, {"a": np.zeros(1, "f4")})
+    (copy / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
     messages = set()
-    for _ in range(3):
+    for path in (folder, folder, copy):
+        (path / "adapter_config.json").write_bytes(bad)
         with pytest.raises(AdapterFormatError) as caught:
-            validator.validate(folder, SPEC)
+            validator.read(path, SPEC)
         messages.add(str(caught.value))
-    assert validator.num_children == 2
+    assert validator.num_reads == 2, "one good, one bad"
     assert len(messages) == 1
     (folder / "adapter_config.json").write_bytes(good)
-    assert validator.validate(folder, SPEC) == cards[0]
-    assert validator.num_children == 2
+    assert card_of(validator, folder) == card, "of the same length, but mended"
+    assert validator.num_reads == 3
+    (folder / "adapter_config.json").write_bytes(bad)
     with pytest.raises(AdapterError):
-        validator.validate(folder, tiny_spec(1, digest="another"))
-    assert validator.num_children == 3
+        validator.read(folder, tiny_spec(1, digest="another"))
+    assert validator.num_reads == 4
+    validator.close()
 
 
-def test_verdicts_are_bounded(folder: Path) -> None:
-    validator = Validator(max_verdicts=1)
+def test_refusals_are_bounded(folder: Path) -> None:
+    validator = Validator(max_refusals=1)
+    (folder / "adapter_config.json").write_text("{}")
     for base in ("one", "two", "one"):
-        validator.validate(folder, tiny_spec(digest=base))
-    assert validator.num_children == 3
-    assert len(validator._verdicts) == len(validator._locks) == 1
+        with pytest.raises(AdapterFormatError):
+            validator.read(folder, tiny_spec(digest=base))
+    assert validator.num_reads == 3
+    assert len(validator._refusals) == 1
+    validator.close()
 
 
 def test_files_digest_sees_every_byte(folder: Path) -> None:
