@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
 from app.kernels.matmul._cpu import matmul, pack
+from app.kernels.team import Team
 from load_tests.bench_engine import numbers
 from load_tests.measuring import environment, ratios, rounds, spread
 
@@ -61,10 +61,10 @@ def products(spec: ModelSpec, num_layers: int, rng: np.random.Generator) -> list
     return made
 
 
-def ours(product: Product, x: Floats, num_threads: int) -> Floats:
+def ours(product: Product, x: Floats, team: Team) -> Floats:
     """[M, K] -> [M, N padded to panels]."""
     out = np.empty((x.shape[0], product.packed.shape[0] * 16), np.float32)
-    matmul(x, product.packed, out, False, num_threads)  # type: ignore[no-untyped-call]  # compiled by Numba
+    team.run(matmul, 1, x, product.packed, out, False)
     return out
 
 
@@ -93,7 +93,7 @@ def run(spec: ModelSpec, row_counts: tuple[int, ...], num_layers: int, num_round
     rng = np.random.default_rng(0)
     made = products(spec, num_layers, rng)
     systems: dict[str, Callable[[Product, Floats], Floats]] = {
-        OURS: partial(ours, num_threads=num_threads),
+        OURS: partial(ours, team=Team(num_threads)),
         LINEAR: linear,
         PADDED: linear_padded,
     }
@@ -144,7 +144,6 @@ def main() -> None:
     threads = arguments.threads or int(str(machine["num_cpus"]))
     spec = load_checkpoint(resolve_model(arguments.model)).spec
     torch.set_num_threads(threads)
-    numba.set_num_threads(threads)  # as the engine does: a product waits for every thread, the idle ones too
     table = run(spec, arguments.rows, arguments.layers, arguments.rounds, threads)
     if arguments.json:
         print(json.dumps(machine))

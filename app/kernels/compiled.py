@@ -35,8 +35,3 @@ def compiled(function: _Function) -> _Function:
     """Compile a function for this machine's CPU. Contraction and reassociation stay off: the order of
     every sum is the order written, so that a row's bits are the same wherever it is computed."""
     return numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
-
-
-def compiled_parallel(function: _Function) -> _Function:
-    """As `compiled`, with `numba.prange` loops spread over the threads."""
-    return numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False, parallel=True)(function)

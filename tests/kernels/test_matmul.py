@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from app.kernels.matmul import _cpu, reference
+from app.kernels.team import Team
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
 SHAPES = [(1, 1), (16, 8), (17, 5), (35, 48), (100, 130), (192, 576)]
@@ -23,7 +24,7 @@ def test_equals_the_definition(shape: tuple[int, int], num_rows: int, accumulate
     start = normal(generator, num_rows, num_columns)
     if accumulate:
         out[:, :num_columns] = start
-    _cpu.matmul(x, packed, out, accumulate, 2)
+    Team(2).run(_cpu.matmul, 1, x, packed, out, accumulate)
     expected = reference.matmul(x, w, start if accumulate else None)
     assert relative_error(out[:, :num_columns], expected) < TOLERANCE["float32"]
 
@@ -35,13 +36,13 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(sha
     packed = _cpu.pack(normal(generator, num_columns, depth))
     row = normal(generator, depth)
     alone = np.empty((1, num_columns), np.float32)
-    _cpu.matmul(row[None], packed, alone, False, 1)
+    Team(1).run(_cpu.matmul, 1, row[None], packed, alone, False)
     for num_rows in [*range(2, 40), 64, 129, 300]:
         x = normal(generator, num_rows, depth) * 100
         at = int(generator.integers(num_rows))
         x[at] = row
         out = np.full((num_rows, num_columns), np.nan, np.float32)
-        _cpu.matmul(x, packed, out, False, int(generator.integers(1, 9)))
+        Team(int(generator.integers(1, 9))).run(_cpu.matmul, 1, x, packed, out, False)
         assert np.array_equal(out[at], alone[0]), (num_rows, at)
 
 
@@ -49,7 +50,7 @@ def test_reads_and_writes_only_its_own_rows_of_wider_arrays() -> None:
     generator = rng()
     wide_x, wide_out = normal(generator, 9, 70), np.full((9, 64), 7.0, np.float32)
     w = normal(generator, 32, 48)
-    _cpu.matmul(wide_x[2:7, :48], _cpu.pack(w), wide_out[2:7, :32], False, 2)
+    Team(2).run(_cpu.matmul, 1, wide_x[2:7, :48], _cpu.pack(w), wide_out[2:7, :32], False)
     assert relative_error(wide_out[2:7, :32], reference.matmul(wide_x[2:7, :48], w)) < TOLERANCE["float32"]
     assert (wide_out[:2] == 7.0).all()
     assert (wide_out[7:] == 7.0).all()

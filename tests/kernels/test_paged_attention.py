@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.paged_attention import _cpu, reference
+from app.kernels.team import Team
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
 
@@ -54,9 +55,9 @@ def _kernel(
     k_memory[:, :, : case.head_dim] = keys.transpose(0, 1, 3, 2)
     v_memory[..., : case.head_dim] = values
     out = np.full((len(q), case.heads * case.head_dim), np.nan, np.float32)
-    _cpu.paged_attention(
-        q.reshape(len(q), -1), case.head_dim, np.float32(case.head_dim**-0.5), case.window or 0,
-        _cpu.attention_tasks(query_starts), query_starts, seq_lens, tables, k_memory, v_memory, out,
+    Team(2).run(
+        _cpu.paged_attention, 1, q.reshape(len(q), -1), case.head_dim, np.float32(case.head_dim**-0.5),
+        case.window or 0, _cpu.attention_tasks(query_starts), query_starts, seq_lens, tables, k_memory, v_memory, out,
     )  # fmt: skip
     return out
 

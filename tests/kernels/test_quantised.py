@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from app.kernels.compiled import compiled
 from app.kernels.matmul import _cpu, _quantised
+from app.kernels.team import Team
 from tests.kernels.cases import normal, rng
+
+
+@compiled
+def _multiply(x, w, first, end, out, accumulate):  # type: ignore[no-untyped-def]
+    _quantised.multiply_any_panels(x, w, first, end, out, accumulate)
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (35, 48), (100, 130), (64, 576), (1, 5)])
@@ -20,8 +27,10 @@ def test_products_equal_those_of_the_expanded_weights_to_the_bit(shape: tuple[in
         for accumulate in (False, True):
             out = normal(generator, num_rows, len(panels) * 16)
             expected = out.copy()
-            _quantised.matmul_quantised(x, *w, out, accumulate, int(generator.integers(1, 4)))
-            _cpu.matmul(x, panels, expected, accumulate, 1)
+            cut = int(generator.integers(len(panels) + 1))
+            _multiply(x, w, 0, cut, out, accumulate)
+            _multiply(x, w, cut, len(panels), out, accumulate)
+            Team(1).run(_cpu.matmul, 1, x, panels, expected, accumulate)
             assert np.array_equal(out, expected)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from app.kernels.rows import _cpu, _sampling
+from app.kernels.team import Team
 from tests.kernels.cases import normal, relative_error, rng
 
 
@@ -21,7 +22,7 @@ def test_rms_norm(width: int) -> None:
     generator = rng()
     x, weight = normal(generator, 5, width), normal(generator, width)
     out = np.full_like(x, np.nan)
-    _cpu.rms_norm(x, weight, np.float32(1e-5), out)
+    Team(2).run(_cpu.rms_norm, 1, x, weight, np.float32(1e-5), out)
     exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5) * weight
     assert relative_error(out, exact) < 1e-6
 
@@ -30,7 +31,8 @@ def test_rms_norm(width: int) -> None:
 def test_gated_activations(kernel: str) -> None:
     gate_up = normal(rng(), 6, 2 * 48) * 4
     out = np.full((6, 37), np.nan, np.float32)
-    (_cpu.gated_silu if kernel == "silu" else _cpu.gated_gelu)(gate_up, 48, out)
+    for first, end in ((0, 16), (16, 37)):
+        _cpu.activate(gate_up, 48, kernel == "gelu", first, end, out)
     gate, up = gate_up[:, :37].astype(np.float64), gate_up[:, 48:85]
     if kernel == "silu":
         exact = gate / (1 + np.exp(-gate)) * up
@@ -52,9 +54,9 @@ def test_rotation_writes_every_key_and_value_to_its_place_and_nowhere_else() -> 
     k_memory = np.zeros((5, kv_heads, 32, block_size), np.float32)
     v_memory = np.zeros((5, kv_heads, block_size, 32), np.float32)
     none = np.empty(0, np.float32)
-    _cpu.rotate_and_store(
-        qkv, positions, kv_slots, cos, sin, none, none, np.float32(0), k_memory, v_memory, heads, kv_heads, dim, q_size,
-        kv_size,
+    Team(2).run(
+        _cpu.rotate_and_store, 1, qkv, positions, kv_slots, cos, sin, none, none, np.float32(0), k_memory, v_memory,
+        heads, kv_heads, dim, q_size, kv_size,
     )  # fmt: skip
 
     def rotated(x: np.ndarray) -> np.ndarray:

@@ -7,9 +7,11 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.sgmv import _cpu, reference
+from app.kernels.team import Team
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
 DEPTH, WIDTH, ROWS = 72, 48, 256
+Floats = NDArray[np.float32]
 #: Adapter slot -> (row start, rank): the base, small, odd, a whole panel, large.
 PLACES = [(0, 0), (8, 1), (16, 5), (24, 8), (32, 16), (64, 37), (128, 128)]
 CASES = {
@@ -24,23 +26,24 @@ CASES = {
 }
 
 
-def _tables(generator: np.random.Generator) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """(a rows, a panels, b rows); rows no adapter owns are NaN, tails of an adapter's last panel zero."""
+def _tables(generator: np.random.Generator) -> tuple[Floats, Floats, Floats, Floats]:
+    """(a rows, a panels, b rows, b panels); rows no adapter owns are NaN, tails of an adapter's last panel zero."""
     a, b = np.full((ROWS, DEPTH), np.nan, np.float32), np.full((ROWS, WIDTH), np.nan, np.float32)
+    b_panels = np.full((WIDTH // 16, ROWS, 16), np.nan, np.float32)
     panels = np.full((ROWS // 8, DEPTH, 8), np.nan, np.float32)
     for start, rank in PLACES[1:]:
         a[start : start + rank], b[start : start + rank] = (
             normal(generator, rank, DEPTH),
             normal(generator, rank, WIDTH),
         )
-        _cpu.write_rows(a[start : start + rank], b[start : start + rank], start, panels, b)
-    return a, panels, b
+        _cpu.write_rows(a[start : start + rank], b[start : start + rank], start, panels, b_panels)
+    return a, panels, b, b_panels
 
 
 def _run(
     x: NDArray[np.float32],
     panels: NDArray[np.float32],
-    b: NDArray[np.float32],
+    b_panels: NDArray[np.float32],
     case: list[tuple[int, int]],
     out: NDArray[np.float32],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -50,19 +53,20 @@ def _run(
     runs = _cpu.adapter_runs(run_starts, adapter_slots)
     shrunk = np.full((len(x), 2, 128), np.nan, np.float32)
     both = np.stack([np.zeros_like(ranks), ranks], axis=1)
-    _cpu.shrink(x, (panels, panels), both, _cpu.shrink_tasks(runs), row_starts, shrunk)
-    _cpu.expand(shrunk[:, 1], b, runs, ranks, row_starts, out, 3)
+    team = Team(3)
+    team.run(_cpu.shrink, 1, x, (panels, panels), both, _cpu.shrink_tasks(runs), 128, row_starts, shrunk)
+    team.run(_cpu.expand, 1, shrunk, 1, (b_panels, b_panels), both, runs, row_starts, out)
     return run_starts, adapter_slots
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_loop_over_rows(name: str) -> None:
     generator, case = rng(), CASES[name]
-    a, panels, b = _tables(generator)
+    a, panels, b, b_panels = _tables(generator)
     x = normal(generator, sum(n for n, _ in case), DEPTH)
     base = normal(generator, len(x), WIDTH)
     out = base.copy()
-    run_starts, adapter_slots = _run(x, panels, b, case, out)
+    run_starts, adapter_slots = _run(x, panels, b_panels, case, out)
     row_starts, ranks = np.array([p[0] for p in PLACES]), np.array([p[1] for p in PLACES], np.int32)
     delta = reference.lora_delta(x, np.nan_to_num(a), np.nan_to_num(b), run_starts, adapter_slots, row_starts, ranks)
     assert relative_error(out, base + delta) < TOLERANCE["float32"]
@@ -72,11 +76,11 @@ def test_equals_the_loop_over_rows(name: str) -> None:
 
 def test_a_token_has_the_same_bits_alone_and_in_any_batch() -> None:
     generator = rng()
-    _, panels, b = _tables(generator)
+    _, panels, _, b_panels = _tables(generator)
     for adapter_slot in range(1, len(PLACES)):
         row, base = normal(generator, DEPTH), normal(generator, WIDTH)
         alone = base[None].copy()
-        _run(row[None], panels, b, [(1, adapter_slot)], alone)
+        _run(row[None], panels, b_panels, [(1, adapter_slot)], alone)
         for _ in range(20):
             case = [(int(generator.integers(1, 30)), int(generator.integers(0, 7))) for _ in range(5)]
             case.insert(int(generator.integers(6)), (int(generator.integers(1, 20)), adapter_slot))
@@ -86,5 +90,5 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch() -> None:
             x[at] = row
             out = normal(generator, len(x), WIDTH)
             out[at] = base
-            _run(x, panels, b, case, out)
+            _run(x, panels, b_panels, case, out)
             assert np.array_equal(out[at], alone[0])

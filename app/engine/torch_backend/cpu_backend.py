@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +25,7 @@ from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Stack, empty_stack, store
 from app.kernels.paged_attention._cpu import attention_tasks
 from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks, write_rows
+from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
 
@@ -48,8 +48,7 @@ class CpuBackend:
             max_adapter_slots=config.max_adapter_slots,
             adapter_extra_bytes=config.adapter_extra_bytes,
         )
-        self._num_threads = config.num_threads or len(os.sched_getaffinity(0))
-        self._num_threads = min(self._num_threads, numba.get_num_threads())
+        self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = _sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         quantised = config.weight_storage == "int8"
@@ -61,6 +60,7 @@ class CpuBackend:
         self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
         self._tables = self._new_tables()
         self._work = self._new_workspace()
+        self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
         self._warm_up()
 
     @property
@@ -93,6 +93,7 @@ class CpuBackend:
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
+        widest_rank = int(self._tables.ranks[:, runs[:, 2]].max(initial=0))
         step = cpu_decoder.Step(
             token_ids=batch.token_ids,
             positions=batch.positions,
@@ -103,26 +104,26 @@ class CpuBackend:
             attention_tasks=attention_tasks(batch.query_starts),
             runs=runs,
             shrink_tasks=shrink_tasks(runs),
+            widest_rank=widest_rank,
             sample_rows=batch.sample_rows,
         )
         work = self._work
-        if len(runs):
-            widest = int(self._tables.ranks[:, runs[:, 2]].max())
-            if widest > work.shrunk.shape[2]:
-                shape = (self._config.max_batch_tokens, 3, _padded(widest))
-                self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
-        numba.set_num_threads(self._num_threads)
-        cpu_decoder.forward(
-            self._weights, self._sizes, self._tables, self._k_memory, self._v_memory, step, work, self._num_threads
-        )
-        return sample(work.logits[: len(batch.sample_rows), : self._spec.vocab_size], batch.sampling)
+        if widest_rank > work.shrunk.shape[2]:
+            shape = (self._config.max_batch_tokens, 3, _padded(widest_rank))
+            self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
+        self._team.run(
+            cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._tables, self._k_memory,
+            self._v_memory, step, work,
+        )  # fmt: skip
+        return sample(work.logits[: len(batch.sample_rows), : self._spec.vocab_size], batch.sampling, self._team)
 
     def logits(self, num_rows: int) -> Floats:
         """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
         return self._work.logits[:num_rows, : self._spec.vocab_size]
 
     def close(self) -> None:
-        """Drop every array."""
+        """End the threads and drop every array."""
+        self._team.close()
         for name in ("_weights", "_k_memory", "_v_memory", "_tables", "_work"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -167,7 +168,7 @@ class CpuBackend:
         shapes = [self._spec.target_shape(0, target) for target in TARGETS]
         # full(), not zeros(): the pages are touched now, not by the first adapters while streams wait.
         a = [np.full((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), 0, np.float32) for d_in, _ in shapes]
-        b = [np.full((num_layers, rows, _padded(d_out)), 0, np.float32) for _, d_out in shapes]
+        b = [np.full((num_layers, -(-d_out // PANEL), rows, PANEL), 0, np.float32) for _, d_out in shapes]
         row_starts = np.zeros(self._limits.max_adapter_slots, np.int64)
         ranks = np.zeros((num_layers, self._limits.max_adapter_slots, len(TARGETS)), np.int32)
         return cpu_decoder.AdapterTables._make([*a, *b, row_starts, ranks])

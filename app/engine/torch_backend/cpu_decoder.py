@@ -2,7 +2,8 @@
 
 In: packed weights, adapter tables, KV memory, a step's arrays. Out: hidden states of the rows that
 sample, turned into logits. Everything is a NumPy array; the kernels are `app.kernels`. Weights and
-tables of all layers are stacked so that the loop over layers is compiled too.
+tables of all layers are stacked so that the loop over layers is compiled too, and every thread of a `Team`
+runs it: a layer is eight phases, and four more where adapters are in the batch.
 
 There is one base product per module and step, whatever adapters the batch holds; deltas are added to it
 in place, per run of tokens with one adapter. Base tokens do no adapter work.
@@ -13,14 +14,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled, compiled_parallel
-from app.kernels.matmul._quantised import Stack, embed, matmul_layer
+from app.kernels.compiled import compiled
+from app.kernels.matmul._cpu import PANEL, panels_per_piece
+from app.kernels.matmul._quantised import Stack, embed, layer_panels, multiply_any_panels, num_panels_of
 from app.kernels.paged_attention._cpu import paged_attention
-from app.kernels.rows._cpu import gated_gelu, gated_silu, normalise_row, rms_norm, rotate_and_store
-from app.kernels.sgmv._cpu import expand, shrink
+from app.kernels.rows._cpu import activate, gather_normed, rms_norm, rotate_and_store
+from app.kernels.sgmv._cpu import expand_panels, shrink
+from app.kernels.team import count_pieces, leave, piece, take
 
 Floats = NDArray[np.float32]
 
@@ -69,7 +71,7 @@ class Sizes(NamedTuple):
 
 
 class AdapterTables(NamedTuple):
-    """Rank rows of the seven modules: a as panels [L, R / 8, d_in, 8], b as [L, R, d_out padded to 16].
+    """Rank rows of the seven modules: a as panels [L, R / 8, d_in, 8], b as panels [L, P, R, 16].
 
     row_starts: [S] int64. ranks: [L, S, 7] int32 in the order of `app.engine.adapters.lora.TARGETS`.
     """
@@ -93,7 +95,10 @@ class AdapterTables(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step's arrays, as in `app.engine.batch.ForwardBatch`, with the kernels' task lists."""
+    """A step's arrays, as in `app.engine.batch.ForwardBatch`, with the kernels' task lists.
+
+    widest_rank: the largest rank of its adapters.
+    """
 
     token_ids: NDArray[np.int32]
     positions: NDArray[np.int32]
@@ -104,6 +109,7 @@ class Step(NamedTuple):
     attention_tasks: NDArray[np.int64]
     runs: NDArray[np.int64]
     shrink_tasks: NDArray[np.int64]
+    widest_rank: int
     sample_rows: NDArray[np.int32]
 
 
@@ -125,99 +131,144 @@ class Workspace(NamedTuple):
     logits: Floats
 
 
-@compiled_parallel
-def _gather_normed(hidden, rows, weight, eps, out):
-    for p in prange(rows.shape[0]):
-        normalise_row(hidden[rows[p]], weight, eps, weight.shape[0], out[p])
+#: Phases of a layer, and of a step outside its layers.
+LAYER_PHASES, STEP_PHASES = 12, 3
 
 
 @compiled
-def _fill_rows(out, bias):
-    """Start a product from its bias. Returns whether there is one."""
+def _fill(out, bias, first, end, accumulate):
+    """Start columns first to end of a product from their bias; returns whether the product adds to them."""
     if bias.shape[0] == 0:
-        return False
+        return accumulate
     for t in range(out.shape[0]):
-        for i in range(bias.shape[0]):
-            out[t, i] = bias[i]
+        for i in range(first, end):
+            out[t, i] = out[t, i] + bias[i] if accumulate else bias[i]
     return True
 
 
 @compiled
-def _add_rows(out, bias):
-    for t in range(out.shape[0] if bias.shape[0] > 0 else 0):
-        for i in range(out.shape[1]):
-            out[t, i] += bias[i]
+def _project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, row_starts, out):
+    """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
+
+    The modules lie side by side in w and out. One phase.
+    """
+    num_panels, done = num_panels_of(w), 0
+    size = panels_per_piece(x.shape[0], num_panels)
+    num_pieces = count_pieces(num_panels, size)
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, num_panels, size)
+        adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
+        multiply_any_panels(x, w, first, end, out, adds)
+        if runs.shape[0] > 0:
+            at = 0
+            for n in range(ranks.shape[1]):
+                width = tables[n].shape[0]
+                low, high = max(first - at, 0), min(end - at, width)
+                if low < high:
+                    expand_panels(h, n, tables, ranks, runs, row_starts, low, high, out, at)
+                at += width
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
 
 
 @compiled
-def forward(weights, sizes, tables, k_memory, v_memory, step, work, num_threads):
+def _gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, row_starts, gelu, gate_up, gated):
+    """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
+
+    w holds the panels of gate, then those of up; the rest as in `_project`.
+    """
+    num_panels, done = num_panels_of(w) // 2, 0
+    width = num_panels * PANEL
+    size = panels_per_piece(2 * x.shape[0], num_panels)
+    num_pieces = count_pieces(num_panels, size)
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, num_panels, size)
+        for n in range(2):
+            at = n * num_panels
+            last = min((at + end) * PANEL, bias.shape[0])
+            adds = _fill(gate_up, bias, (at + first) * PANEL, last, False)
+            multiply_any_panels(x, w, at + first, at + end, gate_up, adds)
+            if runs.shape[0] > 0:
+                expand_panels(h, n, tables, ranks, runs, row_starts, first, end, gate_up, at)
+        activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
+
+
+@compiled
+def forward(team, phase, weights, sizes, tables, k_memory, v_memory, step, work):
     """Run every layer over the step's T tokens; leave the P sampled rows' logits in work.logits.
 
-    k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L, blocks, kv_heads, block_size, D]; the step's
-    keys and values are written there.
+    team, phase: see `app.kernels.team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L, blocks,
+    kv_heads, block_size, D]; the step's keys and values are written there.
     """
     num_tokens = step.token_ids.shape[0]
     hidden, normed = work.hidden[:num_tokens], work.normed[:num_tokens]
     qkv, attended = work.qkv[:num_tokens], work.attended[:num_tokens]
     gate_up, gated = work.gate_up[:num_tokens], work.gated[:num_tokens]
     shrunk = work.shrunk[:num_tokens]
-    runs, row_starts = step.runs, tables.row_starts
+    runs, row_starts, tasks = step.runs, tables.row_starts, step.shrink_tasks
     adapted = runs.shape[0] > 0
-    q_end, k_end = sizes.q_size, sizes.q_size + sizes.kv_size
-    v_end, width = k_end + sizes.kv_size, weights.final_norm.shape[0]
-    up_start = sizes.mlp_size
+    width = weights.final_norm.shape[0]
+    none = np.empty(0, np.float32)
 
-    embed(step.token_ids, weights.embedding, weights.head, hidden[:, :width])
+    phase = embed(team, phase, step.token_ids, weights.embedding, weights.head, hidden[:, :width])
     for layer in range(weights.layer_rope.shape[0]):
         ranks = tables.ranks[layer]
-        rms_norm(hidden, weights.attention_norm[layer], sizes.eps, normed)
-        start = _fill_rows(qkv, weights.qkv_bias[layer])
-        matmul_layer(normed, weights.qkv, layer, qkv, start, num_threads)
+        phase = rms_norm(team, phase, hidden, weights.attention_norm[layer], sizes.eps, normed)
         if adapted:
-            shrink(
-                normed, (tables.a_q[layer], tables.a_k[layer], tables.a_v[layer]), ranks[:, 0:3], step.shrink_tasks,
-                row_starts, shrunk,
-            )  # fmt: skip
-            expand(shrunk[:, 0], tables.b_q[layer], runs, ranks[:, 0], row_starts, qkv[:, :q_end], num_threads)
-            expand(shrunk[:, 1], tables.b_k[layer], runs, ranks[:, 1], row_starts, qkv[:, q_end:k_end], num_threads)
-            expand(shrunk[:, 2], tables.b_v[layer], runs, ranks[:, 2], row_starts, qkv[:, k_end:v_end], num_threads)
-        rope = weights.layer_rope[layer]
-        rotate_and_store(
-            qkv, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope], weights.q_norm[layer],
-            weights.k_norm[layer], sizes.eps, k_memory[layer], v_memory[layer], sizes.num_heads, sizes.num_kv_heads,
-            sizes.head_dim, sizes.q_size, sizes.kv_size,
+            a = (tables.a_q[layer], tables.a_k[layer], tables.a_v[layer])
+            phase = shrink(team, phase, normed, a, ranks[:, 0:3], tasks, step.widest_rank, row_starts, shrunk)
+        phase = _project(
+            team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
+            (tables.b_q[layer], tables.b_k[layer], tables.b_v[layer]), ranks[:, 0:3], runs, row_starts, qkv,
         )  # fmt: skip
-        paged_attention(
-            qkv, sizes.head_dim, weights.scales[layer], weights.layer_window[layer], step.attention_tasks,
+        rope = weights.layer_rope[layer]
+        phase = rotate_and_store(
+            team, phase, qkv, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
+            weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory[layer], v_memory[layer],
+            sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
+        )  # fmt: skip
+        phase = paged_attention(
+            team, phase, qkv, sizes.head_dim, weights.scales[layer], weights.layer_window[layer], step.attention_tasks,
             step.query_starts, step.seq_lens, step.block_tables, k_memory[layer], v_memory[layer], attended,
         )  # fmt: skip
+        if adapted:
+            phase = shrink(
+                team, phase, attended, (tables.a_o[layer],), ranks[:, 3:4], tasks, step.widest_rank, row_starts, shrunk
+            )
         # The residual is where the sums of o and down start: no separate addition.
-        _add_rows(hidden[:, :width], weights.out_bias[layer])
-        matmul_layer(attended, weights.out, layer, hidden, True, num_threads)
+        phase = _project(
+            team, phase, attended, layer_panels(weights.out, layer), weights.out_bias[layer], True, shrunk,
+            (tables.b_o[layer],), ranks[:, 3:4], runs, row_starts, hidden,
+        )  # fmt: skip
+        phase = rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, normed)
         if adapted:
-            shrink(attended, (tables.a_o[layer],), ranks[:, 3:4], step.shrink_tasks, row_starts, shrunk)
-            expand(shrunk[:, 0], tables.b_o[layer], runs, ranks[:, 3], row_starts, hidden, num_threads)
-        rms_norm(hidden, weights.mlp_norm[layer], sizes.eps, normed)
-        start = _fill_rows(gate_up, weights.gate_up_bias[layer])
-        matmul_layer(normed, weights.gate_up, layer, gate_up, start, num_threads)
+            a_pair = (tables.a_gate[layer], tables.a_up[layer])
+            phase = shrink(team, phase, normed, a_pair, ranks[:, 4:6], tasks, step.widest_rank, row_starts, shrunk)
+        phase = _gate_and_up(
+            team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
+            (tables.b_gate[layer], tables.b_up[layer]), ranks[:, 4:6], runs, row_starts, sizes.gelu, gate_up, gated,
+        )  # fmt: skip
         if adapted:
-            shrink(
-                normed, (tables.a_gate[layer], tables.a_up[layer]), ranks[:, 4:6], step.shrink_tasks, row_starts, shrunk
+            phase = shrink(
+                team, phase, gated, (tables.a_down[layer],), ranks[:, 6:7], tasks, step.widest_rank, row_starts, shrunk
             )
-            expand(
-                shrunk[:, 0], tables.b_gate[layer], runs, ranks[:, 4], row_starts, gate_up[:, :up_start], num_threads
-            )
-            expand(shrunk[:, 1], tables.b_up[layer], runs, ranks[:, 5], row_starts, gate_up[:, up_start:], num_threads)
-        if sizes.gelu:
-            gated_gelu(gate_up, up_start, gated)
-        else:
-            gated_silu(gate_up, up_start, gated)
-        _add_rows(hidden[:, :width], weights.down_bias[layer])
-        matmul_layer(gated, weights.down, layer, hidden, True, num_threads)
-        if adapted:
-            shrink(gated, (tables.a_down[layer],), ranks[:, 6:7], step.shrink_tasks, row_starts, shrunk)
-            expand(shrunk[:, 0], tables.b_down[layer], runs, ranks[:, 6], row_starts, hidden, num_threads)
+        phase = _project(
+            team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
+            (tables.b_down[layer],), ranks[:, 6:7], runs, row_starts, hidden,
+        )  # fmt: skip
     num_sampled = step.sample_rows.shape[0]
     if num_sampled > 0:
-        _gather_normed(hidden, step.sample_rows, weights.final_norm, sizes.eps, work.sampled[:num_sampled])
-        matmul_layer(work.sampled[:num_sampled], weights.head, 0, work.logits[:num_sampled], False, num_threads)
+        sampled, logits = work.sampled[:num_sampled], work.logits[:num_sampled]
+        phase = gather_normed(team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, sampled)
+        head = layer_panels(weights.head, 0)
+        phase = _project(
+            team, phase, sampled, head, none, False, shrunk, (tables.b_down[0],), tables.ranks[0][:, 6:7], runs[:0],
+            row_starts, logits,
+        )  # fmt: skip
+    return phase

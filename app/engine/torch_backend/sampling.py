@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from app.engine.batch import ForwardOutput, SamplingBatch
 from app.engine.logits import largest, penalise
 from app.kernels.rows._sampling import log_sum_exp, row_maximum, sample_rows
+from app.kernels.team import Team
 
 
-def sample(logits: NDArray[np.float32], sampling: SamplingBatch) -> ForwardOutput:
+def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: Team) -> ForwardOutput:
     """Draw one token per row. logits: [P, V] float32, overwritten where a row has penalties."""
     num_rows = logits.shape[0]
     tokens, normalisers = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float64)
@@ -25,9 +26,9 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch) -> ForwardOutpu
     for p in penalised:
         penalise(logits[p], sampling, p)
     if num_rows:
-        sample_rows(
-            logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seeds,
-            sampling.positions, wanted, tokens, normalisers,
+        team.run(
+            sample_rows, 1, logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
+            sampling.seeds, sampling.positions, wanted, tokens, normalisers,
         )  # fmt: skip
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
     for p in np.flatnonzero(wanted).tolist():

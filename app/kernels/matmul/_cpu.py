@@ -5,24 +5,22 @@ zero), so that one step over k reads 64 consecutive bytes. Rows are taken in til
 the sixteen vector registers of AVX2; one to three rows take several panels at a time instead. Every
 element is one chain of fused multiply-adds in the order of k (`app.kernels.simd`), so neither the tile nor
 the thread can be seen in the result.
-
-Two threads of a Zen 3 core pair, 3072 x 576: 0.14 ms for 1 row (torch's linear: 0.57), 0.72 for
-32 (1.70), 9.9 for 512 (11.8).
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled, compiled_parallel
+from app.kernels.compiled import compiled
 from app.kernels.simd import multiply_tile
+from app.kernels.team import count_pieces, leave, piece, take
 
 #: Columns of one panel.
 PANEL = 16
 
 _one_by_64 = multiply_tile(1, 4, 2)
+_one_by_32 = multiply_tile(1, 2, 2)
 _two_by_32 = multiply_tile(2, 2, 2)
 _three_by_32 = multiply_tile(3, 2, 2)
 _one = multiply_tile(1, 1, 2)
@@ -54,11 +52,14 @@ def multiply_columns(x, w, w_k, w_panel, num_panels, depth, out, accumulate, num
             while p + 4 <= num_panels:
                 _one_by_64(x, x_row, w + p * w_panel * 4, w_k, w_panel, depth, out + p * 64, out_row, 16, accumulate)
                 p += 4
+            while p + 2 <= num_panels:
+                _one_by_32(x, x_row, w + p * w_panel * 4, w_k, w_panel, depth, out + p * 64, out_row, 16, accumulate)
+                p += 2
         elif num_rows == 2:
             while p + 2 <= num_panels:
                 _two_by_32(x, x_row, w + p * w_panel * 4, w_k, w_panel, depth, out + p * 64, out_row, 16, accumulate)
                 p += 2
-        else:
+        elif num_rows == 3:
             while p + 2 <= num_panels:
                 _three_by_32(x, x_row, w + p * w_panel * 4, w_k, w_panel, depth, out + p * 64, out_row, 16, accumulate)
                 p += 2
@@ -90,20 +91,35 @@ def multiply_columns(x, w, w_k, w_panel, num_panels, depth, out, accumulate, num
         p += 1
 
 
-@compiled_parallel
-def matmul(x, w, out, accumulate, num_threads):
-    """x: [M, K] float32, w: packed [P, K, 16], out: [M, >= P * 16] written in place; rows contiguous.
+@compiled
+def panels_per_piece(num_rows, num_panels):
+    """Panels that one thread takes at a time: some 20 microseconds of work, and whole tiles of few rows."""
+    return max(4 if num_rows <= 3 else 24 // num_rows, num_panels // 256, 1)
+
+
+@compiled
+def multiply_panels(x, w, first, end, out, accumulate):
+    """out[:, 16 * first : 16 * end] (+)= x @ panels first to end of w; shapes as in `matmul`. One thread."""
+    depth = x.shape[1]
+    multiply_columns(
+        x.ctypes.data, w.ctypes.data + first * depth * 64, 16, depth * 16, end - first, depth,
+        out.ctypes.data + first * 64, accumulate, x.shape[0], x.strides[0] // 4, out.strides[0] // 4,
+    )  # fmt: skip
+
+
+@compiled
+def matmul(team, phase, x, w, out, accumulate):
+    """x: [M, K] float32, w: packed [P, K, 16], out: [M, >= P * 16] written in place; rows contiguous. One phase.
 
     `accumulate`: add to what `out` holds. Columns of `out` past N within the last panel are written.
     """
-    num_rows, depth = x.shape
-    num_panels = w.shape[0]
-    x_row, out_row = x.strides[0] // 4, out.strides[0] // 4
-    if num_rows > 0:
-        for thread in prange(num_threads):
-            first = thread * num_panels // num_threads
-            last = (thread + 1) * num_panels // num_threads
-            multiply_columns(
-                x.ctypes.data, w.ctypes.data + first * depth * 64, 16, depth * 16, last - first, depth,
-                out.ctypes.data + first * 64, accumulate, num_rows, x_row, out_row,
-            )  # fmt: skip
+    num_panels, done = w.shape[0], 0
+    size = panels_per_piece(x.shape[0], num_panels)
+    num_pieces = count_pieces(num_panels, size)
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, num_panels, size)
+        multiply_panels(x, w, first, end, out, accumulate)
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)

@@ -14,13 +14,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled, compiled_parallel
-from app.kernels.matmul._cpu import PANEL, matmul, multiply_columns, pack
+from app.kernels.compiled import compiled
+from app.kernels.matmul._cpu import PANEL, multiply_columns, multiply_panels, pack
 from app.kernels.simd import CHUNK, add_floats, expand_bytes, multiply_bytes_tile
+from app.kernels.team import leave, take
 
 #: Weights that share a scale and an offset.
 GROUP = 32
@@ -107,29 +108,24 @@ def _multiply_few(x, x_row, num_rows, levels, scales, offsets, first, last, out,
         panel += count
 
 
-@compiled_parallel
-def matmul_quantised(x, levels, scales, offsets, out, accumulate, num_threads):
-    """As `app.kernels.matmul._cpu.matmul` with the packed weights in 8 bits."""
+@compiled
+def multiply_quantised_panels(x, w, first, end, out, accumulate):
+    """As `app.kernels.matmul._cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
-    num_panels = levels.shape[0]
     x_row, out_row = x.strides[0] // 4, out.strides[0] // 4
-    if num_rows > 0:
-        for thread in prange(num_threads):
-            first = thread * num_panels // num_threads
-            last = (thread + 1) * num_panels // num_threads
-            if num_rows <= 2:
-                _multiply_few(
-                    x.ctypes.data, x_row, num_rows, levels, scales, offsets, first, last, out.ctypes.data, out_row,
-                    accumulate,
-                )  # fmt: skip
-            else:
-                scratch = np.empty((depth, PANEL), np.float32)
-                for panel in range(first, last):
-                    expand_panel(levels[panel], scales[panel], offsets[panel], scratch)
-                    multiply_columns(
-                        x.ctypes.data, scratch.ctypes.data, 16, 0, 1, depth, out.ctypes.data + panel * 64, accumulate,
-                        num_rows, x_row, out_row,
-                    )  # fmt: skip
+    if 1 <= num_rows <= 2:
+        _multiply_few(
+            x.ctypes.data, x_row, num_rows, w.levels, w.scales, w.offsets, first, end, out.ctypes.data, out_row,
+            accumulate,
+        )  # fmt: skip
+    elif num_rows > 2:
+        scratch = np.empty((depth, PANEL), np.float32)
+        for panel in range(first, end):
+            expand_panel(w.levels[panel], w.scales[panel], w.offsets[panel], scratch)
+            multiply_columns(
+                x.ctypes.data, scratch.ctypes.data, 16, 0, 1, depth, out.ctypes.data + panel * 64, accumulate,
+                num_rows, x_row, out_row,
+            )  # fmt: skip
 
 
 #: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis.
@@ -160,20 +156,40 @@ def store(stack: Stack, layer: int, first_column: int, w: NDArray[np.float32]) -
         stack[layer, first : first + len(panels)] = panels
 
 
-def matmul_layer(x, stack, layer, out, accumulate, num_threads):
-    """out (+)= x @ stack[layer], for either kind of `Stack`; see `app.kernels.matmul._cpu.matmul`."""
+def layer_panels(stack, layer):
+    """The packed weights of one layer, of either kind."""
     raise NotImplementedError("called from compiled code only")
 
 
-@overload(matmul_layer)
-def _matmul_layer(x, stack, layer, out, accumulate, num_threads):
+@overload(layer_panels)
+def _layer_panels(stack, layer):
     if isinstance(stack, types.Array):
-        return lambda x, stack, layer, out, accumulate, num_threads: matmul(
-            x, stack[layer], out, accumulate, num_threads
-        )
-    return lambda x, stack, layer, out, accumulate, num_threads: matmul_quantised(
-        x, stack.levels[layer], stack.scales[layer], stack.offsets[layer], out, accumulate, num_threads
-    )
+        return lambda stack, layer: stack[layer]
+    return lambda stack, layer: Quantised(stack.levels[layer], stack.scales[layer], stack.offsets[layer])
+
+
+def num_panels_of(w):
+    """Panels of one layer's packed weights."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(num_panels_of)
+def _num_panels_of(w):
+    if isinstance(w, types.Array):
+        return lambda w: w.shape[0]
+    return lambda w: w.levels.shape[0]
+
+
+def multiply_any_panels(x, w, first, end, out, accumulate):
+    """`multiply_panels` for either kind of weights."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(multiply_any_panels)
+def _multiply_any_panels(x, w, first, end, out, accumulate):
+    if isinstance(w, types.Array):
+        return lambda x, w, first, end, out, accumulate: multiply_panels(x, w, first, end, out, accumulate)
+    return lambda x, w, first, end, out, accumulate: multiply_quantised_panels(x, w, first, end, out, accumulate)
 
 
 @compiled
@@ -211,12 +227,20 @@ def _embedding_row_of(head, token, out):
     return lambda head, token, out: _quantised_column(head, token, out)
 
 
-@compiled_parallel
-def embed(token_ids, embedding, head, out):
-    """out[t] = embedding row of token t. embedding: [V, H], or [0, H] to read the columns of `head` (a `Stack`)."""
-    for t in prange(token_ids.shape[0]):
+@compiled
+def embed(team, phase, token_ids, embedding, head, out):
+    """out[t] = embedding row of token t. embedding: [V, H], or [0, H] to read the columns of `head` (a `Stack`).
+
+    One phase.
+    """
+    num_tokens, done = token_ids.shape[0], 0
+    t = take(team, phase)
+    while t < num_tokens:
         if embedding.shape[0] > 0:
             for i in range(out.shape[1]):
                 out[t, i] = embedding[token_ids[t], i]
         else:
             _embedding_row(head, token_ids[t], out[t])
+        done += 1
+        t = take(team, phase)
+    return leave(team, phase, num_tokens, done)

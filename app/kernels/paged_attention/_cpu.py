@@ -13,12 +13,12 @@ k_memory is [blocks, kv_heads, D, block_size] (a vector of scores is a vector of
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled, compiled_parallel
+from app.kernels.compiled import compiled
 from app.kernels.matmul._cpu import multiply_columns
 from app.kernels.rows._cpu import exp_float32
+from app.kernels.team import leave, take
 
 #: Queries of one task.
 _TILE_TOKENS = 16
@@ -93,29 +93,33 @@ def _attend(queries, first_visible, group, window, table, head, k_memory, v_memo
             token += count
 
 
-@compiled_parallel
-def paged_attention(q, head_dim, scale, window, tasks, query_starts, seq_lens, block_tables, k_memory, v_memory, out):
-    """out[t, head] = softmax(scale * q k^T) v over the visible keys; see `reference.paged_attention`.
+@compiled
+def paged_attention(
+    team, phase, q, head_dim, scale, window, tasks, query_starts, seq_lens, block_tables, k_memory, v_memory, out
+):  # fmt: skip
+    """out[t, head] = softmax(scale * q k^T) v over the visible keys; see `reference.paged_attention`. One phase.
 
     q: [T, >= heads * head_dim] float32. window: 0 for none. tasks: [J, 2] int64 (sequence, first query),
     see `attention_tasks`. k_memory, v_memory: see the module. out: [T, heads * head_dim], in place.
     """
     num_kv_heads, width = v_memory.shape[1], v_memory.shape[3]
     group = out.shape[1] // head_dim // num_kv_heads
-    for job in prange(tasks.shape[0] * num_kv_heads):
+    most = min(_TILE_TOKENS, out.shape[0]) * group
+    all_queries = np.zeros((most, width), np.float32)
+    scores, acc = np.empty((most, _KEYS), np.float32), np.empty((most, width), np.float32)
+    maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
+    num_pieces, done = tasks.shape[0] * num_kv_heads, 0
+    job = take(team, phase)
+    while job < num_pieces:
         head = job % num_kv_heads
         b, first = tasks[job // num_kv_heads, 0], tasks[job // num_kv_heads, 1]
         start, end = query_starts[b] + first, min(query_starts[b] + first + _TILE_TOKENS, query_starts[b + 1])
-        num_rows = (end - start) * group
-        queries = np.zeros((num_rows, width), np.float32)
+        queries = all_queries[: (end - start) * group]
         for t in range(start, end):
             for g in range(group):
                 column = (head * group + g) * head_dim
                 for i in range(head_dim):
                     queries[(t - start) * group + g, i] = q[t, column + i] * scale
-        scores = np.empty((num_rows, _KEYS), np.float32)
-        maxima, sums = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
-        acc = np.empty((num_rows, width), np.float32)
         first_visible = seq_lens[b] - (query_starts[b + 1] - start) + 1
         _attend(
             queries, first_visible, group, window, block_tables[b], head, k_memory, v_memory, scores, maxima, sums, acc
@@ -125,6 +129,9 @@ def paged_attention(q, head_dim, scale, window, tasks, query_starts, seq_lens, b
                 column, row = (head * group + g) * head_dim, (t - start) * group + g
                 for i in range(head_dim):
                     out[t, column + i] = acc[row, i] / sums[row]
+        done += 1
+        job = take(team, phase)
+    return leave(team, phase, num_pieces, done)
 
 
 def attention_tasks(query_starts: NDArray[np.int32]) -> NDArray[np.int64]:

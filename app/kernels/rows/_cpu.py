@@ -9,16 +9,20 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numba.extending import intrinsic
 
-from app.kernels.compiled import compiled, compiled_parallel
+from app.kernels.compiled import compiled
+from app.kernels.team import count_pieces, leave, piece, take
 
 _LOG2E = np.float32(1.44269504088896341)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 _EXP_MIN = np.float32(-87.3)
 _EXP_MAX = np.float32(88.0)
+
+#: Rows that one thread takes at a time.
+_ROWS = 4
 
 
 @intrinsic
@@ -68,11 +72,30 @@ def normalise_row(x, weight, eps, size, out):
         out[i] = x[i] * factor * weight[i]
 
 
-@compiled_parallel
-def rms_norm(x, weight, eps, out):
-    """out[t] = rms_norm(x[t]) * weight. x, out: [T, H] float32 (out in place); weight: [H]; eps float32."""
-    for t in prange(x.shape[0]):
-        normalise_row(x[t], weight, eps, weight.shape[0], out[t])
+@compiled
+def rms_norm(team, phase, x, weight, eps, out):
+    """out[t] = rms_norm(x[t]) * weight. x, out: [T, H] float32 (out in place); weight: [H]; eps float32. One phase."""
+    num_pieces, done = count_pieces(x.shape[0], _ROWS), 0
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, x.shape[0], _ROWS)
+        for t in range(first, end):
+            normalise_row(x[t], weight, eps, weight.shape[0], out[t])
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
+
+
+@compiled
+def gather_normed(team, phase, x, rows, weight, eps, out):
+    """out[p] = rms_norm(x[rows[p]]) * weight. One phase."""
+    num_rows, done = rows.shape[0], 0
+    p = take(team, phase)
+    while p < num_rows:
+        normalise_row(x[rows[p]], weight, eps, weight.shape[0], out[p])
+        done += 1
+        p = take(team, phase)
+    return leave(team, phase, num_rows, done)
 
 
 @compiled
@@ -85,19 +108,20 @@ def _rotate(row, cos, sin):
         row[i + half] = second * cos[i] + first * sin[i]
 
 
-@compiled_parallel
+@compiled
 def rotate_and_store(
-    qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads, head_dim,
-    q_size, kv_size,
+    team, phase, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads,
+    head_dim, q_size, kv_size,
 ):  # fmt: skip
-    """Normalise (where q_norm, k_norm are not empty) and rotate q and k in place; write k and v to KV memory.
+    """Normalise (where q_norm, k_norm are not empty) and rotate q and k in place; write k and v to memory. One phase.
 
     qkv: [T, >= q_size + 2 * kv_size] float32: q, k and v side by side, each slice padded to its size; positions: [T];
     kv_slots: [T]; cos, sin: [positions, rotary / 2]; q_norm, k_norm: [head_dim] or [0].
     k_memory: [blocks, kv_heads, D, block_size], v_memory: [blocks, kv_heads, block_size, D], written in place.
     """
-    block_size = v_memory.shape[2]
-    for t in prange(qkv.shape[0]):
+    num_tokens, block_size, done = qkv.shape[0], v_memory.shape[2], 0
+    t = take(team, phase)
+    while t < num_tokens:
         position = positions[t]
         block = kv_slots[t] // block_size
         offset = kv_slots[t] - block * block_size
@@ -115,26 +139,25 @@ def rotate_and_store(
             for i in range(head_dim):
                 k_memory[block, head, i, offset] = row[i]
                 v_memory[block, head, offset, i] = qkv[t, value + i]
+        done += 1
+        t = take(team, phase)
+    return leave(team, phase, num_tokens, done)
 
 
-@compiled_parallel
-def gated_silu(gate_up, up_start, out):
-    """out[t, i] = silu(gate) * up. gate_up: [T, up_start + I], gate first; out: [T, I] in place."""
-    size = out.shape[1]
-    for t in prange(gate_up.shape[0]):
-        gate, up, row = gate_up[t, :size], gate_up[t, up_start : up_start + size], out[t]
-        for i in range(size):
-            row[i] = gate[i] / (np.float32(1.0) + exp_float32(-gate[i])) * up[i]
+@compiled
+def activate(gate_up, up_start, gelu, first, end, out):
+    """out[t, i] = act(gate) * up for columns first to end. gate_up: [T, up_start + I], gate first; out: [T, I].
 
-
-@compiled_parallel
-def gated_gelu(gate_up, up_start, out):
-    """out[t, i] = gelu(gate) * up with the tanh approximation (Hendrycks & Gimpel 2016). Shapes as `gated_silu`."""
-    size = out.shape[1]
-    for t in prange(gate_up.shape[0]):
-        gate, up, row = gate_up[t, :size], gate_up[t, up_start : up_start + size], out[t]
-        for i in range(size):
-            g = gate[i]
-            inner = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
-            # 0.5 * (1 + tanh(z)) is the logistic function of 2 z.
-            row[i] = g / (np.float32(1.0) + exp_float32(np.float32(-2.0) * inner)) * up[i]
+    act is silu, or gelu with the tanh approximation (Hendrycks & Gimpel 2016).
+    """
+    for t in range(gate_up.shape[0]):
+        gate, up, row = gate_up[t, first:end], gate_up[t, up_start + first : up_start + end], out[t, first:end]
+        if gelu:
+            for i in range(end - first):
+                g = gate[i]
+                inner = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
+                # 0.5 * (1 + tanh(z)) is the logistic function of 2 z.
+                row[i] = g / (np.float32(1.0) + exp_float32(np.float32(-2.0) * inner)) * up[i]
+        else:
+            for i in range(end - first):
+                row[i] = gate[i] / (np.float32(1.0) + exp_float32(-gate[i])) * up[i]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import prange
 
-from app.kernels.compiled import compiled, compiled_parallel
+from app.kernels.compiled import compiled
 from app.kernels.rows._cpu import exp_float32
+from app.kernels.team import leave, take
 
 
 @compiled
@@ -142,13 +142,17 @@ def draw(row, temperature, top_k, top_p, min_p, seed, position):
     return last
 
 
-@compiled_parallel
-def sample_rows(logits, temperature, top_k, top_p, min_p, seeds, positions, wants_logprob, tokens, normalisers):
-    """tokens[p] = the token of row p; normalisers[p] = its log-sum-exp where wanted. Both in place.
+@compiled
+def sample_rows(
+    team, phase, logits, temperature, top_k, top_p, min_p, seeds, positions, wants_logprob, tokens, normalisers
+):  # fmt: skip
+    """tokens[p] = the token of row p; normalisers[p] = its log-sum-exp where wanted. Both in place. One phase.
 
     logits: [P, V] float32; the rest [P]; temperature 0 is greedy, ties to the smallest id.
     """
-    for p in prange(logits.shape[0]):
+    num_rows, done = logits.shape[0], 0
+    p = take(team, phase)
+    while p < num_rows:
         top, best = row_maximum(logits[p])
         if wants_logprob[p]:
             normalisers[p] = log_sum_exp(logits[p], top)
@@ -156,3 +160,6 @@ def sample_rows(logits, temperature, top_k, top_p, min_p, seeds, positions, want
             tokens[p] = best
         else:
             tokens[p] = draw(logits[p], temperature[p], top_k[p], top_p[p], min_p[p], seeds[p], positions[p])
+        done += 1
+        p = take(team, phase)
+    return leave(team, phase, num_rows, done)
