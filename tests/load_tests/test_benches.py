@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from app.engine.adapters.reading import read_adapter
+from app.kernels.team import Team
 from load_tests import bench_engine, bench_matmul
 from load_tests.bench_engine import Settings
 from load_tests.measuring import ratios, rounds, spread
@@ -88,7 +89,7 @@ def test_packed_products_are_computed_right_and_checked_for_company() -> None:
     for product in bench_matmul.products(tiny_spec(), 1, rng):
         width, depth = product.w.shape
         x = rng.standard_normal((3, depth), np.float32)
-        ours = bench_matmul.ours(product, x, 1)[:, :width]
+        ours = bench_matmul.ours(product, x, Team(1))[:, :width]
         np.testing.assert_allclose(ours, bench_matmul.linear(product, x), rtol=1e-4, atol=1e-5)
 
 
