@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,16 @@ class CpuBackend:
         self._sizes = _sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         quantised = config.weight_storage == "int8"
-        self._weights = _WeightPacker(spec, self._sizes, max_positions, quantised=quantised).pack_all(tensors)
+        # The pages of the tables are touched while weights are unpacked: seconds, where memory is new to the machine.
+        with ThreadPoolExecutor(1) as aside:
+            tables = aside.submit(self._new_tables)
+            self._weights = _WeightPacker(spec, self._sizes, max_positions, quantised=quantised).pack_all(tensors)
+        self._tables = tables.result()
         first = spec.layers[0].attention
         num_layers, width = len(spec.layers), _padded(first.head_dim)
         blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
         self._k_memory = np.zeros((*blocks, width, config.block_size), np.float32)
         self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
-        self._tables = self._new_tables()
         self._work = self._new_workspace()
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
         self._warm_up()

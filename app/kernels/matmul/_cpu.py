@@ -34,9 +34,22 @@ _six = multiply_tile(6, 1, 2)
 def pack(w: NDArray[np.float32]) -> NDArray[np.float32]:
     """[N, K] -> panels [ceil(N / 16), K, 16], zero-filled, contiguous."""
     num_columns, depth = w.shape
-    panels = np.zeros((-(-num_columns // PANEL), PANEL, depth), np.float32)
-    panels.reshape(-1, depth)[:num_columns] = w
-    return np.ascontiguousarray(panels.transpose(0, 2, 1))
+    panels = np.empty((-(-num_columns // PANEL), depth, PANEL), np.float32)
+    pack_into(w, panels)
+    return panels
+
+
+@compiled
+def pack_into(w, panels):
+    """w [N, K] -> panels [ceil(N / 16), K, 16], in place; columns past N become zero."""
+    num_columns, depth = w.shape
+    for p in range(panels.shape[0]):
+        count = min(PANEL, num_columns - p * PANEL)
+        for k in range(depth):
+            for c in range(count):
+                panels[p, k, c] = w[p * PANEL + c, k]
+            for c in range(count, PANEL):
+                panels[p, k, c] = np.float32(0.0)
 
 
 @compiled

@@ -19,7 +19,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
-from app.kernels.matmul._cpu import PANEL, multiply_columns, multiply_panels, pack
+from app.kernels.matmul._cpu import PANEL, multiply_columns, multiply_panels, pack, pack_into
 from app.kernels.simd import CHUNK, add_floats, expand_bytes, multiply_bytes_tile
 from app.kernels.team import leave, take
 
@@ -133,13 +133,16 @@ Stack = NDArray[np.float32] | Quantised
 
 
 def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: bool) -> Stack:
-    """Zeroed room for `num_layers` weights [num_columns, depth]."""
+    """Room for `num_layers` weights [num_columns, depth]: what it holds before `store` is arbitrary.
+
+    Not zeros(): NumPy asks for huge pages only for memory that it does not want zeroed.
+    """
     shape = (num_layers, -(-num_columns // PANEL))
     if not quantised:
-        return np.zeros((*shape, depth, PANEL), np.float32)
+        return np.empty((*shape, depth, PANEL), np.float32)
     groups = (*shape, -(-depth // GROUP), PANEL)
     return Quantised(
-        np.zeros((*shape, depth, PANEL), np.uint8), np.zeros(groups, np.float32), np.zeros(groups, np.float32)
+        np.empty((*shape, depth, PANEL), np.uint8), np.empty(groups, np.float32), np.empty(groups, np.float32)
     )
 
 
@@ -152,8 +155,7 @@ def store(stack: Stack, layer: int, first_column: int, w: NDArray[np.float32]) -
         stack.levels[layer, columns] = packed.levels
         stack.scales[layer, columns], stack.offsets[layer, columns] = packed.scales, packed.offsets
     else:
-        panels = pack(w)
-        stack[layer, first : first + len(panels)] = panels
+        pack_into(w, stack[layer, first : first - (-w.shape[0] // PANEL)])
 
 
 def layer_panels(stack, layer):
