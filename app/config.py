@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from app.deployments.eviction import EvictionPolicy
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
 from app.engine.models import sources
@@ -57,13 +59,46 @@ class AdaptersConfig(_Settings):
     )
     preload: tuple[PreloadedAdapter, ...] = Field(default=(), description="Adapters registered at start.")
     allow_hub: bool = Field(default=True, description="Whether hf://org/name@revision may be loaded.")
+    hub_endpoint: str | None = Field(default=None, description="Another hub than HF_ENDPOINT or the public one.")
+    urls: tuple[str, ...] = Field(
+        default=(), description="Prefixes of URLs that may be loaded: s3://bucket/folder/, gs://..., https://host/..."
+    )
+    url_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="fsspec's arguments by scheme, such as s3: {endpoint_url: ...}; no secrets."
+    )
+    downloader: str | None = Field(
+        default=None, description="module:function that fetches other URIs instead of the hub's downloader."
+    )
+    source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter.")
+    max_adapter_bytes: int = Field(default=8 << 30, ge=1 << 10, description="Largest file of weights that is read.")
+    max_rank: int = Field(default=4096, ge=1, description="Highest rank that is read.")
+    reading_memory_bytes: int = Field(
+        default=1 << 30, ge=256 << 20, description="Memory for reading one adapter, beside eight times its size."
+    )
+    reading_timeout_s: float = Field(
+        default=20.0, gt=0, description="Time for reading one adapter, beside a second per 20 MB."
+    )
     host_cache_bytes: int = Field(
         default=512 << 20, ge=1 << 20, description="Adapters kept in the object store, in bytes."
     )
+    host_eviction: EvictionPolicy = Field(default="lru", description="Who leaves the object store: lru, lfu or cost.")
+    disk_cache_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Remote adapters kept on disk, in bytes.")
+    disk_eviction: EvictionPolicy = Field(default="cost", description="Who leaves the disk: lru, lfu or cost.")
     state_dir: str = Field(default="~/.local/state/polylora", description="Folder of the registry's database.")
     registry_url: str | None = Field(
         default=None, description="postgresql://user@host/database for a registry elsewhere than in state_dir."
     )
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_prefixes(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            is_plain = re.fullmatch(r"(s3|gs|https?)://[\w.:-]+/([\w.@+=~-]+/)*", url, re.ASCII)
+            if not is_plain or "/../" in url or "/./" in url:
+                raise ValueError(
+                    f"{url!r} is not s3://, gs://, http:// or https:// with a host and a path ending in '/'"
+                )
+        return urls
 
 
 class PlacementConfig(_Settings):

@@ -11,26 +11,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from app.config import AppConfig
-from app.deployments.adapter_store import AdapterStore, LocatedAdapter
+from app.deployments.adapter_library import open_library
+from app.deployments.adapter_store import AdapterStore
 from app.deployments.base_model import open_checkpoint
+from app.deployments.metrics import StoreMetrics
 from app.deployments.placement import PlacementBooks, PlacementTable, ReplicaReport, make_policy
 from app.deployments.published import Published, Version
 from app.deployments.ray_calls import NamedActor
 from app.deployments.registry.books import open_registry
 from app.deployments.registry.entries import CatalogEntry
+from app.deployments.tiers import TIERS
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.packing import PackedAdapter
-from app.engine.adapters.paths import resolve_adapter_path
-from app.engine.adapters.validate import Validator
-from app.engine.errors import UnsafeSource
 from app.engine.loading import served_features
-from app.engine.models.sources import resolve_model
 
 #: How long "loaded" waits for every ingress to know it.
 SETTLE_TIMEOUT_S = 5.0
@@ -44,28 +42,21 @@ class AdapterStoreActor:
         config = AppConfig.model_validate_json(config_json)
         spec = open_checkpoint(config.model).spec
         served = served_features(config.engine)
-        validator = Validator(served=served)
-        roots = [Path(root) for root in config.adapters.roots]
-
-        def read(source: str) -> LocatedAdapter:
-            if source.startswith("hf://") and config.adapters.allow_hub:
-                path, uri = resolve_model(source), source
-            elif "://" in source:
-                raise UnsafeSource(
-                    f"{source[:80]!r} is not a source this server reads; name a folder under its roots"
-                    + (" or hf://org/name@revision" if config.adapters.allow_hub else "")
-                )
-            else:
-                path = resolve_adapter_path(source, roots)
-                uri = str(path)
-            return LocatedAdapter(uri, validator.read(path, spec))
+        counts = StoreMetrics()
+        library = open_library(config.adapters, spec, served, counts)
 
         def put(packed: PackedAdapter) -> tuple[Any, list[Any]]:
             return packed.header, [ray.put(array) for array in packed.arrays]
 
         registry = open_registry(config.adapters, spec.digest)
         self._store = AdapterStore(
-            registry.catalog, read, put, max_bytes=config.adapters.host_cache_bytes, reserved_names=(config.model.name,)
+            registry.catalog,
+            library,
+            put,
+            max_bytes=config.adapters.host_cache_bytes,
+            policy=config.adapters.host_eviction,
+            counts=counts,
+            reserved_names=(config.model.name,),
         )
         self._published = Published(tuple(self._store.entries()))
         self._preload = config.adapters.preload
@@ -100,12 +91,8 @@ class AdapterStoreActor:
     ) -> tuple[Version, tuple[CatalogEntry, ...]] | None:
         return await self._published.newer(held, watcher_id, timeout_s)
 
-    async def stats(self) -> dict[str, int]:
-        return {
-            "num_reads": self._store.num_reads,
-            "num_hits": self._store.num_hits,
-            "cached_bytes": self._store.cached_bytes,
-        }
+    async def stats(self) -> dict[str, dict[str, float]]:
+        return {tier: self._store.counts.of(tier) for tier in TIERS}
 
     async def _register_all(self) -> None:
         await asyncio.gather(*(self._store.register(adapter.name, adapter.path) for adapter in self._preload))

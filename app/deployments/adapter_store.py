@@ -2,9 +2,10 @@
 
 In: names to register, digests to fetch. Out: catalog entries, and handles to packed adapters. However
 many ask at once, each source is read once and each digest is put once; a slow source delays only those
-who asked for it, because reading happens in threads. The cache is bounded in bytes, least recently used
-out; what was evicted is read again and must still have the digest it was registered with. Where packed
-bytes are put (Ray's object store, a dictionary in tests) is the caller's choice of `put`.
+who asked for it: reading happens in threads, a few per source, and nobody waits for another's. The cache is
+bounded in bytes (`eviction`); what was evicted comes from the machine's disk or its source again and must
+still have the digest it was registered with. What fails is left alone for a while (`quarantine`). Where
+packed bytes are put (Ray's object store, a dictionary in tests) is the caller's choice of `put`.
 """
 
 from __future__ import annotations
@@ -12,39 +13,41 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import re
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from app.config import NAME_PATTERN
+from app.deployments.adapter_library import LocatedAdapter
+from app.deployments.eviction import BoundedSet, EvictionPolicy
 from app.deployments.quarantine import Quarantine
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.entries import CatalogEntry
+from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.packing import PackedAdapter
 from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest, PolyloraError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
-#: Sources read at the same time.
-MAX_READERS = 4
-
-
-class LocatedAdapter(NamedTuple):
-    """A read adapter and the canonical place it came from."""
-
-    uri: str
-    packed: PackedAdapter
+#: Adapters read at the same time, from one lane (`Library.lane`) and from all.
+MAX_READERS_PER_LANE = 4
+MAX_READERS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class CachedAdapter(Generic[T]):
-    """`handle` is what `put` returned; `size_bytes` is what it occupies."""
+class Library(Protocol):
+    """The part of `AdapterLibrary` that is used here; its methods block."""
 
-    handle: T
-    size_bytes: int
+    def lane(self, source: str) -> str: ...
+
+    def version(self, source: str) -> str: ...
+
+    def from_source(self, source: str) -> LocatedAdapter: ...
+
+    def from_disk(self, digest: str, source: str) -> PackedAdapter | None: ...
 
 
 class _Kept(NamedTuple, Generic[T]):
@@ -59,32 +62,34 @@ class AdapterStore(Generic[T]):
     def __init__(
         self,
         catalog: Catalog,
-        read: Callable[[str], LocatedAdapter],
+        library: Library,
         put: Callable[[PackedAdapter], T],
         *,
         max_bytes: int,
+        policy: EvictionPolicy = "lru",
+        counts: TierCounts | None = None,
         reserved_names: Sequence[str] = (),
         quarantine: Quarantine | None = None,
     ) -> None:
         self._catalog = catalog
-        self._read = read
+        self._library = library
         self._put = put
-        self._max_bytes = max_bytes
         self._reserved_names = frozenset(reserved_names)
         self._threads = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-reader")
-        self._cache: OrderedDict[str, CachedAdapter[T]] = OrderedDict()
+        self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._kept = BoundedSet(max_bytes, policy)
+        self._handles: dict[str, T] = {}
         self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
         self._quarantine = quarantine or Quarantine()
-        self.num_reads = 0
-        self.num_hits = 0
+        self.counts = counts or TierCounts()
 
     @property
     def cached_bytes(self) -> int:
-        return sum(cached.size_bytes for cached in self._cache.values())
+        return self._kept.total_bytes
 
     @property
     def cached_digests(self) -> tuple[str, ...]:
-        return tuple(self._cache)
+        return tuple(self._kept)
 
     def entries(self) -> list[CatalogEntry]:
         return self._catalog.entries()
@@ -102,7 +107,7 @@ class AdapterStore(Generic[T]):
             )
         if name in self._reserved_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="lora_name")
-        uri, card, _ = await self._once(source, lambda: self._read_and_keep(source))
+        uri, card, _ = await self._from_source(source)
         self._quarantine.clear(card.digest)
         return await asyncio.to_thread(
             self._catalog.register,
@@ -118,7 +123,7 @@ class AdapterStore(Generic[T]):
         entry = await asyncio.to_thread(self._catalog.drain, name)
         await asyncio.to_thread(self._catalog.drained, entry.ref)
         if all(other.ref.digest != entry.ref.digest for other in self.entries()):
-            self._cache.pop(entry.ref.digest, None)
+            self.lost(entry.ref.digest)
         return entry
 
     async def fetch(self, ref: AdapterRef) -> T:
@@ -127,17 +132,19 @@ class AdapterStore(Generic[T]):
         Raises AdapterMismatch if its source now holds something else, whatever reading raises, and
         AdapterQuarantined for a while after either.
         """
-        cached = self._cache.get(ref.digest)
-        if cached is not None:
-            self._cache.move_to_end(ref.digest)
-            self.num_hits += 1
-            return cached.handle
+        if ref.digest in self._handles:
+            self._kept.use(ref.digest)
+            self.counts.hit("host")
+            return self._handles[ref.digest]
+        self.counts.miss("host")
         self._quarantine.check(ref.digest, f"adapter {ref.name!r}")
         return (await self._once(f"digest:{ref.digest}", lambda: self._load(ref))).handle
 
     def lost(self, digest: str) -> None:
         """A handle no longer resolves (its memory was lost): read the source again on the next fetch."""
-        self._cache.pop(digest, None)
+        if self._kept.remove(digest):
+            del self._handles[digest]
+            self._report()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -158,9 +165,14 @@ class AdapterStore(Generic[T]):
             task.exception()  # retrieved: every caller may have given up
 
     async def _load(self, ref: AdapterRef) -> _Kept[T]:
-        """Contents that were registered before, from their source. A failure is remembered for a while."""
+        """Contents that were registered before. A failure is remembered for a while."""
+        started_s = time.monotonic()
         try:
-            kept = await self._once(ref.uri, lambda: self._read_and_keep(ref.uri))
+            packed = await self._in_lane("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
+            if packed is not None:
+                kept = await self._keep(LocatedAdapter(ref.uri, packed), time.monotonic() - started_s)
+            else:
+                kept = await self._from_source(ref.uri)
             if kept.card.digest != ref.digest:
                 raise AdapterMismatch(
                     f"adapter {ref.name!r} was registered with contents {ref.digest[:12]} but {ref.uri} now holds "
@@ -173,21 +185,42 @@ class AdapterStore(Generic[T]):
         self._quarantine.clear(ref.digest)
         return kept
 
-    async def _read_and_keep(self, source: str) -> _Kept[T]:
-        loop = asyncio.get_running_loop()
-        self.num_reads += 1
-        located = await loop.run_in_executor(self._threads, self._read, source)
+    async def _from_source(self, source: str) -> _Kept[T]:
+        """One read for all who ask for one version of a source; a local one that was overwritten is another."""
+        lane = self._library.lane(source)
+        version = await self._in_lane(lane, lambda: self._library.version(source))
+        return await self._once(f"source:{version}:{source}", lambda: self._read_and_keep(lane, source))
+
+    async def _read_and_keep(self, lane: str, source: str) -> _Kept[T]:
+        started_s = time.monotonic()
+        located = await self._in_lane(lane, lambda: self._library.from_source(source))
+        return await self._keep(located, time.monotonic() - started_s)
+
+    async def _keep(self, located: LocatedAdapter, load_s: float) -> _Kept[T]:
+        """Put an adapter into host memory unless it is there, and let others go for it."""
         card = located.packed.card
-        if card.size_bytes > self._max_bytes:
-            raise AdapterTooLarge(
-                f"the adapter at {source} has {card.size_bytes} bytes but adapters.host_cache_bytes is "
-                f"{self._max_bytes}; raise it"
-            )
-        if card.digest not in self._cache:
-            handle = await loop.run_in_executor(self._threads, self._put, located.packed)
-            self._cache[card.digest] = CachedAdapter(handle, card.size_bytes)
-        self._cache.move_to_end(card.digest)
-        handle = self._cache[card.digest].handle
-        while self.cached_bytes > self._max_bytes:
-            self._cache.popitem(last=False)
-        return _Kept(located.uri, card, handle)
+        if card.digest not in self._handles:
+            if card.size_bytes > self._kept.max_bytes:
+                raise AdapterTooLarge(
+                    f"the adapter at {located.uri} has {card.size_bytes} bytes but adapters.host_cache_bytes is "
+                    f"{self._kept.max_bytes}; raise it"
+                )
+            handle = await self._in_lane("put", lambda: self._put(located.packed))
+            if card.digest not in self._handles:
+                self._handles[card.digest] = handle
+                evicted = self._kept.add(card.digest, card.size_bytes, load_s)
+                assert evicted is not None, "nothing is pinned here: readers hold the memory they use"
+                for digest in evicted:
+                    del self._handles[digest]
+                self.counts.evicted("host", len(evicted))
+                self._report()
+        return _Kept(located.uri, card, self._handles[card.digest])
+
+    async def _in_lane(self, lane: str, work: Callable[[], R]) -> R:
+        """Run blocking work in a thread, with at most a few at a time of one lane."""
+        limit = self._lanes.setdefault(lane, asyncio.Semaphore(MAX_READERS_PER_LANE))
+        async with limit:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _report(self) -> None:
+        self.counts.holds("host", self._kept.total_bytes, len(self._kept))

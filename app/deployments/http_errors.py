@@ -50,6 +50,7 @@ TABLE: dict[type[Exception], HttpError] = {
     ClientGone: HttpError(499, "client_closed_request", "client_closed_request"),
     errors.DeadlineExceeded: HttpError(504, "server_error", "timeout"),
     errors.AdapterBusy: HttpError(409, "invalid_request_error", "adapter_busy"),
+    errors.AdapterUntrusted: HttpError(403, "invalid_request_error", "untrusted_adapter"),
     errors.AdapterQuarantined: HttpError(503, "server_error", "adapter_quarantined"),
     errors.AdapterError: HttpError(400, "invalid_request_error", "invalid_adapter"),
     errors.UnsafeSource: HttpError(403, "invalid_request_error", "unsafe_source"),

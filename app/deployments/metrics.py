@@ -1,7 +1,8 @@
-"""What operators see of an ingress, through `ray.util.metrics` (Prometheus on Ray's metrics port).
+"""What operators see of an ingress and of the store, through `ray.util.metrics` (Prometheus on Ray's port).
 
-In: finished requests. Out: counters and histograms. Labels take few values each (route, status class, base
-or adapter): never an adapter's or a tenant's name, of which there may be millions.
+In: finished requests, and what the tiers of adapters did. Out: counters and histograms. Labels take few
+values each (route, status class, base or adapter, tier): never an adapter's or a tenant's name, of which
+there may be millions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from app.deployments.tiers import Tier, TierCounts
 from app.engine.request import Usage
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
@@ -48,3 +50,43 @@ class IngressMetrics:
 
     def adapters(self, number: int) -> None:
         self._adapters.set(number)
+
+
+class StoreMetrics(TierCounts):
+    """Counts that are exported too; one per store. Tag `tier`: host, disk or source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tags = ("tier",)
+        self._hits = Counter("polylora_adapter_hits", "Adapters found in a tier.", tag_keys=tags)
+        self._misses = Counter("polylora_adapter_misses", "Adapters not found in a tier.", tag_keys=tags)
+        self._evictions = Counter("polylora_adapter_evictions", "Adapters that left a tier for others.", tag_keys=tags)
+        self._loaded_bytes = Counter("polylora_adapter_loaded_bytes", "Bytes brought up from a tier.", tag_keys=tags)
+        self._bytes = Gauge("polylora_adapter_bytes", "Bytes that a tier holds.", tag_keys=tags)
+        self._number = Gauge("polylora_adapters_held", "Adapters that a tier holds.", tag_keys=tags)
+        self._load_s = Histogram(
+            "polylora_adapter_load_seconds", "To bring one up from a tier.", boundaries=_SECONDS, tag_keys=tags
+        )
+
+    def hit(self, tier: Tier) -> None:
+        super().hit(tier)
+        self._hits.inc(tags={"tier": tier})
+
+    def miss(self, tier: Tier) -> None:
+        super().miss(tier)
+        self._misses.inc(tags={"tier": tier})
+
+    def evicted(self, tier: Tier, number: int) -> None:
+        super().evicted(tier, number)
+        if number:
+            self._evictions.inc(number, tags={"tier": tier})
+
+    def loaded(self, tier: Tier, seconds: float, size_bytes: int) -> None:
+        super().loaded(tier, seconds, size_bytes)
+        self._load_s.observe(seconds, tags={"tier": tier})
+        self._loaded_bytes.inc(max(size_bytes, 1), tags={"tier": tier})
+
+    def holds(self, tier: Tier, size_bytes: int, number: int) -> None:
+        super().holds(tier, size_bytes, number)
+        self._bytes.set(size_bytes, tags={"tier": tier})
+        self._number.set(number, tags={"tier": tier})

@@ -13,6 +13,7 @@
         AdapterFormatError      a file, key or tensor that is not understood, or is missing
         AdapterMismatch         well formed, but not for this base model
         AdapterTooLarge         more rank rows or bytes than this replica holds
+        AdapterUntrusted        not signed by whom it must be, or altered          (403)
         AdapterReadFailed       reading it crashed or ran out of time
         AdapterBusy             the operation must wait for sequences in flight   (409)
         AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
@@ -93,6 +94,10 @@ class AdapterMismatch(AdapterError):
 
 class AdapterTooLarge(AdapterError):
     """An adapter that needs more rank rows or bytes than are configured."""
+
+
+class AdapterUntrusted(AdapterError):
+    """An adapter that is not signed by a trusted key, or not what was signed."""
 
 
 class AdapterReadFailed(AdapterError):

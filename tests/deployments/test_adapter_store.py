@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.deployments.adapter_store import AdapterStore, LocatedAdapter
+from app.deployments.adapter_library import LocatedAdapter
+from app.deployments.adapter_store import MAX_READERS_PER_LANE, AdapterStore
 from app.deployments.published import Published
 from app.deployments.quarantine import FIRST_S, Quarantine
 from app.deployments.registry.catalog import Catalog
@@ -39,8 +40,18 @@ class Sources:
         self.reads: list[str] = []
         self.puts: list[str] = []
         self.gates: dict[str, threading.Event] = {}
+        self.versions: dict[str, str] = {}
 
-    def read(self, source: str) -> LocatedAdapter:
+    def lane(self, source: str) -> str:
+        return source[:1]
+
+    def version(self, source: str) -> str:
+        return self.versions.get(source, "")
+
+    def from_disk(self, digest: str, source: str) -> PackedAdapter | None:  # noqa: ARG002
+        return None
+
+    def from_source(self, source: str) -> LocatedAdapter:
         self.reads.append(source)
         if gate := self.gates.get(source):
             assert gate.wait(10)
@@ -61,7 +72,7 @@ def sources() -> Sources:
 
 @pytest.fixture
 def store(tmp_path: Path, sources: Sources) -> Iterator[AdapterStore[str]]:
-    store = AdapterStore(open_catalog(tmp_path), sources.read, sources.put, max_bytes=100, reserved_names=["base"])
+    store = AdapterStore(open_catalog(tmp_path), sources, sources.put, max_bytes=100, reserved_names=["base"])
     yield store
     store.close()
 
@@ -76,7 +87,8 @@ async def test_simultaneous_first_requests_read_once(store: AdapterStore[str], s
     adapter = add(sources, "a")
     sources.gates["a"] = threading.Event()
     tasks = [asyncio.create_task(store.register("a", "a")) for _ in range(20)]
-    await asyncio.sleep(0.02)
+    while not sources.reads:
+        await asyncio.sleep(0.001)
     tasks[3].cancel()
     sources.gates["a"].set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -89,15 +101,43 @@ async def test_simultaneous_first_requests_read_once(store: AdapterStore[str], s
     assert sources.reads == ["a"]
 
 
-async def test_a_slow_source_delays_only_those_who_asked_for_it(store: AdapterStore[str], sources: Sources) -> None:
-    add(sources, "slow")
-    add(sources, "fast")
-    sources.gates["slow"] = threading.Event()
-    slow = asyncio.create_task(store.register("slow", "slow"))
-    await asyncio.wait_for(store.register("fast", "fast"), 5)
-    assert not slow.done()
-    sources.gates["slow"].set()
-    await slow
+async def test_slow_sources_delay_only_their_own_lane(store: AdapterStore[str], sources: Sources) -> None:
+    """Nine that hang, in one lane of four; another lane does not wait for them."""
+    gate = threading.Event()
+    for index in range(9):
+        add(sources, f"slow{index}", size=10)
+        sources.gates[f"slow{index}"] = gate
+    add(sources, "fast", size=10)
+    slow = [asyncio.create_task(store.register(f"slow{index}", f"slow{index}")) for index in range(9)]
+    while len(sources.reads) < MAX_READERS_PER_LANE:
+        await asyncio.sleep(0.001)
+    entry = await store.register("fast", "fast")
+    store.lost(entry.ref.digest)
+    await store.fetch(entry.ref)
+    assert not any(task.done() for task in slow)
+    assert len(sources.reads) == MAX_READERS_PER_LANE + 2
+    gate.set()
+    await asyncio.gather(*slow)
+
+
+async def test_whoever_registers_after_an_overwrite_gets_the_new_contents(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    """Even while the old contents are still being read for somebody else."""
+    old = add(sources, "a", as_name="old")
+    sources.gates["a"] = threading.Event()
+    first = asyncio.create_task(store.register("x", "a"))
+    while not sources.reads:
+        await asyncio.sleep(0.001)
+    old_gate = sources.gates.pop("a")
+    sources.versions["a"] = "2"
+    new = add(sources, "b", as_name="new")
+    sources.contents["a"], kept = new, sources.contents["a"]
+    second = await store.register("y", "a")
+    assert second.ref.digest == new.card.digest
+    sources.contents["a"] = kept
+    old_gate.set()
+    assert (await first).ref.digest == old.card.digest
 
 
 async def test_memory_is_bounded_and_evicted_adapters_are_read_again(
@@ -145,7 +185,7 @@ async def test_equal_contents_keep_their_digest_under_any_name(store: AdapterSto
 async def test_a_failing_adapter_is_read_once_until_its_time_has_come(tmp_path: Path, sources: Sources) -> None:
     now_s = [0.0]
     quarantine = Quarantine(lambda: now_s[0])
-    store = AdapterStore(open_catalog(tmp_path), sources.read, sources.put, max_bytes=100, quarantine=quarantine)
+    store = AdapterStore(open_catalog(tmp_path), sources, sources.put, max_bytes=100, quarantine=quarantine)
     add(sources, "a")
     ref = (await store.register("a", "a")).ref
     store.lost(ref.digest)
@@ -185,7 +225,7 @@ async def test_names_and_failures(store: AdapterStore[str], sources: Sources) ->
 async def test_the_registry_survives(tmp_path: Path, sources: Sources) -> None:
     add(sources, "a")
     for expected in (1, 1, 2):
-        store = AdapterStore(open_catalog(tmp_path), sources.read, sources.put, max_bytes=100)
+        store = AdapterStore(open_catalog(tmp_path), sources, sources.put, max_bytes=100)
         if expected == 2:
             await store.unregister("a")
         entry = await store.register("a", "a")

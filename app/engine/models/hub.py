@@ -1,0 +1,107 @@
+"""Files from a Hugging Face hub, by `hf://org/name@revision`.
+
+In: such a URI and what is wanted of it. Out: files on this machine, or `SourceError`. A revision is a branch, tag
+or commit; what was downloaded is named by its commit, so that the same contents can be had again.
+`HF_ENDPOINT` or an argument names another hub; a token is given by the caller, never logged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from app.engine.errors import AdapterTooLarge, NotFound, SourceError
+
+_URI = re.compile(r"hf://(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(?P<revision>[\w][\w./-]*)")
+
+
+class HubUri(NamedTuple):
+    """A repository and a revision of it."""
+
+    repo: str
+    revision: str
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo}@{self.revision}"
+
+
+class HubListing(NamedTuple):
+    """A revision resolved: its commit, and every file with its size in bytes."""
+
+    uri: HubUri
+    sizes: dict[str, int]
+
+
+def parse_hub_uri(uri: str) -> HubUri:
+    """SourceError if it is not one."""
+    match = _URI.fullmatch(uri)
+    if match is None or ".." in match["revision"]:
+        raise SourceError(f"{uri!r} is not of the form hf://org/name@revision (a branch, tag or commit)")
+    return HubUri(match["repo"], match["revision"])
+
+
+def hub_snapshot(uri: str, cache_dir: Path, patterns: Sequence[str]) -> Path:
+    """The folder with the files that match, from the hub's own cache if they are there. SourceError."""
+    repo, revision = parse_hub_uri(uri)
+    import huggingface_hub  # heavy; most installations never ask a hub
+
+    with _hub_errors(uri):
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, cache_dir=cache_dir, allow_patterns=list(patterns)
+        )
+    return Path(folder)
+
+
+def list_hub_files(uri: str, *, endpoint: str | None, token: str | None, timeout_s: float) -> HubListing:
+    """One call to the hub. SourceError, NotFound."""
+    repo, revision = parse_hub_uri(uri)
+    import huggingface_hub
+
+    with _hub_errors(uri):
+        info = huggingface_hub.HfApi(endpoint=endpoint, token=token or False).model_info(
+            repo, revision=revision, files_metadata=True, timeout=timeout_s
+        )
+    if info.sha is None:
+        raise SourceError(f"the hub names no commit for {uri}")
+    return HubListing(HubUri(repo, info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()})
+
+
+def download_hub_files(
+    listing: HubListing,
+    names: Sequence[str],
+    folder: Path,
+    *,
+    max_bytes: int,
+    endpoint: str | None,
+    token: str | None,
+) -> None:
+    """Put these files of the root of a repository into `folder`. SourceError, NotFound, AdapterTooLarge."""
+    import huggingface_hub
+
+    uri = listing.uri
+    for name in names:
+        size = listing.sizes.get(name)
+        if size is None:
+            raise NotFound(f"{uri} has no file {name}")
+        if size > max_bytes:
+            raise AdapterTooLarge(f"{name} of {uri} has {size} bytes but at most {max_bytes} are read")
+        with _hub_errors(str(uri)):
+            huggingface_hub.hf_hub_download(
+                uri.repo, name, revision=uri.revision, local_dir=folder, endpoint=endpoint, token=token or False
+            )
+
+
+@contextmanager
+def _hub_errors(uri: str) -> Iterator[None]:
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        yield
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise NotFound(f"the hub has no {uri}, or this server's token (LORA_HF_TOKEN) may not see it") from error
+    except Exception as error:
+        # The hub's own errors, and its HTTP library's, which has changed from version to version.
+        raise SourceError(f"cannot fetch {uri}: {error}") from error

@@ -1,0 +1,72 @@
+"""One adapter in files, a library that reads whatever a test's sources give, and the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from app.deployments.adapter_library import AdapterLibrary
+from app.deployments.disk_tier import DiskTier
+from app.deployments.sources.places import Fetcher, Sources
+from app.deployments.tiers import TierCounts
+from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.peft import read_peft
+from app.engine.adapters.validate import Validator
+from tests.deployments.sources.servers import FileServer, HubServer
+from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+
+SPEC = tiny_spec()
+OpenLibrary = Callable[..., AdapterLibrary]
+
+
+def new_adapter(folder: Path, rank: int = 2) -> tuple[dict[str, bytes], AdapterCard]:
+    """(files by name, the card they have) of a fresh random adapter, written to `folder`."""
+    write_peft(folder, peft_config(rank, ["q_proj"]), peft_tensors(random_arrays(SPEC, rank, ["q_proj"])))
+    return {file.name: file.read_bytes() for file in folder.iterdir()}, read_peft(folder, SPEC).card
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, bytes]:
+    return new_adapter(tmp_path / "original")[0]
+
+
+@pytest.fixture
+def card(tmp_path: Path, files: dict[str, bytes]) -> AdapterCard:  # noqa: ARG001  (written by it)
+    return read_peft(tmp_path / "original", SPEC).card
+
+
+@pytest.fixture(scope="module")
+def validator() -> Iterator[Validator]:
+    validator = Validator()
+    yield validator
+    validator.close()
+
+
+@pytest.fixture
+def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
+    tiers: list[DiskTier] = []
+
+    def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20) -> AdapterLibrary:
+        counts = TierCounts()
+        tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts))
+        return AdapterLibrary(Sources([tmp_path], fetchers), tiers[-1], validator, SPEC, counts)
+
+    yield open_one
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def server() -> Iterator[FileServer]:
+    server = FileServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    hub = HubServer()
+    yield hub
+    hub.close()
