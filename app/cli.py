@@ -5,6 +5,8 @@
     polylora convert adapters/sql sql.lora.arrow  turn an adapter into one mapped file, or back
     polylora inspect sql.lora.arrow               show an adapter's ranks, targets, norms and size
     polylora check adapters/sql --base URI        would it load on that base, and if not, why not
+    polylora keygen signing.pem                   make a key for signing adapters
+    polylora sign adapters/sql --key signing.pem --base URI
 
 In: arguments. Out: an exit status; what is expected to go wrong is one line on stderr, not a traceback.
 A subcommand's module is imported when it runs, so that `fetch` starts without torch or Ray.
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from app.engine.adapters.commands import add_commands
+from app.engine.adapters.signing_commands import add_signing_commands
 from app.engine.errors import PolyloraError
 
 DEFAULT_CONFIG = "configs/serve.yaml"
@@ -32,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve(commands)
     _add_fetch(commands)
     add_commands(commands)
+    add_signing_commands(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

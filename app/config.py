@@ -14,11 +14,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.deployments.eviction import EvictionPolicy
+from app.engine.adapters.trusted_keys import PUBLIC_KEY_PATTERN, TrustedKeys
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
 from app.engine.models import sources
@@ -49,6 +50,19 @@ class PreloadedAdapter(_Settings):
 
     name: str = Field(pattern=NAME_PATTERN, description="The name clients use.")
     path: str = Field(description="A folder under one of the roots, or a source URI.")
+
+
+class SigningConfig(_Settings):
+    """Whose adapters may be registered."""
+
+    required: bool = Field(default=False, description="Refuse adapters that are not signed by a trusted key.")
+    trusted_keys: dict[str, tuple[Annotated[str, Field(pattern=PUBLIC_KEY_PATTERN)], ...]] = Field(
+        default_factory=dict, description="Public keys (`polylora keygen`) by tenant; without tenants it is 'default'."
+    )
+
+    @property
+    def trusted(self) -> TrustedKeys:
+        return TrustedKeys(self.required, self.trusted_keys)
 
 
 class AdaptersConfig(_Settings):
@@ -83,6 +97,7 @@ class AdaptersConfig(_Settings):
     )
     host_eviction: EvictionPolicy = Field(default="lru", description="Who leaves the object store: lru, lfu or cost.")
     disk_cache_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Remote adapters kept on disk, in bytes.")
+    signing: SigningConfig = Field(default_factory=SigningConfig)
     disk_eviction: EvictionPolicy = Field(default="cost", description="Who leaves the disk: lru, lfu or cost.")
     state_dir: str = Field(default="~/.local/state/polylora", description="Folder of the registry's database.")
     registry_url: str | None = Field(

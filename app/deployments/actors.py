@@ -56,6 +56,7 @@ class AdapterStoreActor:
             max_bytes=config.adapters.host_cache_bytes,
             policy=config.adapters.host_eviction,
             counts=counts,
+            trusted=config.adapters.signing.trusted,
             reserved_names=(config.model.name,),
         )
         self._published = Published(tuple(self._store.entries()))

@@ -21,6 +21,7 @@ from app.deployments.tiers import TierCounts
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.reading_process import ChildLimits
+from app.engine.adapters.signing import signer_of
 from app.engine.adapters.validate import Validator, files_identity
 from app.engine.errors import AdapterError, AdapterReadFailed
 from app.engine.models.spec import ModelSpec
@@ -29,23 +30,33 @@ logger = logging.getLogger(__name__)
 
 
 class LocatedAdapter(NamedTuple):
-    """A read adapter and the canonical place it came from."""
+    """A read adapter, the canonical place it came from, and the public key that signed it (None: nobody)."""
 
     uri: str
     packed: PackedAdapter
+    signer: str | None = None
 
 
 class AdapterLibrary:
     """Called from any thread."""
 
     def __init__(
-        self, sources: Sources, disk: DiskTier, validator: Validator, spec: ModelSpec, counts: TierCounts
+        self,
+        sources: Sources,
+        disk: DiskTier,
+        validator: Validator,
+        spec: ModelSpec,
+        counts: TierCounts,
+        *,
+        signatures: bool = False,
     ) -> None:
+        """`signatures`: whether `from_source` looks for them."""
         self._sources = sources
         self._disk = disk
         self._validator = validator
         self._spec = spec
-        self._counts = counts
+        self.counts = counts
+        self._signatures = signatures
 
     def close(self) -> None:
         self._validator.close()
@@ -64,7 +75,7 @@ class AdapterLibrary:
         return str(files_identity(place.path)) if isinstance(place, LocalPlace) else ""
 
     def from_source(self, source: str) -> LocatedAdapter:
-        """Raises UnsafeSource, NotFound, SourceError, AdapterError."""
+        """Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit)."""
         place = self._sources.locate(source)
         started_s = time.monotonic()
         if isinstance(place, LocalPlace):
@@ -72,19 +83,20 @@ class AdapterLibrary:
             packed = self._read(place.path)
             if files_identity(place.path) != before:
                 raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
-            self._counts.loaded("source", time.monotonic() - started_s, packed.card.size_bytes)
-            return LocatedAdapter(place.uri, packed)
+            self.counts.loaded("source", time.monotonic() - started_s, packed.card.size_bytes)
+            return LocatedAdapter(place.uri, packed, self._signer(place.path, packed))
         with self._disk.staging() as folder:
             uri = place.fetch(folder)
             path = delivered(folder)
             load_s = time.monotonic() - started_s
             packed = self._read(path)
-            self._counts.loaded("source", load_s, packed.card.size_bytes)
+            self.counts.loaded("source", load_s, packed.card.size_bytes)
+            signer = self._signer(path, packed)
             try:
                 self._disk.keep(packed.card.digest, folder, load_s)
             except OSError as error:  # a full disk costs the next download, not this request
                 logger.warning("the adapter from %s is not kept on disk: %s", uri, error)
-        return LocatedAdapter(uri, packed)
+        return LocatedAdapter(uri, packed, signer)
 
     def from_disk(self, digest: str, source: str) -> PackedAdapter | None:
         """The adapter with this digest, if this machine's disk has it. Local sources are never on it."""
@@ -104,8 +116,11 @@ class AdapterLibrary:
         if not is_whole:  # damaged on disk: the source has it
             self._disk.remove(digest)
             return None
-        self._counts.loaded("disk", time.monotonic() - started_s, packed.card.size_bytes)
+        self.counts.loaded("disk", time.monotonic() - started_s, packed.card.size_bytes)
         return packed
+
+    def _signer(self, path: Path, packed: PackedAdapter) -> str | None:
+        return signer_of(path, packed.card.digest) if self._signatures else None
 
     def _read(self, path: Path) -> PackedAdapter:
         return self._validator.read(path, self._spec)
@@ -121,4 +136,5 @@ def open_library(config: AdaptersConfig, spec: ModelSpec, served: frozenset[str]
         ChildLimits(base_memory_bytes=config.reading_memory_bytes, base_s=config.reading_timeout_s),
         served=served,
     )
-    return AdapterLibrary(open_sources(config), disk, validator, spec, counts)
+    signatures = config.signing.trusted.matter
+    return AdapterLibrary(open_sources(config), disk, validator, spec, counts, signatures=signatures)

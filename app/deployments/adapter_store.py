@@ -24,10 +24,11 @@ from app.deployments.adapter_library import LocatedAdapter
 from app.deployments.eviction import BoundedSet, EvictionPolicy
 from app.deployments.quarantine import Quarantine
 from app.deployments.registry.catalog import Catalog
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.packing import PackedAdapter
+from app.engine.adapters.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest, PolyloraError
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class _Kept(NamedTuple, Generic[T]):
     uri: str
     card: AdapterCard
     handle: T
+    signer: str | None
 
 
 class AdapterStore(Generic[T]):
@@ -70,6 +72,7 @@ class AdapterStore(Generic[T]):
         counts: TierCounts | None = None,
         reserved_names: Sequence[str] = (),
         quarantine: Quarantine | None = None,
+        trusted: TrustedKeys = TrustedKeys(),  # noqa: B008  (frozen)
     ) -> None:
         self._catalog = catalog
         self._library = library
@@ -81,6 +84,7 @@ class AdapterStore(Generic[T]):
         self._handles: dict[str, T] = {}
         self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
         self._quarantine = quarantine or Quarantine()
+        self._trusted = trusted
         self.counts = counts or TierCounts()
 
     @property
@@ -94,10 +98,11 @@ class AdapterStore(Generic[T]):
     def entries(self) -> list[CatalogEntry]:
         return self._catalog.entries()
 
-    async def register(self, name: str, source: str) -> CatalogEntry:
+    async def register(self, name: str, source: str, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry:
         """Read the adapter at `source` and give it a name. Re-registering a name replaces its meaning.
 
-        Raises InvalidRequest for a name that cannot be one, and whatever reading raises.
+        Raises InvalidRequest for a name that cannot be one, AdapterUntrusted for a tenant that does not trust
+        who signed it, and whatever reading raises.
         """
         if not re.fullmatch(NAME_PATTERN, name):
             raise InvalidRequest(
@@ -107,7 +112,9 @@ class AdapterStore(Generic[T]):
             )
         if name in self._reserved_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="lora_name")
-        uri, card, _ = await self._from_source(source)
+        uri, card, _, signer = await self._from_source(source)
+        if self._trusted.matter:
+            self._trusted.check(tenant_id, signer, f"the adapter at {uri}")
         self._quarantine.clear(card.digest)
         return await asyncio.to_thread(
             self._catalog.register,
@@ -116,6 +123,7 @@ class AdapterStore(Generic[T]):
             card.digest,
             max_rank=card.max_rank,
             size_bytes=card.size_bytes,
+            tenant_id=tenant_id,
         )
 
     async def unregister(self, name: str) -> CatalogEntry:
@@ -214,7 +222,7 @@ class AdapterStore(Generic[T]):
                     del self._handles[digest]
                 self.counts.evicted("host", len(evicted))
                 self._report()
-        return _Kept(located.uri, card, self._handles[card.digest])
+        return _Kept(located.uri, card, self._handles[card.digest], located.signer)
 
     async def _in_lane(self, lane: str, work: Callable[[], R]) -> R:
         """Run blocking work in a thread, with at most a few at a time of one lane."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from app.deployments.sources.places import signature_name
 from app.engine.adapters.arrow import CARD_SUFFIX
 from app.engine.adapters.peft_config import CONFIG_NAME
 from app.engine.adapters.peft_file import WEIGHTS_NAME
@@ -31,9 +32,11 @@ class HubFetcher:
         listing = list_hub_files(uri, endpoint=self._endpoint, token=self._token, timeout_s=self._timeout_s)
         cards = [name for name in listing.sizes if "/" not in name and name.endswith(CARD_SUFFIX)]
         is_card = len(cards) == 1 and CONFIG_NAME not in listing.sizes
+        names = cards if is_card else [CONFIG_NAME, WEIGHTS_NAME]
+        signature = signature_name(names)
         download_hub_files(
             listing,
-            cards if is_card else (CONFIG_NAME, WEIGHTS_NAME),
+            [*names, *([signature] if signature in listing.sizes else [])],
             folder,
             max_bytes=self._max_bytes,
             endpoint=self._endpoint,

@@ -23,7 +23,15 @@ def open_sources(config: AdaptersConfig, environ: Mapping[str, str] | None = Non
     max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
     fetchers: list[Fetcher] = []
     if config.urls:
-        fetchers.append(UrlFetcher(config.urls, options=config.url_options, max_bytes=max_bytes, timeout_s=timeout_s))
+        fetchers.append(
+            UrlFetcher(
+                config.urls,
+                options=config.url_options,
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                signatures=config.signing.trusted.matter,
+            )
+        )
     downloader = config.downloader or environ.get("LORA_DOWNLOADER_PLUGIN")
     if downloader:
         fetchers.append(PluginFetcher(downloader))

@@ -19,6 +19,7 @@ from app.engine.adapters.arrow import CARD_SUFFIX
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.adapters.peft_config import CONFIG_NAME
 from app.engine.adapters.peft_file import WEIGHTS_NAME
+from app.engine.adapters.signature_names import SIGNATURE_NAME, SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, UnsafeSource
 
@@ -93,9 +94,14 @@ class Sources:
 
 
 def wanted_files(uri: str) -> tuple[str, ...]:
-    """The names of the files at `uri`: a card, or PEFT's two."""
+    """The names of the files at `uri`: a card, or PEFT's two. The signature is not among them."""
     name = uri.rsplit("/", 1)[-1]
     return (name,) if name.endswith(CARD_SUFFIX) else _PEFT_NAMES
+
+
+def signature_name(names: Sequence[str]) -> str:
+    """The name of the signature of an adapter that consists of these files."""
+    return names[0] + SIGNATURE_SUFFIX if len(names) == 1 else SIGNATURE_NAME
 
 
 def adapter_path(folder: Path) -> Path:
@@ -117,7 +123,7 @@ def delivered(folder: Path) -> Path:
     """As `adapter_path`, after everything that is not part of the adapter was removed."""
     names = _names(folder)
     for file in folder.iterdir():
-        if file.name in names:
+        if file.name in (*names, signature_name(names)):
             continue
         if file.is_dir() and not file.is_symlink():
             shutil.rmtree(file)

@@ -8,6 +8,7 @@ of fsspec's backends documents.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 from fsspec import filesystem
 from fsspec.callbacks import Callback
 
-from app.deployments.sources.places import wanted_files
+from app.deployments.sources.places import signature_name, wanted_files
+from app.engine.adapters.signature_names import SIGNATURE_SUFFIX
 from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError
 
 
@@ -30,7 +32,9 @@ class UrlFetcher:
         options: Mapping[str, Mapping[str, Any]],
         max_bytes: int,
         timeout_s: float,
+        signatures: bool = False,
     ) -> None:
+        self._signatures = signatures
         self._prefixes = tuple(prefixes)
         self._options = options
         self._max_bytes = max_bytes
@@ -42,18 +46,28 @@ class UrlFetcher:
     def fetch(self, uri: str, folder: Path) -> str:
         """Raises SourceError, NotFound, AdapterTooLarge."""
         deadline_s = time.monotonic() + self._timeout_s
-        for name in wanted_files(uri):
-            url = uri if uri.endswith(f"/{name}") else f"{uri.rstrip('/')}/{name}"
-            try:
-                self._copy(url, folder / name, deadline_s)
-            except PolyloraError:
-                raise
-            except FileNotFoundError as error:
-                raise NotFound(f"there is nothing at {url}") from error
-            except Exception as error:
-                # Each backend has errors of its own; for us they mean one thing.
-                raise SourceError(f"cannot fetch {url}: {type(error).__name__}: {str(error)[:300]}") from error
+        names = wanted_files(uri)
+        for name in names:
+            self._fetch_file(
+                uri if uri.endswith(f"/{name}") else f"{uri.rstrip('/')}/{name}", folder / name, deadline_s
+            )
+        if self._signatures:
+            name = signature_name(names)
+            url = uri + SIGNATURE_SUFFIX if len(names) == 1 else f"{uri.rstrip('/')}/{name}"
+            with contextlib.suppress(NotFound):
+                self._fetch_file(url, folder / name, deadline_s)
         return uri
+
+    def _fetch_file(self, url: str, file: Path, deadline_s: float) -> None:
+        try:
+            self._copy(url, file, deadline_s)
+        except PolyloraError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFound(f"there is nothing at {url}") from error
+        except Exception as error:
+            # Each backend has errors of its own; for us they mean one thing.
+            raise SourceError(f"cannot fetch {url}: {type(error).__name__}: {str(error)[:300]}") from error
 
     def _copy(self, url: str, file: Path, deadline_s: float) -> None:
         scheme = url.partition("://")[0]

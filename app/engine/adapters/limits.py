@@ -51,10 +51,11 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise AdapterFormatError(f"cannot open '{path.name}': {error.strerror}") from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise AdapterFormatError(f"'{path.name}' is not a regular file; give the adapter's folder as saved by PEFT")
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise AdapterFormatError(f"'{path.name}' is not a regular file; give the adapter's folder as saved by PEFT")
         if status.st_size > max_bytes:
             raise AdapterTooLarge(
                 f"'{path.name}' has {status.st_size} bytes but at most {max_bytes} are read; "

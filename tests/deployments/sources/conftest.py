@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from app.deployments.adapter_library import AdapterLibrary
+from app.deployments.adapter_store import AdapterStore
 from app.deployments.disk_tier import DiskTier
+from app.deployments.registry.catalog import Catalog
+from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.sources.places import Fetcher, Sources
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.peft import read_peft
 from app.engine.adapters.validate import Validator
 from tests.deployments.sources.servers import FileServer, HubServer
@@ -19,6 +24,7 @@ from tests.engine.adapters.making import peft_config, peft_tensors, random_array
 
 SPEC = tiny_spec()
 OpenLibrary = Callable[..., AdapterLibrary]
+Store = AdapterStore[PackedAdapter]
 
 
 def new_adapter(folder: Path, rank: int = 2) -> tuple[dict[str, bytes], AdapterCard]:
@@ -48,14 +54,29 @@ def validator() -> Iterator[Validator]:
 def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
     tiers: list[DiskTier] = []
 
-    def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20) -> AdapterLibrary:
+    def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False) -> AdapterLibrary:
         counts = TierCounts()
         tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts))
-        return AdapterLibrary(Sources([tmp_path], fetchers), tiers[-1], validator, SPEC, counts)
+        sources = Sources([tmp_path], fetchers)
+        return AdapterLibrary(sources, tiers[-1], validator, SPEC, counts, signatures=signatures)
 
     yield open_one
     for tier in tiers:
         tier.close()
+
+
+@pytest.fixture
+def library(open_library: OpenLibrary) -> AdapterLibrary:
+    """Local folders only; a test may have its own."""
+    return open_library()
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path, library: AdapterLibrary) -> AsyncIterator[Store]:
+    catalog = Catalog(Database(sqlite_url(tmp_path / "c.sqlite"), "base"))
+    store: Store = AdapterStore(catalog, library, lambda packed: packed, max_bytes=1 << 20, counts=library.counts)
+    yield store
+    store.close()
 
 
 @pytest.fixture

@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from app.deployments.adapter_library import AdapterLibrary
-from app.deployments.adapter_store import AdapterStore
-from app.deployments.registry.catalog import Catalog
-from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.sources.urls import UrlFetcher
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.packing import PackedAdapter, unpack_adapter
+from app.engine.adapters.packing import unpack_adapter
 from app.engine.errors import AdapterQuarantined, NotFound, SourceError
 from tests.deployments.fleet import Fleet
-from tests.deployments.sources.conftest import OpenLibrary
+from tests.deployments.sources.conftest import OpenLibrary, Store
 from tests.deployments.sources.servers import FileServer
 from tests.deployments.test_dispatch import collect, make_request
 
-Store = AdapterStore[PackedAdapter]
 WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture
 def library(open_library: OpenLibrary, server: FileServer) -> AdapterLibrary:
     return open_library(UrlFetcher([f"{server.url}/"], options={}, max_bytes=1 << 20, timeout_s=60))
-
-
-@pytest_asyncio.fixture
-async def store(tmp_path: Path, library: AdapterLibrary) -> AsyncIterator[Store]:
-    catalog = Catalog(Database(sqlite_url(tmp_path / "c.sqlite"), "base"))
-    store: Store = AdapterStore(catalog, library, lambda packed: packed, max_bytes=1 << 20)
-    yield store
-    store.close()
 
 
 async def until(condition: object) -> None:

@@ -97,7 +97,7 @@ def test_a_web_server(
 ) -> None:
     url = serve(server, "/adapters/a", files)
     library = open_library(urls(f"{server.url}/adapters/"))
-    uri, packed = library.from_source(url)
+    uri, packed, _ = library.from_source(url)
     assert (uri, packed.card) == (url, card)
     assert set(server.gets) == {f"/adapters/a/{name}" for name in files}, "nothing else was asked for"
     kept = library.from_disk(card.digest, url)
@@ -225,7 +225,7 @@ def test_a_plugin(
         return "models://exact"
 
     library = open_library(Plugin(monkeypatch, download).fetcher)
-    uri, packed = library.from_source("models://a/b")
+    uri, packed, _ = library.from_source("models://a/b")
     assert (uri, packed.card) == ("models://exact", card)
     kept = library.from_disk(card.digest, "models://exact")
     assert kept is not None
@@ -296,7 +296,7 @@ def test_a_folder_that_changes_while_it_is_read(
 def test_local_adapters_are_not_copied(tmp_path: Path, open_library: OpenLibrary, card: AdapterCard) -> None:
     library = open_library()
     located = library.from_source("original")
-    assert located == (str(tmp_path / "original"), located.packed)
+    assert (located.uri, located.packed.card) == (str(tmp_path / "original"), card)
     assert library.from_disk(card.digest, located.uri) is None
     before = library.version("original")
     (tmp_path / "original" / "adapter_config.json").touch()
