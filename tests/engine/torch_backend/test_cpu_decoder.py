@@ -6,38 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from app.engine.config import EngineConfig
-from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.checkpoint import Checkpoint
 from app.engine.torch_backend.cpu_backend import CpuBackend
-from tests.engine.torch_backend.checkpoints import FAMILIES, save, tiny_model
-from tests.engine.torch_backend.steps import Piece, forward_batch
+from tests.engine.logits_check import NUM_BLOCKS, check_family
+from tests.engine.torch_backend.checkpoints import FAMILIES
 
-CONFIG = EngineConfig(num_kv_blocks=64, adapter_rank_rows=64, max_batch_tokens=256, max_batch_sequences=8)
+CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=64, max_batch_tokens=256, max_batch_sequences=8)
+LENGTHS = (1, 37, 70)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, tmp_path: Path) -> None:
-    model = tiny_model(family)
-    checkpoint = load_checkpoint(save(model, tmp_path / "model"))
-    backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
-    generator = np.random.default_rng()
-    prompts = [generator.integers(3, 99, n) for n in (1, 37, 70)]
-    tables = generator.permutation(64)[:15].reshape(3, 5)
-    with torch.no_grad():
-        expected = [model(torch.tensor(p[None])).logits[0].numpy() for p in prompts]
+    def make_backend(checkpoint: Checkpoint) -> CpuBackend:
+        return CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
 
-    whole = forward_batch([Piece(p, 0, t) for p, t in zip(prompts, tables, strict=True)], CONFIG.block_size)
-    output = backend.forward(whole)
-    last = np.stack([e[-1] for e in expected])
-    assert np.abs(backend.logits(3) - last).max() <= 1e-4
-    assert output.token_ids.tolist() == last.argmax(1).tolist()
+    def chunk_end(generator: np.random.Generator, start: int) -> int:
+        return min(LENGTHS[2], start + int(generator.integers(1, 30)))
 
-    fresh = generator.permutation(64)[:5]
-    at = 0
-    while at < 70:
-        end = min(70, at + int(generator.integers(1, 30)))
-        backend.forward(forward_batch([Piece(prompts[2][at:end], at, fresh)], CONFIG.block_size))
-        assert np.abs(backend.logits(1)[0] - expected[2][end - 1]).max() <= 1e-4
-        at = end
+    check_family(family, tmp_path, make_backend, LENGTHS, chunk_end)

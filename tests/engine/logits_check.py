@@ -1,0 +1,60 @@
+"""A backend's logits against transformers, through block tables: whole prompts together, and one in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from app.engine.backend import Backend
+from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.torch_backend.steps import Piece, forward_batch
+
+NUM_BLOCKS = 64
+TOLERANCE = 1e-4
+
+
+class BackendWithLogits(Backend, Protocol):
+    """What the backends show to tests: the last step's logits."""
+
+    def logits(self, num_rows: int) -> NDArray[np.float32]: ...
+
+
+def check_family(
+    family: str,
+    folder: Path,
+    make_backend: Callable[[Checkpoint], BackendWithLogits],
+    lengths: tuple[int, int, int],
+    chunk_end: Callable[[np.random.Generator, int], int],
+) -> None:
+    """A tiny random model of this family, prompts of these lengths; the last one again in chunks.
+
+    `chunk_end` says where the chunk that begins at a position ends.
+    """
+    model = tiny_model(family)
+    backend = make_backend(load_checkpoint(save(model, folder / "model")))
+    block_size = backend.limits.block_size
+    generator = np.random.default_rng()
+    prompts = [generator.integers(3, 99, n) for n in lengths]
+    tables = generator.permutation(NUM_BLOCKS)[:15].reshape(3, 5)
+    with torch.no_grad():
+        expected = [model(torch.tensor(p[None])).logits[0].numpy() for p in prompts]
+
+    whole = forward_batch([Piece(p, 0, t) for p, t in zip(prompts, tables, strict=True)], block_size)
+    output = backend.forward(whole)
+    last = np.stack([e[-1] for e in expected])
+    assert np.abs(backend.logits(3) - last).max() <= TOLERANCE
+    assert output.token_ids.tolist() == last.argmax(1).tolist()
+
+    fresh = generator.permutation(NUM_BLOCKS)[:5]
+    at = 0
+    while at < lengths[2]:
+        end = chunk_end(generator, at)
+        backend.forward(forward_batch([Piece(prompts[2][at:end], at, fresh)], block_size))
+        assert np.abs(backend.logits(1)[0] - expected[2][end - 1]).max() <= TOLERANCE
+        at = end
