@@ -1,0 +1,26 @@
+"""The adapter benchmark on a tiny model: every line is measured, and nothing fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from load_tests.bench_adapters import Settings, run
+from tests.engine.torch_backend.checkpoints import save, tiny_model
+
+
+def test_every_line_is_measured(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = save(tiny_model("llama"), tmp_path / "model")
+    settings = Settings(model, num_repeats=3, num_adapters=40, num_resident=4, num_requests=60, num_threads=1)
+    text = run(settings)
+    times = re.findall(r"\| ([\d.]+) \(([\d.]+) to ([\d.]+)\) \|", text)
+    assert len(times) == 5
+    assert all(float(low) <= float(middle) <= float(high) for middle, low, high in times)
+    assert "40 adapters registered (rank 8), room for 4 on device" in text
+    assert "| errors | 0 |" in text
+    on_device, in_host = (int(value) for value in re.findall(r"(\d+)% of requests", text))
+    assert 0 < on_device < 100, "some were found, some had to be written"
+    assert in_host == 100, "the bound on host memory is above forty"
