@@ -34,9 +34,11 @@ from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest, 
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Adapters read at the same time, from one lane (`Library.lane`) and from all.
+#: Adapters read at the same time, from one lane (`Library.lane`) and from all that are remote.
 MAX_READERS_PER_LANE = 4
 MAX_READERS = 64
+#: Lanes that need no network have threads of their own, however many sources hang.
+_NEAR_LANES = ("local", "disk", "put")
 
 
 class Library(Protocol):
@@ -78,7 +80,8 @@ class AdapterStore(Generic[T]):
         self._library = library
         self._put = put
         self._reserved_names = frozenset(reserved_names)
-        self._threads = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-reader")
+        self._far = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
+        self._near = ThreadPoolExecutor(len(_NEAR_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
         self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._kept = BoundedSet(max_bytes, policy)
         self._handles: dict[str, T] = {}
@@ -155,7 +158,8 @@ class AdapterStore(Generic[T]):
             self._report()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._far, self._near):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _once(self, key: str, work: Callable[[], Coroutine[Any, Any, _Kept[T]]]) -> _Kept[T]:
         """Do this work unless it is being done already; everybody who asked gets the result or the error."""
@@ -227,8 +231,9 @@ class AdapterStore(Generic[T]):
     async def _in_lane(self, lane: str, work: Callable[[], R]) -> R:
         """Run blocking work in a thread, with at most a few at a time of one lane."""
         limit = self._lanes.setdefault(lane, asyncio.Semaphore(MAX_READERS_PER_LANE))
+        threads = self._near if lane in _NEAR_LANES else self._far
         async with limit:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _report(self) -> None:
         self.counts.holds("host", self._kept.total_bytes, len(self._kept))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.deployments.adapter_library import LocatedAdapter
-from app.deployments.adapter_store import MAX_READERS_PER_LANE, AdapterStore
+from app.deployments.adapter_store import MAX_READERS, MAX_READERS_PER_LANE, AdapterStore
 from app.deployments.published import Published
 from app.deployments.quarantine import FIRST_S, Quarantine
 from app.deployments.registry.catalog import Catalog
@@ -54,7 +54,7 @@ class Sources:
     def from_source(self, source: str) -> LocatedAdapter:
         self.reads.append(source)
         if gate := self.gates.get(source):
-            assert gate.wait(10)
+            assert gate.wait(60)
         if source not in self.contents:
             raise AdapterFormatError(f"{source} is broken")
         uri = f"/canonical/{source}" if "/" not in source else source
@@ -118,6 +118,28 @@ async def test_slow_sources_delay_only_their_own_lane(store: AdapterStore[str], 
     assert len(sources.reads) == MAX_READERS_PER_LANE + 2
     gate.set()
     await asyncio.gather(*slow)
+
+
+async def test_what_is_near_never_waits_for_what_is_far(
+    store: AdapterStore[str], sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More hanging sources than there are threads for them."""
+    monkeypatch.setattr(sources, "lane", lambda source: "local" if "near" in source else source)
+    gate = threading.Event()
+    names = [f"far{index}" for index in range(MAX_READERS + 3)]
+    for name in names:
+        add(sources, name, size=1)
+        sources.gates[name] = gate
+    add(sources, "near", size=10)
+    far = [asyncio.create_task(store.register(name, name)) for name in names]
+    while len(sources.reads) < MAX_READERS:
+        await asyncio.sleep(0.001)
+    ref = (await store.register("near", "near")).ref
+    store.lost(ref.digest)
+    await store.fetch(ref)
+    assert not any(task.done() for task in far)
+    gate.set()
+    await asyncio.gather(*far)
 
 
 async def test_whoever_registers_after_an_overwrite_gets_the_new_contents(
