@@ -201,7 +201,7 @@ async def _many(settings: Settings, checkpoint: Checkpoint, folder: Path) -> str
             "",
             "| | |",
             "|---|---:|",
-            f"| registering, one after another's reading | {1000 * registered_s / settings.num_adapters:.1f} ms each |",
+            f"| registering, four at a time | {1000 * registered_s / settings.num_adapters:.1f} ms each |",
             f"| found on device | {1 - writes / settings.num_requests:.0%} of requests |",
             f"| found in host memory | {hits / (hits + misses):.0%} of requests |",
             f"| requests per second | {settings.num_requests / elapsed_s:.1f} |",
