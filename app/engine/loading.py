@@ -6,12 +6,11 @@ compiling. A backend's libraries are imported here, when it is chosen, in the pr
 
 from __future__ import annotations
 
+from app.engine.adapters.lora import FEATURES
 from app.engine.backend import Backend
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
 from app.engine.models.checkpoint import Checkpoint
-
-_TORCH_FEATURES: frozenset[str] = frozenset()
 
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
@@ -36,4 +35,4 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
 
 def served_features(config: EngineConfig) -> frozenset[str]:
     """What the configured backend can apply beyond plain LoRA (`app.engine.adapters.lora.FEATURES`)."""
-    return _TORCH_FEATURES if config.backend == "torch" else frozenset()
+    return FEATURES if config.backend == "torch" else frozenset()

@@ -72,6 +72,8 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
         num_floats += _padded(rank) * hidden + rank * _padded(vocab)
     num_ids = 0
     for name, (token_ids, _) in adapter.token_rows.items():
+        if name == "embed_tokens" and "model.embed_tokens.weight" in adapter.replaced:
+            continue  # they are written into it
         num_ids += len(token_ids)
         num_floats += hidden * (_padded(len(token_ids)) if name == "lm_head" else len(token_ids))
     return 4 * num_floats + 8 * num_ids

@@ -71,7 +71,7 @@ FEATURES = frozenset(
 class LoraAdapter:
     """A validated adapter: its card, one `LoraPair` per touched module, and what goes beyond plain LoRA.
 
-    magnitudes: DoRA's m `[d_out]` float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`dora_scale`).
+    magnitudes: DoRA's m `[d_out]` float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`app.kernels.dora`).
     delta_biases: `[d_out]` float32, added with the delta, scale folded in (lora_bias).
     outer: deltas of "embed_tokens" (a `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and "lm_head".
     replaced: base tensors that the adapter brings its own of, by canonical name ("model.norm.weight");

@@ -21,6 +21,7 @@ from app.engine.config import EngineConfig
 from app.engine.errors import AdapterMismatch, CheckpointError
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.engine.torch_backend import cpu_decoder
+from app.engine.torch_backend.adapter_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.torch_backend.sampling import sample
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Stack, empty_stack, store
@@ -65,6 +66,8 @@ class CpuBackend:
         self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
         self._work = self._new_workspace()
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
+        columns = {module.rpartition(".")[2]: place for module, place in _module_columns(self._sizes).items()}
+        self._extras = AdapterExtras(spec, self._weights, columns, config.max_adapter_slots, self._team)
         self._warm_up()
 
     @property
@@ -88,16 +91,20 @@ class CpuBackend:
             a_rows, b_rows = np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)
             write_rows(a_rows, b_rows, row_start, a[key.layer], b[key.layer])
             ranks[key.layer, n] = pair.rank
+        self._extras.write(adapter_slot, adapter)
         self._tables.ranks[:, adapter_slot] = ranks
         self._tables.row_starts[adapter_slot] = row_start
 
     def release_adapter(self, adapter_slot: int) -> None:
         """See `Backend.release_adapter`."""
+        self._extras.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         widest_rank = int(self._tables.ranks[:, runs[:, 2]].max(initial=0))
+        extra_runs = self._extras.runs(runs)
+        has_extras = len(extra_runs) > 0
         step = cpu_decoder.Step(
             token_ids=batch.token_ids,
             positions=batch.positions,
@@ -110,14 +117,20 @@ class CpuBackend:
             shrink_tasks=shrink_tasks(runs),
             widest_rank=widest_rank,
             sample_rows=batch.sample_rows,
+            extra_runs=extra_runs,
+            extra_samples=sample_runs(extra_runs, batch.sample_rows) if has_extras else extra_runs,
+            extra_slots=token_slots(extra_runs, len(batch.token_ids) if has_extras else 0),
         )
         work = self._work
         if widest_rank > work.shrunk.shape[2]:
             shape = (self._config.max_batch_tokens, 3, _padded(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
+        if has_extras and self._extras.head_width > work.head_inputs.shape[1]:
+            head_inputs = np.empty((self._config.max_batch_sequences, self._extras.head_width), np.float32)
+            self._work = work = work._replace(head_inputs=head_inputs)
         self._team.run(
-            cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._tables, self._k_memory,
-            self._v_memory, step, work,
+            cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._tables, self._extras.tables,
+            self._k_memory, self._v_memory, step, work,
         )  # fmt: skip
         return sample(work.logits[: len(batch.sample_rows), : self._spec.vocab_size], batch.sampling, self._team)
 
@@ -128,7 +141,7 @@ class CpuBackend:
     def close(self) -> None:
         """End the threads and drop every array."""
         self._team.close()
-        for name in ("_weights", "_k_memory", "_v_memory", "_tables", "_work"):
+        for name in ("_weights", "_k_memory", "_v_memory", "_tables", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -160,6 +173,8 @@ class CpuBackend:
                 sampling=sampling,
             )
         )
+        if self._limits.adapter_rank_rows and self._limits.adapter_extra_bytes:
+            self._extras.warm_up()
         if self._limits.adapter_rank_rows:
             d_in, d_out = self._spec.target_shape(0, TARGETS[0])
             a, b = np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
@@ -189,6 +204,8 @@ class CpuBackend:
             gate_up=np.zeros((tokens, 2 * sizes.mlp_size), np.float32),
             gated=np.zeros((tokens, mlp_width), np.float32),
             shrunk=np.zeros((tokens, 3, 64), np.float32),
+            kept=np.zeros((tokens, _padded(spec.hidden_size)), np.float32),
+            head_inputs=np.zeros((sequences, 0), np.float32),
             sampled=np.zeros((sequences, spec.hidden_size), np.float32),
             logits=np.zeros((sequences, _padded(spec.vocab_size)), np.float32),
         )
@@ -218,6 +235,19 @@ def _sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
         gelu=first.mlp.activation == "gelu_tanh",
         eps=np.float32(spec.norm_eps),
     )
+
+
+def _module_columns(sizes: cpu_decoder.Sizes) -> dict[str, tuple[str, int]]:
+    """Linear module of a layer -> (field of `Weights`, first column in it)."""
+    return {
+        "self_attn.q_proj": ("qkv", 0),
+        "self_attn.k_proj": ("qkv", sizes.q_size),
+        "self_attn.v_proj": ("qkv", sizes.q_size + sizes.kv_size),
+        "self_attn.o_proj": ("out", 0),
+        "mlp.gate_proj": ("gate_up", 0),
+        "mlp.up_proj": ("gate_up", sizes.mlp_size),
+        "mlp.down_proj": ("down", 0),
+    }
 
 
 class _WeightPacker:
@@ -262,17 +292,7 @@ class _WeightPacker:
             "layer_window": np.array([a.window or 0 for a in any_layer], np.int64),
             "scales": np.array([a.scale for a in any_layer], np.float32),
         }
-        q, kv, wide = sizes.q_size, sizes.kv_size, sizes.mlp_size
-        # module -> (array, first column in it)
-        self._columns = {
-            "self_attn.q_proj": ("qkv", 0),
-            "self_attn.k_proj": ("qkv", q),
-            "self_attn.v_proj": ("qkv", q + kv),
-            "self_attn.o_proj": ("out", 0),
-            "mlp.gate_proj": ("gate_up", 0),
-            "mlp.up_proj": ("gate_up", wide),
-            "mlp.down_proj": ("down", 0),
-        }
+        self._columns = _module_columns(sizes)
         self._vectors = {
             "input_layernorm": "attention_norm",
             "post_attention_layernorm": "mlp_norm",

@@ -6,7 +6,8 @@ tables of all layers are stacked so that the loop over layers is compiled too, a
 runs it: a layer is eight phases, and four more where adapters are in the batch.
 
 There is one base product per module and step, whatever adapters the batch holds; deltas are added to it
-in place, per run of tokens with one adapter. Base tokens do no adapter work.
+in place, per run of tokens with one adapter. Base tokens do no adapter work. What an adapter does beyond low-rank
+deltas (`app.kernels.extras`) is done to its own rows in the same phases, in batches that have such rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
+from app.kernels.extras._cpu import (
+    ATTENTION_NORM,
+    MLP_NORM,
+    ExtraTables,
+    own_columns,
+    own_embedding,
+    own_gather_normed,
+    own_head,
+    own_head_inputs,
+    own_rms_norm,
+    own_rotate_and_store,
+    put_back,
+    set_aside,
+)
 from app.kernels.matmul._cpu import PANEL, panels_per_piece
 from app.kernels.matmul._quantised import Stack, embed, layer_panels, multiply_any_panels, num_panels_of
 from app.kernels.paged_attention._cpu import paged_attention
@@ -97,7 +112,8 @@ class AdapterTables(NamedTuple):
 class Step(NamedTuple):
     """A step's arrays, as in `app.engine.batch.ForwardBatch`, with the kernels' task lists.
 
-    widest_rank: the largest rank of its adapters.
+    widest_rank: the largest rank of its adapters. extra_runs: [E, 3], the runs whose adapters have extras;
+    extra_samples: [E', 3], the same over sampled rows; extra_slots: [T], their adapter slots, else 0.
     """
 
     token_ids: NDArray[np.int32]
@@ -111,6 +127,9 @@ class Step(NamedTuple):
     shrink_tasks: NDArray[np.int64]
     widest_rank: int
     sample_rows: NDArray[np.int32]
+    extra_runs: NDArray[np.int64]
+    extra_samples: NDArray[np.int64]
+    extra_slots: NDArray[np.int64]
 
 
 class Workspace(NamedTuple):
@@ -118,6 +137,7 @@ class Workspace(NamedTuple):
 
     hidden, qkv and gate_up are as wide as the panels they are written in (padding included); normed,
     attended, gated and sampled are exactly as wide as the products that read them. shrunk: [T, 3, W].
+    kept is as wide as hidden; head_inputs: [P, W].
     """
 
     hidden: Floats
@@ -127,12 +147,24 @@ class Workspace(NamedTuple):
     gate_up: Floats
     gated: Floats
     shrunk: Floats
+    kept: Floats
     sampled: Floats
+    head_inputs: Floats
     logits: Floats
 
 
 #: Phases of a layer, and of a step outside its layers.
-LAYER_PHASES, STEP_PHASES = 12, 3
+LAYER_PHASES, STEP_PHASES = 12, 5
+
+
+class Own(NamedTuple):
+    """Extras of one layer's product: its first module, and the runs that have them (none: nothing is done)."""
+
+    tables: ExtraTables
+    layer: int | np.int64
+    module: int | np.int64
+    runs: NDArray[np.int64]
+    kept: Floats
 
 
 @compiled
@@ -147,17 +179,20 @@ def _fill(out, bias, first, end, accumulate):
 
 
 @compiled
-def _project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, row_starts, out):
+def _project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, row_starts, own, out):
     """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
 
     The modules lie side by side in w and out. One phase.
     """
     num_panels, done = num_panels_of(w), 0
+    has_own = own.runs.shape[0] > 0
     size = panels_per_piece(x.shape[0], num_panels)
     num_pieces = count_pieces(num_panels, size)
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
+        if accumulate and has_own:
+            set_aside(own.tables, own.layer, own.module, own.runs, first, end, out, own.kept)
         adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
         multiply_any_panels(x, w, first, end, out, adds)
         if runs.shape[0] > 0:
@@ -167,14 +202,18 @@ def _project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, row_st
                 low, high = max(first - at, 0), min(end - at, width)
                 if low < high:
                     expand_panels(h, n, tables, ranks, runs, row_starts, low, high, out, at)
+                    if has_own:
+                        own_columns(x, own.tables, own.layer, own.module + n, own.runs, low, high, out, at)
                 at += width
+        if accumulate and has_own:
+            put_back(own.tables, own.layer, own.module, own.runs, first, end, own.kept, out)
         done += 1
         index = take(team, phase)
     return leave(team, phase, num_pieces, done)
 
 
 @compiled
-def _gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, row_starts, gelu, gate_up, gated):
+def _gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, row_starts, own, gelu, gate_up, gated):
     """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
 
     w holds the panels of gate, then those of up; the rest as in `_project`.
@@ -193,6 +232,8 @@ def _gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, row_starts, ge
             multiply_any_panels(x, w, at + first, at + end, gate_up, adds)
             if runs.shape[0] > 0:
                 expand_panels(h, n, tables, ranks, runs, row_starts, first, end, gate_up, at)
+            if own.runs.shape[0] > 0:
+                own_columns(x, own.tables, own.layer, own.module + n, own.runs, first, end, gate_up, at)
         activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)
         done += 1
         index = take(team, phase)
@@ -200,7 +241,7 @@ def _gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, row_starts, ge
 
 
 @compiled
-def forward(team, phase, weights, sizes, tables, k_memory, v_memory, step, work):
+def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, step, work):
     """Run every layer over the step's T tokens; leave the P sampled rows' logits in work.logits.
 
     team, phase: see `app.kernels.team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L, blocks,
@@ -215,24 +256,41 @@ def forward(team, phase, weights, sizes, tables, k_memory, v_memory, step, work)
     adapted = runs.shape[0] > 0
     width = weights.final_norm.shape[0]
     none = np.empty(0, np.float32)
+    extra_runs, slots, kept = step.extra_runs, step.extra_slots, work.kept[:num_tokens]
+    has_extras = extra_runs.shape[0] > 0
+    q, o, gate, down = np.int64(0), np.int64(3), np.int64(4), np.int64(6)
 
     phase = embed(team, phase, step.token_ids, weights.embedding, weights.head, hidden[:, :width])
+    if has_extras:
+        phase = own_embedding(team, phase, step.token_ids, extras, slots, hidden[:, :width])
     for layer in range(weights.layer_rope.shape[0]):
         ranks = tables.ranks[layer]
-        phase = rms_norm(team, phase, hidden, weights.attention_norm[layer], sizes.eps, normed)
+        if has_extras:
+            norms = extras.norms[layer, :, ATTENTION_NORM]
+            phase = own_rms_norm(team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms, slots, normed)
+        else:
+            phase = rms_norm(team, phase, hidden, weights.attention_norm[layer], sizes.eps, normed)
         if adapted:
             a = (tables.a_q[layer], tables.a_k[layer], tables.a_v[layer])
             phase = shrink(team, phase, normed, a, ranks[:, 0:3], tasks, step.widest_rank, row_starts, shrunk)
         phase = _project(
             team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
-            (tables.b_q[layer], tables.b_k[layer], tables.b_v[layer]), ranks[:, 0:3], runs, row_starts, qkv,
+            (tables.b_q[layer], tables.b_k[layer], tables.b_v[layer]), ranks[:, 0:3], runs, row_starts,
+            Own(extras, layer, q, extra_runs, kept), qkv,
         )  # fmt: skip
         rope = weights.layer_rope[layer]
-        phase = rotate_and_store(
-            team, phase, qkv, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
-            weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory[layer], v_memory[layer],
-            sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
-        )  # fmt: skip
+        if has_extras:
+            phase = own_rotate_and_store(
+                team, phase, extras.norms[layer], slots, qkv, step.positions, step.kv_slots, weights.cos[rope],
+                weights.sin[rope], weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory[layer],
+                v_memory[layer], sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
+            )  # fmt: skip
+        else:
+            phase = rotate_and_store(
+                team, phase, qkv, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
+                weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory[layer], v_memory[layer],
+                sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
+            )  # fmt: skip
         phase = paged_attention(
             team, phase, qkv, sizes.head_dim, weights.scales[layer], weights.layer_window[layer], step.attention_tasks,
             step.query_starts, step.seq_lens, step.block_tables, k_memory[layer], v_memory[layer], attended,
@@ -244,15 +302,20 @@ def forward(team, phase, weights, sizes, tables, k_memory, v_memory, step, work)
         # The residual is where the sums of o and down start: no separate addition.
         phase = _project(
             team, phase, attended, layer_panels(weights.out, layer), weights.out_bias[layer], True, shrunk,
-            (tables.b_o[layer],), ranks[:, 3:4], runs, row_starts, hidden,
+            (tables.b_o[layer],), ranks[:, 3:4], runs, row_starts, Own(extras, layer, o, extra_runs, kept), hidden,
         )  # fmt: skip
-        phase = rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, normed)
+        if has_extras:
+            norms = extras.norms[layer, :, MLP_NORM]
+            phase = own_rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, slots, normed)
+        else:
+            phase = rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, normed)
         if adapted:
             a_pair = (tables.a_gate[layer], tables.a_up[layer])
             phase = shrink(team, phase, normed, a_pair, ranks[:, 4:6], tasks, step.widest_rank, row_starts, shrunk)
         phase = _gate_and_up(
             team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
-            (tables.b_gate[layer], tables.b_up[layer]), ranks[:, 4:6], runs, row_starts, sizes.gelu, gate_up, gated,
+            (tables.b_gate[layer], tables.b_up[layer]), ranks[:, 4:6], runs, row_starts,
+            Own(extras, layer, gate, extra_runs, kept), sizes.gelu, gate_up, gated,
         )  # fmt: skip
         if adapted:
             phase = shrink(
@@ -260,15 +323,24 @@ def forward(team, phase, weights, sizes, tables, k_memory, v_memory, step, work)
             )
         phase = _project(
             team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
-            (tables.b_down[layer],), ranks[:, 6:7], runs, row_starts, hidden,
+            (tables.b_down[layer],), ranks[:, 6:7], runs, row_starts, Own(extras, layer, down, extra_runs, kept),
+            hidden,
         )  # fmt: skip
     num_sampled = step.sample_rows.shape[0]
     if num_sampled > 0:
         sampled, logits = work.sampled[:num_sampled], work.logits[:num_sampled]
-        phase = gather_normed(team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, sampled)
         head = layer_panels(weights.head, 0)
-        phase = _project(
-            team, phase, sampled, head, none, False, shrunk, (tables.b_down[0],), tables.ranks[0][:, 6:7], runs[:0],
-            row_starts, logits,
-        )  # fmt: skip
+        if has_extras:
+            inputs, samples = work.head_inputs[:num_sampled], step.extra_samples
+            phase = own_gather_normed(
+                team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, extras.final_norm, slots, sampled
+            )
+            phase = own_head_inputs(team, phase, sampled, extras, samples, inputs)
+            phase = own_head(team, phase, sampled, head, extras, samples, inputs, logits)
+        else:
+            phase = gather_normed(team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, sampled)
+            phase = _project(
+                team, phase, sampled, head, none, False, shrunk, (tables.b_down[0],), tables.ranks[0][:, 6:7], runs[:0],
+                row_starts, Own(extras, np.int64(0), q, extra_runs, kept), logits,
+            )  # fmt: skip
     return phase

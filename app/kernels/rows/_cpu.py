@@ -109,6 +109,31 @@ def _rotate(row, cos, sin):
 
 
 @compiled
+def rotate_and_store_token(
+    t, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads, head_dim,
+    q_size, kv_size,
+):  # fmt: skip
+    """One token of `rotate_and_store`."""
+    block_size, position = v_memory.shape[2], positions[t]
+    block = kv_slots[t] // block_size
+    offset = kv_slots[t] - block * block_size
+    for head in range(num_heads):
+        row = qkv[t, head * head_dim : (head + 1) * head_dim]
+        if q_norm.shape[0] > 0:
+            normalise_row(row, q_norm, eps, head_dim, row)
+        _rotate(row, cos[position], sin[position])
+    for head in range(num_kv_heads):
+        row = qkv[t, q_size + head * head_dim : q_size + (head + 1) * head_dim]
+        if k_norm.shape[0] > 0:
+            normalise_row(row, k_norm, eps, head_dim, row)
+        _rotate(row, cos[position], sin[position])
+        value = q_size + kv_size + head * head_dim
+        for i in range(head_dim):
+            k_memory[block, head, i, offset] = row[i]
+            v_memory[block, head, offset, i] = qkv[t, value + i]
+
+
+@compiled
 def rotate_and_store(
     team, phase, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads,
     head_dim, q_size, kv_size,
@@ -119,26 +144,13 @@ def rotate_and_store(
     kv_slots: [T]; cos, sin: [positions, rotary / 2]; q_norm, k_norm: [head_dim] or [0].
     k_memory: [blocks, kv_heads, D, block_size], v_memory: [blocks, kv_heads, block_size, D], written in place.
     """
-    num_tokens, block_size, done = qkv.shape[0], v_memory.shape[2], 0
+    num_tokens, done = qkv.shape[0], 0
     t = take(team, phase)
     while t < num_tokens:
-        position = positions[t]
-        block = kv_slots[t] // block_size
-        offset = kv_slots[t] - block * block_size
-        for head in range(num_heads):
-            row = qkv[t, head * head_dim : (head + 1) * head_dim]
-            if q_norm.shape[0] > 0:
-                normalise_row(row, q_norm, eps, head_dim, row)
-            _rotate(row, cos[position], sin[position])
-        for head in range(num_kv_heads):
-            row = qkv[t, q_size + head * head_dim : q_size + (head + 1) * head_dim]
-            if k_norm.shape[0] > 0:
-                normalise_row(row, k_norm, eps, head_dim, row)
-            _rotate(row, cos[position], sin[position])
-            value = q_size + kv_size + head * head_dim
-            for i in range(head_dim):
-                k_memory[block, head, i, offset] = row[i]
-                v_memory[block, head, offset, i] = qkv[t, value + i]
+        rotate_and_store_token(
+            t, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads, num_kv_heads,
+            head_dim, q_size, kv_size,
+        )  # fmt: skip
         done += 1
         t = take(team, phase)
     return leave(team, phase, num_tokens, done)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from app.engine.adapters.build import build_adapter
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.extras import extra_bytes
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraPair, TokenRows
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
+from app.engine.models.names import expected_tensors
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 PATHS = {
@@ -78,6 +81,45 @@ def random_adapter(
 ) -> LoraAdapter:
     """Every layer's `targets` at one rank. `size` is the standard deviation of A and B."""
     return adapter_from_arrays(random_arrays(spec, rank, targets, seed, size), spec, alpha)
+
+
+def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Generator) -> LoraAdapter:
+    """`adapter` with some of what goes beyond plain LoRA, at least one thing, chosen at random."""
+
+    def floats(*shape: int, centre: float = 0.0) -> NDArray[np.float32]:
+        return (centre + rng.normal(0, 0.3, shape)).astype(np.float32)
+
+    def some(keys: Iterable[Any]) -> list[Any]:
+        return [key for key in keys if rng.integers(2)]
+
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    shapes = expected_tensors(spec) | {"lm_head.weight": (vocab, hidden)}
+    names = [
+        name for name in shapes if name.endswith((".bias", "norm.weight", "embed_tokens.weight", "lm_head.weight"))
+    ]
+    linear = [f"{module_path(layer, target)}.weight" for layer in range(len(spec.layers)) for target in TARGETS]
+    plain = [f"{module_path(key.layer, key.target)}.weight" for key in adapter.weights]
+    ids = tuple(rng.permutation(vocab)[: int(rng.integers(1, 40))].tolist())
+    parts = set(rng.permutation(["scaled", "shifted", "replaced", "outer", "rows"])[: int(rng.integers(1, 6))].tolist())
+    replaced = [*some(names), *some(name for name in linear if name not in plain)] if "replaced" in parts else []
+    outer = {
+        "embed_tokens": LoraPair(floats(5, vocab), floats(5, hidden)),
+        "lm_head": LoraPair(floats(19, hidden), floats(19, vocab)),
+    }
+    changed = replace(
+        adapter,
+        magnitudes={key: floats(adapter.weights[key].b.shape[1], centre=1) for key in some(adapter.weights)}
+        if "scaled" in parts
+        else {},
+        delta_biases={key: floats(adapter.weights[key].b.shape[1]) for key in some(adapter.weights)}
+        if "shifted" in parts
+        else {},
+        replaced={name: floats(*shapes[name], centre=float("norm" in name)) for name in replaced},
+        outer={name: outer[name] for name in some(outer)} if "outer" in parts else {},
+        token_rows={name: TokenRows(ids, floats(len(ids), hidden)) for name in some(outer)} if "rows" in parts else {},
+    )
+    digest = f"{adapter.card.digest} with {rng.integers(2**60)}"
+    return replace(changed, card=replace(adapter.card, digest=digest, extra_bytes=extra_bytes(changed, spec)))
 
 
 def random_arrays(

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from app.engine.adapters.dora import dora_scale
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.kernels.dora.reference import dora_scale
 from tests.engine.adapters.making import PATHS
 
 _SIZES = {
@@ -151,7 +151,7 @@ def _adding(adapter: LoraAdapter, keys: list[LoraKey]) -> Any:
         if keys[0] in adapter.magnitudes:
             weights = np.split(module.weight.numpy(), np.cumsum([pair.b.shape[1] for pair in pairs])[:-1])
             scales = [
-                dora_scale(adapter.magnitudes[key], weight, pair)
+                dora_scale(adapter.magnitudes[key], weight, pair.a, pair.b)
                 for key, weight, pair in zip(keys, weights, pairs, strict=True)
             ]
             bias = module.bias if module.bias is not None else torch.zeros(1)

@@ -11,8 +11,7 @@ import pytest
 
 from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.convert import quantize_adapter, write_peft_folder
-from app.engine.adapters.dora import dora_scale
-from app.engine.adapters.lora import FEATURES, LoraPair
+from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.peft import read_peft, read_peft_stored
 from app.engine.adapters.stored import content_digest
 from app.engine.errors import AdapterFormatError, AdapterMismatch
@@ -118,15 +117,3 @@ def test_cards_hold_plain_lora_and_say_so(tmp_path: Path) -> None:
     ):
         with pytest.raises(AdapterFormatError, match="PEFT's own folders"):
             deed()
-
-
-def test_dora_scale_is_the_norm_of_the_sum() -> None:
-    rng = np.random.default_rng()
-    weight = rng.normal(size=(7, 5)).astype("f4")
-    pair = LoraPair(rng.normal(size=(3, 5)).astype("f4"), rng.normal(size=(3, 7)).astype("f4"))
-    magnitude = rng.uniform(0.5, 2, 7).astype("f4")
-    expected = magnitude / np.linalg.norm(weight.astype("f8") + pair.b.T.astype("f8") @ pair.a, axis=1)
-    np.testing.assert_allclose(dora_scale(magnitude, weight, pair), expected, rtol=1e-5)
-    nothing = LoraPair(np.zeros((1, 5), "f4"), np.zeros((1, 7), "f4"))
-    weight[2] = 0
-    assert dora_scale(magnitude, weight, nothing)[2] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from app.engine.adapters.lora import FEATURES, LoraKey
 from app.engine.adapters.peft import read_peft
 from app.engine.errors import AdapterMismatch
+from app.engine.torch_backend.cpu_backend import CpuBackend
 from tests.engine.adapters.parity import (
     base_logits,
     our_logits,
@@ -23,11 +25,14 @@ from tests.engine.adapters.parity import (
     spec_of,
     tiny_model,
 )
+from tests.engine.torch_backend.served import backend_of, served_logits
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOLERANCE = 1e-5
+#: Families that are also run through the engine.
+SERVED = ("llama", "qwen2", "tied")
 
-pytestmark = [
+PEFT_WARNINGS = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's own use
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning"),
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer"),
@@ -35,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning"),
 ]
+pytestmark = PEFT_WARNINGS
 
 #: One row per supported option: what is asked of PEFT, by name.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -134,14 +140,24 @@ def _model(family: str) -> Any:
     )
 
 
+@cache
+def _backend(family: str) -> CpuBackend:
+    with TemporaryDirectory() as folder:
+        return backend_of(_model(family), Path(folder))
+
+
 def _check(family: str, folder: Path) -> float:
-    """Our logits are PEFT's; returns how far both are from the base's."""
+    """Our logits are PEFT's, by plain formulas and from the engine; returns how far both are from the base's."""
     model = _model(family)
     tokens = random_tokens(model)
     adapter = read_peft(folder, spec_of(model), served=FEATURES)
     expected = peft_logits(model, folder, tokens)
     base = base_logits(model, tokens)
     np.testing.assert_allclose(our_logits(model, adapter, tokens), expected, rtol=0, atol=TOLERANCE)
+    if family in SERVED:
+        backend = _backend(family)
+        (served,) = served_logits(backend, [adapter], tokens)
+        np.testing.assert_allclose(served, expected, rtol=0, atol=TOLERANCE)
     return float(np.abs(expected - base).max())
 
 

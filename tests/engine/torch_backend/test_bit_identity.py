@@ -2,9 +2,10 @@
 
 Requests of all kinds are first run alone: one at a time, in an engine with room for everything and one
 thread. Then they run together in engines of random shape: blocks, chunks and batches of random
-sizes, one or two threads, memory tight enough for preemption and for adapters to evict each other, prefix
-caches that hit, aborts and unloads in between, and streams that resume in the middle. Zero
-differing bits are allowed, over at least `MIN_BATCHES` batches in all.
+sizes, one or two threads, memory tight enough for preemption and for adapters (plain, and with whole
+matrices, norms, scales, biases or token rows of their own) to evict each other, prefix caches that hit,
+aborts and unloads in between, and streams that resume in the middle. Zero differing bits are
+allowed, over at least `MIN_BATCHES` batches in all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from app.engine.engine import Engine
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.engine.torch_backend.cpu_backend import CpuBackend
-from tests.engine.adapters.making import random_adapter
+from tests.engine.adapters.making import random_adapter, with_random_extras
 
 MIN_BATCHES = 2500
 WeightStorage = Literal["float32", "int8"]
@@ -100,6 +101,10 @@ def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[
     for rank in RANKS:
         targets = TARGETS if rank % 3 else [t for t in TARGETS if generator.integers(2)] or ["v_proj"]
         adapters.append(random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3))
+    for rank in (1, 8, 16, 24):
+        targets = [t for t in TARGETS if generator.integers(2)] or ["o_proj"]
+        plain = random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3)
+        adapters.append(with_random_extras(plain, spec, generator))
     prefixes = [tuple(generator.integers(3, 120, n).tolist()) for n in (0, 16, 40, 64)]
     cases = []
     for index in range(count):
@@ -159,6 +164,7 @@ def _random_config(generator: np.random.Generator, weight_storage: WeightStorage
         num_kv_blocks=pick(138, 160, 240, 1600) // block_size + 1,
         adapter_rank_rows=pick(64, 96, 256),
         max_adapter_slots=pick(2, 3, 8),
+        adapter_extra_bytes=pick(300_000, 450_000, 1 << 24),  # one adapter's extras always fit
         max_batch_tokens=pick(8, 13, 32, 100, 256),
         max_batch_sequences=pick(1, 3, 8, 32),
         adapter_write_bytes_per_step=pick(1, 100_000, 1 << 24),

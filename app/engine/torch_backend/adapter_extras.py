@@ -1,0 +1,190 @@
+"""What resident adapters hold beside their rank rows: DoRA scales, biases, norms, whole matrices, token rows.
+
+In: an adapter and its slot, when it is written. Out: `ExtraTables` for the compiled decoder, and the runs of a step
+that need them. What can be computed once is computed here: a module's output is multiplied by one vector
+and one is added, whatever made them. Memory is allocated per adapter and freed when its slot is
+released; how much may be held is the engine's business (`AdapterCard.extra_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.extras import ModuleExtras, module_extras, replaced_norms
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
+from app.engine.models.spec import ModelSpec
+from app.engine.torch_backend.cpu_decoder import Weights
+from app.kernels.dora._cpu import dora_scale
+from app.kernels.extras._cpu import ATTENTION_NORM, K_NORM, MLP_NORM, Q_NORM, ExtraTables, empty_tables
+from app.kernels.matmul._cpu import PANEL, pack
+from app.kernels.matmul._quantised import Quantised, dequantise
+from app.kernels.team import Team
+
+Floats = NDArray[np.float32]
+
+_LAYER_NORMS = {
+    "input_layernorm": ATTENTION_NORM,
+    "post_attention_layernorm": MLP_NORM,
+    "self_attn.q_norm": Q_NORM,
+    "self_attn.k_norm": K_NORM,
+}
+
+
+class AdapterExtras:
+    """Arrays by adapter slot, and their addresses in tables."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        columns: Mapping[str, tuple[str, int]],
+        max_adapter_slots: int,
+        team: Team,
+    ) -> None:
+        """`columns`: target -> (field of `Weights`, first column of its output there)."""
+        self._team = team
+        self._spec = spec
+        self._weights = weights
+        self._columns = columns
+        self.tables: ExtraTables = empty_tables(len(spec.layers), max_adapter_slots, len(TARGETS))
+        self._held: dict[int, list[NDArray[np.generic]]] = {}
+
+    def warm_up(self) -> None:
+        """Compile what `write` calls, on weights of no consequence."""
+        key = LoraKey(0, TARGETS[0])
+        d_in, d_out = self._spec.target_shape(*key[:2])
+        nothing = LoraPair(np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
+        dora_scale(self._team, nothing.b[0], self._panels(key, nothing), nothing.a, nothing.b)
+
+    def held_bytes(self, adapter_slot: int) -> int:
+        return sum(array.nbytes for array in self._held.get(adapter_slot, ()))
+
+    def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
+        """Take the slot's extras from `adapter`, dropping what was there."""
+        self.release(adapter_slot)
+        if not adapter.features:
+            return
+        tables, held = self.tables, self._held.setdefault(adapter_slot, [])
+
+        def keep(array: NDArray[np.generic]) -> int:
+            held.append(array)
+            return array.ctypes.data
+
+        for key, parts in module_extras(adapter, self._spec).items():
+            place = key.layer, adapter_slot, TARGETS.index(key.target)
+            if parts.weight is not None:
+                tables.weights[place] = keep(pack(adapter.replaced[parts.weight]))
+            scale = self._scale(adapter, key) if parts.has_scale else None
+            if scale is not None:
+                tables.scales[place] = keep(_padded(scale))
+            if parts.has_shift:
+                tables.shifts[place] = keep(_padded(self._shift(adapter, key, parts, scale)))
+        for name in replaced_norms(adapter):
+            address = keep(adapter.replaced[name].copy())
+            if name == "model.norm.weight":
+                tables.final_norm[adapter_slot] = address
+            else:
+                _, _, layer, module = name.removesuffix(".weight").split(".", 3)
+                tables.norms[int(layer), adapter_slot, _LAYER_NORMS[module]] = address
+
+        if "model.embed_tokens.weight" in adapter.replaced:
+            rows = adapter.replaced["model.embed_tokens.weight"].copy()
+            if "embed_tokens" in adapter.token_rows:
+                token_ids, own = adapter.token_rows["embed_tokens"]
+                rows[list(token_ids)] = own
+            tables.embed_rows[adapter_slot] = keep(rows)
+        elif "embed_tokens" in adapter.token_rows:
+            ids, rows = _sorted_rows(adapter, "embed_tokens")
+            tables.embed_ids[adapter_slot], tables.num_embed_ids[adapter_slot] = keep(ids), len(ids)
+            tables.embed_rows[adapter_slot] = keep(rows)
+        if "embed_tokens" in adapter.outer:
+            a, b = adapter.outer["embed_tokens"]
+            tables.embed_a[adapter_slot] = keep(np.array(a.T, order="C"))
+            tables.embed_b[adapter_slot], tables.embed_ranks[adapter_slot] = keep(b.copy()), len(b)
+        if "lm_head.weight" in adapter.replaced:
+            tables.head_weight[adapter_slot] = keep(pack(adapter.replaced["lm_head.weight"]))
+        if "lm_head" in adapter.token_rows:
+            ids, rows = _sorted_rows(adapter, "lm_head")
+            tables.head_ids[adapter_slot], tables.num_head_ids[adapter_slot] = keep(ids), len(ids)
+            tables.head_rows[adapter_slot] = keep(pack(rows))
+        if "lm_head" in adapter.outer:
+            a, b = adapter.outer["lm_head"]
+            tables.head_a[adapter_slot], tables.head_b[adapter_slot] = keep(pack(a)), keep(pack(b.T))
+            tables.head_ranks[adapter_slot] = len(b)
+
+    def release(self, adapter_slot: int) -> None:
+        """Forget the slot's extras and free their memory."""
+        if self._held.pop(adapter_slot, None) is not None:
+            for table in self.tables:
+                table[(slice(None),) * (table.ndim > 1) + (adapter_slot,)] = 0
+
+    @property
+    def head_width(self) -> int:
+        """Width that `own_head_inputs` needs for any adapter held."""
+        ids, ranks = self.tables.num_head_ids, self.tables.head_ranks
+        return int((-(-ids // PANEL) - (-ranks // PANEL)).max()) * PANEL
+
+    def runs(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the runs [G, 3] (first, end, adapter slot) whose adapter has extras."""
+        if not self._held:
+            return runs[:0]
+        return runs[[adapter_slot in self._held for adapter_slot in runs[:, 2].tolist()]]
+
+    def _scale(self, adapter: LoraAdapter, key: LoraKey) -> Floats:
+        magnitude, pair = adapter.magnitudes[key], adapter.weights[key]
+        return dora_scale(self._team, magnitude, self._panels(key, pair), pair.a, pair.b)
+
+    def _panels(self, key: LoraKey, pair: LoraPair) -> Floats:
+        """The base module's packed weight as float32 [P, d_in, 16]."""
+        name, column = self._columns[key.target]
+        stack = getattr(self._weights, name)
+        panels = slice(column // PANEL, column // PANEL + -(-pair.b.shape[1] // PANEL))
+        if isinstance(stack, Quantised):
+            return dequantise(Quantised._make(part[key.layer, panels] for part in stack))
+        weight: Floats = stack[key.layer, panels]
+        return weight
+
+    def _shift(self, adapter: LoraAdapter, key: LoraKey, parts: ModuleExtras, scale: Floats | None) -> Floats:
+        """What remains to be added to scale * (W x + base bias + B A x), or to the own W x."""
+        _, d_out = self._spec.target_shape(key.layer, key.target)
+        name, column = self._columns[key.target]
+        biases = getattr(self._weights, f"{name}_bias")
+        base = np.zeros(d_out)
+        if biases.shape[1]:
+            base += biases[key.layer, column : column + d_out]
+        factor = np.ones(d_out) if scale is None else scale.astype(np.float64)
+        shift = base if parts.bias is None else adapter.replaced[parts.bias].astype(np.float64)
+        if parts.weight is None:
+            shift = shift - factor * base
+        if key in adapter.delta_biases:
+            shift = shift + factor * adapter.delta_biases[key]
+        return shift.astype(np.float32)
+
+
+def sample_runs(runs: NDArray[np.int64], sample_rows: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Runs [E, 3] of tokens as runs of the sampled rows among them; sample_rows: [P], ascending."""
+    ends = np.searchsorted(sample_rows, runs[:, :2])
+    return np.column_stack([ends, runs[:, 2]])[ends[:, 0] < ends[:, 1]].astype(np.int64)
+
+
+def token_slots(runs: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
+    """[T] adapter slot of each token of the runs [E, 3], and 0 for the others."""
+    slots = np.zeros(num_tokens, np.int64)
+    for first, end, adapter_slot in runs.tolist():
+        slots[first:end] = adapter_slot
+    return slots
+
+
+def _sorted_rows(adapter: LoraAdapter, name: str) -> tuple[NDArray[np.int64], Floats]:
+    token_ids, rows = adapter.token_rows[name]
+    order = np.argsort(token_ids)
+    return np.array(token_ids, np.int64)[order], np.ascontiguousarray(rows[order])
+
+
+def _padded(values: Floats) -> Floats:
+    out = np.zeros(-(-len(values) // PANEL) * PANEL, np.float32)
+    out[: len(values)] = values
+    return out

@@ -1,0 +1,1 @@
+"""The norms of rows of W + BA, for DoRA."""

@@ -1,0 +1,1 @@
+"""What an adapter does to rows beside its low-rank deltas."""
