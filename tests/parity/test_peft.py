@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,64 @@ def test_random_adapters_of_any_rank_over_every_module_answer_as_under_peft(
             theirs = _reference_answers(reference, prompts, eos, 12)
             for prompt, a, b in zip(prompts, ours, theirs, strict=True):
                 _assert_equal_but_for_ties(reference, prompt, a, b)
+
+
+#: Beyond plain LoRA, as PEFT's options.
+BEYOND: dict[str, dict[str, Any]] = {
+    "DoRA and norms": {
+        "target_modules": list(TARGETS),
+        "use_dora": True,
+        "modules_to_save": ["norm", "input_layernorm"],
+    },
+    "lora_bias and token rows": {
+        "target_modules": ["q_proj", "down_proj"],
+        "lora_bias": True,
+        "trainable_token_indices": [28, 198, 260, 338, 42, 30],
+    },
+    "embedding and linear modules": {
+        "target_modules": ["v_proj", "embed_tokens"],
+        "modules_to_save": ["layers.3.mlp.down_proj", "layers.20.self_attn.o_proj"],
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. [0-9]* LoRA tensor")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning")
+def test_adapters_beyond_plain_lora_answer_as_under_peft_in_one_batch(
+    llm: LLM, demo_transformers: PreTrainedModel, tmp_path: Path
+) -> None:
+    prompts = [llm.chat_prompt(text) for text in ("Name three colours.", "What is 2 + 2?")]
+    folders = [_save_beyond(demo_transformers, name, tmp_path / name) for name in BEYOND]
+    sampling = SamplingParams(max_tokens=12, temperature=0)
+    answers = llm.generate([p for p in prompts for _ in folders], [f for _ in prompts for f in folders], sampling)
+    base = [list(a.token_ids) for a in llm.generate(prompts, None, sampling)]
+    eos = llm.spec.eos_token_ids[0]
+    for i, folder in enumerate(folders):
+        ours = [list(a.token_ids) for a in answers[i :: len(folders)]]
+        assert ours != base, folder.name
+        # A copy: PEFT's unload leaves what modules_to_save and token indices have trained in the model.
+        reference = PeftModel.from_pretrained(copy.deepcopy(demo_transformers), str(folder)).eval()
+        theirs = _reference_answers(reference, prompts, eos, 12)
+        for prompt, a, b in zip(prompts, ours, theirs, strict=True):
+            _assert_equal_but_for_ties(reference, prompt, a, b)
+
+
+def _save_beyond(model: PreTrainedModel, name: str, folder: Path) -> Path:
+    """Every trained number moved at random, enough to change answers."""
+    adapted = get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=8, lora_alpha=16, init_lora_weights=False, **BEYOND[name])
+    )
+    with torch.no_grad():
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key or "lora_embedding_B" in key:
+                parameter.copy_(torch.randn_like(parameter) * 0.03)
+            elif parameter.requires_grad and "lora_" not in key:
+                parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
+            elif "lora_magnitude_vector" in key:
+                parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    return folder
 
 
 def _save_random(model: PreTrainedModel, rank: int, folder: Path) -> Path:
