@@ -66,6 +66,7 @@ class Ingress:
             loop.create_task(watched.follow(), context=contextvars.Context()) for watched in (self._registry, placed)
         ]
         await self._store.call("preload")
+        await self._registry.complete()  # or the first requests would find no adapter
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """New limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""

@@ -63,11 +63,6 @@ class ServiceProcess:
             time.sleep(0.3)
         raise AssertionError(f"not healthy after {timeout_s:g} s:\n{self.tail()}")
 
-    @property
-    def ray_address(self) -> str:
-        """The service's own cluster, whatever other clusters run on this machine."""
-        return (self.folder / "ray" / "ray_current_cluster").read_text().strip()
-
     def tail(self, num_chars: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-num_chars:]
 

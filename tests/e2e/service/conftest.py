@@ -96,7 +96,7 @@ def handle(service: Service) -> Iterator[Callable[..., Any]]:
         from ray import serve
         from ray.serve import schema  # noqa: F401
 
-    ray.init(address=service.process.ray_address, namespace="tests", log_to_driver=False, logging_level="ERROR")
+    ray.init(address="auto", namespace="tests", log_to_driver=False, logging_level="ERROR")
     app = serve.get_app_handle("polylora")
 
     def call(method: str, *args: Any, **kwargs: Any) -> Any:

@@ -144,10 +144,7 @@ async def test_placement_and_store_may_die(service: Service) -> None:
 
 
 def test_another_ray_job_uses_the_handle(service: Service) -> None:
-    environment = service.process.environment | {
-        "RAY_SERVE_ENABLE_HA_PROXY": "0",
-        "RAY_ADDRESS": service.process.ray_address,
-    }
+    environment = service.process.environment | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
     result = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "ray_job.py"), "the quick", "r8"],
         env=environment,
