@@ -19,7 +19,7 @@ from app.engine.errors import CheckpointError
 from app.engine.models.gguf_file import GgufFile
 from app.engine.models.names import canonical_gguf_name
 from app.engine.models.rope import rope_spec
-from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec, checked_num_layers
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -78,7 +78,7 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         max_positions=max_positions,
         norm_eps=_positive(keys, "attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in file.tensors,
-        layers=(LayerSpec(attention, mlp),) * _integer(keys, "block_count"),
+        layers=(LayerSpec(attention, mlp),) * checked_num_layers(_integer(keys, "block_count")),
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos_token_ids(file),
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from app.engine.errors import CheckpointError
 from app.engine.models.rope import rope_spec
-from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, checked_num_layers
 
 _READ = """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
@@ -73,7 +73,7 @@ def spec_from_config(
         )
     _check_keys(config, family, str(model_type))
     hidden_size = _positive(config, "hidden_size")
-    num_layers = _positive(config, "num_hidden_layers")
+    num_layers = checked_num_layers(_positive(config, "num_hidden_layers"))
     num_heads = _positive(config, "num_attention_heads")
     num_kv_heads = _positive(config, "num_key_value_heads", family.default_kv_heads or num_heads)
     head_dim = _head_dim(config, family, hidden_size, num_heads)

@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from app.engine.errors import CheckpointError
+
+MAX_LAYERS = 1_000  # the deepest published decoders have some 130
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -88,3 +92,10 @@ class ModelSpec:
             "up_proj": (self.hidden_size, mlp.intermediate_size),
             "down_proj": (mlp.intermediate_size, self.hidden_size),
         }[target]
+
+
+def checked_num_layers(num_layers: int) -> int:
+    """`num_layers` itself; CheckpointError where building so many would exhaust memory before a name is checked."""
+    if num_layers > MAX_LAYERS:
+        raise CheckpointError(f"the model claims {num_layers} layers; at most {MAX_LAYERS} are read. Is it damaged?")
+    return num_layers

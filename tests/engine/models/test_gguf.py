@@ -251,3 +251,15 @@ def test_a_damaged_file_is_an_error_and_never_a_crash(tmp_path: Path) -> None:
         except CheckpointError:
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("num_layers", [1 << 16, 1 << 31])
+def test_more_layers_than_memory_holds_are_refused_at_once(tmp_path: Path, num_layers: int) -> None:
+    write_gguf(tmp_path / "m.gguf", random_model(CONFIGS["llama-tied"]))
+    whole = bytearray((tmp_path / "m.gguf").read_bytes())
+    key = b"llama.block_count"
+    value = whole.index(key) + len(key) + 4  # behind the key stands the value's type, uint32
+    whole[value : value + 4] = num_layers.to_bytes(4, "little")
+    (tmp_path / "m.gguf").write_bytes(whole)
+    with pytest.raises(CheckpointError, match=f"claims {num_layers} layers"):
+        load_checkpoint(tmp_path / "m.gguf")

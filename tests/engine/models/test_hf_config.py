@@ -236,3 +236,8 @@ def test_layer_types_that_do_not_fit_are_refused(kinds: list[str]) -> None:
     config = {**saved(Qwen3Config(**SIZES)), "layer_types": kinds}
     with pytest.raises(CheckpointError, match=r"layer.type"):
         spec_from_config(config, "tiny", "00")
+
+
+def test_more_layers_than_memory_holds_are_refused_at_once() -> None:
+    with pytest.raises(CheckpointError, match="claims 2147483648 layers"):
+        spec_from_config({**saved(LlamaConfig(**SIZES)), "num_hidden_layers": 1 << 31}, "tiny", "00")
