@@ -23,6 +23,8 @@ from app.config import AdaptersConfig, AppConfig
 from app.deployments.adapter_library import AdapterLibrary, open_library
 from app.deployments.adapter_store import AdapterStore
 from app.deployments.registry.books import open_registry
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import TARGETS, LoraAdapter
@@ -82,10 +84,14 @@ class _Service:
         self.library: AdapterLibrary = open_library(adapters, checkpoint.spec, served_features(config), counts)
         self.registry = open_registry(adapters, checkpoint.spec.digest)
         self.store: AdapterStore[PackedAdapter] = AdapterStore(
-            self.registry.catalog, self.library, _host_copy, max_bytes=host_bytes, counts=counts
+            self.library, _host_copy, max_bytes=host_bytes, counts=counts
         )
+        self.lifecycle = Lifecycle(self.registry, self.store)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)
+
+    async def register(self, name: str, source: str) -> CatalogEntry:
+        return (await self.lifecycle.load_and_wait(name, source))[1]
 
     async def adapter(self, ref: AdapterRef) -> LoraAdapter:
         return unpack_adapter(*await self.store.fetch(ref))
@@ -133,13 +139,13 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
     apply_s, rows_s, remove_s = [], [], []
     for index, path in enumerate(folders):
         started_s = time.perf_counter()
-        entry = await service.store.register(path.name, str(path))
+        entry = await service.register(path.name, str(path))
         adapter = await service.adapter(entry.ref)
         service.first_token(f"r{index}", entry.ref, adapter)
         apply_s.append(time.perf_counter() - started_s)
         rows_s.append(_timed(lambda adapter=adapter: service.backend.write_adapter(1, 0, adapter)))
         started_s = time.perf_counter()
-        await service.store.unregister(path.name)
+        await service.lifecycle.end_unload(await service.lifecycle.begin_unload(path.name))
         assert service.drop(entry.ref.digest) > 0
         remove_s.append(time.perf_counter() - started_s)
     service.close()
@@ -181,7 +187,7 @@ async def _many(settings: Settings, checkpoint: Checkpoint, folder: Path) -> str
     )
     service = _Service(checkpoint, folder, config, host_bytes)
     started_s = time.perf_counter()
-    entries = await asyncio.gather(*(service.store.register(f"a{i}", f"a{i}") for i in range(settings.num_adapters)))
+    entries = await asyncio.gather(*(service.register(f"a{i}", f"a{i}") for i in range(settings.num_adapters)))
     registered_s = time.perf_counter() - started_s
     weights = [1 / (index + 1) for index in range(settings.num_adapters)]
     wanted = rng.choices(entries, weights, k=settings.num_requests)

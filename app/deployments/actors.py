@@ -21,22 +21,22 @@ from app.deployments.adapter_store import AdapterStore
 from app.deployments.base_model import open_checkpoint
 from app.deployments.metrics import StoreMetrics
 from app.deployments.placement import PlacementBooks, PlacementTable, ReplicaReport, make_policy
-from app.deployments.published import Published, Version
+from app.deployments.published import Changes, Published, Version
 from app.deployments.ray_calls import NamedActor
 from app.deployments.registry.books import open_registry
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.entries import Generation
+from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.view import Entry, Key
 from app.deployments.tiers import TIERS
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.packing import PackedAdapter
 from app.engine.loading import served_features
 
-#: How long "loaded" waits for every ingress to know it.
-SETTLE_TIMEOUT_S = 5.0
 REBALANCE_INTERVAL_S = 1.0
 
 
 class AdapterStoreActor:
-    """The registry and the machine's copies of the adapters (`AdapterStore`, `Catalog`)."""
+    """The registry and the machine's copies of the adapters (`Lifecycle`, `AdapterStore`)."""
 
     def __init__(self, config_json: str) -> None:
         config = AppConfig.model_validate_json(config_json)
@@ -50,32 +50,33 @@ class AdapterStoreActor:
 
         registry = open_registry(config.adapters, spec.digest)
         self._store = AdapterStore(
-            registry.catalog,
             library,
             put,
             max_bytes=config.adapters.host_cache_bytes,
             policy=config.adapters.host_eviction,
             counts=counts,
             trusted=config.adapters.signing.trusted,
-            reserved_names=(config.model.name,),
         )
-        self._published = Published(tuple(self._store.entries()))
+        self._journal = registry.journal
+        self._catalog = registry.catalog
+        self._lifecycle = Lifecycle(registry, self._store, reserved_names=(config.model.name,))
         self._preload = config.adapters.preload
         self._preloading: asyncio.Task[None] | None = None
 
-    async def register(self, name: str, source: str) -> CatalogEntry:
-        """Returns when every ingress knows the name: a request that comes after the answer finds it."""
-        entry = await self._store.register(name, source)
-        await self._publish()
-        return entry
+    async def manage(self, method: str, *args: Any, **options: Any) -> Any:
+        """A method of `Lifecycle`. What it changes every ingress knows when it returns."""
+        return await getattr(self._lifecycle, method)(*args, **options)
 
-    async def unregister(self, name: str) -> CatalogEntry:
-        entry = await self._store.unregister(name)
-        await self._publish()
-        return entry
+    async def journal(self, method: str, *args: Any, **options: Any) -> Any:
+        """A method of `Journal`."""
+        return await asyncio.to_thread(getattr(self._journal, method), *args, **options)
+
+    async def generations(self, name: str, **options: Any) -> list[Generation]:
+        return await asyncio.to_thread(self._catalog.generations, name, **options)
 
     async def preload(self) -> None:
         """Register the configured adapters, once however many ingresses ask."""
+        self._lifecycle.resume()
         if self._preloading is None or (self._preloading.done() and self._preloading.exception() is not None):
             self._preloading = asyncio.create_task(self._register_all())
         await asyncio.shield(self._preloading)
@@ -89,19 +90,16 @@ class AdapterStoreActor:
 
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
-    ) -> tuple[Version, tuple[CatalogEntry, ...]] | None:
-        return await self._published.newer(held, watcher_id, timeout_s)
+    ) -> tuple[Version, Changes[Key, Entry]] | None:
+        self._lifecycle.resume()
+        return await self._lifecycle.table.newer(held, watcher_id, timeout_s)
 
     async def stats(self) -> dict[str, dict[str, float]]:
         return {tier: self._store.counts.of(tier) for tier in TIERS}
 
     async def _register_all(self) -> None:
-        await asyncio.gather(*(self._store.register(adapter.name, adapter.path) for adapter in self._preload))
-        await self._publish()
-
-    async def _publish(self) -> None:
-        self._published.publish(tuple(self._store.entries()))
-        await self._published.settled(SETTLE_TIMEOUT_S)
+        loads = (self._lifecycle.load_and_wait(item.name, item.path, who="config") for item in self._preload)
+        await asyncio.gather(*loads)
 
 
 class PlacementActor:

@@ -1,6 +1,6 @@
 """Adapters in host memory: one read per source, one copy per machine.
 
-In: names to register, digests to fetch. Out: catalog entries, and handles to packed adapters. However
+In: sources to read, digests to fetch. Out: their facts, and handles to packed adapters. However
 many ask at once, each source is read once and each digest is put once; a slow source delays only those
 who asked for it: reading happens in threads, a few per source, and nobody waits for another's. The cache is
 bounded in bytes (`eviction`); what was evicted comes from the machine's disk or its source again and must
@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from app.config import NAME_PATTERN
 from app.deployments.adapter_library import LocatedAdapter
 from app.deployments.eviction import BoundedSet, EvictionPolicy
 from app.deployments.quarantine import Quarantine
-from app.deployments.registry.catalog import Catalog
-from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry
+from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.trusted_keys import TrustedKeys
-from app.engine.errors import AdapterMismatch, AdapterTooLarge, InvalidRequest, PolyloraError
+from app.engine.errors import AdapterMismatch, AdapterTooLarge, PolyloraError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,25 +58,21 @@ class _Kept(NamedTuple, Generic[T]):
 
 
 class AdapterStore(Generic[T]):
-    """Host cache and registry. All methods run on one event loop; only `read` and `put` leave it."""
+    """Host cache. All methods run on one event loop; only `read` and `put` leave it."""
 
     def __init__(
         self,
-        catalog: Catalog,
         library: Library,
         put: Callable[[PackedAdapter], T],
         *,
         max_bytes: int,
         policy: EvictionPolicy = "lru",
         counts: TierCounts | None = None,
-        reserved_names: Sequence[str] = (),
         quarantine: Quarantine | None = None,
         trusted: TrustedKeys = TrustedKeys(),  # noqa: B008  (frozen)
     ) -> None:
-        self._catalog = catalog
         self._library = library
         self._put = put
-        self._reserved_names = frozenset(reserved_names)
         self._far = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
         self._near = ThreadPoolExecutor(len(_NEAR_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
         self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -98,44 +91,20 @@ class AdapterStore(Generic[T]):
     def cached_digests(self) -> tuple[str, ...]:
         return tuple(self._kept)
 
-    def entries(self) -> list[CatalogEntry]:
-        return self._catalog.entries()
+    async def load(self, source: str, tenant_id: str = DEFAULT_TENANT) -> ReadAdapter:
+        """Read the adapter at `source`, whatever may be cached of it, and keep it.
 
-    async def register(self, name: str, source: str, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry:
-        """Read the adapter at `source` and give it a name. Re-registering a name replaces its meaning.
-
-        Raises InvalidRequest for a name that cannot be one, AdapterUntrusted for a tenant that does not trust
-        who signed it, and whatever reading raises.
+        Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust who signed it.
         """
-        if not re.fullmatch(NAME_PATTERN, name):
-            raise InvalidRequest(
-                f"adapter name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
-                "beginning with a letter or digit",
-                param="lora_name",
-            )
-        if name in self._reserved_names:
-            raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="lora_name")
         uri, card, _, signer = await self._from_source(source)
         if self._trusted.matter:
             self._trusted.check(tenant_id, signer, f"the adapter at {uri}")
         self._quarantine.clear(card.digest)
-        return await asyncio.to_thread(
-            self._catalog.register,
-            name,
-            uri,
-            card.digest,
-            max_rank=card.max_rank,
-            size_bytes=card.size_bytes,
-            tenant_id=tenant_id,
-        )
+        return ReadAdapter(uri, card)
 
-    async def unregister(self, name: str) -> CatalogEntry:
-        """Forget a name. Raises NotFound, AdapterBusy."""
-        entry = await asyncio.to_thread(self._catalog.drain, name)
-        await asyncio.to_thread(self._catalog.drained, entry.ref)
-        if all(other.ref.digest != entry.ref.digest for other in self.entries()):
-            self.lost(entry.ref.digest)
-        return entry
+    def forget(self, digest: str) -> None:
+        """Free the copy: no name means these contents any more."""
+        self.lost(digest)
 
     async def fetch(self, ref: AdapterRef) -> T:
         """The packed adapter with this digest.

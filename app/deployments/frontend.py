@@ -112,19 +112,19 @@ class Job:
 
 
 class Frontend:
-    """One per ingress process. `registry` gives the adapters as they are registered now."""
+    """One per ingress process. `resolve` says what a name means now; its key chooses among an alias's targets."""
 
     def __init__(
         self,
         model: TextModel,
         base_name: str,
-        registry: Callable[[], Mapping[str, AdapterRef]],
+        resolve: Callable[[str, str], AdapterRef | None],
         source: StreamSource,
         limits: LimitsConfig,
     ) -> None:
         self._model = model
         self._base_name = base_name
-        self._registry = registry
+        self._resolve = resolve
         self._source = source
         self.limits = limits
 
@@ -132,10 +132,11 @@ class Frontend:
     def text_model(self) -> TextModel:
         return self._model
 
-    def find_adapter(self, model: str, lora_path: str | None = None) -> AdapterRef | None:
+    def find_adapter(self, model: str, lora_path: str | None = None, user: str | None = None) -> AdapterRef | None:
         """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>") and `lora_path`.
 
-        `lora_path` is a registered name, never a path. None is the base. Raises NotFound, InvalidRequest.
+        `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
+        the same one, and a request without a user to any. None is the base. Raises NotFound, InvalidRequest.
         """
         base, colon, adapter_name = model.partition(":")
         if model == self._base_name:
@@ -149,7 +150,7 @@ class Frontend:
                 )
         if chosen is None:
             return None
-        ref = self._registry().get(chosen)
+        ref = self._resolve(chosen, secrets.token_hex(8) if user is None else f"user {user}")
         if ref is None:
             raise NotFound(
                 f"there is no model or adapter {(model if lora_path is None else lora_path)[:160]!r}; "
@@ -159,7 +160,7 @@ class Frontend:
 
     async def chat(self, body: ChatCompletionRequest) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
-        ref = self.find_adapter(body.model, body.lora_path)
+        ref = self.find_adapter(body.model, body.lora_path, body.user)
         messages = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in body.messages
@@ -171,7 +172,7 @@ class Frontend:
 
     async def completion(self, body: CompletionRequest) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
-        ref = self.find_adapter(body.model, body.lora_path)
+        ref = self.find_adapter(body.model, body.lora_path, body.user)
         prompts = body.prompts
         self._check_sequences(len(prompts) * body.n)
         token_ids = [await self._prompt_ids(prompt) for prompt in prompts]

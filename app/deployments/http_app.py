@@ -20,22 +20,25 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.deployments.answers import Answer, AnswerFormat, usage_body
 from app.deployments.frontend import Frontend, Job
-from app.deployments.http_errors import BodyTooLarge, ClientGone, InvalidJson, error_answer
+from app.deployments.http_errors import ClientGone, error_answer
+from app.deployments.http_io import PageQuery, page_body, page_query, read_json
+from app.deployments.management import Management
+from app.deployments.management_routes import add_management_routes
 from app.deployments.openai_schema import (
-    BodyT,
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
-    LoadAdapterBody,
-    RegisterAdapterBody,
-    UnloadAdapterBody,
     parse_body,
 )
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.entries import AliasEntry, CatalogEntry
+from app.deployments.registry.view import Entry, RegistryView
 from app.engine.errors import NotFound, NotReady, PolyloraError
 from app.engine.request import Usage
 
 T = TypeVar("T")
+
+#: Which adapter answered, "name@generation": an alias may have chosen it.
+ADAPTER_HEADER = "X-Polylora-Adapter"
 
 
 class HttpService(Protocol):
@@ -47,15 +50,15 @@ class HttpService(Protocol):
     @property
     def base_name(self) -> str: ...
 
-    def adapters(self) -> Sequence[CatalogEntry]: ...
+    @property
+    def registry(self) -> RegistryView: ...
+
+    @property
+    def management(self) -> Management: ...
 
     def is_ready(self) -> bool: ...
 
     def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None: ...
-
-    async def load_adapter(self, name: str, path: str) -> CatalogEntry: ...
-
-    async def unload_adapter(self, name: str) -> CatalogEntry: ...
 
 
 def make_app(service: HttpService) -> FastAPI:
@@ -73,7 +76,7 @@ def make_app(service: HttpService) -> FastAPI:
     app.add_exception_handler(PolyloraError, refuse)
     _add_openai_routes(app, service)
     _add_generate_route(app, service)
-    _add_adapter_routes(app, service)
+    add_management_routes(app, service)
 
     @app.get("/health")
     async def health() -> Response:
@@ -86,14 +89,16 @@ def make_app(service: HttpService) -> FastAPI:
 
 def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
     @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": model_list(service)})
+    async def models(request: Request) -> Response:
+        return JSONResponse(model_page(service, page_query(request)))
 
     @app.get("/v1/models/{name}")
     async def model(name: str) -> Response:
-        for entry in model_list(service):
-            if entry["id"] == name or f"{service.base_name}:{entry['id']}" == name:
-                return JSONResponse(entry)
+        entry = service.registry.find(name.removeprefix(f"{service.base_name}:"))
+        if entry is not None:
+            return JSONResponse(model_of(service, entry))
+        if name == service.base_name:
+            return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
     @app.post("/v1/chat/completions")
@@ -127,10 +132,12 @@ async def _respond(
         token_bytes=model.token_bytes,
         want_logprobs=want_logprobs,
     )
+    adapter = job.requests[0].adapter
+    headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
     if not body.stream:
         answers = await while_connected(request, job.answers())
         service.observe(route, 200, job, [answer.usage for answer in answers])
-        return JSONResponse(answer_format.body(answers, job.num_per_prompt))
+        return JSONResponse(answer_format.body(answers, job.num_per_prompt), headers=headers)
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     usages: list[Usage | None] = [None] * len(job.requests)
     events = _events(job, answer_format, include_usage, usages)
@@ -152,7 +159,8 @@ async def _respond(
         finally:
             service.observe(route, status, job, usages)
 
-    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    headers["Cache-Control"] = "no-cache"
+    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
 async def _events(
@@ -202,59 +210,17 @@ def generate_result(job: Job, index: int, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _add_adapter_routes(app: FastAPI, service: HttpService) -> None:
-    async def body_of(kind: type[BodyT], request: Request) -> BodyT:
-        return parse_body(kind, await read_json(request, service.frontend.limits.max_body_bytes))
-
-    @app.post("/v1/load_lora_adapter")
-    async def load(request: Request) -> Response:
-        body = await body_of(LoadAdapterBody, request)
-        return JSONResponse(adapter_body(await service.load_adapter(body.lora_name, body.lora_path)))
-
-    @app.post("/v1/unload_lora_adapter")
-    async def unload(request: Request) -> Response:
-        body = await body_of(UnloadAdapterBody, request)
-        return JSONResponse(adapter_body(await service.unload_adapter(body.lora_name)) | {"status": "unloaded"})
-
-    @app.get("/v1/loras")
-    async def adapters() -> Response:
-        return JSONResponse({"object": "list", "data": [adapter_body(entry) for entry in service.adapters()]})
-
-    @app.post("/v1/loras")
-    async def register(request: Request) -> Response:
-        body = await body_of(RegisterAdapterBody, request)
-        return JSONResponse(adapter_body(await service.load_adapter(body.name, body.path)), status_code=201)
-
-    @app.get("/v1/loras/{name}")
-    async def adapter(name: str) -> Response:
-        for entry in service.adapters():
-            if entry.ref.name == name:
-                return JSONResponse(adapter_body(entry))
-        raise NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
-
-    @app.delete("/v1/loras/{name}")
-    async def delete(name: str) -> Response:
-        return JSONResponse(adapter_body(await service.unload_adapter(name)) | {"status": "unloaded"})
+def model_page(service: HttpService, page: PageQuery) -> dict[str, Any]:
+    """The base, then adapters and aliases by name."""
+    data = [base_model(service)] if page.after is None else []
+    after = None if page.after == service.base_name else page.after
+    found = service.registry.page((CatalogEntry, AliasEntry), limit=page.limit - len(data), after=after)
+    data += [model_of(service, entry) for entry in found.entries]
+    return page_body(data, has_more=found.has_more)
 
 
-def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
-    """One adapter as the management routes show it."""
+def base_model(service: HttpService) -> dict[str, Any]:
     return {
-        "id": entry.ref.name,
-        "object": "lora",
-        "digest": entry.ref.digest,
-        "generation": entry.ref.generation,
-        "path": entry.ref.uri,
-        "max_rank": entry.max_rank,
-        "size_bytes": entry.size_bytes,
-        "created": int(entry.registered_s),
-        "status": "registered",
-    }
-
-
-def model_list(service: HttpService) -> list[dict[str, Any]]:
-    """The base and its adapters, as vLLM lists them: an adapter's `parent` is the base, `root` its contents."""
-    base = {
         "id": service.base_name,
         "object": "model",
         "created": 0,
@@ -263,31 +229,22 @@ def model_list(service: HttpService) -> list[dict[str, Any]]:
         "parent": None,
         "max_model_len": service.frontend.text_model.max_context,
     }
-    adapters = [
-        {
-            "id": entry.ref.name,
-            "object": "model",
-            "created": int(entry.registered_s),
-            "owned_by": "polylora",
-            "root": entry.ref.uri,
-            "parent": service.base_name,
-        }
-        for entry in service.adapters()
-    ]
-    return [base, *adapters]
 
 
-async def read_json(request: Request, max_bytes: int) -> object:
-    """The body, decoded. Raises BodyTooLarge as soon as the limit is passed, InvalidJson."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise BodyTooLarge(f"the body is longer than limits.max_body_bytes {max_bytes}")
-    try:
-        return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise InvalidJson(f"the body is not JSON: {str(error)[:200] or type(error).__name__}") from error
+def model_of(service: HttpService, entry: Entry) -> dict[str, Any]:
+    """As vLLM lists them: an adapter's `parent` is the base, `root` its contents; an alias's, its main target."""
+    if isinstance(entry, AliasEntry):
+        created, root = entry.updated_s, max(entry.targets, key=lambda target: target.weight).name
+    else:
+        created, root = entry.registered_s, entry.ref.uri
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": int(created),
+        "owned_by": "polylora",
+        "root": root,
+        "parent": service.base_name,
+    }
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -309,19 +266,6 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:80]!r} is given twice")
-    return values
 
 
 def _sse(body: Mapping[str, Any]) -> str:

@@ -10,29 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.config import AppConfig, LimitsConfig
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_text
-from app.deployments.dispatch import Dispatcher, ReplicaGone, ReplicaUnreachable, Stream
+from app.deployments.dispatch import Dispatcher, Stream
 from app.deployments.frontend import Frontend, Job
-from app.deployments.http_app import adapter_body, generate_result, make_app
+from app.deployments.http_app import generate_result, make_app
+from app.deployments.management import Management
+from app.deployments.management_routes import adapter_body
 from app.deployments.metrics import IngressMetrics
 from app.deployments.openai_schema import GenerateBody, parse_body
 from app.deployments.placement import PlacementTable, make_policy
 from app.deployments.registry.entries import CatalogEntry
-from app.deployments.serve_transport import Registry, ServePlacer, ServeTransport, Watched
-from app.engine.adapters.card import AdapterRef
+from app.deployments.registry.view import RegistryView
+from app.deployments.serve_transport import ServePlacer, ServeTransport, Watched, WatchedRegistry
+from app.engine.errors import NotReady
 from app.engine.request import Usage
-
-logger = logging.getLogger(__name__)
 
 
 @serve.ingress()
@@ -47,9 +48,8 @@ class Ingress:
         self._store = store_actor(config)
         placement = placement_actor(config)
         self._metrics = IngressMetrics()
-        self._refs: dict[str, AdapterRef] = {}
-        self._registry: Registry = Watched(self._store, ingress_id, (), self._take_registry)
-        placed: Watched[PlacementTable] = Watched(placement, ingress_id, PlacementTable(), lambda _: None)
+        self._registry = WatchedRegistry(self._store, ingress_id, self._count_adapters)
+        placed: Watched[PlacementTable] = Watched(placement, ingress_id, PlacementTable())
         self._transport = ServeTransport(engines)
         self._placer = ServePlacer(placement, placed)
         self._dispatcher = Dispatcher(
@@ -59,14 +59,15 @@ class Ingress:
             admit=self._admit,
             replica_wait_s=config.limits.replica_wait_s,
         )
+        self.management = Management(self._ask_store, self._transport, lambda: self._placer.table)
         text = await asyncio.to_thread(open_text, config)
-        self.frontend = Frontend(text, self.base_name, lambda: self._refs, self._dispatcher.stream, config.limits)
+        self.frontend = Frontend(text, self.base_name, self.registry.resolve, self._dispatcher.stream, config.limits)
         loop = asyncio.get_running_loop()
         self._watchers = [
             loop.create_task(watched.follow(), context=contextvars.Context()) for watched in (self._registry, placed)
         ]
         await self._store.call("preload")
-        await self._registry.complete()  # or the first requests would find no adapter
+        await self._registry.complete.wait()  # or the first requests would find no adapter
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """New limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""
@@ -106,13 +107,14 @@ class Ingress:
         self.observe("handle", 200, job, [usage])
 
     async def list_adapters(self) -> list[dict[str, Any]]:
-        return [adapter_body(entry) for entry in self.adapters()]
+        found = self.registry.page((CatalogEntry,), limit=self.registry.num_adapters)
+        return [adapter_body(entry) for entry in found.entries if isinstance(entry, CatalogEntry)]
 
     async def load(self, name: str, path: str) -> dict[str, Any]:
-        return adapter_body(await self.load_adapter(name, path))
+        return adapter_body((await self.management.load_and_wait(name, path, who="handle"))[1])
 
     async def unload(self, name: str) -> dict[str, Any]:
-        return adapter_body(await self.unload_adapter(name))
+        return adapter_body((await self.management.unload(name, who="handle"))[1])
 
     async def replica_stats(self) -> list[dict[str, Any]]:
         """Counts of every engine replica on the table: for tests and operators."""
@@ -122,8 +124,9 @@ class Ingress:
 
     # -- what the HTTP routes need (`HttpService`) ------------------------------------------------------
 
-    def adapters(self) -> Sequence[CatalogEntry]:
-        return self._registry.value
+    @property
+    def registry(self) -> RegistryView:
+        return self._registry.view
 
     def is_ready(self) -> bool:
         return bool(self._dispatcher.usable_loads())
@@ -137,24 +140,6 @@ class Ingress:
             is_adapter=first is not None and first.adapter is not None,
             usages=usages,
         )
-
-    async def load_adapter(self, name: str, path: str) -> CatalogEntry:
-        """Register an adapter; when this returns, every ingress serves it."""
-        entry: CatalogEntry = await self._store.call("register", name, path)
-        return entry
-
-    async def unload_adapter(self, name: str) -> CatalogEntry:
-        """Forget a name, then free its rows on every replica once no sequence uses them."""
-        entry: CatalogEntry = await self._store.call("unregister", name)
-        if all(other.ref.digest != entry.ref.digest for other in self.adapters()):
-            await asyncio.gather(*(self._drop(replica_id, entry) for replica_id in self._placer.table.replicas))
-        return entry
-
-    async def _drop(self, replica_id: str, entry: CatalogEntry) -> None:
-        try:
-            await self._transport.drop_adapter(replica_id, entry.ref.digest)
-        except (ReplicaGone, ReplicaUnreachable) as error:
-            logger.info("no rows to free: %s", error)  # they went with the replica
 
     # -- inner parts --------------------------------------------------------------------------------
 
@@ -172,9 +157,14 @@ class Ingress:
         error: Exception | None = await self._place_batch(stream)
         return error
 
-    def _take_registry(self, entries: Sequence[CatalogEntry]) -> None:
-        self._refs = {entry.ref.name: entry.ref for entry in entries}
-        self._metrics.adapters(len(entries))
+    async def _ask_store(self, method: str, *args: Any, **options: Any) -> Any:
+        try:
+            return await self._store.call(method, *args, **options)
+        except RayActorError as error:
+            raise NotReady("the adapter store is restarting; ask again", retry_after_s=2) from error
+
+    def _count_adapters(self) -> None:
+        self._metrics.adapters(self.registry.num_adapters)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         app = make_app(self)

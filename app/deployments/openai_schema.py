@@ -17,7 +17,7 @@ from app.engine.errors import InvalidRequest, UnsupportedField
 
 #: Accepted and ignored: none of these can change the answer's tokens.
 INERT = frozenset({
-    "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "service_tier",
 })  # fmt: skip
 
@@ -39,16 +39,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False  # inert: OpenAI's padding against traffic analysis
 
 
-class SamplingFields(_Body):
+class SamplingFields(Body):
     """Fields every generating route shares. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
 
     temperature: float = Field(default=1.0, ge=0, le=2)
@@ -81,6 +81,7 @@ class _OpenAIFields(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     lora_path: str | None = None
+    user: str | None = None  # an alias sends equal users to the same adapter; changes nothing else
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:
@@ -89,12 +90,12 @@ class _OpenAIFields(SamplingFields):
         return self
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """`developer` is OpenAI's newer word for `system` and is treated as such."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -157,7 +158,7 @@ class GenerateSampling(SamplingFields):
         return self.max_new_tokens or self.max_tokens or 128
 
 
-class GenerateBody(_Body):
+class GenerateBody(Body):
     """`/generate`: one text or a list; `lora_path` is one name for all, or a list as long as the texts."""
 
     text: str | list[str]
@@ -182,20 +183,6 @@ class GenerateBody(_Body):
     @property
     def adapters(self) -> list[str | None]:
         return self.lora_path if isinstance(self.lora_path, list) else [self.lora_path] * len(self.texts)
-
-
-class LoadAdapterBody(_Body):
-    lora_name: str
-    lora_path: str
-
-
-class UnloadAdapterBody(_Body):
-    lora_name: str
-
-
-class RegisterAdapterBody(_Body):
-    name: str
-    path: str
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)

@@ -1,9 +1,9 @@
-"""A value that one process owns and many watch.
+"""Values and tables that one process owns and many watch.
 
-In: `publish(value)`. Out: every watcher's pending call returns at once with the new value; a watcher
-that was away gets the newest, never a stale one. Asking for what comes after version v tells the
-owner that the watcher holds v, which lets the owner wait until everybody does: "loaded" can then
-mean that every ingress knows.
+In: `publish`. Out: every watcher's pending call returns at once with what is new; a watcher that was away
+gets the newest, never a stale one. Asking for what comes after version v tells the owner that the watcher
+holds v, which lets the owner wait until everybody does: "loaded" can then mean that every ingress knows.
+A value is sent whole; of a table only the rows that changed are sent, in pages.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from bisect import bisect_right
+from collections.abc import Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
+
+#: Rows of a table that are sent at once: some hundred kilobytes, so that a large table does not hold up its owner.
+MAX_PAGE = 5000
 
 
 class Version(NamedTuple):
@@ -23,14 +30,52 @@ class Version(NamedTuple):
     number: int
 
 
-class Published(Generic[T]):
-    """The owner's side: one asyncio loop, no threads."""
+class _Owner:
+    """Who holds which version, and waiting for either side. One asyncio loop, no threads."""
 
-    def __init__(self, value: T) -> None:
-        self._value = value
+    def __init__(self) -> None:
         self._version = Version(uuid.uuid4().hex, 0)
         self._news = asyncio.Event()
         self._held: dict[str, tuple[Version, float]] = {}
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Wait until every living watcher holds the present version. False if one did not say so in time."""
+        target, deadline_s = self._version, time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if all(held.epoch != target.epoch or held.number >= target.number for held in self._living()):
+                return True
+            await asyncio.sleep(0.002)
+        return False
+
+    def _living(self) -> list[Version]:
+        """What each watcher held when it last asked; one that has not asked for long is gone."""
+        now_s = time.monotonic()
+        self._held = {watcher: held for watcher, held in self._held.items() if held[1] > now_s}
+        return [version for version, _ in self._held.values()]
+
+    def _advance(self, by: int) -> None:
+        self._version = self._version._replace(number=self._version.number + by)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _wait(self, held: Version | None, watcher_id: str, timeout_s: float) -> bool:
+        """Whether there is something that the watcher does not hold."""
+        if held is not None:
+            self._held[watcher_id] = (held, time.monotonic() + 2 * timeout_s)
+        if held == self._version:
+            try:
+                await asyncio.wait_for(self._news.wait(), timeout_s)
+            except TimeoutError:
+                return False
+        return True
+
+
+class Published(_Owner, Generic[T]):
+    """A value, sent whole."""
+
+    def __init__(self, value: T) -> None:
+        super().__init__()
+        self._value = value
 
     @property
     def current(self) -> tuple[Version, T]:
@@ -38,28 +83,69 @@ class Published(Generic[T]):
 
     def publish(self, value: T) -> None:
         self._value = value
-        self._version = self._version._replace(number=self._version.number + 1)
-        self._news.set()
-        self._news = asyncio.Event()
+        self._advance(1)
 
     async def newer(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, T] | None:
         """The newest value as soon as it differs from `held`; None when nothing came within the timeout."""
-        if held is not None:
-            self._held[watcher_id] = (held, time.monotonic() + 2 * timeout_s)
-        if held == self._version:
-            try:
-                await asyncio.wait_for(self._news.wait(), timeout_s)
-            except TimeoutError:
-                return None
-        return self._version, self._value
+        return self.current if await self._wait(held, watcher_id, timeout_s) else None
 
-    async def settled(self, timeout_s: float) -> bool:
-        """Wait until every living watcher holds the present version. False if one did not say so in time."""
-        target, deadline_s = self._version, time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            now_s = time.monotonic()
-            self._held = {watcher: held for watcher, held in self._held.items() if held[1] > now_s}
-            if all(held[0].epoch != target.epoch or held[0].number >= target.number for held in self._held.values()):
-                return True
-            await asyncio.sleep(0.002)
-        return False
+
+class Changes(NamedTuple, Generic[K, V]):
+    """Rows to take over; None is a row that is gone. `is_first`: forget what you had. `is_last`: no more for now."""
+
+    rows: tuple[tuple[K, V | None], ...]
+    is_first: bool
+    is_last: bool
+
+
+class PublishedTable(_Owner, Generic[K, V]):
+    """A table, sent by its changes. Each change has a number; a version is the number of the last one held.
+
+    `_log` lists (number, key) in order; only a key's newest number counts. It is rewritten when half of it
+    is stale, and then forgets removals that every watcher knows; `_floor` is the newest of those: whoever
+    holds less has missed one and starts anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: dict[K, tuple[int, V | None]] = {}
+        self._log: list[tuple[int, K]] = []
+        self._floor = 0
+
+    def publish(self, changes: Mapping[K, V | None]) -> None:
+        if not changes:
+            return
+        number = self._version.number
+        for key, value in changes.items():
+            number += 1
+            self._rows[key] = (number, value)
+            self._log.append((number, key))
+        self._advance(len(changes))
+        if len(self._log) > 2 * len(self._rows) + 1000:
+            self._rewrite()
+
+    async def newer(
+        self, held: Version | None, watcher_id: str, timeout_s: float
+    ) -> tuple[Version, Changes[K, V]] | None:
+        """A page of what `held` lacks, as soon as there is something; None when nothing came within the timeout."""
+        if not await self._wait(held, watcher_id, timeout_s):
+            return None
+        is_first = held is None or held.epoch != self._version.epoch or held.number < self._floor
+        after = 0 if is_first or held is None else held.number
+        rows: list[tuple[K, V | None]] = []
+        for number, key in self._log[bisect_right(self._log, after, key=lambda item: item[0]) :]:
+            newest, value = self._rows.get(key, (0, None))
+            if newest != number:
+                continue  # changed again later
+            if len(rows) == MAX_PAGE:
+                return self._version._replace(number=after), Changes(tuple(rows), is_first, False)
+            rows.append((key, value))
+            after = number
+        return self._version, Changes(tuple(rows), is_first, True)
+
+    def _rewrite(self) -> None:
+        known = min((held.number for held in self._living() if held.epoch == self._version.epoch), default=0)
+        forgotten = [key for key, (number, value) in self._rows.items() if value is None and number <= known]
+        for key in forgotten:
+            self._floor = max(self._floor, self._rows.pop(key)[0])
+        self._log = sorted(((number, key) for key, (number, _) in self._rows.items()), key=lambda item: item[0])

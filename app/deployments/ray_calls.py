@@ -37,10 +37,10 @@ class NamedActor:
         self._args = args
         self._handle: Any = None
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method. Raises RayActorError while the actor is away."""
         try:
-            return await unwrapped(getattr(self._actor(), method).remote(*args))
+            return await unwrapped(getattr(self._actor(), method).remote(*args, **options))
         except RayActorError:
             self._handle = None  # it may have been removed on purpose: the next call looks it up again
             raise

@@ -17,9 +17,9 @@ from ray.serve.handle import DeploymentHandle
 
 from app.deployments.dispatch import Frame, ReplicaGone
 from app.deployments.placement import PlacementTable
-from app.deployments.published import Version
+from app.deployments.published import Changes, Version
 from app.deployments.ray_calls import NamedActor, unwrapped
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.view import Entry, Key, RegistryView
 from app.engine.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -76,14 +76,35 @@ class ServeTransport:
             raise ReplicaGone(f"replica {replica_id}: {type(error).__name__}") from error
 
 
-class Watched(Generic[T]):
-    """An actor's published value, followed for as long as this process lives."""
+class _Follower:
+    """An actor's news, followed for as long as this process lives."""
 
-    def __init__(self, actor: NamedActor, watcher_id: str, empty: T, on_news: Callable[[T], None]) -> None:
+    def __init__(self, actor: NamedActor, watcher_id: str) -> None:
         self._actor = actor
         self._watcher_id = watcher_id
-        self._on_news = on_news
         self._held: Version | None = None
+
+    async def follow(self) -> None:
+        """Runs until cancelled. While the actor is away what was last heard stands."""
+        while True:
+            try:
+                news = await self._actor.call("watch", self._held, self._watcher_id, WATCH_TIMEOUT_S)
+            except RayActorError as error:
+                logger.warning("%s; keeping the last table", type(error).__name__)
+                await asyncio.sleep(0.5)
+                continue
+            if news is not None:
+                self._take(*news)
+
+    def _take(self, version: Version, news: Any) -> None:
+        raise NotImplementedError
+
+
+class Watched(_Follower, Generic[T]):
+    """A value that is sent whole."""
+
+    def __init__(self, actor: NamedActor, watcher_id: str, empty: T) -> None:
+        super().__init__(actor, watcher_id)
         self._news = asyncio.Event()
         self.value = empty
 
@@ -92,7 +113,6 @@ class Watched(Generic[T]):
         if self._held is not None and self._held.epoch == version.epoch and self._held.number >= version.number:
             return
         self._held, self.value = version, value
-        self._on_news(value)
         self._news.set()
         self._news = asyncio.Event()
 
@@ -107,17 +127,25 @@ class Watched(Generic[T]):
         except TimeoutError:
             return
 
-    async def follow(self) -> None:
-        """Runs until cancelled. While the actor is away the last value stands."""
-        while True:
-            try:
-                news = await self._actor.call("watch", self._held, self._watcher_id, WATCH_TIMEOUT_S)
-            except RayActorError as error:
-                logger.warning("%s; keeping the last table", type(error).__name__)
-                await asyncio.sleep(0.5)
-                continue
-            if news is not None:
-                self.take(*news)
+    def _take(self, version: Version, news: T) -> None:
+        self.take(version, news)
+
+
+class WatchedRegistry(_Follower):
+    """The registry's table, copied by its changes into `view`. `complete` is set when there is nothing to catch up."""
+
+    def __init__(self, actor: NamedActor, watcher_id: str, on_news: Callable[[], None]) -> None:
+        super().__init__(actor, watcher_id)
+        self._on_news = on_news
+        self.view = RegistryView()
+        self.complete = asyncio.Event()
+
+    def _take(self, version: Version, news: Changes[Key, Entry]) -> None:
+        self._held = version
+        self.view.apply(news.rows, is_first=news.is_first)
+        self._on_news()
+        if news.is_last:
+            self.complete.set()
 
 
 class ServePlacer:
@@ -146,6 +174,3 @@ class ServePlacer:
             await self._actor.call("gone", replica_id)
         except RayActorError as error:
             logger.warning("placement is away (%s); it will miss the replica's reports instead", type(error).__name__)
-
-
-Registry = Watched[tuple[CatalogEntry, ...]]

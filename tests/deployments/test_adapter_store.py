@@ -1,35 +1,21 @@
-"""The host cache and the registry: one read however many ask, generations that only rise, memory that is bounded."""
+"""The host cache: one read however many ask, memory that is bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from app.deployments.adapter_library import LocatedAdapter
 from app.deployments.adapter_store import MAX_READERS, MAX_READERS_PER_LANE, AdapterStore
-from app.deployments.published import Published
 from app.deployments.quarantine import FIRST_S, Quarantine
-from app.deployments.registry.catalog import Catalog
-from app.deployments.registry.database import Database, sqlite_url
+from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import PackedAdapter, pack_adapter
-from app.engine.errors import (
-    AdapterFormatError,
-    AdapterMismatch,
-    AdapterQuarantined,
-    AdapterTooLarge,
-    InvalidRequest,
-    NotFound,
-)
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge
 from tests.fakes import fake_adapter
-
-
-def open_catalog(folder: Path) -> Catalog:
-    return Catalog(Database(sqlite_url(folder / "c.sqlite"), "base"))
 
 
 class Sources:
@@ -71,10 +57,16 @@ def sources() -> Sources:
 
 
 @pytest.fixture
-def store(tmp_path: Path, sources: Sources) -> Iterator[AdapterStore[str]]:
-    store = AdapterStore(open_catalog(tmp_path), sources, sources.put, max_bytes=100, reserved_names=["base"])
+def store(sources: Sources) -> Iterator[AdapterStore[str]]:
+    store = AdapterStore(sources, sources.put, max_bytes=100)
     yield store
     store.close()
+
+
+async def load(store: AdapterStore[str], name: str) -> AdapterRef:
+    """Read it and give it a name, as the registry does."""
+    uri, card = await store.load(name)
+    return AdapterRef(name, card.digest, uri=uri)
 
 
 def add(sources: Sources, name: str, *, size: int = 40, as_name: str | None = None) -> LoraAdapter:
@@ -86,7 +78,7 @@ def add(sources: Sources, name: str, *, size: int = 40, as_name: str | None = No
 async def test_simultaneous_first_requests_read_once(store: AdapterStore[str], sources: Sources) -> None:
     adapter = add(sources, "a")
     sources.gates["a"] = threading.Event()
-    tasks = [asyncio.create_task(store.register("a", "a")) for _ in range(20)]
+    tasks = [asyncio.create_task(load(store, "a")) for _ in range(20)]
     while not sources.reads:
         await asyncio.sleep(0.001)
     tasks[3].cancel()
@@ -96,7 +88,7 @@ async def test_simultaneous_first_requests_read_once(store: AdapterStore[str], s
     assert len(entries) == 19
     assert sources.reads == ["a"]
     assert sources.puts == [adapter.card.digest]
-    handles = await asyncio.gather(*(store.fetch(entries[0].ref) for _ in range(10)))
+    handles = await asyncio.gather(*(store.fetch(entries[0]) for _ in range(10)))
     assert set(handles) == {f"handle-{adapter.card.digest}"}
     assert sources.reads == ["a"]
 
@@ -108,12 +100,12 @@ async def test_slow_sources_delay_only_their_own_lane(store: AdapterStore[str], 
         add(sources, f"slow{index}", size=10)
         sources.gates[f"slow{index}"] = gate
     add(sources, "fast", size=10)
-    slow = [asyncio.create_task(store.register(f"slow{index}", f"slow{index}")) for index in range(9)]
+    slow = [asyncio.create_task(load(store, f"slow{index}")) for index in range(9)]
     while len(sources.reads) < MAX_READERS_PER_LANE:
         await asyncio.sleep(0.001)
-    entry = await store.register("fast", "fast")
-    store.lost(entry.ref.digest)
-    await store.fetch(entry.ref)
+    entry = await load(store, "fast")
+    store.lost(entry.digest)
+    await store.fetch(entry)
     assert not any(task.done() for task in slow)
     assert len(sources.reads) == MAX_READERS_PER_LANE + 2
     gate.set()
@@ -131,10 +123,10 @@ async def test_what_is_near_never_waits_for_what_is_far(
         add(sources, name, size=1)
         sources.gates[name] = gate
     add(sources, "near", size=10)
-    far = [asyncio.create_task(store.register(name, name)) for name in names]
+    far = [asyncio.create_task(load(store, name)) for name in names]
     while len(sources.reads) < MAX_READERS:
         await asyncio.sleep(0.001)
-    ref = (await store.register("near", "near")).ref
+    ref = await load(store, "near")
     store.lost(ref.digest)
     await store.fetch(ref)
     assert not any(task.done() for task in far)
@@ -148,18 +140,18 @@ async def test_whoever_registers_after_an_overwrite_gets_the_new_contents(
     """Even while the old contents are still being read for somebody else."""
     old = add(sources, "a", as_name="old")
     sources.gates["a"] = threading.Event()
-    first = asyncio.create_task(store.register("x", "a"))
+    first = asyncio.create_task(load(store, "a"))
     while not sources.reads:
         await asyncio.sleep(0.001)
     old_gate = sources.gates.pop("a")
     sources.versions["a"] = "2"
     new = add(sources, "b", as_name="new")
     sources.contents["a"], kept = new, sources.contents["a"]
-    second = await store.register("y", "a")
-    assert second.ref.digest == new.card.digest
+    second = await load(store, "a")
+    assert second.digest == new.card.digest
     sources.contents["a"] = kept
     old_gate.set()
-    assert (await first).ref.digest == old.card.digest
+    assert (await first).digest == old.card.digest
 
 
 async def test_memory_is_bounded_and_evicted_adapters_are_read_again(
@@ -168,7 +160,7 @@ async def test_memory_is_bounded_and_evicted_adapters_are_read_again(
     refs = []
     for name in "abc":
         add(sources, name)
-        refs.append((await store.register(name, name)).ref)
+        refs.append(await load(store, name))
     assert store.cached_bytes <= 100
     assert refs[0].digest not in store.cached_digests
     await store.fetch(refs[0])
@@ -177,39 +169,39 @@ async def test_memory_is_bounded_and_evicted_adapters_are_read_again(
     assert refs[1].digest not in store.cached_digests, "the least recently used went"
     add(sources, "huge", size=101)
     with pytest.raises(AdapterTooLarge, match=r"101 bytes.*100"):
-        await store.register("huge", "huge")
+        await load(store, "huge")
 
 
 async def test_contents_that_changed_behind_the_name_are_refused(store: AdapterStore[str], sources: Sources) -> None:
     add(sources, "a")
-    first = await store.register("a", "a")
-    store.lost(first.ref.digest)
+    first = await load(store, "a")
+    store.lost(first.digest)
     add(sources, "a", as_name="other")
     with pytest.raises(AdapterMismatch, match="register it again"):
-        await store.fetch(first.ref)
-    second = await store.register("a", "a")
-    assert second.ref.generation == first.ref.generation + 1
-    assert second.ref.digest != first.ref.digest
+        await store.fetch(first)
+    second = await load(store, "a")
+    assert second.digest != first.digest
 
 
-async def test_equal_contents_keep_their_digest_under_any_name(store: AdapterStore[str], sources: Sources) -> None:
+async def test_equal_contents_are_kept_once(store: AdapterStore[str], sources: Sources) -> None:
     add(sources, "a", as_name="same")
     add(sources, "b", as_name="same")
-    one, two = await store.register("x", "a"), await store.register("y", "b")
-    assert one.ref.digest == two.ref.digest
+    one, two = await store.load("a"), await store.load("b")
+    assert one.card.digest == two.card.digest
+    assert (one.uri, two.uri) == ("/canonical/a", "/canonical/b")
     assert len(sources.puts) == 1
-    await store.unregister("x")
-    assert one.ref.digest in store.cached_digests, "the other name still needs it"
-    await store.unregister("y")
-    assert one.ref.digest not in store.cached_digests
+    store.forget(one.card.digest)
+    assert store.cached_bytes == 0
+    with pytest.raises(AdapterFormatError):
+        await store.load("broken")
 
 
-async def test_a_failing_adapter_is_read_once_until_its_time_has_come(tmp_path: Path, sources: Sources) -> None:
+async def test_a_failing_adapter_is_read_once_until_its_time_has_come(sources: Sources) -> None:
     now_s = [0.0]
     quarantine = Quarantine(lambda: now_s[0])
-    store = AdapterStore(open_catalog(tmp_path), sources, sources.put, max_bytes=100, quarantine=quarantine)
+    store = AdapterStore(sources, sources.put, max_bytes=100, quarantine=quarantine)
     add(sources, "a")
-    ref = (await store.register("a", "a")).ref
+    ref = await load(store, "a")
     store.lost(ref.digest)
     del sources.contents["/canonical/a"]
     sources.reads.clear()
@@ -226,52 +218,7 @@ async def test_a_failing_adapter_is_read_once_until_its_time_has_come(tmp_path: 
         await store.fetch(ref)
     assert len(sources.reads) == 2
     add(sources, "a")
-    assert (await store.register("a", "a")).ref == ref
+    assert await load(store, "a") == ref
     store.lost(ref.digest)
     assert await store.fetch(ref) == f"handle-{ref.digest}", "registered again, it is tried at once"
     store.close()
-
-
-async def test_names_and_failures(store: AdapterStore[str], sources: Sources) -> None:
-    add(sources, "a")
-    for name in ("", "../a", "a/b", "a:b", ".a", "x" * 129, "a\n", "é", "base"):
-        with pytest.raises(InvalidRequest):
-            await store.register(name, "a")
-    with pytest.raises(AdapterFormatError):
-        await store.register("a", "broken")
-    with pytest.raises(NotFound):
-        await store.unregister("a")
-    assert store.entries() == []
-
-
-async def test_the_registry_survives(tmp_path: Path, sources: Sources) -> None:
-    add(sources, "a")
-    for expected in (1, 1, 2):
-        store = AdapterStore(open_catalog(tmp_path), sources, sources.put, max_bytes=100)
-        if expected == 2:
-            await store.unregister("a")
-        entry = await store.register("a", "a")
-        assert entry.ref.generation == expected, "a removed name that returns is a new generation"
-        store.close()
-    again = open_catalog(tmp_path)
-    assert [entry.ref for entry in again.entries()] == [entry.ref]
-
-
-async def test_watchers_get_news_at_once_and_the_owner_knows_when_all_have_it() -> None:
-    published = Published("zero")
-    version, value = await published.newer(None, "w", 1) or (None, None)
-    assert value == "zero"
-    waiting = asyncio.create_task(published.newer(version, "w", 5))
-    await asyncio.sleep(0)
-    published.publish("one")
-    settled = asyncio.create_task(published.settled(5))
-    news = await waiting
-    assert news is not None
-    assert news[1] == "one"
-    await asyncio.sleep(0.02)
-    assert not settled.done(), "it was sent, not yet confirmed"
-    following = asyncio.create_task(published.newer(news[0], "w", 60))
-    assert await settled
-    following.cancel()
-    published.publish("two")
-    assert not await published.settled(0.05), "a living watcher that does not ask holds it up"

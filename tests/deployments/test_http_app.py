@@ -4,104 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
-from app.config import LimitsConfig
-from app.deployments.frontend import Frontend, Job, derived_seed
-from app.deployments.http_app import make_app
+from app.deployments.frontend import derived_seed
 from app.deployments.openai_schema import INERT, NEUTRAL
-from app.deployments.registry.entries import CatalogEntry
-from app.engine.adapters.card import AdapterRef
-from app.engine.errors import NotFound, UnsafeSource
-from app.engine.request import Usage
-from tests.deployments.fleet import Fleet
-from tests.fakes import fake_adapter
-
-
-class Letters:
-    """A vocabulary of 61 characters, one token each."""
-
-    max_context = 128
-    vocab_size = 61
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) % 61 for character in text]
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode("".join(f"{message['role']}:{message['content']}|" for message in messages))
-
-    def decoder(self) -> Letters:
-        return self
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        return "".join(self.token_text(token_id) for token_id in token_ids)
-
-    def flush(self) -> str:
-        return ""
-
-    def token_text(self, token_id: int) -> str:
-        return chr(65 + token_id)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.token_text(token_id).encode()
-
-
-class Service:
-    """`HttpService` over a fleet of one."""
-
-    base_name = "base"
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        adapter = fake_adapter("sql", 8)
-        fleet.adapters[adapter.card.digest] = adapter
-        self.refs = {"sql": AdapterRef("sql", adapter.card.digest, uri="/roots/sql")}
-        self.dispatcher = fleet.dispatcher(replica_wait_s=0.2)
-        self.observed: list[tuple[str, int]] = []
-        limits = LimitsConfig(max_body_bytes=20_000, max_sequences=4, request_timeout_s=5)
-        self.frontend = Frontend(Letters(), "base", lambda: self.refs, self.dispatcher.stream, limits)
-
-    def adapters(self) -> Sequence[CatalogEntry]:
-        return [CatalogEntry(ref, 8, 64, 0.0) for ref in self.refs.values()]
-
-    def is_ready(self) -> bool:
-        return bool(self.dispatcher.usable_loads())
-
-    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None:  # noqa: ARG002
-        self.observed.append((route, status))
-
-    async def load_adapter(self, name: str, path: str) -> CatalogEntry:
-        if ".." in path:
-            raise UnsafeSource(f"{path!r} leaves the roots")
-        self.refs[name] = AdapterRef(name, self.refs["sql"].digest, uri=path)
-        return CatalogEntry(self.refs[name], 8, 64, 0.0)
-
-    async def unload_adapter(self, name: str) -> CatalogEntry:
-        if name not in self.refs:
-            raise NotFound(f"no adapter {name!r}")
-        return CatalogEntry(self.refs.pop(name), 8, 64, 0.0)
-
-
-@pytest_asyncio.fixture
-async def service() -> AsyncIterator[Service]:
-    fleet = Fleet(1)
-    service = Service(fleet)
-    yield service
-    await service.dispatcher.close()
-    fleet.stop()
-
-
-@pytest_asyncio.fixture
-async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
-        yield client
-
+from tests.deployments.http_service import Service
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
 LEGACY = {"model": "base", "prompt": "hi", "max_tokens": 6, "ignore_eos": True}
@@ -243,23 +153,6 @@ async def test_generate_keeps_order_and_counts(http: httpx.AsyncClient) -> None:
     assert single["meta_info"]["lora"] == "sql"
 
 
-async def test_models_and_management(http: httpx.AsyncClient) -> None:
-    loaded = await http.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": "new"})
-    assert loaded.status_code == 200
-    assert (await http.post("/v1/loras", json={"name": "two", "path": "two"})).status_code == 201
-    listed = {item["id"]: item for item in (await http.get("/v1/models")).json()["data"]}
-    assert set(listed) == {"base", "sql", "new", "two"}
-    assert (listed["new"]["parent"], listed["new"]["root"]) == ("base", "new")
-    assert (await http.get("/v1/models/base:sql")).json()["id"] == "sql"
-    assert (await http.get("/v1/models/x")).status_code == 404
-    assert len((await http.get("/v1/loras")).json()["data"]) == 3
-    assert (await http.delete("/v1/loras/new")).status_code == 200
-    assert (await http.get("/v1/loras/new")).status_code == 404
-    assert (await http.post("/v1/unload_lora_adapter", json={"lora_name": "new"})).status_code == 404
-    assert (await http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "../x"})).status_code == 403
-    assert (await http.post("/v1/load_lora_adapter", json={"lora_name": "x"})).status_code == 400
-
-
 async def test_without_a_replica_nothing_is_ready(http: httpx.AsyncClient, service: Service) -> None:
     assert (await http.get("/health")).status_code == 200
     service.fleet.known_gone.append("replica-0")
@@ -282,7 +175,7 @@ async def test_a_full_queue_is_429_also_for_a_stream(http: httpx.AsyncClient, se
 async def test_a_bug_is_a_500_that_tells_nothing(
     http: httpx.AsyncClient, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.refs = None  # type: ignore[assignment]
+    service.managed.view = None  # type: ignore[assignment]
     answer = await http.post("/v1/completions", json=LEGACY | {"model": "sql"})
     assert answer.status_code == 500
     assert "NoneType" not in answer.text

@@ -46,10 +46,12 @@ class Catalog:
         who: str = DEFAULT_TENANT,
         pinned: bool | None = None,
         traffic_weight: float | None = None,
+        source: str | None = None,
     ) -> CatalogEntry:
         """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
 
-        `pinned` and `traffic_weight` None: as they were. Raises InvalidRequest if an alias has the name.
+        `pinned` and `traffic_weight` None: as they were. `source` is how the caller called the place.
+        Raises InvalidRequest if an alias has the name.
         """
         key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
@@ -70,6 +72,7 @@ class Catalog:
             before: Mapping[Any, Any] = {} if old is None or is_back else old
             values = contents | {
                 "state": State.LOADED,
+                "source": uri if source is None else source,
                 "owner": before.get("owner", who),
                 "pinned": before.get("pinned", False) if pinned is None else pinned,
                 "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
@@ -194,6 +197,25 @@ class Catalog:
                 ],
             )
 
+    def note_residency(self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str]) -> None:
+        """A replica's device holds these digests, or holds them no more: an event for each name that means them."""
+        changes = [(digest, "loaded to device") for digest in loaded]
+        changes += [(digest, "unloaded from device") for digest in unloaded]
+        if not changes:
+            return
+        query = select(adapters).where(
+            adapters.c.base_digest == self._base, adapters.c.digest.in_([digest for digest, _ in changes])
+        )
+        with self._database.write() as connection:
+            rows = connection.execute(query).mappings().all()
+            news = [
+                NewEvent(event, row["name"], row["tenant_id"], row["generation"], digest, replica_id=replica_id)
+                for digest, event in changes
+                for row in rows
+                if row["digest"] == digest
+            ]
+            record_events(connection, self._base, news)
+
     def hot(self, limit: int) -> list[CatalogEntry]:
         """Registered adapters by last use, the hottest first; each digest once."""
         query = (
@@ -243,4 +265,5 @@ def _entry(row: Mapping[Any, Any]) -> CatalogEntry:
         row["pinned"],
         row["traffic_weight"],
         row["last_used_s"],
+        row["source"],
     )

@@ -19,15 +19,17 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DataError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import NullPool
 
-from app.engine.errors import ConfigError, NotReady
+from app.engine.errors import ConfigError, InvalidRequest, NotReady
 
 #: How long a call waits for another's transaction.
 LOCK_TIMEOUT_S = 30.0
 #: Connections to PostgreSQL kept open. Calls come from a few threads of one process.
 POOL_SIZE = 4
+#: A reason may quote a file: this much of it is kept.
+MAX_TEXT = 2000
 #: "polylora" as a number: PostgreSQL's lock that writers of all our registries in one database take turns with.
 _WRITER_LOCK = 0x706F6C796C6F7261
 
@@ -69,13 +71,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent view. Raises NotReady while the database does not answer."""
+        """One consistent view. Raises NotReady while the database does not answer, InvalidRequest for no text."""
         with self._transaction(writes=False) as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Nobody else writes meanwhile. Raises NotReady while the database does not answer."""
+        """Nobody else writes meanwhile. Raises as `read`."""
         with self._transaction(writes=True) as connection:
             yield connection
 
@@ -115,6 +117,8 @@ class Database:
             raise NotReady(
                 f"the registry's database at {self.address} does not answer: {error.orig}", retry_after_s=5
             ) from error
+        except (DataError, UnicodeEncodeError) as error:
+            raise InvalidRequest("a text has characters that no database keeps (NUL, half a surrogate)") from error
 
     def _end(self, connection: Connection, how: str) -> None:
         if self._is_sqlite:
@@ -123,6 +127,11 @@ class Database:
             connection.commit()
         else:
             connection.rollback()
+
+
+def storable(text: str) -> str:
+    """Words for people as every database keeps them, at most `MAX_TEXT` characters."""
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def sqlite_url(path: Path) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.card import AdapterCard, AdapterRef
 
 DEFAULT_TENANT = "default"
 
@@ -37,7 +37,10 @@ FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One name and what it means now. `last_used_s` is as of the last time the entry was read."""
+    """One name and what it means now. `source` is how whoever loaded it called `ref.uri`.
+
+    `last_used_s` is as of the last time the entry was read.
+    """
 
     ref: AdapterRef
     max_rank: int
@@ -47,6 +50,7 @@ class CatalogEntry:
     pinned: bool = False
     traffic_weight: float = 1.0
     last_used_s: float | None = None
+    source: str = ""
 
     @property
     def name(self) -> str:
@@ -55,6 +59,13 @@ class CatalogEntry:
     @property
     def tenant_id(self) -> str:
         return self.ref.tenant_id
+
+
+class ReadAdapter(NamedTuple):
+    """An adapter that was read and is in host memory: its canonical place and its facts."""
+
+    uri: str
+    card: AdapterCard
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from sqlalchemy import delete, insert, select, update
 
-from app.deployments.registry.database import Database
+from app.deployments.registry.database import Database, storable
 from app.deployments.registry.entries import DEFAULT_TENANT, FINAL_STATES, Job, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import jobs, named
@@ -92,12 +92,13 @@ class Jobs:
         reason: str | None = None,
         generation: int | None = None,
         digest: str | None = None,
+        passed: Sequence[tuple[State, float]] = (),
     ) -> Job:
-        """Write down that a job has reached a state. What is None stays as it was."""
+        """Write down that a job has reached a state, and when it passed others. What is None stays as it was."""
         after = replace(
             job,
             state=state,
-            reason=reason,
+            reason=reason and storable(reason),
             generation=job.generation if generation is None else generation,
             digest=job.digest if digest is None else digest,
             updated_s=time.time(),
@@ -114,9 +115,13 @@ class Jobs:
                     updated_s=after.updated_s,
                 )
             )
-            if state in _EVENTS:
-                event = NewEvent(_EVENTS[state], job.name, job.tenant_id, after.generation, after.digest, reason)
-                record_events(connection, self._base, [event])
+            steps = [(*step, None) for step in passed] + [(state, after.updated_s, reason)]
+            news = [
+                NewEvent(_EVENTS[step], job.name, job.tenant_id, after.generation, after.digest, detail, time_s=time_s)
+                for step, time_s, detail in steps
+                if step in _EVENTS
+            ]
+            record_events(connection, self._base, news)
         return after
 
     def get(self, job_id: str, *, tenant_id: str = DEFAULT_TENANT) -> Job | None:

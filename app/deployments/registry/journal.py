@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Table, insert, select
 
-from app.deployments.registry.database import Database
+from app.deployments.registry.database import Database, storable
 from app.deployments.registry.entries import DEFAULT_TENANT, AuditRecord, Event
 from app.deployments.registry.tables import audit, events
 
 MAX_EVENTS = 100_000
-#: A reason may quote a file: this much of it is kept.
-_MAX_TEXT = 2000
 
 
 class NewEvent(NamedTuple):
-    """An event before it is written. `event` is a phrase: "loaded to device", "registered"."""
+    """An event before it is written; `time_s` None: now. `event` is a phrase: "loaded to device", "registered"."""
 
     event: str
     name: str
@@ -32,14 +30,23 @@ class NewEvent(NamedTuple):
     digest: str | None = None
     detail: str | None = None
     replica_id: str | None = None
+    time_s: float | None = None
 
 
 def record_events(connection: Connection, base_digest: str, news: Sequence[NewEvent]) -> None:
     """Part of the caller's transaction."""
     if not news:
         return
-    added = {"base_digest": base_digest, "time_s": time.time()}
-    rows = [item._asdict() | added | {"detail": item.detail and item.detail[:_MAX_TEXT]} for item in news]
+    now_s = time.time()
+    rows = [
+        item._asdict()
+        | {
+            "base_digest": base_digest,
+            "time_s": now_s if item.time_s is None else item.time_s,
+            "detail": item.detail and storable(item.detail),
+        }
+        for item in news
+    ]
     connection.execute(insert(events), rows)
     newest = connection.scalar(select(events.c.id).order_by(events.c.id.desc()).limit(1))
     assert newest is not None, "some were written a moment ago"

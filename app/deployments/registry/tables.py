@@ -23,7 +23,7 @@ from sqlalchemy import (
 metadata = MetaData()
 
 #: One row per name that was ever registered: what it means now. `state` is LOADED, DRAINING or REMOVED;
-#: `generation` is the highest the name ever had.
+#: `generation` is the highest the name ever had; `source` is where the adapter was asked from, `uri` where it was.
 adapters = Table(
     "adapters",
     metadata,
@@ -41,6 +41,7 @@ adapters = Table(
     Column("traffic_weight", Double, nullable=False),
     Column("registered_s", Double, nullable=False),
     Column("last_used_s", Double),
+    Column("source", Text, nullable=False, server_default=""),
     Index("adapters_by_digest", "base_digest", "digest"),
 )
 

@@ -29,7 +29,7 @@ def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
         assert differences == []
-        assert context.get_current_revision() == "0002"
+        assert context.get_current_revision() == "0003"
     database.close()
 
 
@@ -96,7 +96,7 @@ def test_a_registry_made_before_revisions_is_taken_over(tmp_path: Path) -> None:
     old.close()
     registry = Registry(sqlite_url(path), "base")
     (entry,) = registry.catalog.entries()
-    assert (entry.name, entry.ref.generation, entry.ref.digest, entry.ref.uri) == ("sql", 4, "d1", "/a/sql")
+    assert (entry.name, entry.ref.generation, entry.ref.digest, entry.source) == ("sql", 4, "d1", "/a/sql")
     assert (entry.max_rank, entry.size_bytes, entry.registered_s, entry.pinned) == (16, 99, 5.0, False)
     assert registry.catalog.register("gone", "/a/g", "d2", max_rank=8, size_bytes=9).ref.generation == 8
     assert [item.ref.generation for item in registry.catalog.generations("gone")] == [8, 7]

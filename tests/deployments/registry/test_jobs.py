@@ -11,6 +11,7 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import State
 from app.deployments.registry.jobs import MAX_JOBS_PER_NAME
 from app.deployments.registry.journal import NewEvent, record_events
+from app.engine.errors import InvalidRequest
 
 
 def test_a_job_is_found_again_as_it_was_left(registry: Registry, open_again: Callable[[], Registry]) -> None:
@@ -78,3 +79,18 @@ def test_events_are_bounded(registry: Registry, monkeypatch: pytest.MonkeyPatch)
     assert [event.event for event in events] == ["f3", "e3", "f2", "e2", "f1"]
     assert events[1].replica_id == "r1"
     assert len(events[1].detail or "") == 2000
+
+
+def test_words_that_a_database_cannot_keep(registry: Registry) -> None:
+    job = registry.jobs.create("a", "load", "/a")
+    reason = "header has \0 and \ud800" + "x" * 5000
+    done = registry.jobs.advance(job, State.FAILED, reason=reason)
+    assert registry.jobs.get(job.id) == done
+    assert done.reason is not None
+    assert done.reason.startswith("header has \N{REPLACEMENT CHARACTER} and ?xx")
+    assert len(done.reason) == 2000
+    with pytest.raises(InvalidRequest, match="characters"):
+        registry.jobs.create("a", "load", "half a surrogate: \ud800")
+    for call in (registry.jobs.get, registry.jobs.latest, registry.catalog.get, registry.journal.events):
+        with pytest.raises(InvalidRequest, match="characters"):
+            call("\ud800")

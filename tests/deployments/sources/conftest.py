@@ -13,6 +13,8 @@ from app.deployments.adapter_store import AdapterStore
 from app.deployments.disk_tier import DiskTier
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry
+from app.deployments.registry.lifecycle import check_name
 from app.deployments.sources.places import Fetcher, Sources
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterCard
@@ -24,7 +26,21 @@ from tests.engine.adapters.making import peft_config, peft_tensors, random_array
 
 SPEC = tiny_spec()
 OpenLibrary = Callable[..., AdapterLibrary]
-Store = AdapterStore[PackedAdapter]
+
+
+class Store(AdapterStore[PackedAdapter]):
+    """With names, as the registry's lifecycle gives them."""
+
+    catalog: Catalog
+
+    async def register(self, name: str, source: str, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry:
+        check_name(name)
+        uri, card = await self.load(source, tenant_id)
+        facts = {"max_rank": card.max_rank, "size_bytes": card.size_bytes}
+        return self.catalog.register(name, uri, card.digest, tenant_id=tenant_id, **facts)
+
+    def entries(self) -> list[CatalogEntry]:
+        return self.catalog.entries()
 
 
 def new_adapter(folder: Path, rank: int = 2) -> tuple[dict[str, bytes], AdapterCard]:
@@ -73,8 +89,8 @@ def library(open_library: OpenLibrary) -> AdapterLibrary:
 
 @pytest_asyncio.fixture
 async def store(tmp_path: Path, library: AdapterLibrary) -> AsyncIterator[Store]:
-    catalog = Catalog(Database(sqlite_url(tmp_path / "c.sqlite"), "base"))
-    store: Store = AdapterStore(catalog, library, lambda packed: packed, max_bytes=1 << 20, counts=library.counts)
+    store = Store(library, lambda packed: packed, max_bytes=1 << 20, counts=library.counts)
+    store.catalog = Catalog(Database(sqlite_url(tmp_path / "c.sqlite"), "base"))
     yield store
     store.close()
 

@@ -64,7 +64,7 @@ async def test_a_name_loaded_again_with_new_contents_means_the_new_ones(service:
             shutil.rmtree(folder, ignore_errors=True)
             save_adapter(folder, rank=8, seed=seed)
             body = {"name": "changing", "path": "changing"}
-            seen.append((await http.post("/v1/loras", json=body)).raise_for_status().json())
+            seen.append((await http.post("/v1/loras?wait=true", json=body)).raise_for_status().json())
             answers = {await complete(client, "changing") for _ in range(3)}
             assert len(answers) == 1, "every ingress has the same meaning"
             seen[-1]["text"] = answers.pop()
@@ -72,7 +72,7 @@ async def test_a_name_loaded_again_with_new_contents_means_the_new_ones(service:
         assert second["generation"] == first["generation"] + 1
         assert second["digest"] != first["digest"]
         assert second["text"] != first["text"]
-        again = (await http.post("/v1/loras", json={"name": "changing", "path": "changing"})).json()
+        again = (await http.post("/v1/loras?wait=true", json={"name": "changing", "path": "changing"})).json()
         assert again["generation"] == second["generation"], "the same contents are the same generation"
         assert (await http.get("/v1/loras/changing")).json()["digest"] == second["digest"]
         assert (await http.delete("/v1/loras/changing")).status_code == 200
@@ -84,7 +84,7 @@ async def test_more_adapters_than_rows_all_get_their_turn(service: Service) -> N
         names = [f"wide{index}" for index in range(6)]  # 6 * 48 (64 after rounding) rows on replicas of 128
         for index, name in enumerate(names):
             save_adapter(service.loras / name, rank=48, seed=200 + index)
-            (await http.post("/v1/loras", json={"name": name, "path": name})).raise_for_status()
+            (await http.post("/v1/loras?wait=true", json={"name": name, "path": name})).raise_for_status()
         together = await asyncio.gather(*(complete(client, name) for name in names * 3))
         alone = [await complete(client, name) for name in names]
         assert together == alone * 3
@@ -96,7 +96,7 @@ async def test_more_adapters_than_rows_all_get_their_turn(service: Service) -> N
 async def test_unloading_frees_the_rows(service: Service, handle: Callable[..., Any]) -> None:
     save_adapter(service.loras / "freed", rank=8, seed=77)
     async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=60) as http:
-        digest = (await http.post("/v1/loras", json={"name": "freed", "path": "freed"})).json()["digest"]
+        digest = (await http.post("/v1/loras?wait=true", json={"name": "freed", "path": "freed"})).json()["digest"]
         await complete(client, "freed")
         assert sum(digest in stats["residents"] for stats in handle("replica_stats")) == 1, "on one replica"
         (await http.delete("/v1/loras/freed")).raise_for_status()
@@ -127,4 +127,7 @@ def test_what_a_client_may_not_load(service: Service) -> None:
         for name in ("../x", "a:b", "", "tiny", "x" * 129, "a/b"):
             answer = http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "r8"})
             assert answer.status_code == 400, (name, answer.text)
-        assert http.get("/v1/loras/mine").status_code == 404
+        assert all(item["id"] != "mine" for item in http.get("/v1/loras").json()["data"])
+        shown = http.get("/v1/loras/mine").json()
+        assert shown["state"] == "FAILED"
+        assert "ftp" in shown["reason"]

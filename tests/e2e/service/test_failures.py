@@ -139,7 +139,7 @@ async def test_placement_and_store_may_die(service: Service) -> None:
             for _ in range(2):
                 listed = (await http.get("/v1/loras")).json()["data"]
                 assert set(RANKS) <= {entry["id"] for entry in listed}, "the registry is on disk"
-            (await http.post("/v1/loras", json={"name": "later", "path": "r8"})).raise_for_status()
+            (await http.post("/v1/loras?wait=true", json={"name": "later", "path": "r8"})).raise_for_status()
             (await http.delete("/v1/loras/later")).raise_for_status()
 
 

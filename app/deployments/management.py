@@ -1,0 +1,122 @@
+"""What may be asked of the registry, from any ingress: load, unload, alias, look.
+
+In: calls of HTTP routes and of other Ray jobs. Out: the registry's values. The registry itself lives with
+the adapter store; this class adds what only an ingress can do: free rows on the replicas, and say which
+replica holds an adapter. An unload goes on when the client that asked for it leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from app.deployments.dispatch import ReplicaGone, ReplicaUnreachable
+from app.deployments.placement import PlacementTable
+from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, Generation, Job
+from app.deployments.registry.lifecycle import Description, Unload
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StoreCall(Protocol):
+    """A method of the adapter store's actor, by name."""
+
+    def __call__(self, method: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]: ...
+
+
+class AdapterDropper(Protocol):
+    """`ServeTransport`: free an adapter's rows on a replica when no sequence uses them."""
+
+    async def drop_adapter(self, replica_id: str, digest: str) -> int: ...
+
+
+class Management:
+    """One per ingress. Every method raises NotReady while the store restarts, and what its counterpart raises."""
+
+    def __init__(self, store: StoreCall, replicas: AdapterDropper, placement: Callable[[], PlacementTable]) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._placement = placement
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def load(self, name: str, source: str, **options: Any) -> Job:
+        """Begin to load an adapter."""
+        job: Job = await self._store("manage", "load", name, source, **options)
+        return job
+
+    async def load_and_wait(self, name: str, source: str, **options: Any) -> tuple[Job, CatalogEntry]:
+        """Load an adapter; when this returns, every ingress serves it."""
+        result: tuple[Job, CatalogEntry] = await self._store("manage", "load_and_wait", name, source, **options)
+        return result
+
+    async def unload(self, name: str, *, wait: bool = True, **options: Any) -> tuple[Job, CatalogEntry]:
+        """Forget a name everywhere, then free its rows once no sequence uses them, then the host's copy."""
+        begin = self._spawn(self._store("manage", "begin_unload", name, **options))
+        drain = self._spawn(self._drain(begin))
+        unload: Unload = await asyncio.shield(begin)
+        return await asyncio.shield(drain) if wait else unload.job, unload.entry
+
+    async def configure(self, name: str, **changes: Any) -> CatalogEntry:
+        entry: CatalogEntry = await self._store("manage", "configure", name, **changes)
+        return entry
+
+    async def change_alias(self, how: str, name: str, *args: Any, **options: Any) -> AliasEntry:
+        """`how` is put, promote, rollback or remove."""
+        entry: AliasEntry = await self._store("manage", "change_alias", how, name, *args, **options)
+        return entry
+
+    async def describe(self, name: str) -> Description:
+        description: Description = await self._store("manage", "describe", name)
+        return description
+
+    async def job(self, job_id: str) -> Job:
+        job: Job = await self._store("manage", "job", job_id)
+        return job
+
+    async def generations(self, name: str) -> list[Generation]:
+        generations: list[Generation] = await self._store("generations", name)
+        return generations
+
+    async def events(self, name: str | None, *, limit: int, before: int | None) -> list[Event]:
+        events: list[Event] = await self._store("journal", "events", name, limit=limit, before=before)
+        return events
+
+    async def audit(self, name: str | None, *, limit: int, before: int | None) -> list[AuditRecord]:
+        records: list[AuditRecord] = await self._store("journal", "audit", name, limit=limit, before=before)
+        return records
+
+    def replicas_with(self, digest: str) -> list[str]:
+        """Replicas whose device holds these contents, as they last reported."""
+        replicas = self._placement().replicas
+        return sorted(replica_id for replica_id, report in replicas.items() if digest in report.resident)
+
+    async def _drain(self, begin: asyncio.Task[Unload]) -> Job:
+        unload = await begin
+        if not unload.is_shared:
+            digest = unload.entry.ref.digest
+            await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in self._placement().replicas))
+        job: Job = await self._store("manage", "end_unload", unload)
+        return job
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of our own: it goes on when the request that began it is cancelled."""
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved: nobody may have waited
+
+    async def _drop(self, replica_id: str, digest: str) -> None:
+        try:
+            await self._replicas.drop_adapter(replica_id, digest)
+        except (ReplicaGone, ReplicaUnreachable) as error:
+            logger.info("no rows to free: %s", error)  # they went with the replica

@@ -1,0 +1,317 @@
+"""From a request to load an adapter to a name that every ingress serves, and back.
+
+In: requests to load, unload, configure and alias. Out: jobs that go through the states of `entries.State`,
+and the registry as a published table. A job is written down before work on it begins, so one that a crash
+cut short is taken up by the next process. "LOADED" is written when every ingress holds the name. Loads of
+one name take effect in the order they were asked for; while a new meaning is being read, the old one
+serves, and if reading fails it stays. Reading is the store's; rows on devices are the replicas'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from app.config import NAME_PATTERN
+from app.deployments.published import PublishedTable
+from app.deployments.registry.books import Registry
+from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, CatalogEntry, Job, ReadAdapter, State
+from app.deployments.registry.view import Entry, Key
+from app.engine.errors import InvalidRequest, NotFound, PolyloraError, UnsafeSource
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+E = TypeVar("E", CatalogEntry, AliasEntry)
+
+#: How long "loaded" waits for every ingress to know it.
+SETTLE_TIMEOUT_S = 5.0
+MAX_SOURCE_CHARS = 4096
+
+
+class Store(Protocol):
+    """What the lifecycle needs of the adapter store."""
+
+    @property
+    def cached_digests(self) -> Collection[str]: ...
+
+    async def load(self, source: str, tenant_id: str) -> ReadAdapter:
+        """Read and keep an adapter. Raises what reading raises."""
+        ...
+
+    def forget(self, digest: str) -> None:
+        """No name means these contents any more."""
+        ...
+
+
+class Unload(NamedTuple):
+    """An unload that has begun. `is_shared`: another name means the same contents, so nothing is freed."""
+
+    job: Job
+    entry: CatalogEntry
+    is_shared: bool
+
+
+class Description(NamedTuple):
+    """All the registry knows of a name. `entry` is None for one that is not (or no longer) registered."""
+
+    entry: CatalogEntry | None
+    job: Job | None
+    is_on_host: bool
+
+
+class Lifecycle:
+    """Used on one event loop; the database is called in threads. `reached` may come from any thread."""
+
+    def __init__(self, registry: Registry, store: Store, *, reserved_names: Sequence[str] = ()) -> None:
+        self._registry = registry
+        self._store = store
+        self._reserved_names = frozenset(reserved_names)
+        self.table: PublishedTable[Key, Entry] = PublishedTable()
+        self._jobs: dict[str, Job] = {}  # being worked on
+        self._passed: dict[str, list[tuple[State, float]]] = {}  # states on the way: written down with the last one
+        self._tasks: dict[str, asyncio.Task[Job]] = {}
+        self._last: dict[Key, asyncio.Task[Job]] = {}  # per name, the job that was asked for last
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._resumed = False
+        self._changing = asyncio.Lock()  # the database and the table change in the same order
+        entries: list[Entry] = [*registry.catalog.entries(), *registry.aliases.entries()]
+        self.table.publish({(entry.tenant_id, entry.name): entry for entry in entries})
+
+    def resume(self) -> None:
+        """Take up what the last process left, once: loads begin again; what drained is free, its engines are gone."""
+        if self._resumed:
+            return
+        self._resumed = True
+        for entry in self._registry.catalog.draining():
+            self._registry.catalog.drained(entry.ref)
+        for job in self._registry.jobs.unfinished():
+            if job.kind == "load":
+                self._begin(job)
+            else:
+                self._registry.jobs.advance(job, State.REMOVED)
+
+    async def load(
+        self,
+        name: str,
+        source: str,
+        *,
+        pinned: bool | None = None,
+        traffic_weight: float | None = None,
+        tenant_id: str = DEFAULT_TENANT,
+        who: str = DEFAULT_TENANT,
+    ) -> Job:
+        """Begin to load; returns the job. Its generation is the one that new contents would get.
+
+        Raises InvalidRequest for a name that cannot be one, UnsafeSource for a source that cannot.
+        """
+        self._check_name(name)
+        if "\0" in source or len(source) > MAX_SOURCE_CHARS:
+            raise UnsafeSource(f"{source[:80]!r} is no place: it has a NUL or over {MAX_SOURCE_CHARS} characters")
+        self.resume()
+        present = await asyncio.to_thread(self._registry.catalog.generations, name, tenant_id=tenant_id)
+        job = await asyncio.to_thread(
+            self._registry.jobs.create,
+            name,
+            "load",
+            source,
+            pinned=pinned,
+            traffic_weight=traffic_weight,
+            tenant_id=tenant_id,
+            who=who,
+        )
+        self._begin(job)
+        return replace(job, generation=1 + (present[0].ref.generation if present else 0))
+
+    async def load_and_wait(self, name: str, source: str, **options: Any) -> tuple[Job, CatalogEntry]:
+        """`load`, and its end. Raises what made it fail."""
+        task = self._tasks[(await self.load(name, source, **options)).id]
+        job = await asyncio.shield(task)
+        entry = await asyncio.to_thread(self._registry.catalog.get, name, tenant_id=job.tenant_id)
+        if entry is None:
+            raise NotFound(f"adapter {name!r} was unloaded as soon as it was loaded")
+        return job, entry
+
+    async def begin_unload(self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT) -> Unload:
+        """Take a name out of service: when this returns no ingress knows it. `end_unload` must follow.
+
+        Raises NotFound, AdapterBusy.
+        """
+        jobs: list[Job] = []
+
+        def drain() -> CatalogEntry:
+            entry = self._registry.catalog.drain(name, tenant_id=tenant_id, who=who)
+            jobs.append(self._registry.jobs.create(name, "unload", entry.ref.uri, tenant_id=tenant_id, who=who))
+            return entry
+
+        entry = await self._change(drain, is_gone=True)
+        is_shared = await asyncio.to_thread(self._registry.catalog.is_used, entry.ref.digest)
+        return Unload(jobs[0], entry, is_shared)
+
+    async def end_unload(self, unload: Unload) -> Job:
+        """No sequence uses the adapter any more and its rows are free: free the host's copy, and be done."""
+        digest = unload.entry.ref.digest
+        if not await asyncio.to_thread(self._registry.catalog.is_used, digest):
+            self._store.forget(digest)
+        await asyncio.to_thread(self._registry.catalog.drained, unload.entry.ref)
+        return await asyncio.to_thread(
+            self._registry.jobs.advance,
+            unload.job,
+            State.REMOVED,
+            generation=unload.entry.ref.generation,
+            digest=digest,
+        )
+
+    async def configure(self, name: str, **changes: Any) -> CatalogEntry:
+        """`Catalog.configure`, known everywhere when it returns. Raises NotFound."""
+        return await self._change(self._registry.catalog.configure, name, **changes)
+
+    async def change_alias(self, how: str, name: str, *args: Any, **options: Any) -> AliasEntry:
+        """`Aliases.put`, `promote`, `rollback` or `remove`, known everywhere when it returns."""
+        self._check_name(name)
+        call: Callable[..., AliasEntry] = getattr(self._registry.aliases, how)
+        return await self._change(call, name, *args, is_gone=how == "remove", **options)
+
+    async def describe(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> Description:
+        """Raises NotFound for a name that nobody ever asked for."""
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise _unknown(name)
+        entry, job = await asyncio.gather(
+            asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id),
+            asyncio.to_thread(self._registry.jobs.latest, name, tenant_id=tenant_id),
+        )
+        if entry is None and (job is None or job.state is State.REMOVED):
+            raise _unknown(name)
+        is_on_host = entry is not None and entry.ref.digest in self._store.cached_digests
+        return Description(entry, job and self._jobs.get(job.id, job), is_on_host)
+
+    async def job(self, job_id: str, *, tenant_id: str = DEFAULT_TENANT) -> Job:
+        """A job as it stands now. Raises NotFound."""
+        running = self._jobs.get(job_id)
+        if running is not None and running.tenant_id == tenant_id:
+            return running
+        job = await asyncio.to_thread(self._registry.jobs.get, job_id, tenant_id=tenant_id)
+        if job is None:
+            raise NotFound(f"there is no job {job_id[:80]!r}")
+        return job
+
+    async def observe(
+        self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
+    ) -> None:
+        """A replica tells what its device holds now, and which digests requests have used since it last told."""
+        await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
+        await asyncio.to_thread(self._registry.catalog.note_use, used_s)
+
+    async def hot(self, limit: int) -> list[CatalogEntry]:
+        """What a new replica should hold before it is ready, hottest first."""
+        return await asyncio.to_thread(self._registry.catalog.hot, limit)
+
+    def reached(self, source: str, state: State) -> None:
+        """Reading a source has come this far: every job that waits for it has. Any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._note, source, state)
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
+        if name in self._reserved_names:
+            raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")
+
+    def _begin(self, job: Job) -> None:
+        key = (job.tenant_id, job.name)
+        self._jobs[job.id] = job
+        task = self._spawn(self._run(job.id, self._last.get(key)))
+        self._tasks[job.id] = self._last[key] = task
+
+        def end(task: asyncio.Task[Job]) -> None:
+            del self._jobs[job.id], self._tasks[job.id]
+            if self._last.get(key) is task:
+                del self._last[key]
+            if not task.cancelled():
+                task.exception()  # retrieved: nobody may have waited
+
+        task.add_done_callback(end)
+
+    async def _run(self, job_id: str, before: asyncio.Task[Job] | None) -> Job:
+        job = self._jobs[job_id]
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._note(job.source, State.DOWNLOADING, job_id)
+            uri, card = await self._store.load(job.source, job.tenant_id)
+            self._note(job.source, State.ON_HOST, job_id)
+            if before is not None:
+                await asyncio.wait([before])
+            entry = await self._change(
+                self._registry.catalog.register,
+                job.name,
+                uri,
+                card.digest,
+                max_rank=card.max_rank,
+                size_bytes=card.size_bytes,
+                tenant_id=job.tenant_id,
+                who=job.requested_by,
+                pinned=job.pinned,
+                traffic_weight=job.traffic_weight,
+                source=job.source,
+            )
+            generation, digest = entry.ref.generation, entry.ref.digest
+            return await self._advance(job_id, State.LOADED, generation=generation, digest=digest)
+        except Exception as error:
+            is_ours = isinstance(error, PolyloraError)
+            if not is_ours:
+                logger.exception("loading %s failed", job.name)
+            reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
+            await self._advance(job_id, State.FAILED, reason=reason)
+            raise
+
+    async def _advance(self, job_id: str, state: State, **what: Any) -> Job:
+        passed = self._passed.pop(job_id, ())
+        job = await asyncio.to_thread(self._registry.jobs.advance, self._jobs[job_id], state, passed=passed, **what)
+        self._jobs[job_id] = job
+        return job
+
+    def _note(self, source: str, state: State, job_id: str | None = None) -> None:
+        for job in list(self._jobs.values()):
+            if job.source == source and job_id in (None, job.id) and not job.is_done:
+                now_s = time.time()
+                self._jobs[job.id] = replace(job, state=state, updated_s=now_s)
+                self._passed.setdefault(job.id, []).append((state, now_s))
+
+    async def _change(self, call: Callable[..., E], *args: Any, is_gone: bool = False, **options: Any) -> E:
+        """Change the database and the table; returns when every ingress holds the change.
+
+        In a task of its own: a caller that leaves in between must not part the two.
+        """
+
+        async def change() -> E:
+            async with self._changing:
+                entry = await asyncio.to_thread(call, *args, **options)
+                self.table.publish({(entry.tenant_id, entry.name): None if is_gone else entry})
+            if not await self.table.settled(SETTLE_TIMEOUT_S):
+                logger.warning("an ingress did not take over a change of the registry in %g s", SETTLE_TIMEOUT_S)
+            return entry
+
+        return await asyncio.shield(self._spawn(change()))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of our own: it goes on when the call that began it is cancelled."""
+        return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidRequest for what cannot be an adapter's or an alias's name."""
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise InvalidRequest(
+            f"adapter name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit",
+            param="name",
+        )
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")

@@ -1,0 +1,103 @@
+"""The registry's process without Ray: a lifecycle over a store that reads from a dictionary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from app.deployments.placement import PlacementTable
+from app.deployments.published import Version
+from app.deployments.registry.books import Registry
+from app.deployments.registry.database import sqlite_url
+from app.deployments.registry.entries import ReadAdapter, State
+from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.view import RegistryView
+from app.engine.adapters.card import AdapterCard
+from app.engine.errors import NotFound, PolyloraError, UnsafeSource
+
+
+def card(digest: str) -> AdapterCard:
+    return AdapterCard(digest, "base", 8, ("q_proj",), "float32", 64)
+
+
+class FakeStore:
+    """`contents` maps a source to a digest, or to the error that reading it raises; `gates` hold readers up."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, str | Exception] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        self.loads: list[str] = []
+        self.cached_digests: set[str] = set()
+        self.on_read: Callable[[str, State], None] = lambda *_: None
+
+    async def load(self, source: str, tenant_id: str) -> ReadAdapter:  # noqa: ARG002
+        self.loads.append(source)
+        self.on_read(source, State.VALIDATING)
+        if source in self.gates:
+            await self.gates[source].wait()
+        if ".." in source:
+            raise UnsafeSource(f"{source!r} leaves the roots")
+        found = self.contents.get(source, NotFound(f"there is no adapter at {source!r}"))
+        if isinstance(found, Exception):
+            raise found
+        self.on_read(source, State.ON_DISK)
+        self.cached_digests.add(found)
+        return ReadAdapter(f"/roots/{source}", card(found))
+
+    def forget(self, digest: str) -> None:
+        self.cached_digests.discard(digest)
+
+
+class ManagedStore:
+    """`StoreCall` over a lifecycle in this process, and one ingress' copy of its table."""
+
+    def __init__(self, registry: Registry, store: FakeStore) -> None:
+        self.registry, self.store = registry, store
+        self.lifecycle = Lifecycle(registry, store, reserved_names=("base",))
+        store.on_read = self.lifecycle.reached
+        self.view = RegistryView()
+        self.follower = asyncio.create_task(self._follow())
+        self.dropped: list[tuple[str, str]] = []
+        self.drop_gate = asyncio.Event()
+        self.drop_gate.set()
+        self.placement = PlacementTable()
+
+    @classmethod
+    def at(cls, folder: Path) -> ManagedStore:
+        return cls(Registry(sqlite_url(folder / "registry.sqlite"), "base"), FakeStore())
+
+    async def __call__(self, method: str, *args: Any, **options: Any) -> Any:
+        if method == "manage":
+            return await getattr(self.lifecycle, args[0])(*args[1:], **options)
+        if method == "journal":
+            return getattr(self.registry.journal, args[0])(*args[1:], **options)
+        return getattr(self.registry.catalog, method)(*args, **options)
+
+    async def drop_adapter(self, replica_id: str, digest: str) -> int:
+        await self.drop_gate.wait()
+        self.dropped.append((replica_id, digest))
+        return 8
+
+    async def close(self) -> None:
+        self.follower.cancel()
+        await asyncio.gather(self.follower, return_exceptions=True)
+        self.registry.close()
+
+    async def _follow(self) -> None:
+        held: Version | None = None
+        while True:
+            news = await self.lifecycle.table.newer(held, "ingress", 10.0)
+            if news is not None:
+                held, changes = news
+                self.view.apply(changes.rows, is_first=changes.is_first)
+
+
+async def fails(work: Any) -> PolyloraError:
+    """The error of our tree that an awaitable raises."""
+    try:
+        await work
+    except PolyloraError as error:
+        return error
+    raise AssertionError("it did not fail")

@@ -1,0 +1,221 @@
+"""Jobs in every order: what is asked takes effect once, is known everywhere, and outlives the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from app.deployments.management import Management
+from app.deployments.placement import PlacementTable, ReplicaReport
+from app.deployments.registry.books import Registry
+from app.deployments.registry.entries import Job, State
+from app.engine.errors import AdapterBusy, AdapterFormatError, InvalidRequest, NotFound
+from tests.deployments.managed import FakeStore, ManagedStore, fails
+
+
+@pytest_asyncio.fixture
+async def managed(registry: Registry) -> AsyncIterator[ManagedStore]:
+    managed = ManagedStore(registry, FakeStore())
+    managed.store.contents |= {"one": "d1", "two": "d2", "same": "d1"}
+    yield managed
+    await managed.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def end_of(managed: ManagedStore, job: Job) -> Job:
+    async with asyncio.timeout(60):
+        while not (now := await managed.lifecycle.job(job.id)).is_done:
+            await asyncio.sleep(0.002)
+    return now
+
+
+async def test_a_load_goes_through_its_states(managed: ManagedStore) -> None:
+    managed.store.gates["one"] = asyncio.Event()
+    asked = await managed.lifecycle.load("sql", "one", pinned=True, traffic_weight=3.0, who="ada")
+    assert (asked.state, asked.generation) == (State.REQUESTED, 1)
+    await until(lambda: bool(managed.store.loads))
+    described = await managed.lifecycle.describe("sql")
+    await until(lambda: managed.lifecycle._jobs[asked.id].state is State.VALIDATING)
+    assert described.entry is None
+    assert managed.view.find("sql") is None
+    managed.store.gates["one"].set()
+    job = await end_of(managed, asked)
+    assert (job.state, job.generation, job.digest) == (State.LOADED, 1, "d1")
+    entry = managed.view.adapter("sql")
+    assert entry is not None, "loaded is routable"
+    assert (entry.ref.uri, entry.pinned, entry.traffic_weight, entry.owner) == ("/roots/one", True, 3.0, "ada")
+    described = await managed.lifecycle.describe("sql")
+    assert (described.entry, described.job, described.is_on_host) == (entry, job, True)
+    events = [event.event for event in reversed(managed.registry.journal.events("sql"))]
+    assert sorted(events[1:-1]) == ["downloaded to disk", "downloading", "loaded to host", "registered", "validating"]
+    assert (events[0], events[-1]) == ("requested", "routable")
+
+
+async def test_a_failed_load_keeps_its_reason_and_the_old_meaning(managed: ManagedStore) -> None:
+    lifecycle = managed.lifecycle
+    assert isinstance(await fails(lifecycle.load_and_wait("sql", "absent")), NotFound)
+    described = await lifecycle.describe("sql")
+    assert described.entry is None
+    assert described.job is not None
+    assert (described.job.state, described.job.reason) == (State.FAILED, "there is no adapter at 'absent'")
+    _, first = await lifecycle.load_and_wait("sql", "one")
+    managed.store.contents["broken"] = AdapterFormatError("tensor 'x' has NaN")
+    assert isinstance(await fails(lifecycle.load_and_wait("sql", "broken")), AdapterFormatError)
+    described = await lifecycle.describe("sql")
+    assert described.entry == first == managed.view.find("sql")
+    assert described.job is not None
+    assert described.job.reason == "tensor 'x' has NaN"
+    managed.store.contents["bug"] = ValueError("secret")
+    with pytest.raises(ValueError, match="secret"):
+        await lifecycle.load_and_wait("sql", "bug")
+    described = await lifecycle.describe("sql")
+    assert described.job is not None
+    assert "secret" not in str(described.job.reason)
+
+
+async def test_names_that_cannot_be(managed: ManagedStore) -> None:
+    for name in ("", "../a", "a/b", "a:b", ".a", "x" * 129, "a\n", "é", "base"):
+        assert isinstance(await fails(managed.lifecycle.load(name, "one")), InvalidRequest)
+        assert isinstance(await fails(managed.lifecycle.change_alias("put", name, {"sql": 1})), InvalidRequest)
+    for name in ("absent", "a\0b", "../a"):
+        assert isinstance(await fails(managed.lifecycle.describe(name)), NotFound)
+    assert isinstance(await fails(managed.lifecycle.job("absent")), NotFound)
+    assert managed.registry.jobs.unfinished() == []
+
+
+async def test_loads_of_one_name_take_effect_in_the_order_they_were_asked_for(managed: ManagedStore) -> None:
+    managed.store.gates["one"] = asyncio.Event()
+    first = await managed.lifecycle.load("sql", "one")
+    second = asyncio.create_task(managed.lifecycle.load_and_wait("sql", "two"))
+    _, other = await managed.lifecycle.load_and_wait("other", "two")
+    assert other.ref.generation == 1, "a slow source delays only its own name"
+    await until(lambda: managed.store.loads.count("two") == 2)
+    assert not second.done()
+    managed.store.gates["one"].set()
+    _, entry = await second
+    assert (entry.ref.digest, entry.ref.generation) == ("d2", 2)
+    assert (await end_of(managed, first)).generation == 1
+    assert managed.view.find("sql") == entry
+    job, again = await managed.lifecycle.load_and_wait("sql", "two")
+    assert (again.ref.generation, job.generation) == (2, 2), "equal contents are the same generation"
+
+
+async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
+    replicas = {name: ReplicaReport(name, resident=("d1",)) for name in ("r1", "r2")}
+    managed.placement = PlacementTable(replicas)
+    management = Management(managed, managed, lambda: managed.placement)
+    await management.load_and_wait("sql", "one")
+    await management.load_and_wait("twin", "same")
+    assert management.replicas_with("d1") == ["r1", "r2"]
+    job, _ = await management.unload("twin")
+    assert job.state is State.REMOVED
+    assert managed.dropped == [], "another name means the same contents"
+    assert managed.store.cached_digests == {"d1"}
+    managed.drop_gate.clear()
+    leaving = asyncio.create_task(management.unload("sql"))
+    await until(lambda: managed.view.find("sql") is None)
+    described = await management.describe("sql")
+    assert described.entry is None
+    assert described.job is not None
+    assert described.job.state is State.DRAINING, "no new request, but the running ones go on"
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    managed.drop_gate.set()
+    assert (await end_of(managed, described.job)).state is State.REMOVED, "whoever asked may leave"
+    assert sorted(managed.dropped) == [("r1", "d1"), ("r2", "d1")]
+    assert managed.store.cached_digests == set()
+    assert isinstance(await fails(management.describe("sql")), NotFound)
+    assert isinstance(await fails(management.unload("sql")), NotFound)
+    _, entry = await management.load_and_wait("sql", "one")
+    assert entry.ref.generation == 2, "what was removed and returns is a new generation"
+
+
+async def test_a_name_that_returns_while_it_drains_is_served(managed: ManagedStore) -> None:
+    management = Management(managed, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    await management.load_and_wait("sql", "one")
+    managed.drop_gate.clear()
+    leaving = asyncio.create_task(management.unload("sql"))
+    await until(lambda: managed.view.find("sql") is None)
+    _, back = await management.load_and_wait("sql", "one")
+    managed.drop_gate.set()
+    await leaving
+    assert managed.view.find("sql") == back
+    assert (await management.describe("sql")).entry == back
+    assert managed.store.cached_digests == {"d1"}
+
+
+async def test_aliases_pins_and_weights_are_known_everywhere(managed: ManagedStore) -> None:
+    management = Management(managed, managed, PlacementTable)
+    for name, source in (("v1", "one"), ("v2", "two")):
+        await management.load_and_wait(name, source)
+    await management.change_alias("put", "sql", {"v1": 1.0})
+    assert managed.view.resolve("sql", "k") == managed.view.resolve("v1", "k")
+    await management.change_alias("put", "sql", {"v2": 1.0})
+    assert managed.view.resolve("sql", "k") == managed.view.resolve("v2", "k")
+    await management.change_alias("rollback", "sql")
+    assert managed.view.resolve("sql", "k") == managed.view.resolve("v1", "k")
+    assert isinstance(await fails(management.unload("v1")), AdapterBusy)
+    await management.change_alias("remove", "sql")
+    assert managed.view.find("sql") is None
+    entry = await management.configure("v1", pinned=True, traffic_weight=0.5)
+    assert managed.view.find("v1") == entry
+    assert (entry.pinned, entry.traffic_weight) == (True, 0.5)
+
+
+async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_again: Callable[[], Registry]) -> None:
+    lifecycle = managed.lifecycle
+    await lifecycle.load_and_wait("kept", "two", pinned=True)
+    await lifecycle.change_alias("put", "alias", {"kept": 1.0})
+    await lifecycle.load_and_wait("leaving", "one")
+    unload = await lifecycle.begin_unload("leaving")
+    managed.store.gates["one"] = asyncio.Event()
+    cut_short = await lifecycle.load("cut", "one", traffic_weight=2.0, who="ada")
+    await lifecycle.observe("r1", ["d2"], [], {"d2": 5.0})
+    after = ManagedStore(open_again(), FakeStore())  # the process is killed here
+    after.store.contents = dict(managed.store.contents)
+    after.lifecycle.resume()
+    after.lifecycle.resume()
+    job = await end_of(after, cut_short)
+    assert (job.state, job.generation) == (State.LOADED, 1)
+    assert after.store.loads == ["one"], "what is registered is not read again before it is used"
+    await until(lambda: after.view.num_adapters == 2)
+    for name in ("kept", "alias", "cut", "leaving"):
+        assert (after.view.find(name) is None) == (name == "leaving")
+    entry = after.view.adapter("cut")
+    assert entry is not None
+    assert (entry.owner, entry.traffic_weight) == ("ada", 2.0)
+    assert (await after.lifecycle.job(unload.job.id)).state is State.REMOVED
+    assert [item.name for item in await after.lifecycle.hot(5)] == ["kept"]
+    events = after.registry.journal.events("kept")
+    assert (events[0].event, events[0].replica_id) == ("loaded to device", "r1")
+    await after.close()
+    managed.store.gates["one"].set()
+    await end_of(managed, cut_short)
+
+
+async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> None:
+    """The table follows the database, whatever overtakes what."""
+    management = Management(managed, managed, PlacementTable)
+
+    async def churn(name: str, index: int) -> None:
+        for step in range(4):
+            with contextlib.suppress(NotFound):
+                if (step + index) % 3:
+                    await management.load_and_wait(name, ("one", "two")[(step * index) % 2])
+                else:
+                    await management.unload(name)
+
+    await asyncio.gather(*(churn(f"n{index % 3}", index) for index in range(9)))
+    entries = managed.registry.catalog.entries()
+    found = managed.view.page((type(entries[0]),) if entries else (), limit=100).entries
+    assert list(found) == entries
+    assert managed.registry.jobs.unfinished() == []
