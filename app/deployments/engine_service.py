@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
@@ -56,6 +57,7 @@ class EngineService:
         self._fetching: dict[str, asyncio.Task[LoraAdapter]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._active: dict[str, str] = {}  # request id -> adapter digest
+        self._used_s: dict[str, float] = {}  # adapter digest -> when a request last entered with it
         self.changed = asyncio.Event()  # set when adapters may have moved: a report is due
 
     def start(self, engine: RunningEngine) -> None:
@@ -123,6 +125,18 @@ class EngineService:
         """Forget this process's view of an adapter; the next request fetches it again."""
         self._mapped.pop(digest, None)
 
+    def keep(self, adapter: LoraAdapter) -> None:
+        """Hold this process's view of an adapter, the least recently used out."""
+        self._mapped[adapter.card.digest] = adapter
+        self._mapped.move_to_end(adapter.card.digest)
+        while len(self._mapped) > 1 and sum(a.card.size_bytes for a in self._mapped.values()) > MAX_MAPPED_BYTES:
+            self._mapped.popitem(last=False)
+
+    def take_used(self) -> dict[str, float]:
+        """Adapters that requests have used since this was last asked, and when (Unix time)."""
+        used_s, self._used_s = self._used_s, {}
+        return used_s
+
     def report(self, replica_id: str, num_running: int, num_waiting: int, resident: tuple[str, ...]) -> ReplicaReport:
         """What placement wants to know, given the engine's counts."""
         return ReplicaReport(
@@ -148,6 +162,7 @@ class EngineService:
             return
         if adapter is not None:
             self._active[request.request_id] = adapter.card.digest
+            self._used_s[adapter.card.digest] = time.time()
             self.changed.set()
 
     async def _adapter(self, ref: AdapterRef) -> LoraAdapter:
@@ -163,9 +178,7 @@ class EngineService:
             adapter = await self._fetch(ref)
         finally:
             del self._fetching[ref.digest]
-        self._mapped[ref.digest] = adapter
-        while len(self._mapped) > 1 and sum(a.card.size_bytes for a in self._mapped.values()) > MAX_MAPPED_BYTES:
-            self._mapped.popitem(last=False)
+        self.keep(adapter)
         return adapter
 
     def _deliver(self, chunks: list[TokenChunk]) -> None:

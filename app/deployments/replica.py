@@ -22,10 +22,12 @@ from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_checkpoint
 from app.deployments.engine_service import EngineService
 from app.deployments.ray_calls import unwrapped
-from app.deployments.warm_up import warm_up
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.warm_up import hottest_that_fit, warm_adapters, warm_up
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import unpack_adapter
+from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import NotReady
 from app.engine.loading import load_backend
@@ -36,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 #: Reports are at least this far apart, however fast adapters move.
 MIN_REPORT_INTERVAL_S = 0.05
+#: How often the registry hears of use: a hot set that is this old after a crash is as good.
+OBSERVE_INTERVAL_S = 1.0
+#: How long a new replica waits for the hot set's sources.
+WARM_TIMEOUT_S = 60.0
 
 
 class EngineReplica:
@@ -52,10 +58,12 @@ class EngineReplica:
         self._backend = await asyncio.to_thread(load_backend, checkpoint, config.engine)
         engine = Engine(self._backend, config.engine)
         await asyncio.to_thread(warm_up, engine, checkpoint.spec, adapters=config.engine.adapter_rank_rows > 0)
+        await self._warm_hot_set(engine, config.engine)
         self._thread = EngineThread(engine, self._service.on_step)
         self._service.start(self._thread)
         self._thread.start()
-        self._reporter = asyncio.get_running_loop().create_task(self._report_forever())
+        loop = asyncio.get_running_loop()
+        self._reporters = [loop.create_task(self._report_forever()), loop.create_task(self._observe_forever())]
 
     async def frames(self, link_id: str, target_replica_id: str | None = None) -> AsyncGenerator[list[TokenChunk]]:
         """A reader attaches; its first frame is empty."""
@@ -101,11 +109,13 @@ class EngineReplica:
     def check_health(self) -> None:
         if self._thread.failure is not None:
             raise self._thread.failure
-        if self._reporter.done():
-            raise RuntimeError("the replica no longer reports to placement") from self._reporter.exception()
+        for reporter in self._reporters:
+            if reporter.done():
+                raise RuntimeError("the replica no longer reports") from reporter.exception()
 
     async def __del__(self) -> None:
-        self._reporter.cancel()
+        for reporter in self._reporters:
+            reporter.cancel()
         await asyncio.to_thread(self._thread.stop, 10.0)
         self._backend.close()
 
@@ -127,6 +137,45 @@ class EngineReplica:
         header, refs = await self._store.call("fetch", ref)
         arrays = [await unwrapped(object_ref) for object_ref in refs]
         return unpack_adapter(header, arrays)
+
+    async def _warm_hot_set(self, engine: Engine, config: EngineConfig) -> None:
+        """Hold what was used last before being called ready. An adapter that cannot be had is left to its requests."""
+        hot: list[CatalogEntry] = await self._store.call("manage", "hot", config.max_adapter_slots - 1)
+        hot = hot[: hottest_that_fit([entry.max_rank for entry in hot], config.adapter_rank_rows)]
+        if not hot:
+            return
+        fetches = [asyncio.create_task(self._fetch(entry.ref)) for entry in hot]
+        await asyncio.wait(fetches, timeout=WARM_TIMEOUT_S)
+        adapters = []
+        for entry, fetch in zip(hot, fetches, strict=True):
+            if not fetch.done():
+                fetch.cancel()
+                logger.warning("adapter %s was not read within %g s; starting without it", entry.name, WARM_TIMEOUT_S)
+            elif error := fetch.exception():
+                logger.warning("adapter %s cannot be read: %s", entry.name, error)
+            else:
+                adapters.append(fetch.result())
+        await asyncio.to_thread(warm_adapters, engine, adapters)
+        for adapter in reversed(adapters):
+            self._service.keep(adapter)
+
+    async def _observe_forever(self) -> None:
+        """Tell the registry what came to and left the device, and what requests used: events and the hot set."""
+        told: set[str] = set()
+        used_s: dict[str, float] = {}
+        while True:
+            await asyncio.sleep(OBSERVE_INTERVAL_S)
+            resident = {item.digest for item in self._thread.stats().residents}
+            used_s |= self._service.take_used()
+            if resident == told and not used_s:
+                continue
+            loaded, unloaded = sorted(resident - told), sorted(told - resident)
+            try:
+                await self._store.call("manage", "observe", self._replica_id, loaded, unloaded, used_s)
+            except (RayActorError, NotReady) as error:
+                logger.warning("the registry is away (%s); telling it later", type(error).__name__)
+            else:
+                told, used_s = resident, {}
 
     async def _report_forever(self) -> None:
         """Tell placement what is here: at once when it changed, at intervals otherwise."""

@@ -2,10 +2,12 @@
 
 In: an engine that nobody uses yet. Out: the same engine, with its kernels compiled (the first start on a
 machine takes most of a minute for that; later ones find them cached) and its memory touched. Afterwards
-its books are as they were: nothing cached, nothing resident.
+its books are as they were: nothing cached, and nothing resident but the hot set, if there is one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from app.engine.request import GenerateRequest, SamplingParams
 
 #: Enough prompt tokens for a prefill that is no decode, and enough answers to decode several at a time.
 NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_REQUESTS = 24, 4, 4
+#: An adapter has at least this many rank rows; higher ranks are rounded up to a power of two (`adapter_pool`).
+MIN_ROWS = 8
 
 
 def warm_up(engine: Engine, spec: ModelSpec, *, adapters: bool) -> None:
@@ -25,7 +29,7 @@ def warm_up(engine: Engine, spec: ModelSpec, *, adapters: bool) -> None:
     adapter = _null_adapter(spec) if adapters else None
     if spec.max_positions < NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS:
         return
-    num_open = 0
+    requests = []
     for index in range(NUM_REQUESTS):
         uses_adapter = adapter is not None and index % 2 == 1
         sampling = SamplingParams(
@@ -43,16 +47,45 @@ def warm_up(engine: Engine, spec: ModelSpec, *, adapters: bool) -> None:
             AdapterRef("warm-up", adapter.card.digest) if adapter is not None and uses_adapter else None,
             cache_salt=b"warm-up",
         )
-        engine.submit(request, adapter if uses_adapter else None)
-        num_open += 1
+        requests.append((request, adapter if uses_adapter else None))
+    _run(engine, requests)
+    if adapter is not None:
+        engine.drop_adapter(adapter.card.digest)
+        engine.step()
+
+
+def hottest_that_fit(max_ranks: Sequence[int], num_rank_rows: int) -> int:
+    """How many of the hottest adapters (their ranks, the hottest first) have rows at the same time."""
+    num_rows = 0
+    for count, max_rank in enumerate(max_ranks):
+        num_rows += max(MIN_ROWS, 1 << (max_rank - 1).bit_length())
+        if num_rows > num_rank_rows:
+            return count
+    return len(max_ranks)
+
+
+def warm_adapters(engine: Engine, adapters: Sequence[LoraAdapter]) -> None:
+    """Make adapters resident, the hottest first in `adapters` and last to be evicted. Raises EngineFailure."""
+    for adapter in reversed(adapters):
+        request = GenerateRequest(
+            f"warm-up-{adapter.card.digest}",
+            (0,),
+            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            AdapterRef("warm-up", adapter.card.digest),
+            cache_salt=b"warm-up",
+        )
+        _run(engine, [(request, adapter)])
+
+
+def _run(engine: Engine, requests: Sequence[tuple[GenerateRequest, LoraAdapter | None]]) -> None:
+    for request, adapter in requests:
+        engine.submit(request, adapter)
+    num_open = len(requests)
     while num_open:
         for chunk in engine.step():
             if chunk.finish_reason == "error":
                 raise chunk.error or EngineFailure("the engine failed while warming up")
             num_open -= chunk.finish_reason is not None
-    if adapter is not None:
-        engine.drop_adapter(adapter.card.digest)
-        engine.step()
 
 
 def _null_adapter(spec: ModelSpec) -> LoraAdapter:

@@ -79,19 +79,29 @@ class ServiceProcess:
             self._end_group()
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def kill_everything(self) -> None:
+        """What a machine does that loses power, as far as processes can tell: all of the session at once."""
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(ValueError, ProcessLookupError):
+                if os.getsid(int(entry.name)) == self.process.pid:
+                    os.kill(int(entry.name), signal.SIGKILL)
+        self.process.wait(30)
+        self._end_group()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def _end_group(self) -> None:
         """Whatever Ray started is in our session; nothing of it may outlive the test."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def serve_run(document: dict[str, Any], port: int) -> ServiceProcess:
-    """`serve run <file>` with this document."""
+def serve_run(document: dict[str, Any], port: int, environment: dict[str, str] | None = None) -> ServiceProcess:
+    """`serve run <file>` with this document; `environment` is added to the usual one."""
     folder = Path(tempfile.mkdtemp(prefix="plc", dir="/tmp"))
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(document))
     return ServiceProcess(
-        [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path)], port, {}
+        [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path)], port, environment or {}
     )
 
 

@@ -1,0 +1,117 @@
+"""Everything is killed while it works, and started again: nothing is registered by hand, and the hot set is warm."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.process import ServiceProcess, free_port, serve_run
+from tests.e2e.tiny import save_adapter, save_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+def start(folder: Path) -> ServiceProcess:
+    """Rank rows for two of the three adapters."""
+    port = free_port()
+    document = {
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "applications": [
+            {
+                "name": "polylora",
+                "route_prefix": "/",
+                "import_path": "app.main:build",
+                "args": {
+                    "model": {"uri": str(folder / "model"), "name": "tiny"},
+                    "engine": {"num_threads": 1, "num_kv_blocks": 64, "adapter_rank_rows": 16},
+                    "adapters": {"roots": [str(folder / "loras")]},
+                },
+                "deployments": [
+                    {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}},
+                    {"name": "EngineReplica", "ray_actor_options": {"num_cpus": 0.5}},
+                ],
+            }
+        ],
+    }
+    process = serve_run(document, port, {"POLYLORA_STATE_DIR": str(folder / "state")})
+    process.wait_until_healthy(600)
+    return process
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def complete(http: httpx.Client, model: str) -> str:
+    answer = http.post("/v1/completions", json=PROMPT | {"model": model})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    for seed, name in enumerate("abc"):
+        save_adapter(tmp_path / "loras" / name, rank=8, seed=seed)
+    process = start(tmp_path)
+    with httpx.Client(base_url=process.url, timeout=120) as http:
+        for name in "abc":
+            http.post("/v1/loras", json={"name": name, "path": name, "wait": True}).raise_for_status()
+        http.post("/v1/loras", json={"name": "c", "path": "c", "wait": True, "pinned": True}).raise_for_status()
+        http.put("/v1/aliases/app", json={"targets": {"a": 1}}).raise_for_status()
+        http.post("/v1/loras", json={"name": "bad", "path": "absent", "wait": True})
+        texts = {name: complete(http, name) for name in ("tiny", "a", "c", "b")}  # b is the hottest, then c
+
+        def used() -> list[float]:
+            return [http.get(f"/v1/loras/{name}").json()["last_used"] or 0.0 for name in "acb"]
+
+        until(lambda: 0.0 < used()[0] < used()[1] < used()[2])
+        before: dict[str, Any] = http.get("/v1/loras").json()
+        num_tokens = 0
+
+        def stream_forever() -> None:
+            nonlocal num_tokens
+            body = PROMPT | {"model": "b", "max_tokens": 900, "stream": True}
+            while True:
+                with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=60) as response:
+                    for line in response.iter_lines():
+                        num_tokens += line.startswith("data: {")
+
+        def load() -> None:
+            with pytest.raises(httpx.TransportError):
+                stream_forever()
+
+        threads = [threading.Thread(target=load) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        until(lambda: num_tokens > 20)
+        process.kill_everything()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+    process = start(tmp_path)
+    try:
+        with httpx.Client(base_url=process.url, timeout=120) as http:
+            resident = {name: len(http.get(f"/v1/loras/{name}").json()["residency"]["replicas"]) for name in "abc"}
+            assert resident == {"a": 0, "b": 1, "c": 1}, "ready means that the hottest are on the device"
+            assert http.get("/v1/loras").json() == before
+            assert http.get("/v1/loras/c").json()["pinned"]
+            assert "absent" in http.get("/v1/loras/bad").json()["reason"]
+            assert {name: complete(http, name) for name in texts} == texts
+            assert complete(http, "app") == texts["a"]
+            events = http.get("/v1/events", params={"name": "b"}).json()["data"]
+            assert [event["event"] for event in events].count("loaded to device") >= 1
+    finally:
+        process.stop()
