@@ -7,6 +7,7 @@
     polylora check adapters/sql --base URI        would it load on that base, and if not, why not
     polylora keygen signing.pem                   make a key for signing adapters
     polylora sign adapters/sql --key signing.pem --base URI
+    polylora apply configs/adapters.yaml          make a running service's adapters what the file says
 
 In: arguments. Out: an exit status; what is expected to go wrong is one line on stderr, not a traceback.
 A subcommand's module is imported when it runs, so that `fetch` starts without torch or Ray.
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from app.apply import add_apply
 from app.engine.adapters.commands import add_commands
 from app.engine.adapters.signing_commands import add_signing_commands
 from app.engine.errors import PolyloraError
@@ -36,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_fetch(commands)
     add_commands(commands)
     add_signing_commands(commands)
+    add_apply(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

@@ -1,0 +1,225 @@
+"""`polylora apply`: make a running service's adapters and aliases what a file says.
+
+In: a YAML file and a service's URL. Out: the difference, printed; the changes, made; an exit status. What
+is equal is left alone, so applying twice changes nothing. Names that the file does not mention stay unless
+`--prune` is given. Adapters come before the aliases that point to them, and go after them. One change that
+fails does not keep the others from being made; the exit status then is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.config import NAME_PATTERN
+from app.engine.errors import ConfigError, PolyloraError
+
+DEFAULT_FILE = "configs/adapters.yaml"
+DEFAULT_URL = "http://127.0.0.1:8000"
+#: Longest wait for one answer: a load may download.
+TIMEOUT_S = 600.0
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+class ServiceRefused(PolyloraError):
+    """The service answered with an error, or did not answer."""
+
+
+class _Wanted(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WantedAdapter(_Wanted):
+    """As in `POST /v1/loras`. What is left out keeps its default."""
+
+    name: Name
+    path: str
+    pinned: bool = False
+    traffic_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+
+
+class WantedAlias(_Wanted):
+    name: Name
+    targets: dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
+
+
+class WantedSet(_Wanted):
+    """The whole file."""
+
+    adapters: tuple[WantedAdapter, ...] = ()
+    aliases: tuple[WantedAlias, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> Self:
+        names = [adapter.name for adapter in self.adapters] + [alias.name for alias in self.aliases]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the name {name!r} is used twice; adapters and aliases share one namespace")
+        return self
+
+
+class Change(NamedTuple):
+    """One line of the difference and the request that makes it so; `request` None: it is left as it is."""
+
+    sign: str
+    name: str
+    text: str
+    request: tuple[str, str, Mapping[str, Any] | None] | None
+
+
+class Service:
+    """A running service, by its HTTP routes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    def call(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Raises ServiceRefused."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        try:
+            request = urllib.request.Request(self._url + route, data=data, headers=headers, method=method)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                decoded: dict[str, Any] = json.load(answer)
+                return decoded
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ServiceRefused(_error_message(error)) from error
+        except (OSError, ValueError) as error:  # ValueError: no URL, or an answer that is no JSON
+            reason = getattr(error, "reason", error)
+            raise ServiceRefused(f"no answer from {self._url}: {reason}; --url names the service") from error
+
+    def everything(self, route: str) -> Iterator[dict[str, Any]]:
+        """All pages of a list."""
+        after = ""
+        while True:
+            page = self.call("GET", f"{route}?limit=1000{after}")
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = "&after=" + urllib.parse.quote(page["last_id"], safe="")
+
+
+def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("apply", help="make a running service's adapters what a file says")
+    parser.add_argument("file", type=Path, nargs="?", default=Path(DEFAULT_FILE), help=f"default: {DEFAULT_FILE}")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
+    parser.add_argument("--prune", action="store_true", help="remove what the file does not mention")
+    parser.add_argument("--reload", action="store_true", help="read every adapter again: its files may have changed")
+    parser.add_argument("--dry-run", action="store_true", help="print the difference and change nothing")
+    parser.set_defaults(run=_apply)
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    wanted = read_wanted(arguments.file)
+    service = Service(arguments.url)
+    adapters = {item["id"]: item for item in service.everything("/v1/loras")}
+    aliases = {item["id"]: item for item in service.everything("/v1/aliases")}
+    changes = difference(wanted, adapters, aliases, prune=arguments.prune, reload=arguments.reload)
+    return carry_out(changes, service.call, dry_run=arguments.dry_run)
+
+
+def read_wanted(path: Path) -> WantedSet:
+    """Raises ConfigError."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return WantedSet.model_validate({} if content is None else content)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors())
+        raise ConfigError(f"{path}: " + "; ".join(lines)) from error
+
+
+def difference(
+    wanted: WantedSet,
+    adapters: Mapping[str, Mapping[str, Any]],
+    aliases: Mapping[str, Mapping[str, Any]],
+    *,
+    prune: bool,
+    reload: bool,
+) -> list[Change]:
+    """What must be done, in the order in which it can be done."""
+    changes = [_adapter_change(entry, adapters.get(entry.name), reload=reload) for entry in wanted.adapters]
+    changes += [_alias_change(entry, aliases.get(entry.name)) for entry in wanted.aliases]
+    for route, kind, present, kept in (
+        ("/v1/aliases", "alias", aliases, {entry.name for entry in wanted.aliases}),
+        ("/v1/loras", "adapter", adapters, {entry.name for entry in wanted.adapters}),
+    ):
+        for name in sorted(set(present) - kept):
+            text = f"{kind}, not in the file" + ("" if prune else ": stays; --prune removes it")
+            request = ("DELETE", f"{route}/{name}", None) if prune else None
+            changes.append(Change("-" if prune else " ", name, text, request))
+    return [change for change in changes if change.sign != "="]
+
+
+def carry_out(changes: Sequence[Change], call: Callable[..., Any], *, dry_run: bool) -> int:
+    """Print every change, and make it unless `dry_run`. Returns the exit status."""
+    num_done = num_failed = 0
+    for change in changes:
+        print(f"{change.sign} {change.name}  {change.text}")
+        if change.request is None or dry_run:
+            continue
+        try:
+            call(*change.request)
+        except ServiceRefused as error:
+            print(f"! {change.name}  {error}")
+            num_failed += 1
+        else:
+            num_done += 1
+    num_wanted = sum(change.request is not None for change in changes)
+    if dry_run:
+        print(f"{num_wanted} changes to make" if num_wanted else "nothing to change")
+    else:
+        print(f"{num_done} changes made" + (f", {num_failed} failed" if num_failed else ""))
+    return 1 if num_failed else 0
+
+
+def _adapter_change(wanted: WantedAdapter, present: Mapping[str, Any] | None, *, reload: bool) -> Change:
+    body = wanted.model_dump()
+    load = ("POST", "/v1/loras?wait=true", body)
+    if present is None:
+        return Change("+", wanted.name, f"load {wanted.path}", load)
+    asked = {"source": wanted.path, "pinned": wanted.pinned, "traffic_weight": wanted.traffic_weight}
+    text = ", ".join(
+        f"{field} {present[field]} -> {value}" for field, value in asked.items() if present[field] != value
+    )
+    if present["source"] != wanted.path or reload:
+        return Change("~", wanted.name, text or "read again", load)
+    if text:
+        settings = {"pinned": wanted.pinned, "traffic_weight": wanted.traffic_weight}
+        return Change("~", wanted.name, text, ("PATCH", f"/v1/loras/{wanted.name}", settings))
+    return Change("=", wanted.name, "", None)
+
+
+def _alias_change(wanted: WantedAlias, present: Mapping[str, Any] | None) -> Change:
+    put = ("PUT", f"/v1/aliases/{wanted.name}", {"targets": wanted.targets})
+    if present is None:
+        return Change("+", wanted.name, f"alias of {_shares(wanted.targets)}", put)
+    if present["targets"] == wanted.targets:
+        return Change("=", wanted.name, "", None)
+    return Change("~", wanted.name, f"alias of {_shares(present['targets'])} -> {_shares(wanted.targets)}", put)
+
+
+def _shares(targets: Mapping[str, float]) -> str:
+    total = sum(targets.values())
+    return " + ".join(f"{100 * weight / total:g} % {name}" for name, weight in targets.items())
+
+
+def _error_message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {error.code}, in a shape that is not this service's; --url names the service"
