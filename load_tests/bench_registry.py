@@ -47,7 +47,7 @@ class _Store:
 
     cached_digests: frozenset[str] = frozenset()
 
-    async def load(self, source: str) -> ReadAdapter:
+    async def load(self, source: str, tenant_id: str) -> ReadAdapter:  # noqa: ARG002
         card = AdapterCard(secrets.token_hex(32), "base", 16, ("q_proj",), "float32", 1 << 20)
         return ReadAdapter(f"/adapters/{source}", card)
 

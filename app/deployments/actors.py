@@ -60,6 +60,7 @@ class AdapterStoreActor:
         self._journal = registry.journal
         self._catalog = registry.catalog
         self._lifecycle = Lifecycle(registry, self._store, reserved_names=(config.model.name,))
+        library.reached = self._lifecycle.reached
         self._preload = config.adapters.preload
         self._preloading: asyncio.Task[None] | None = None
 

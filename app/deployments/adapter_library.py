@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from app.config import AdaptersConfig
 from app.deployments.disk_tier import DiskTier
+from app.deployments.registry.entries import State
 from app.deployments.sources.opening import open_sources
 from app.deployments.sources.places import LocalPlace, Sources, adapter_path, delivered
 from app.deployments.tiers import TierCounts
@@ -57,6 +59,8 @@ class AdapterLibrary:
         self._spec = spec
         self.counts = counts
         self._signatures = signatures
+        #: Told how far reading a source has come; from any thread.
+        self.reached: Callable[[str, State], None] = lambda *_: None
 
     def close(self) -> None:
         self._validator.close()
@@ -80,7 +84,9 @@ class AdapterLibrary:
         started_s = time.monotonic()
         if isinstance(place, LocalPlace):
             before = files_identity(place.path)
+            self.reached(source, State.VALIDATING)
             packed = self._read(place.path)
+            self.reached(source, State.ON_DISK)
             if files_identity(place.path) != before:
                 raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
             self.counts.loaded("source", time.monotonic() - started_s, packed.card.size_bytes)
@@ -89,11 +95,13 @@ class AdapterLibrary:
             uri = place.fetch(folder)
             path = delivered(folder)
             load_s = time.monotonic() - started_s
+            self.reached(source, State.VALIDATING)
             packed = self._read(path)
             self.counts.loaded("source", load_s, packed.card.size_bytes)
             signer = self._signer(path, packed)
             try:
                 self._disk.keep(packed.card.digest, folder, load_s)
+                self.reached(source, State.ON_DISK)
             except OSError as error:  # a full disk costs the next download, not this request
                 logger.warning("the adapter from %s is not kept on disk: %s", uri, error)
         return LocatedAdapter(uri, packed, signer)
