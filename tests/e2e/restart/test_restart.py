@@ -67,8 +67,8 @@ def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
     process = start(tmp_path)
     with httpx.Client(base_url=process.url, timeout=120) as http:
         for name in "abc":
-            http.post("/v1/loras", json={"name": name, "path": name, "wait": True}).raise_for_status()
-        http.post("/v1/loras", json={"name": "c", "path": "c", "wait": True, "pinned": True}).raise_for_status()
+            loaded = http.post("/v1/loras", json={"name": name, "path": name, "wait": True, "pinned": name == "c"})
+            assert loaded.status_code == 201, loaded.text
         http.put("/v1/aliases/app", json={"targets": {"a": 1}}).raise_for_status()
         http.post("/v1/loras", json={"name": "bad", "path": "absent", "wait": True})
         texts = {name: complete(http, name) for name in ("tiny", "a", "c", "b")}  # b is the hottest, then c
@@ -104,7 +104,16 @@ def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
     process = start(tmp_path)
     try:
         with httpx.Client(base_url=process.url, timeout=120) as http:
-            resident = {name: len(http.get(f"/v1/loras/{name}").json()["residency"]["replicas"]) for name in "abc"}
+            answers: dict[str, httpx.Response] = {}
+
+            def all_answer() -> bool:  # 503 with Retry-After while the registry's process is not reached
+                answers.update({name: http.get(f"/v1/loras/{name}") for name in "abc"})
+                return all(answer.status_code != 503 for answer in answers.values())
+
+            until(all_answer)
+            shown = {name: answer.json() for name, answer in answers.items()}
+            assert [entry.get("state") for entry in shown.values()] == ["LOADED"] * 3, shown
+            resident = {name: len(entry["residency"]["replicas"]) for name, entry in shown.items()}
             assert resident == {"a": 0, "b": 1, "c": 1}, "ready means that the hottest are on the device"
             assert http.get("/v1/loras").json() == before
             assert http.get("/v1/loras/c").json()["pinned"]
