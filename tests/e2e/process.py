@@ -100,9 +100,9 @@ def serve_run(document: dict[str, Any], port: int, environment: dict[str, str] |
     folder = Path(tempfile.mkdtemp(prefix="plc", dir="/tmp"))
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(document))
-    return ServiceProcess(
-        [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path)], port, environment or {}
-    )
+    # Without an address it would join whatever Ray runs on this machine, with that one's environment.
+    command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", "--address", "local", str(path)]
+    return ServiceProcess(command, port, environment or {})
 
 
 def free_port() -> int:
