@@ -116,11 +116,6 @@ class Watched(_Follower, Generic[T]):
         self._news.set()
         self._news = asyncio.Event()
 
-    async def complete(self) -> None:
-        """Wait for the first value."""
-        while self._held is None:
-            await self.changed(WATCH_TIMEOUT_S)
-
     async def changed(self, timeout_s: float) -> None:
         try:
             await asyncio.wait_for(self._news.wait(), timeout_s)
