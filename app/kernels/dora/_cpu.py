@@ -1,7 +1,8 @@
 """DoRA's scale from packed weights, without forming W + BA.
 
-‖w + Aᵀb‖² = ‖w‖² + 2 b·(A w) + bᵀ(A Aᵀ)b for each row w of W and its column b of B: one pass over W. Sums are
-float64 and their order is fixed, so a replica computes the bits that every other one does.
+‖w + Aᵀb‖² = ‖w‖² + 2 b·(A w) + bᵀ(A Aᵀ)b for each row w of W and its column b of B: one pass over W. A w is a
+product like any other (float32, `app.kernels.simd`), the sums of squares are float64, and all orders are
+fixed, so a replica computes the bits that every other one does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
-from app.kernels.matmul._cpu import PANEL
+from app.kernels.matmul._cpu import PANEL, multiply_columns
 from app.kernels.team import Team, leave, take
 
 
@@ -25,7 +26,7 @@ def dora_scale(
     padded = np.zeros((len(b), len(panels) * PANEL))
     padded[:, : len(magnitude)] = b
     columns = np.ascontiguousarray(padded.reshape(len(b), len(panels), PANEL).transpose(1, 0, 2))  # [P, r, 16]
-    rows = np.ascontiguousarray(a.T, np.float64)  # [d_in, r]
+    rows = np.array(a, np.float32, order="C")  # an own copy: one kind of array, whether or not `a` may be written
     squares = np.empty((len(panels), PANEL))
     team.run(_row_squares, 1, panels, rows, _gram(rows), columns, squares)
     norms = np.sqrt(squares.reshape(-1)[: len(magnitude)])
@@ -35,13 +36,14 @@ def dora_scale(
 
 @compiled
 def _gram(rows):
-    """A Aᵀ [r, r] from rows [d_in, r]."""
-    rank = rows.shape[1]
+    """A Aᵀ [r, r] float64 from A [r, d_in]."""
+    rank = rows.shape[0]
     gram = np.zeros((rank, rank))
-    for k in range(rows.shape[0]):
-        for i in range(rank):
-            for j in range(rank):
-                gram[i, j] += rows[k, i] * rows[k, j]
+    for i in range(rank):
+        for j in range(i + 1):
+            for k in range(rows.shape[1]):
+                gram[i, j] += np.float64(rows[i, k]) * rows[j, k]
+            gram[j, i] = gram[i, j]
     return gram
 
 
@@ -49,28 +51,27 @@ def _gram(rows):
 def _row_squares(team, phase, panels, rows, gram, columns, squares):
     """squares[p, c] = ‖w + Aᵀb‖² for row 16 p + c of W. columns: [P, r, 16] float64, b. One phase."""
     num_panels, done = panels.shape[0], 0
-    depth, rank = rows.shape
-    cross, row = np.empty((rank, PANEL)), np.empty(PANEL)  # A w, w
+    rank, depth = rows.shape
+    cross, inner = np.empty((rank, PANEL), np.float32), np.empty(PANEL)  # A w, one row of A Aᵀ b
     p = take(team, phase)
     while p < num_panels:
+        multiply_columns(
+            rows.ctypes.data, panels.ctypes.data + p * depth * PANEL * 4, PANEL, 0, 1, depth, cross.ctypes.data, False,
+            rank, depth, PANEL,
+        )  # fmt: skip
         own = np.zeros(PANEL)
-        cross[:] = 0.0
         for k in range(depth):
             for c in range(PANEL):
-                row[c] = panels[p, k, c]
-                own[c] += row[c] * row[c]
-            for i in range(rank):
-                value = rows[k, i]
+                own[c] += np.float64(panels[p, k, c]) * panels[p, k, c]
+        for i in range(rank):
+            inner[:] = 0.0
+            for j in range(rank):
                 for c in range(PANEL):
-                    cross[i, c] += value * row[c]
+                    inner[c] += gram[i, j] * columns[p, j, c]
+            for c in range(PANEL):
+                own[c] += columns[p, i, c] * (2.0 * cross[i, c] + inner[c])
         for c in range(PANEL):
-            total = own[c]
-            for i in range(rank):
-                inner = 0.0
-                for j in range(rank):
-                    inner += gram[i, j] * columns[p, j, c]
-                total += columns[p, i, c] * (2.0 * cross[i, c] + inner)
-            squares[p, c] = max(total, 0.0)
+            squares[p, c] = max(own[c], 0.0)
         done += 1
         p = take(team, phase)
     return leave(team, phase, num_panels, done)
