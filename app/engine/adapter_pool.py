@@ -5,16 +5,17 @@ modules). Out: an adapter slot, a run of rows and, sometimes, a write to perform
 model: rank 0, never given away, never written. Runs are buddies: their length is the alignment times
 a power of two and they start at a multiple of their length, so two freed neighbours always make one
 run of twice the rank. A pinned adapter is never moved or evicted; idle ones stay until their rows,
-slot or bytes are wanted, least recently used first.
+slot or bytes are wanted, least recently used first. Those an operator keeps are never evicted at all.
 Moving bytes is the backend's job; this module keeps the books.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.engine.errors import AdapterTooLarge
+from app.engine.errors import AdapterTooLarge, NotReady
 
 
 class AdapterGrant(NamedTuple):
@@ -35,6 +36,7 @@ class ResidentAdapter(NamedTuple):
     row_start: int
     num_rows: int
     num_pins: int
+    extra_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class AdapterPool:
         self._owner: list[_Resident | None] = [None] * self.num_units
         self._free_slots = list(range(max_adapter_slots - 1, 0, -1))
         self._clock = 0
+        self._kept: frozenset[str] = frozenset()
         self._reservation: _Reservation | None = None
         self._vacated: list[int] = []  # slots whose extras nobody has released yet
         self.num_evictions = 0
@@ -109,13 +112,45 @@ class AdapterPool:
                 "beside the base); raise engine.adapter_rank_rows or register an adapter of lower rank"
             )
 
+    def check_room(self, name: str, digest: str, rank: int, extra_bytes: int = 0) -> None:
+        """Raise NotReady if what operators keep here is enough to keep this adapter out, whatever else leaves."""
+        if digest in self._residents:
+            return
+        kept = [entry for entry in self._residents.values() if entry.digest in self._kept]
+        if len(kept) >= self.max_adapter_slots - 1:
+            lack = f"an adapter slot: all {len(kept)} are taken; raise engine.max_adapter_slots"
+        elif extra_bytes and sum(entry.extra_bytes for entry in kept) + extra_bytes > self.max_extra_bytes:
+            held = sum(entry.extra_bytes for entry in kept)
+            lack = f"{extra_bytes} bytes: {held} of {self.max_extra_bytes} are taken; raise engine.adapter_extra_bytes"
+        elif all(self._is_kept_window(start, self._units(rank)) for start in self._windows(self._units(rank))):
+            alignment = self.rank_alignment
+            taken = sum(entry.units for entry in kept) * alignment
+            lack = (
+                f"a run of {self._units(rank) * alignment} rank rows: {taken} of {self.num_units * alignment} are "
+                "taken; raise engine.adapter_rank_rows"
+            )
+        else:
+            return
+        raise NotReady(f"pinned adapters leave no room for adapter {name!r}. It needs {lack}, or unpin an adapter")
+
+    def keep(self, digests: Iterable[str]) -> None:
+        """From now on exactly these are never evicted once they are resident; `drop` frees them all the same.
+
+        A reservation that stands in their way ends; its holder has to ask again.
+        """
+        self._kept = frozenset(digests)
+        held = self._reservation
+        if held is not None and self._is_kept_window(held.start, held.units):
+            self._reservation = None
+
     def is_resident(self, digest: str) -> bool:
         return digest in self._residents
 
     def acquire(self, digest: str, rank: int, extra_bytes: int = 0) -> AdapterGrant | None:
         """Pin an adapter, making room if need be; None if it must wait for pins to leave.
 
-        AdapterTooLarge if it never fits. Rows and bytes under another adapter's reservation are not touched.
+        AdapterTooLarge if it never fits; `check_room` says if it cannot while others are kept.
+        Rows and bytes under another adapter's reservation are not touched.
         """
         assert rank > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
         resident = self._residents.get(digest)
@@ -126,18 +161,21 @@ class AdapterPool:
         if not self._may_take_adapter_slot(digest) or not self._may_hold(digest, extra_bytes):
             return None
         units = self._units(rank)
-        start = self._free_run(units, digest)
-        if start is None:
-            start = self._cheapest_window(units, digest)
+        if digest in self._kept:
+            start = self._lowest_window(units, digest)
+        else:
+            start = self._free_run(units, digest)
             if start is None:
-                return None
+                start = self._cheapest_window(units, digest)
+        if start is None:
+            return None
         evicted = [self._evict(entry) for entry in self._occupants(start, units)]
         if not self._free_slots:
-            idle = min((e for e in self._residents.values() if e.pins == 0), key=lambda e: e.last_used)
+            idle = min((e for e in self._residents.values() if self._may_go(e)), key=lambda e: e.last_used)
             evicted.append(self._evict(idle))
         while extra_bytes and self.extra_bytes + extra_bytes > self.max_extra_bytes:
             idle = min(
-                (e for e in self._residents.values() if e.pins == 0 and e.extra_bytes), key=lambda e: e.last_used
+                (e for e in self._residents.values() if self._may_go(e) and e.extra_bytes), key=lambda e: e.last_used
             )
             evicted.append(self._evict(idle))
         self._clock += 1
@@ -157,7 +195,7 @@ class AdapterPool:
         resident.last_used = self._clock
 
     def drop(self, digest: str) -> int:
-        """Free an unpinned adapter's rows; how many were freed (0 if it is absent or still pinned)."""
+        """Free an unpinned adapter's rows, kept or not; how many were freed (0 if it is absent or still pinned)."""
         resident = self._residents.get(digest)
         if resident is None or resident.pins > 0:
             return 0
@@ -172,24 +210,25 @@ class AdapterPool:
     def reserve(self, digest: str, rank: int, extra_bytes: int = 0) -> None:
         """Keep a window of rows, a slot and the bytes for an adapter that has waited too long.
 
-        The window with the fewest pins is chosen. Until the holder acquires, or cancels, nothing
-        else is placed or pinned anew there, nor adapters with extras that leave too few bytes, so the pins in
-        the way can only leave. One reservation at a time:
-        a second one is ignored and has to ask again.
+        The window with the fewest pins, and none that is kept, is chosen. Until the holder acquires, or
+        cancels, nothing else is placed or pinned anew there, nor adapters with extras that leave too few
+        bytes, so the pins in the way can only leave. One reservation at a time: a second one is ignored and
+        has to ask again.
         """
         if self._reservation is not None or digest in self._residents:
             return
         self.check_rank(digest, rank)
         units = self._units(rank)
-        slot_is_short = not self._free_slots and all(entry.pins for entry in self._residents.values())
+        slot_is_short = not self._free_slots and not any(map(self._may_go, self._residents.values()))
 
         def pressure(start: int) -> tuple[bool, int, int]:
             entries = self._occupants(start, units)
             newest = max((entry.last_used for entry in entries), default=0)
             return (slot_is_short and not entries, sum(entry.pins for entry in entries), newest)
 
-        start = min(self._windows(units), key=pressure)
-        self._reservation = _Reservation(digest, start, units, extra_bytes)
+        windows = [start for start in self._windows(units) if not self._is_kept_window(start, units)]
+        if windows:  # else it is refused by `check_room`
+            self._reservation = _Reservation(digest, min(windows, key=pressure), units, extra_bytes)
 
     def cancel_reservation(self, digest: str) -> None:
         """The holder no longer needs its reservation; nothing happens if it holds none."""
@@ -205,7 +244,8 @@ class AdapterPool:
         alignment = self.rank_alignment
         entries = sorted(self._residents.copy().values(), key=lambda entry: entry.start)
         return tuple(
-            ResidentAdapter(e.digest, e.rank, e.start * alignment, e.units * alignment, e.pins) for e in entries
+            ResidentAdapter(e.digest, e.rank, e.start * alignment, e.units * alignment, e.pins, e.extra_bytes)
+            for e in entries
         )
 
     def check(self) -> None:
@@ -226,10 +266,11 @@ class AdapterPool:
     def _pin(self, resident: _Resident) -> AdapterGrant | None:
         if self._is_reserved(resident.start, resident.units, resident.digest):
             return None
-        if resident.pins == 0 and not self._may_take_adapter_slot(resident.digest):
-            return None
-        if not self._may_hold(resident.digest, resident.extra_bytes):
-            return None
+        if resident.digest not in self._kept:  # what is kept has its slot and bytes for good
+            if resident.pins == 0 and not self._may_take_adapter_slot(resident.digest):
+                return None
+            if not self._may_hold(resident.digest, resident.extra_bytes):
+                return None
         resident.pins += 1
         self._clock += 1
         resident.last_used = self._clock
@@ -244,6 +285,12 @@ class AdapterPool:
     def _units(self, rank: int) -> int:
         """Length of the run for a rank, in units: a power of two."""
         return 1 << (-(-rank // self.rank_alignment) - 1).bit_length()
+
+    def _may_go(self, entry: _Resident) -> bool:
+        return entry.pins == 0 and entry.digest not in self._kept
+
+    def _is_kept_window(self, start: int, units: int) -> bool:
+        return any(entry.digest in self._kept for entry in self._occupants(start, units))
 
     def _windows(self, units: int) -> range:
         return range(0, self.num_units - units + 1, units)
@@ -263,18 +310,18 @@ class AdapterPool:
 
     def _may_take_adapter_slot(self, digest: str) -> bool:
         """Whether a slot can be had for one more pinned adapter, leaving one for a reservation's holder."""
-        supply = len(self._free_slots) + sum(1 for entry in self._residents.values() if entry.pins == 0)
+        supply = len(self._free_slots) + sum(map(self._may_go, self._residents.values()))
         held = self._reservation
         return supply > (0 if held is None or held.digest == digest else 1)
 
     def _may_hold(self, digest: str, extra_bytes: int) -> bool:
-        """Whether this adapter's extras fit beside the pinned ones and those a reservation keeps room for."""
+        """Whether this adapter's extras fit beside those that stay and those a reservation keeps room for."""
         if extra_bytes == 0:
             return True
         held = self._reservation
-        kept = 0 if held is None or held.digest == digest else held.extra_bytes
-        pinned = sum(e.extra_bytes for e in self._residents.values() if e.pins and e.digest != digest)
-        return pinned + kept + extra_bytes <= self.max_extra_bytes
+        reserved = 0 if held is None or held.digest == digest else held.extra_bytes
+        stays = sum(e.extra_bytes for e in self._residents.values() if e.digest != digest and not self._may_go(e))
+        return stays + reserved + extra_bytes <= self.max_extra_bytes
 
     def _free_run(self, units: int, digest: str) -> int | None:
         """Best fit: the free window whose free buddy run is smallest, so large runs stay whole."""
@@ -299,15 +346,22 @@ class AdapterPool:
             if self._is_reserved(start, units, digest):
                 continue
             entries = self._occupants(start, units)
-            if any(entry.pins for entry in entries):
+            if not all(map(self._may_go, entries)):
                 continue
             candidate = (max(entry.last_used for entry in entries), len(entries), start)
             if best is None or candidate < best:
                 best = candidate
         return best[2] if best is not None else None
 
+    def _lowest_window(self, units: int, digest: str) -> int | None:
+        """For what is kept: the first window that can be had, so that the rows of such adapters lie together."""
+        for start in self._windows(units):
+            if all(map(self._may_go, self._occupants(start, units))) and not self._is_reserved(start, units, digest):
+                return start
+        return None
+
     def _evict(self, resident: _Resident) -> str:
-        assert resident.pins == 0, "a pinned adapter is never evicted"
+        assert resident.pins == 0, "an adapter in use is never evicted"
         del self._residents[resident.digest]
         self._owner[resident.start : resident.start + resident.units] = [None] * resident.units
         self._free_slots.append(resident.adapter_slot)

@@ -4,7 +4,8 @@ In: the fair queue, the block and adapter pools. Out: admitted sequences holding
 pin, and the writes to perform before they run. One sequence that must wait (for rank rows, for
 blocks, for its turn to write) does not hold up the others; but once `MAX_BYPASSES` of them have
 been admitted past the first in fair order, or if one was preempted, it is urgent: rows are reserved
-for it, and while it waits for blocks nobody else is admitted. Everything running ends, so everything waiting starts.
+for it, and while it waits for blocks nobody else is admitted. Everything running ends, so everything waiting starts,
+but for adapters that what operators keep on the device leaves no room for: those are refused.
 Whose turn it is, is the queue's order; what runs next is the scheduler's.
 """
 
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from app.engine.adapter_pool import AdapterPool
 from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import NotReady
 from app.engine.fair_queue import INPUT_PRICE, RANK_ROW_PRICE, FairQueue
 from app.engine.kv_cache import BlockPool
 from app.engine.sequence import Sequence, Status
@@ -39,6 +41,21 @@ class AdapterWrite(NamedTuple):
     adapter: LoraAdapter
 
 
+class Refusal(NamedTuple):
+    """No sequence of this adapter can start, for this reason."""
+
+    digest: str
+    error: NotReady
+
+
+class Admitted(NamedTuple):
+    """Sequences that hold their blocks and pins, the writes they need, and adapters that must not wait."""
+
+    sequences: list[Sequence]
+    writes: list[AdapterWrite]
+    refusals: list[Refusal]
+
+
 class Admission:
     """Moves sequences from the queue into running, as far as memory allows."""
 
@@ -57,15 +74,16 @@ class Admission:
         """Something arrived or something was given back: it is worth looking at the queue again."""
         self._is_open = True
 
-    def admit(self, max_sequences: int, max_tokens: int, num_running: int) -> tuple[list[Sequence], list[AdapterWrite]]:
-        """Sequences in fair order, with their blocks and pins, and the writes they need.
+    def admit(self, max_sequences: int, max_tokens: int, num_running: int) -> Admitted:
+        """Sequences in fair order.
 
         At most `max_sequences`, and none beyond those that fill `max_tokens`.
         """
         admitted: list[Sequence] = []
         writes: list[AdapterWrite] = []
+        refusals: list[Refusal] = []
         if not self._is_open or max_sequences <= 0 or not len(self._queue):
-            return admitted, writes
+            return Admitted(admitted, writes, refusals)
         self._is_open = False
         passed_first: Sequence | None = None
         refused_digests: set[str] = set()
@@ -96,12 +114,16 @@ class Admission:
                     continue
                 grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes)
                 if grant is None:
+                    refused_digests.add(digest)
+                    if (refusal := self._refusal(sequence, digest)) is not None:
+                        refusals.append(refusal)
+                        continue
                     if urgent:
                         self._adapters.reserve(digest, sequence.rank, sequence.extra_bytes)
                     if is_new and not sequence.extra_bytes:  # else bytes may be what is missing, not rows
                         refused_rank = sequence.rank
-                    refused_digests.add(digest)
                     continue
+                self._meter.adapter_granted(is_hit=not grant.needs_write)
                 sequence.adapter_slot = grant.adapter_slot
                 if grant.needs_write:
                     written_bytes += max(size, 1)
@@ -118,7 +140,7 @@ class Admission:
         for sequence in admitted:
             self._queue.remove(sequence)
         self._age(passed_first)
-        return admitted, writes
+        return Admitted(admitted, writes, refusals)
 
     def leave(self, sequence: Sequence) -> None:
         """A waiting sequence goes away for good: nothing stays reserved for it."""
@@ -126,6 +148,15 @@ class Admission:
             self._adapters.cancel_reservation(sequence.adapter_digest)
         self._queue.remove(sequence)
         self._is_open = True
+
+    def _refusal(self, sequence: Sequence, digest: str) -> Refusal | None:
+        """Why waiting would be in vain, if it would."""
+        assert sequence.request.adapter is not None
+        try:
+            self._adapters.check_room(sequence.request.adapter.name, digest, sequence.rank, sequence.extra_bytes)
+        except NotReady as error:
+            return Refusal(digest, error)
+        return None
 
     def _age(self, passed_first: Sequence | None) -> None:
         """The first in fair order that had to let others pass may become urgent; those behind it wait for theirs."""

@@ -1,6 +1,6 @@
 """Requests in, tokens out.
 
-In: submits, aborts and adapter drops from any thread, through an inbox. Out: one list of chunks per
+In: submits, aborts, adapter drops and pins from any thread, through an inbox. Out: one list of chunks per
 `step()`, which one thread calls. A step does no I/O, awaits nothing and takes no lock. Once the
 backend has failed nothing is computed any more: every stream, also one submitted later, ends with
 an `EngineFailure`. What each step computes is the scheduler's choice, how is the backend's.
@@ -8,16 +8,27 @@ an `EngineFailure`. What each step computes is the scheduler's choice, how is th
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from app.engine.adapter_pool import AdapterPool
+from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.batch_builder import BatchBuilder
 from app.engine.config import EngineConfig
-from app.engine.errors import AdapterError, AdapterMismatch, ConfigError, EngineFailure, InvalidRequest, QueueFull
+from app.engine.errors import (
+    AdapterError,
+    AdapterMismatch,
+    ConfigError,
+    EngineFailure,
+    InvalidRequest,
+    NotReady,
+    QueueFull,
+)
 from app.engine.kv_cache import BlockPool
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.sampling_check import validate_request
@@ -40,6 +51,18 @@ class _Abort:
 class _Drop:
     digest: str
     freed: Future[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Keep:
+    digests: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bring:
+    adapter: LoraAdapter
+    ref: AdapterRef
+    resident: Future[None]
 
 
 class Engine:
@@ -71,9 +94,10 @@ class Engine:
             max_write_bytes=config.adapter_write_bytes_per_step,
         )
         self._builder = BatchBuilder(limits.block_size)
-        self._inbox: deque[_Submit | _Abort | _Drop] = deque()
+        self._inbox: deque[_Submit | _Abort | _Drop | _Keep | _Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
         self._drops: dict[str, list[Future[int]]] = {}  # digest -> waiting for its last sequence
+        self._brings: dict[str, list[_Bring]] = {}  # digest -> waiting for rows without a request
         self._failure: EngineFailure | None = None
 
     # -- any thread ---------------------------------------------------------------------------
@@ -110,10 +134,28 @@ class Engine:
         self._inbox.append(_Drop(digest, freed))
         return freed
 
+    def keep_adapters(self, digests: Collection[str]) -> None:
+        """From the next step on these, and no others, stay on the device once they are there, idle or not.
+
+        Requests for adapters that they leave no room for end with NotReady.
+        """
+        self._inbox.append(_Keep(frozenset(digests)))
+
+    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:
+        """Write an adapter before any request asks for it, as soon as sequences in flight leave it room.
+
+        `ref` says whose it is. The result is there when it is resident. Raises what `submit` raises for its
+        adapter; the future may raise NotReady (kept ones leave no room), EngineFailure, or what writing met.
+        """
+        self._check_fits(adapter, ref.name)
+        resident: Future[None] = Future()
+        self._inbox.append(_Bring(adapter, ref, resident))
+        return resident
+
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox or self._live_ids)
+        return bool(self._inbox or self._live_ids or self._brings)
 
     @property
     def failure(self) -> EngineFailure | None:
@@ -139,8 +181,11 @@ class Engine:
             num_prompt_tokens=meter.num_prompt_tokens,
             num_cached_tokens=meter.num_cached_tokens,
             num_preemptions=meter.num_preemptions,
+            num_adapter_hits=meter.num_adapter_hits,
+            num_adapter_misses=meter.num_adapter_misses,
             num_adapter_writes=meter.num_adapter_writes,
             num_adapter_write_bytes=meter.num_adapter_write_bytes,
+            adapter_write_s=meter.adapter_write_s,
             num_adapter_evictions=adapters.num_evictions,
             num_finished=meter.num_finished,
             num_aborted=meter.num_aborted,
@@ -155,7 +200,10 @@ class Engine:
             return self._refuse_all(self._failure)
         try:
             chunks = self._drain_inbox()
+            self._bring_adapters()
             plan = self._scheduler.schedule()
+            for digest, refusal in plan.refusals:
+                chunks += self._end_all(digest, refusal)
             self._release_vacated()
             plan = self._write_adapters(plan, chunks)
             if plan.items:
@@ -195,7 +243,15 @@ class Engine:
                 case _Abort(request_id):
                     chunk = self._scheduler.end(request_id, "abort")
                 case _Drop(digest, freed):
-                    self._drops.setdefault(digest, []).append(freed)
+                    waiting = self._drops.setdefault(digest, [])
+                    if freed.set_running_or_notify_cancel():  # else nobody waits, and it cannot be answered
+                        waiting.append(freed)
+                case _Keep(digests):
+                    self._adapters.keep(digests)
+                    self._scheduler.reopen()
+                case _Bring(adapter, _, resident):
+                    if resident.set_running_or_notify_cancel():
+                        self._brings.setdefault(adapter.card.digest, []).append(message)
             if chunk is not None:
                 chunks.append(chunk)
         return chunks
@@ -204,17 +260,56 @@ class Engine:
         """Perform the plan's writes. An adapter that cannot be written ends its own requests only."""
         for adapter_slot, row_start, adapter in plan.adapter_writes:
             try:
-                self._backend.write_adapter(adapter_slot, row_start, adapter)
+                self._write(adapter_slot, row_start, adapter)
             except AdapterError as error:
                 digest = adapter.card.digest
-                ended = self._scheduler.live_of(digest)
-                for request_id in ended:
-                    chunk = self._scheduler.end(request_id, "error", error)
-                    assert chunk is not None
-                    chunks.append(chunk)
+                ended = self._end_all(digest, error)
+                chunks += ended
                 self._adapters.drop(digest)
-                plan = plan.without(set(ended))
+                plan = plan.without({chunk.request_id for chunk in ended})
         return plan
+
+    def _write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        started_s = time.perf_counter()
+        self._backend.write_adapter(adapter_slot, row_start, adapter)
+        self._meter.adapter_write_s += time.perf_counter() - started_s
+
+    def _end_all(self, digest: str, error: Exception) -> list[TokenChunk]:
+        """End an adapter's live sequences with an error."""
+        ended = [self._scheduler.end(request_id, "error", error) for request_id in self._scheduler.live_of(digest)]
+        return [chunk for chunk in ended if chunk is not None]
+
+    def _bring_adapters(self) -> None:
+        """Write one of the adapters that were asked for without a request; those without room yet keep waiting."""
+        for digest, waiting in list(self._brings.items()):
+            adapter, ref = waiting[0].adapter, waiting[0].ref
+            error: Exception | None = None
+            grant = None
+            try:
+                self._adapters.check_room(ref.name, digest, adapter.card.max_rank, adapter.card.extra_bytes)
+                grant = self._adapters.acquire(digest, adapter.card.max_rank, adapter.card.extra_bytes)
+                if grant is None:
+                    self._adapters.reserve(digest, adapter.card.max_rank, adapter.card.extra_bytes)
+                    continue
+                if grant.needs_write:
+                    self._release_vacated()
+                    self._write(grant.adapter_slot, grant.row_start, adapter)
+                    self._meter.adapter_written(ref.tenant_id, adapter.card.size_bytes)
+            except (AdapterError, NotReady) as refused:
+                error = refused
+                self._adapters.cancel_reservation(digest)
+            if grant is not None:
+                self._adapters.release(digest)
+                if error is not None:
+                    self._adapters.drop(digest)
+            for bring in self._brings.pop(digest):
+                if error is None:
+                    bring.resident.set_result(None)
+                else:
+                    bring.resident.set_exception(error)
+            if grant is not None and grant.needs_write:
+                self._scheduler.reopen()
+                return
 
     def _release_vacated(self) -> None:
         for adapter_slot in self._adapters.take_vacated():
@@ -230,8 +325,13 @@ class Engine:
         """End everything live or still arriving with the failure."""
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, _Drop):
-                message.freed.set_exception(failure)
+            match message:
+                case _Drop(_, future) | _Bring(_, _, future) if future.set_running_or_notify_cancel():
+                    future.set_exception(failure)
+        for waiting in self._brings.values():
+            for bring in waiting:
+                bring.resident.set_exception(failure)
+        self._brings.clear()
         for futures in self._drops.values():
             for freed in futures:
                 freed.set_exception(failure)
@@ -251,10 +351,13 @@ class Engine:
             raise InvalidRequest(
                 f"the request names adapter digest {named} but the weights given are {given}", param="adapter"
             )
+        self._check_fits(adapter, request.adapter.name)
+
+    def _check_fits(self, adapter: LoraAdapter, name: str) -> None:
         if adapter.card.base_digest != self._spec.digest:
             raise AdapterMismatch(
-                f"adapter {request.adapter.name!r} was read for base model {adapter.card.base_digest} "
+                f"adapter {name!r} was read for base model {adapter.card.base_digest} "
                 f"but this engine serves {self._spec.digest}; register it for this base"
             )
-        self._adapters.check_rank(request.adapter.name, adapter.card.max_rank)
-        self._adapters.check_extras(request.adapter.name, adapter.card.extra_bytes)
+        self._adapters.check_rank(name, adapter.card.max_rank)
+        self._adapters.check_extras(name, adapter.card.extra_bytes)

@@ -9,10 +9,10 @@ always finishes, so everyone does. Arrays are the batch builder's, memory is the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from app.engine.adapter_pool import AdapterPool
-from app.engine.admission import AdapterWrite, Admission
+from app.engine.admission import AdapterWrite, Admission, Refusal
 from app.engine.batch import ForwardOutput
 from app.engine.fair_queue import OUTPUT_PRICE, FairQueue
 from app.engine.kv_cache import BlockPool
@@ -24,11 +24,15 @@ from app.engine.stats import Meter
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: how many tokens of which sequences (neighbours share an adapter), after which writes."""
+    """One step: how many tokens of which sequences (neighbours share an adapter), after which writes.
+
+    `refusals`: adapters whose waiting sequences are to be ended.
+    """
 
     items: list[tuple[Sequence, int]]
     adapter_writes: list[AdapterWrite]
     preempted: list[Sequence]
+    refusals: list[Refusal] = field(default_factory=list)
 
     def without(self, sequences: set[str]) -> Schedule:
         """The same step, some requests left out."""
@@ -98,6 +102,10 @@ class Scheduler:
         self._forget(sequence)
         return self._last_chunk(sequence, reason, error=error)
 
+    def reopen(self) -> None:
+        """What the adapter tables hold has changed: waiting sequences may start, or are to be refused."""
+        self._admission.reopen()
+
     def live_of(self, digest: str) -> list[str]:
         """Request ids of an adapter's live sequences."""
         return [request_id for request_id, sequence in self._live.items() if sequence.adapter_digest == digest]
@@ -123,9 +131,10 @@ class Scheduler:
         counts = split_prefill(prefills, budget, self._queue.waiting_tenants())
         budget -= sum(counts)
         writes: list[AdapterWrite] = []
+        refusals: list[Refusal] = []
         if budget > 0 and not preempted:
             room = self._max_sequences - len(self._running)
-            admitted, writes = self._admission.admit(room, budget, len(self._running))
+            admitted, writes, refusals = self._admission.admit(room, budget, len(self._running))
             for sequence in admitted:
                 count = min(sequence.num_pending, budget)
                 items.append((sequence, count))
@@ -135,9 +144,9 @@ class Scheduler:
                 self._running.sort(key=_order)
         spend_rest(prefills, counts, budget)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
-        assert items or not self._queue, "with nothing running, the first in the queue always fits"
+        assert items or refusals or not self._queue, "with nothing running, the first in the queue always fits"
         items.sort(key=_adapter_slot)
-        return Schedule(items, writes, preempted)
+        return Schedule(items, writes, preempted, refusals)
 
     def commit(self, plan: Schedule, output: ForwardOutput) -> list[TokenChunk]:
         """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token."""

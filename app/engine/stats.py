@@ -32,7 +32,8 @@ class EngineStats:
 
     `num_blocks_cached` of the free blocks hold a reusable prefix. `num_tokens_computed` went
     through the model, recomputed ones included; `num_tokens_generated` were sent. `num_aborted`
-    requests ended early: aborted, or failed with their adapter.
+    requests ended early: aborted, or failed with their adapter. `num_adapter_hits` of the sequences that started
+    with an adapter found it on the device, `num_adapter_misses` did not; writes took `adapter_write_s` in all.
     """
 
     num_waiting: int
@@ -49,8 +50,11 @@ class EngineStats:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    num_adapter_hits: int
+    num_adapter_misses: int
     num_adapter_writes: int
     num_adapter_write_bytes: int
+    adapter_write_s: float
     num_adapter_evictions: int
     num_finished: int
     num_aborted: int
@@ -74,8 +78,11 @@ class Meter:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_adapter_hits = 0
+        self.num_adapter_misses = 0
         self.num_adapter_writes = 0
         self.num_adapter_write_bytes = 0
+        self.adapter_write_s = 0.0
         self.num_finished = 0
         self.num_aborted = 0
         self._tenants: dict[str, _Tenant] = {}
@@ -87,6 +94,11 @@ class Meter:
         tenant = self._tenant(tenant_id)
         tenant.prompt_tokens += num_prompt
         tenant.cached_tokens += num_cached
+
+    def adapter_granted(self, *, is_hit: bool) -> None:
+        """A sequence starts with an adapter that was on the device, or has to be written first."""
+        self.num_adapter_hits += is_hit
+        self.num_adapter_misses += not is_hit
 
     def adapter_written(self, tenant_id: str, size_bytes: int) -> None:
         self.num_adapter_writes += 1

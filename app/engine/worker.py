@@ -8,9 +8,10 @@ request gets a last chunk, also when the engine fails or the thread is stopped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
+from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure
@@ -69,6 +70,17 @@ class EngineThread:
         freed = self._engine.drop_adapter(digest)
         self._wake.set()
         return freed
+
+    def keep_adapters(self, digests: Collection[str]) -> None:
+        self._engine.keep_adapters(digests)
+        self._wake.set()
+
+    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:
+        if self.failure is not None:
+            raise self.failure
+        resident = self._engine.bring_adapter(adapter, ref)
+        self._wake.set()
+        return resident
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.adapter_pool import AdapterGrant, AdapterPool
-from app.engine.errors import AdapterTooLarge
+from app.engine.errors import AdapterTooLarge, NotReady
 
 
 def rows_for(rank: int, alignment: int) -> int:
@@ -19,12 +19,12 @@ def rows_for(rank: int, alignment: int) -> int:
     return rows
 
 
-def must_succeed(pool: AdapterPool, rank: int) -> bool:
-    """By brute force: some aligned window holds no pinned row, and a slot is free or idle."""
+def must_succeed(pool: AdapterPool, rank: int, kept: frozenset[str]) -> bool:
+    """By brute force: some aligned window holds no pinned or kept row, and a slot is free or idle."""
     rows = rows_for(rank, pool.rank_alignment)
     total = pool.num_units * pool.rank_alignment
     residents = pool.residents()
-    pinned = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_pins]
+    pinned = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_pins or r.digest in kept]
     if len(pinned) == pool.max_adapter_slots - 1:
         return False
     starts = range(0, total - rows + 1, rows)
@@ -37,11 +37,15 @@ def test_every_row_slot_and_pin_is_accounted_for(rows: int, alignment: int, slot
     pool = AdapterPool(rows, alignment, slots)
     pins: dict[str, int] = {}
     where: dict[str, AdapterGrant] = {}
+    kept: frozenset[str] = frozenset()
     for _ in range(data.draw(st.integers(1, 40))):
         rank = data.draw(st.integers(1, 40))
         digest = f"{data.draw(st.integers(0, 3))}/{rank}"
-        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop"]))
-        if action == "release" and any(pins.values()):
+        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop", "keep"]))
+        if action == "keep":
+            kept = data.draw(st.frozensets(st.sampled_from([digest, *sorted(where)]), max_size=3))
+            pool.keep(kept)
+        elif action == "release" and any(pins.values()):
             digest = data.draw(st.sampled_from(sorted(d for d, n in pins.items() if n)))
             pool.release(digest)
             pins[digest] -= 1
@@ -57,13 +61,18 @@ def test_every_row_slot_and_pin_is_accounted_for(rows: int, alignment: int, slot
             with pytest.raises(AdapterTooLarge, match=f"rank {rank} "):
                 pool.acquire(digest, rank)
         elif action == "acquire":
-            expected = digest in where or must_succeed(pool, rank)
+            expected = digest in where or must_succeed(pool, rank, kept)
             grant = pool.acquire(digest, rank)
             assert (grant is not None) == expected
             if grant is None:
+                if not any(pins.values()):  # nothing will leave by itself
+                    with pytest.raises(NotReady, match="pinned adapters leave no room for adapter 'it'"):
+                        pool.check_room("it", digest, rank)
                 continue
+            pool.check_room("it", digest, rank)
             for gone in grant.evicted:
                 assert not pins.get(gone)
+                assert gone not in kept
                 del where[gone]
             assert grant.needs_write == (digest not in where)
             if digest in where:
@@ -245,3 +254,53 @@ def test_bytes_are_kept_for_the_holder_of_a_reservation() -> None:
     assert grant is not None
     assert grant.evicted == ("b", "a")
     assert pool.reserved_for is None
+
+
+def test_what_is_kept_lies_together_and_is_never_evicted() -> None:
+    pool = AdapterPool(64, 8, 16)
+    for index in range(8):
+        pool.acquire(f"{index}", 8)
+        pool.release(f"{index}")
+    pool.keep(["x", "y", "z"])
+    grants = [pool.acquire(digest, 8) for digest in ("x", "y", "z")]
+    assert [grant and grant.row_start for grant in grants] == [0, 8, 16]
+    for digest in ("x", "y", "z"):
+        pool.release(digest)
+    large = pool.acquire("large", 32)
+    assert large is not None, "half of the table has no kept row"
+    assert large.row_start == 32
+    pool.release("large")
+    with pytest.raises(NotReady, match=r"'larger'.*64 rank rows: 24 of 64.*adapter_rank_rows, or unpin"):
+        pool.check_room("larger", "larger", 33)
+    assert pool.acquire("larger", 33) is None
+    pool.keep([])
+    pool.check_room("larger", "larger", 33)
+    assert pool.acquire("larger", 33) is not None
+
+
+def test_keeping_an_adapter_ends_a_reservation_in_its_way() -> None:
+    pool = AdapterPool(32, 8, 8, 100)
+    pool.acquire("pinned", 8, 60)
+    pool.reserve("patient", 32)
+    assert pool.reserved_for == "patient"
+    pool.keep(["pinned"])
+    assert pool.reserved_for is None
+    pool.reserve("patient", 32)
+    assert pool.reserved_for is None, "there is no window to wait for"
+    with pytest.raises(NotReady, match=r"'heavy'.*50 bytes: 60 of 100.*adapter_extra_bytes"):
+        pool.check_room("heavy", "heavy", 8, 50)
+    assert pool.acquire("heavy", 8, 50) is None
+    assert pool.acquire("pinned", 8, 60) is not None
+
+
+def test_kept_slots_are_kept() -> None:
+    pool = AdapterPool(64, 8, 3)
+    pool.keep(["a", "b"])
+    for digest in ("a", "b"):
+        pool.acquire(digest, 8)
+        pool.release(digest)
+    assert pool.acquire("c", 8) is None
+    with pytest.raises(NotReady, match=r"'c'.*slot: all 2"):
+        pool.check_room("c", "c", 8)
+    assert pool.drop("a") == 8
+    assert pool.acquire("c", 8) is not None

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
@@ -23,6 +24,7 @@ from app.engine.errors import (
     ContextOverflow,
     EngineFailure,
     InvalidRequest,
+    NotReady,
     QueueFull,
 )
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
@@ -470,3 +472,94 @@ def test_extras_are_bounded_and_released_with_their_adapter() -> None:
     run(engine)
     assert dropped.result() == 8
     assert len(backend.releases) == len(backend.writes)
+
+
+def test_a_kept_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
+    engine, backend = make_engine(rows=32, max_adapter_slots=8)
+    kept, others = ADAPTERS[3], [ADAPTERS[1], ADAPTERS[2], ADAPTERS[6], ADAPTERS[7]]
+    engine.keep_adapters([kept.card.digest])
+    resident = engine.bring_adapter(kept, AdapterRef("kept", kept.card.digest, "acme"))
+    assert engine.has_work
+    run(engine)
+    assert resident.result(timeout=0) is None
+    assert len(backend.writes) == 1
+    for index, adapter in enumerate(others * 3):
+        submitted = fake_request(f"r{index}", [1, 2], adapter), adapter
+        engine.submit(*submitted)
+        assert_as_alone(submitted, run(engine)[f"r{index}"])
+        assert kept.card.digest in {item.digest for item in engine.stats().residents}
+    before = len(backend.writes)
+    engine.submit(fake_request("hit", [3], kept), kept)
+    run(engine)
+    stats = engine.stats()
+    assert len(backend.writes) == before == stats.num_adapter_writes
+    assert (stats.num_adapter_hits, stats.num_adapter_misses) == (1, 12)
+    assert stats.tenants["acme"].adapter_write_bytes == kept.card.size_bytes
+    assert_empty(engine)
+
+
+def test_what_kept_adapters_leave_no_room_for_is_refused_and_nobody_else() -> None:
+    engine, _ = make_engine(rows=32, max_adapter_slots=8)
+    kept, large, small = ADAPTERS[1], ADAPTERS[4], ADAPTERS[6]
+    futures = [engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)) for adapter in (kept, kept)]
+    engine.keep_adapters([kept.card.digest])
+    for name, adapter in (("large", large), ("small", small), ("large too", large), ("base", None)):
+        engine.submit(fake_request(name, [1, 2, 3], adapter), adapter)
+    out = run(engine)
+    assert all(future.done() for future in futures)
+    for name in ("large", "large too"):
+        (chunk,) = out[name]
+        assert chunk.finish_reason == "error"
+        assert isinstance(chunk.error, NotReady)
+        assert "32 rank rows: 8 of 32" in str(chunk.error)
+    for name in ("small", "base"):
+        assert out[name][-1].finish_reason in ("stop", "length")
+    refused = engine.bring_adapter(large, AdapterRef("large", large.card.digest))
+    run(engine)
+    with pytest.raises(NotReady, match="'large'"):
+        refused.result(timeout=0)
+    engine.keep_adapters([])
+    engine.submit(fake_request("again", [1], large), large)
+    assert run(engine)["again"][-1].finish_reason in ("stop", "length")
+    assert_empty(engine)
+
+
+def test_a_kept_adapter_waits_for_sequences_in_flight_only() -> None:
+    engine, _ = make_engine(rows=16, max_adapter_slots=8)
+    busy, kept = ADAPTERS[3], ADAPTERS[7]
+    engine.submit(fake_request("busy", [1], busy, sampling=SamplingParams(max_tokens=6, ignore_eos=True)), busy)
+    engine.step()
+    engine.keep_adapters([kept.card.digest])
+    resident = engine.bring_adapter(kept, AdapterRef("kept", kept.card.digest))
+    engine.submit(fake_request("waits", [1], busy), busy)
+    engine.step()
+    assert not resident.done()
+    out = run(engine)
+    assert out["busy"][-1].finish_reason == "length"
+    assert resident.result(timeout=0) is None
+    assert [item.digest for item in engine.stats().residents] == [kept.card.digest]
+
+
+def test_an_answer_that_nobody_waits_for_does_not_end_the_engine() -> None:
+    engine, _ = make_engine()
+    adapter = ADAPTERS[1]
+    assert engine.drop_adapter(adapter.card.digest).cancel()
+    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)).cancel()
+    engine.submit(fake_request("r", [1], adapter), adapter)
+    assert run(engine)["r"][-1].finish_reason in ("stop", "length")
+    assert engine.drop_adapter(adapter.card.digest).cancel()
+    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)).cancel()
+    engine.shut_down(EngineFailure("the end"))
+
+
+def test_a_kept_adapter_that_cannot_be_written_is_no_trouble_for_others() -> None:
+    engine, backend = make_engine()
+    backend.write_error = AdapterFormatError("a broken row")
+    adapter = ADAPTERS[1]
+    engine.keep_adapters([adapter.card.digest])
+    resident = engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest))
+    engine.submit(fake_request("base", [1]))
+    assert run(engine)["base"][-1].finish_reason in ("stop", "length")
+    with pytest.raises(AdapterFormatError, match="broken row"):
+        resident.result(timeout=0)
+    assert engine.stats().residents == ()
