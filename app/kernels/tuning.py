@@ -1,0 +1,61 @@
+"""Tile shapes of the GPU kernels: measured ones per device and shape where there are any, else rules of thumb.
+
+In: an operation, the shape of its operands and the device's name. Out: the values of the kernel's static
+arguments. Measured values are files `tuned/<device>.json`, written by `load_tests/bench_kernels.py --tune`; a
+device or shape without an entry gets the rule of thumb, which each kernel holds itself. A configuration changes
+the speed and the order of sums, never what is computed; deterministic mode does not read these files, so
+that its bits outlive a tuning run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import triton
+
+FOLDER = Path(__file__).parent / "tuned"
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is at least value, 1 for values below."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def ceil_div(value: int, by: int) -> int:
+    """value / by, rounded up."""
+    return -(-value // by)
+
+
+def is_interpreted() -> bool:
+    """True under TRITON_INTERPRET=1: kernels run as NumPy on the CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def shape_key(operation: str, *sizes: int, dtype: torch.dtype) -> str:
+    """The key of a measured configuration: "sgmv_shrink/4096/6144/16/bfloat16"."""
+    return "/".join([operation, *map(str, sizes), str(dtype).removeprefix("torch.")])
+
+
+def measured(device: torch.device, key: str) -> Mapping[str, int] | None:
+    """The configuration measured on this device for this shape, None where there is none."""
+    if device.type != "cuda":
+        return None
+    return _file(torch.cuda.get_device_name(device)).get(key)
+
+
+def file_name(device_name: str) -> str:
+    """ "NVIDIA H200" → "nvidia_h200.json"."""
+    return device_name.lower().replace(" ", "_").replace("/", "_") + ".json"
+
+
+@functools.cache
+def _file(device_name: str) -> Mapping[str, Mapping[str, int]]:
+    path = FOLDER / file_name(device_name)
+    if not path.is_file():
+        return {}
+    configurations: Mapping[str, Mapping[str, int]] = json.loads(path.read_text())["configurations"]
+    return configurations

@@ -1,0 +1,93 @@
+"""Random rank-row tables with poison wherever a kernel has no business, as float64 NumPy and as tensors of a type."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from app.kernels.bgmv import reference
+from app.kernels.rank_rows import RankRows
+from tests.kernels.cases import normal
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+#: The interpreter of Triton 3.9 multiplies bf16 as integers, so bf16 is checked where there is a GPU.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+#: ‖out - ref‖ / ‖ref‖, never loosened.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+#: Ranks of adapters 1, 2, …: one, odd, a tile, beyond a tile, beyond the largest block of ranks.
+RANKS = (1, 5, 16, 37, 70)
+NUM_SLOTS = 1 + len(RANKS)
+MAX_RANK = 80
+
+
+class Tables(NamedTuple):
+    """What the reference gets (rounded to the type, poison replaced) and what the kernel gets."""
+
+    arrays: dict[str, NDArray[np.generic]]
+    rows: RankRows
+
+    def expected(
+        self, x: torch.Tensor, y: torch.Tensor, slots: NDArray[np.integer], x_divisor: int = 1
+    ) -> NDArray[np.float64]:
+        """The definition on the values that the tensors hold."""
+        return reference.add_lora(
+            numpy(x), numpy(y), widths=self.rows.widths, slots=slots, x_divisor=x_divisor, **self.arrays
+        )
+
+
+def tensor(values: NDArray[np.generic], dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(DEVICE, dtype)
+
+
+def numpy(values: torch.Tensor) -> NDArray[np.float64]:
+    array: NDArray[np.float64] = values.cpu().double().numpy()
+    return array
+
+
+def error(out: torch.Tensor, expected: NDArray[np.float64]) -> float:
+    """‖out - expected‖ / ‖expected‖; NaN anywhere is infinite."""
+    if not torch.isfinite(out).all():
+        return float("inf")
+    return float(np.linalg.norm(numpy(out) - expected) / max(float(np.linalg.norm(expected)), 1e-30))
+
+
+def random_tables(
+    generator: np.random.Generator, depth: int, widths: tuple[int, ...], dtype: torch.dtype, extras: bool = False
+) -> Tables:
+    """Adapters of `RANKS`, each leaving a slice alone now and then; rows nobody owns hold NaN, as does extra row 0."""
+    starts = np.cumsum([0, 3, *(rank + int(generator.integers(0, 9)) for rank in RANKS)])
+    num_rows = int(starts[-1])
+    row_starts = np.array([0, *starts[1:-1]], np.int32)
+    ranks = np.array([[0] * len(widths), *([rank] * len(widths) for rank in RANKS)], np.int32)
+    for adapter, n in itertools.product(range(1, NUM_SLOTS), range(1, len(widths))):
+        ranks[adapter, n] = generator.choice([0, 1, ranks[adapter, 0], ranks[adapter, 0]])
+    # Scaled so that a delta is as large as what it is added to, whatever the rank.
+    a, b = np.full((len(widths), num_rows, depth), np.nan), np.full((num_rows, sum(widths)), np.nan)
+    bounds = np.cumsum([0, *widths])
+    for adapter in range(1, NUM_SLOTS):
+        for n in range(len(widths)):
+            rank = int(ranks[adapter, n])
+            rows = slice(row_starts[adapter], row_starts[adapter] + rank)
+            a[n, rows] = normal(generator, rank, depth) / depth**0.5
+            b[rows, bounds[n] : bounds[n + 1]] = normal(generator, rank, widths[n]) / max(rank, 1) ** 0.5
+    tensors = tensor(a, dtype), tensor(b, dtype)
+    arrays: dict[str, NDArray[np.generic]] = {
+        "a": np.nan_to_num(numpy(tensors[0])),
+        "b": np.nan_to_num(numpy(tensors[1])),
+        "row_starts": row_starts,
+        "ranks": ranks,
+    }
+    rows = RankRows(*tensors, widths, tensor(row_starts), tensor(ranks))
+    if extras:
+        extra_rows = np.zeros(NUM_SLOTS, np.int32)
+        extra_rows[[2, 3]] = [2, 1]
+        scales, shifts = normal(generator, 3, sum(widths)), normal(generator, 3, sum(widths))
+        scales[0] = shifts[0] = np.nan
+        ranks[3] = 0  # extras without rank rows: a bias alone
+        arrays |= {"extra_rows": extra_rows, "scales": scales, "shifts": shifts}
+        rows = RankRows(*rows[:4], tensor(ranks), tensor(extra_rows), tensor(scales), tensor(shifts))
+    return Tables(arrays, rows)

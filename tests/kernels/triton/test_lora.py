@@ -1,0 +1,137 @@
+"""LoRA on the GPU, both forms: equal to the definition in float64 for any mix of ranks; base rows and poison untouched.
+
+Without a GPU this runs in Triton's interpreter (tests/conftest.py), with one on it, bf16 included.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from app.kernels.bgmv import _triton as bgmv
+from app.kernels.rank_rows import RankRows
+from app.kernels.sgmv import _triton as sgmv
+from tests.kernels.cases import normal, rng
+from tests.kernels.triton.tables import DEVICE, DTYPES, MAX_RANK, NUM_SLOTS, TOLERANCE, error, random_tables, tensor
+
+#: No multiple of a tile, and enough for more than one split.
+DEPTH = 300
+SHAPES = {"q/k/v": (48, 16, 20), "gate/up": (40, 40), "one": (33,)}
+#: (rows, adapter slot) of every run.
+CASES = {
+    "no rows": [],
+    "one row": [(1, 3)],
+    "only the base": [(9, 0)],
+    "one adapter for all": [(19, 5)],
+    "a different adapter each": [(1, s) for s in range(NUM_SLOTS)],
+    "rank 1 beside the largest": [(3, 1), (5, 5), (1, 0), (2, 1)],
+    "sizes that divide nothing": [(9, 2), (3, 4), (1, 0), (17, 5), (2, 3)],
+}
+Case = list[tuple[int, int]]
+
+
+def slots_of(case: Case) -> NDArray[np.int32]:
+    return np.repeat([s for _, s in case], [n for n, _ in case]).astype(np.int32)
+
+
+def run_bgmv(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case) -> None:
+    bgmv.add_lora(x, y, rows, tensor(slots_of(case)), max_rank=MAX_RANK)
+
+
+def run_sgmv(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case, *, deterministic: bool = False) -> None:
+    """With unused segments at the end, as in a CUDA graph's bucket."""
+    starts = np.cumsum([0, *(n for n, _ in case)])
+    cut = sgmv.block_tokens(len(x), deterministic=deterministic)
+    found = sgmv.segments(starts, np.array([s for _, s in case], np.int32), cut)
+    assert len(found) <= sgmv.max_segments(len(x), len(case), cut)
+    padded = np.concatenate([found, np.zeros((2, 3), np.int32)])
+    sgmv.add_lora(x, y, rows, tensor(padded), max_rank=MAX_RANK, block_tokens=cut, deterministic=deterministic)
+
+
+def run_sgmv_deterministic(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case) -> None:
+    run_sgmv(x, y, rows, case, deterministic=True)
+
+
+FORMS = {"bgmv": run_bgmv, "sgmv": run_sgmv, "sgmv deterministic": run_sgmv_deterministic}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_the_definition(form: str, name: str, dtype: torch.dtype) -> None:
+    generator = rng()
+    case = [(min(count, 3) if form == "bgmv" else count, s) for count, s in CASES[name]]  # bgmv knows no runs
+    shape = str(generator.choice(list(SHAPES)))
+    tables = random_tables(generator, DEPTH, SHAPES[shape], dtype, extras=bool(generator.integers(2)))
+    slots = slots_of(case)
+    x = tensor(normal(generator, len(slots), DEPTH), dtype)
+    # Rows and columns beyond the operands, which must stay as they are.
+    memory = torch.full((len(slots) + 2, sum(SHAPES[shape]) + 3), torch.nan, dtype=dtype, device=DEVICE)
+    y = memory[: len(slots), : sum(SHAPES[shape])]
+    y.copy_(tensor(normal(generator, *y.shape), dtype))
+    before = y.clone()
+    FORMS[form](x, y, tables.rows, case)
+    assert error(y, tables.expected(x, before, slots)) < TOLERANCE[dtype], shape
+    of_base = torch.from_numpy(slots == 0).to(DEVICE)
+    assert torch.equal(y[of_base], before[of_base])
+    assert torch.isnan(memory[len(slots) :]).all()
+    assert torch.isnan(memory[:, y.shape[1] :]).all()
+
+
+@pytest.mark.usefixtures("rows_of_products_alike")
+def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
+    generator = rng()
+    dtype = DTYPES[int(generator.integers(len(DTYPES)))]
+    tables = random_tables(generator, DEPTH, SHAPES["gate/up"], dtype, extras=True)
+    width = sum(SHAPES["gate/up"])
+    for adapter in generator.permutation(np.arange(1, NUM_SLOTS))[:3].tolist():
+        row, base = tensor(normal(generator, 1, DEPTH), dtype), tensor(normal(generator, 1, width), dtype)
+        alone = base.clone()
+        run_sgmv_deterministic(row, alone, tables.rows, [(1, adapter)])
+        for _ in range(3):
+            case = [(int(generator.integers(1, 20)), int(generator.integers(NUM_SLOTS))) for _ in range(2)]
+            case.insert(int(generator.integers(3)), (int(generator.integers(1, 20)), adapter))
+            slots = slots_of(case)
+            x = tensor(normal(generator, len(slots), DEPTH), dtype)
+            y = tensor(normal(generator, len(slots), width), dtype)
+            at = int(generator.choice(np.flatnonzero(slots == adapter)))
+            x[at], y[at] = row[0], base[0]
+            run_sgmv_deterministic(x, y, tables.rows, case)
+            assert torch.equal(y[at], alone[0]), f"adapter {adapter}, row {at} of {case}"
+
+
+@pytest.mark.parametrize("form", [bgmv.add_lora, sgmv.add_lora])
+def test_operands_that_do_not_fit_are_refused(form: object) -> None:
+    tables = random_tables(rng(), DEPTH, SHAPES["one"], torch.float32)
+    x, y = torch.zeros(4, DEPTH, device=DEVICE), torch.zeros(4, 33, device=DEVICE)
+    work = tensor(np.zeros(4, np.int32)) if form is bgmv.add_lora else tensor(np.zeros((4, 3), np.int32))
+    further = {} if form is bgmv.add_lora else {"block_tokens": 16}
+    for wrong_x, wrong_y, rows in (
+        (x[:, 1:], y, tables.rows),
+        (x[:3], y, tables.rows),
+        (x, y[:, 1:], tables.rows),
+        (x.half(), y, tables.rows),
+        (x.T.contiguous().T, y, tables.rows),
+        (x, y, tables.rows._replace(b=tables.rows.b[1:])),
+        (x, y, tables.rows._replace(extra_rows=tables.rows.row_starts)),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            form(wrong_x, wrong_y, rows, work, max_rank=MAX_RANK, **further)  # type: ignore[operator]
+
+
+def test_segments_cover_the_runs_of_adapters() -> None:
+    generator = rng()
+    for _ in range(50):
+        lengths = generator.integers(1, 70, int(generator.integers(0, 12)))
+        adapters = generator.integers(0, 4, len(lengths))
+        cut = int(generator.choice([16, 32, 64]))
+        found = sgmv.segments(np.cumsum([0, *lengths]), adapters, cut)
+        assert ((found[:, 1] > 0) & (found[:, 1] <= cut)).all()
+        assert len(found) <= sgmv.max_segments(int(lengths.sum()), len(lengths), cut)
+        slots = np.zeros(lengths.sum(), np.int32)
+        for first, count, adapter in found.tolist():
+            assert not slots[first : first + count].any()
+            slots[first : first + count] = adapter
+        assert np.array_equal(slots, np.repeat(adapters, lengths))
