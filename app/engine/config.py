@@ -42,6 +42,11 @@ class EngineConfig(BaseModel):
     )
     prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
     tensor_parallel: int = Field(1, ge=1, description="Devices that share one model; the JAX engine only.")
+    jax_form: Literal["auto", "cpu", "xla"] = Field(
+        "auto",
+        description="JAX: who computes: cpu, the project's CPU kernels inside the XLA program; xla, XLA alone. auto "
+        "takes cpu on CPUs.",
+    )
     skip_precompile: bool = Field(
         False, description="JAX: compile each shape when it is first needed, for development; the first steps stall."
     )

@@ -24,10 +24,11 @@ from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.errors import AdapterMismatch, ConfigError
 from app.engine.jax_backend import sharding
-from app.engine.jax_backend.decoder import TENSOR_AXIS, AdapterTables, KvMemory, Outcome, forward
-from app.engine.jax_backend.programs import Programs, ladder
+from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables, KvMemory, Outcome
+from app.engine.jax_backend.decoder import forward
+from app.engine.jax_backend.programs import Programs, cpu_ladder, ladder
 from app.engine.jax_backend.sampling import sample
-from app.engine.jax_backend.sizes import sizes_of
+from app.engine.jax_backend.sizes import Form, sizes_of
 from app.engine.jax_backend.step import Bucket, pack
 from app.engine.jax_backend.tables import adapter_rows, rank_classes, table_shapes, write_rows
 from app.engine.jax_backend.weights import read_weights
@@ -57,38 +58,37 @@ class JaxBackend:
             raise ConfigError(f"{self._num_kv_slots} KV slots do not fit 32-bit indices; lower engine.num_kv_blocks")
         if config.compilation_cache_dir:
             _use_cache(config.compilation_cache_dir)
-        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS])
+        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], _form(config, mesh))
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         weights = read_weights(spec, self._sizes, tensors, max_positions)
         self._weights = self._put(weights, sharding.weight_specs(weights))
         kv_heads = self._sizes.num_shards * self._sizes.kv_heads
-        kv_shape = (
-            len(spec.layers),
-            config.num_kv_blocks,
-            kv_heads,
-            config.block_size,
-            self._sizes.head_dim,
-        )
-        self._kv = KvMemory(*(self._zeros(kv_shape, sharding.KV_SPEC) for _ in KvMemory._fields))
+        blocks = (len(spec.layers), config.num_kv_blocks, kv_heads)
+        values_shape = (*blocks, config.block_size, self._sizes.stored_dim)
+        keys_shape = (*blocks, *reversed(values_shape[3:])) if self._sizes.form == "cpu" else values_shape
+        self._kv = KvMemory(*(self._zeros(shape, sharding.KV_SPEC) for shape in (keys_shape, values_shape)))
         shapes = table_shapes(self._sizes, self._limits.adapter_rank_rows)
+        self._table_specs = sharding.table_specs(self._sizes)
         self._tables = AdapterTables(
-            *(self._zeros(shape, spec) for shape, spec in zip(shapes, sharding.TABLE_SPECS, strict=True))
+            *(self._zeros(shape, spec) for shape, spec in zip(shapes, self._table_specs, strict=True))
         )
         self._row_starts = np.zeros(config.max_adapter_slots, np.int32)
         self._ranks = np.zeros(config.max_adapter_slots, np.int32)
         num_blocks = min(-(-max_positions // config.block_size), config.num_kv_blocks)
         per_group = blocks_per_group(config.block_size)
         table_width = -(-num_blocks // per_group) * per_group
-        decode_tile = 1 if self._sizes.heads > self._sizes.kv_heads else 2  # an attention product needs two rows
+        if self._sizes.form == "cpu":
+            buckets = cpu_ladder(config, table_width)
+        else:
+            decode_tile = 1 if self._sizes.heads > self._sizes.kv_heads else 2  # an attention product needs two rows
+            buckets = ladder(config, table_width, decode_tile)
         self._classes = rank_classes(self._limits.adapter_rank_rows)
         self._writers: dict[int, Any] = {}
         start = time.perf_counter()
         for count in () if config.skip_precompile else self._classes:
             self._writers[count] = self._compile_writer(count)
         self.writers_compile_s = time.perf_counter() - start
-        self.programs = Programs(
-            ladder(config, table_width, decode_tile), self._compile, skip_precompile=config.skip_precompile
-        )
+        self.programs = Programs(buckets, self._compile, skip_precompile=config.skip_precompile)
         self._last: Outcome | None = None
 
     @property
@@ -147,7 +147,7 @@ class JaxBackend:
 
     def _compile(self, bucket: Bucket) -> Any:
         step = partial(forward, bucket=bucket, sizes=self._sizes)
-        run = sharding.over_shards(step, self._mesh, self._weights)
+        run = sharding.over_shards(step, self._mesh, self._weights, self._sizes)
         replicated = NamedSharding(self._mesh, sharding.REPLICATED)
         flat = jax.ShapeDtypeStruct((bucket.size,), np.int32, sharding=replicated)
         shapes = jax.tree.map(_shape_of, (self._weights, self._tables, self._kv))
@@ -157,12 +157,12 @@ class JaxBackend:
         rows = AdapterTables(
             *(
                 jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
-                for shape, spec in zip(table_shapes(self._sizes, count), sharding.TABLE_SPECS, strict=True)
+                for shape, spec in zip(table_shapes(self._sizes, count), self._table_specs, strict=True)
             )
         )
         start = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self._mesh, sharding.REPLICATED))
         shapes = jax.tree.map(_shape_of, self._tables)
-        placed = AdapterTables(*(NamedSharding(self._mesh, spec) for spec in sharding.TABLE_SPECS))
+        placed = AdapterTables(*(NamedSharding(self._mesh, spec) for spec in self._table_specs))
         write = jax.jit(write_rows, donate_argnums=(0,), out_shardings=placed)
         return write.lower(shapes, rows, start).compile()
 
@@ -175,6 +175,16 @@ class JaxBackend:
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _form(config: EngineConfig, mesh: Mesh) -> Form:
+    """The configured form; ConfigError for one these devices cannot run."""
+    platform = mesh.devices.flat[0].platform
+    if config.jax_form == "auto":
+        return "cpu" if platform == "cpu" else "xla"
+    if config.jax_form == "cpu" and platform != "cpu":
+        raise ConfigError(f"engine.jax_form is 'cpu' but the device is a {platform}; set auto")
+    return config.jax_form
 
 
 def _use_cache(folder: str) -> None:

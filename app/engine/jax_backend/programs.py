@@ -19,8 +19,18 @@ from app.engine.jax_backend.step import PREFILL_TILE, Bucket
 Compile = Callable[[Bucket], Any]
 
 
+def cpu_ladder(config: EngineConfig, table_width: int) -> tuple[Bucket, ...]:
+    """Every bucket of the CPU form, smallest first: 8, 64, ... tokens, and the largest step.
+
+    Its calls skip padding, so a few shapes are enough, and each holds decoding and prompts alike.
+    """
+    tokens = [8**k for k in range(1, 8) if 8**k < config.max_batch_tokens]
+    shapes = {(count, min(count, config.max_batch_sequences)) for count in [*tokens, config.max_batch_tokens]}
+    return tuple(sorted(Bucket(*shape, PREFILL_TILE, table_width, is_cpu=True) for shape in shapes))
+
+
 def ladder(config: EngineConfig, table_width: int, decode_tile: int) -> tuple[Bucket, ...]:
-    """Every bucket, smallest first; the last one holds any step of the engine.
+    """Every bucket of the other forms, smallest first; the last one holds any step of the engine.
 
     Decode steps (one token per sequence): 2, 8, 32, 128, ... sequences. Steps with prompts: few tokens of few
     sequences, up to `max_batch_tokens` of `max_batch_sequences`.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, SamplingBatch
-from app.engine.jax_backend.decoder import Outcome
+from app.engine.jax_backend.arrays import Outcome
 from app.engine.logits import largest, penalise
 from app.kernels.rows.reference import draw, log_sum_exp
 
@@ -19,7 +19,10 @@ from app.kernels.rows.reference import draw, log_sum_exp
 def sample(outcome: Outcome, sampling: SamplingBatch) -> ForwardOutput:
     """One token for each of the P sampled rows; rows beyond P are padding."""
     num_rows = len(sampling.temperature)
-    tokens = np.array(outcome.token_ids)[:num_rows]
+    if outcome.token_ids is None:
+        tokens = np.asarray(outcome.logits)[:num_rows].argmax(axis=1).astype(np.int32)
+    else:
+        tokens = np.array(outcome.token_ids)[:num_rows]
     logprobs = np.zeros(num_rows, np.float32)
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
     has_penalty = np.array([history.size > 0 for history in sampling.history], bool)

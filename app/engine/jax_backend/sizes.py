@@ -9,12 +9,17 @@ KV heads than shards a KV head is held by several shards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError, ConfigError
 from app.engine.models.spec import ModelSpec
+from app.kernels.matmul._ffi import packed_size
+
+#: Who computes products, deltas, attention and norms: the project's CPU kernels, XLA, or XLA with deltas by Pallas.
+Form = Literal["cpu", "xla", "pallas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class Sizes:
     mlp_bias: bool
     tied: bool
     num_shards: int
+    form: Form
 
     @property
     def group_outputs(self) -> dict[str, tuple[int, ...]]:
@@ -43,6 +49,17 @@ class Sizes:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         hidden, mlp = self.hidden_size, self.mlp_size
         return {"qkv": (q, kv, kv), "o": (hidden,), "gate_up": (mlp, mlp), "down": (hidden,)}
+
+    @property
+    def group_widths(self) -> dict[str, int]:
+        """Product -> the columns it computes in one shard: its modules', in the CPU form rounded up to whole panels."""
+        sums = {group: sum(outputs) for group, outputs in self.group_outputs.items()}
+        return {group: packed_size(width) if self.form == "cpu" else width for group, width in sums.items()}
+
+    @property
+    def stored_dim(self) -> int:
+        """Floats of a head in KV memory."""
+        return packed_size(self.head_dim) if self.form == "cpu" else self.head_dim
 
     @property
     def group_inputs(self) -> dict[str, int]:
@@ -61,7 +78,7 @@ GROUPS = {
 ROW_PARALLEL = frozenset({"o", "down"})
 
 
-def sizes_of(spec: ModelSpec, num_shards: int) -> Sizes:
+def sizes_of(spec: ModelSpec, num_shards: int, form: Form) -> Sizes:
     """CheckpointError for layers of unequal size; ConfigError if the model does not divide by `num_shards`."""
     first = spec.layers[0]
     attention, mlp = first.attention, first.mlp
@@ -96,6 +113,7 @@ def sizes_of(spec: ModelSpec, num_shards: int) -> Sizes:
         mlp_bias=mlp.bias,
         tied=spec.tie_embeddings,
         num_shards=num_shards,
+        form=form,
     )
 
 

@@ -2,8 +2,8 @@
 
 In: a `ForwardBatch`. Out: the smallest `Bucket` that holds it and one flat int32 vector: a program has one
 input per step besides its memory, so calling it costs one transfer. `pack` runs on the host, `unpack` inside
-the program; both read the same table of fields. Padding tokens write their K and V nowhere, see no key and
-have no adapter.
+the program; both read the same table of fields. In the CPU form calls are told how many rows are real; in the others
+padding tokens write their K and V nowhere and see no key. They have no adapter in any.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardBatch
+from app.kernels.paged_attention._ffi import TASK_TOKENS, attention_tasks
 from app.kernels.sgmv._jax import Segments, max_segments, segment_arrays
 
 A = TypeVar("A", NDArray[np.int32], Array)
@@ -30,13 +31,14 @@ class Bucket:
     """A program's shape: at most `tokens` tokens of at most `sequences` sequences.
 
     `tile` queries share an attention tile; 1 (or 2) when every sequence computes one token. `table_width`
-    is the length of a block table.
+    is the length of a block table. `is_cpu`: for the CPU form, whose attention has no tiles of a fixed shape.
     """
 
     tokens: int
     sequences: int
     tile: int
     table_width: int
+    is_cpu: bool = False
 
     @property
     def num_tiles(self) -> int:
@@ -48,14 +50,27 @@ class Bucket:
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each array, in the order they are packed."""
-        return {
-            "token_ids": (self.tokens,),
-            "positions": (self.tokens,),
-            "kv_slots": (self.tokens,),
+        attention: dict[str, tuple[int, ...]] = {
             "tile_rows": (self.num_tiles, self.tile),
             "tile_sequences": (self.num_tiles,),
             "visible": (self.num_tiles, self.tile),
             "token_places": (self.tokens,),
+        }
+        if self.is_cpu:
+            attention = {
+                "query_starts": (self.sequences + 1,),
+                "seq_lens": (self.sequences,),
+                "tasks": (self.tokens // TASK_TOKENS + self.sequences, 2),
+                "num_tasks": (),
+                "num_tokens": (),
+                "num_samples": (),
+                "widest": (),
+            }
+        return {
+            "token_ids": (self.tokens,),
+            "positions": (self.tokens,),
+            "kv_slots": (self.tokens,),
+            **attention,
             "block_tables": (self.sequences, self.table_width),
             "sample_rows": (self.sequences,),
             "segments": (4, max_segments(self.tokens, self.sequences)),
@@ -68,19 +83,40 @@ class Bucket:
         return sum(math.prod(shape) for shape in self.fields.values())
 
 
-class Step(NamedTuple):
-    """token_ids, positions, kv_slots: [T]. tile_rows: [W, Q] token rows. tile_sequences: [W]. visible: [W, Q].
+class Tiles(NamedTuple):
+    """Queries in tiles of one sequence each. tile_rows: [W, Q] token rows. tile_sequences: [W]. visible: [W, Q].
 
-    token_places: [T], a token's place among the W * Q queries. block_tables: [B, N]. sample_rows: [B].
+    token_places: [T], a token's place among the W * Q queries.
     """
 
-    token_ids: Array
-    positions: Array
-    kv_slots: Array
     tile_rows: Array
     tile_sequences: Array
     visible: Array
     token_places: Array
+
+
+class Rows(NamedTuple):
+    """What the CPU form's calls are told: query_starts: [B + 1]. seq_lens: [B]. tasks: [J, 2], of which num_tasks.
+
+    num_tokens, num_samples: how many rows are real. widest: the most chunks of rank rows of any segment.
+    """
+
+    query_starts: Array
+    seq_lens: Array
+    tasks: Array
+    num_tasks: Array
+    num_tokens: Array
+    num_samples: Array
+    widest: Array
+
+
+class Step(NamedTuple):
+    """token_ids, positions, kv_slots: [T]. block_tables: [B, N]. sample_rows: [B]. attention: `Tiles` or `Rows`."""
+
+    token_ids: Array
+    positions: Array
+    kv_slots: Array
+    attention: Tiles | Rows
     block_tables: Array
     sample_rows: Array
     segments: Segments
@@ -99,7 +135,22 @@ def pack(
     views["kv_slots"][:count] = batch.kv_slots
     views["block_tables"][:num_sequences, : batch.block_tables.shape[1]] = batch.block_tables
     views["sample_rows"][: len(batch.sample_rows)] = batch.sample_rows
-    tile = bucket.tile
+    num_segments = segment_arrays(batch.run_starts, batch.run_adapter_slots, row_starts, ranks, views["segments"])
+    views["num_segments"][...] = num_segments
+    if bucket.is_cpu:
+        views["query_starts"][: num_sequences + 1] = batch.query_starts
+        views["seq_lens"][:num_sequences] = batch.seq_lens
+        views["num_tasks"][...] = attention_tasks(batch.query_starts, views["tasks"])
+        views["num_tokens"][...] = count
+        views["num_samples"][...] = len(batch.sample_rows)
+        views["widest"][...] = views["segments"][3, :num_segments].max(initial=0)
+    else:
+        _pack_tiles(batch, bucket, views)
+    return flat
+
+
+def _pack_tiles(batch: ForwardBatch, bucket: Bucket, views: dict[str, NDArray[np.int32]]) -> None:
+    count, num_sequences, tile = len(batch.token_ids), len(batch.seq_lens), bucket.tile
     lengths = np.diff(batch.query_starts)
     tiles_of = -(-lengths // tile)
     first_tile = np.concatenate([[0], np.cumsum(tiles_of)])
@@ -110,17 +161,15 @@ def pack(
     views["tile_rows"].reshape(-1)[places] = np.arange(count)
     views["visible"].reshape(-1)[places] = batch.positions + 1
     views["tile_sequences"][: first_tile[-1]] = np.repeat(np.arange(num_sequences), tiles_of)
-    views["num_segments"][...] = segment_arrays(
-        batch.run_starts, batch.run_adapter_slots, row_starts, ranks, views["segments"]
-    )
-    return flat
 
 
 def unpack(flat: Array, bucket: Bucket) -> Step:
     """The vector as arrays, inside a program."""
     views = _views(flat, bucket)
     segments = Segments(views.pop("num_segments"), *views.pop("segments"))
-    return Step(segments=segments, **views)
+    kind = Rows if bucket.is_cpu else Tiles
+    attention = kind(**{name: views.pop(name) for name in kind._fields})
+    return Step(segments=segments, attention=attention, **views)
 
 
 def _views(flat: A, bucket: Bucket) -> dict[str, A]:

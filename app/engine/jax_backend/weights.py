@@ -2,7 +2,8 @@
 
 In: a checkpoint's tensors, one at a time. Out: `Weights`, a pytree of NumPy arrays ready to be put on devices.
 Matrices keep the checkpoint's orientation [d_out, d_in]: contracting both last axes is the form in which XLA's
-CPU product gives a row the same bits for any number of rows from two on. Axes
+CPU product gives a row the same bits for any number of rows from two on. In the CPU form a matrix of the same shape
+holds the panels its kernels read (`app.kernels.matmul._ffi.packed`), its outputs rounded up to whole ones. Axes
 that are split over tensor-parallel devices hold the shards one after the other; an axis of length 1 for them
 would cost copies (XLA gives it a layout of its own).
 """
@@ -19,6 +20,7 @@ from app.engine.errors import CheckpointError
 from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes, shard_columns
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
 from app.engine.models.spec import ModelSpec
+from app.kernels.matmul._ffi import packed, packed_size
 
 
 class LayerWeights(NamedTuple):
@@ -48,7 +50,8 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """embedding: [V, H]. head: [V padded to a multiple of shards, H], None where it is the embedding (tied, one shard).
+    """embedding: [V, H]. head: [V padded to a multiple of shards, H]. With tied embeddings and one shard there is only
+    one of them: the head in the CPU form, the embedding in the others; the other one is None.
 
     final_norm: [H]. cos, sin: [ropes, positions, D / 2]. ones: [8, max(H, D)].
     """
@@ -98,6 +101,8 @@ def read_weights(
             _place(arrays, columns, sizes, name, tensor)
     if missing:
         raise CheckpointError(f"{spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
+    if sizes.form == "cpu":
+        _pack(arrays, sizes)
     attentions = [layer.attention for layer in spec.layers]
     ropes = list(dict.fromkeys(attention.rope for attention in attentions))
     positions = np.arange(max_positions, dtype=np.float32)
@@ -106,11 +111,12 @@ def read_weights(
     arrays["rope"] = np.array([ropes.index(attention.rope) for attention in attentions], np.int32)
     arrays["window"] = np.array([attention.window or 0 for attention in attentions], np.int32)
     arrays["scale"] = np.array([attention.scale for attention in attentions], np.float32)
+    is_cpu, one_matrix = sizes.form == "cpu", spec.tie_embeddings and sizes.num_shards == 1
     head = None
-    if not (spec.tie_embeddings and sizes.num_shards == 1):
-        head = _split_vocabulary(top[EMBEDDING if spec.tie_embeddings else LM_HEAD], sizes.num_shards)
+    if is_cpu or not one_matrix:
+        head = _split_vocabulary(top[EMBEDDING if spec.tie_embeddings else LM_HEAD], sizes)
     return Weights(
-        embedding=top[EMBEDDING],
+        embedding=None if is_cpu and one_matrix else top[EMBEDDING],
         head=head,
         final_norm=top[FINAL_NORM],
         cos=np.stack([np.cos(a) * f for a, f in zip(angles, factors, strict=True)]),
@@ -122,15 +128,15 @@ def read_weights(
 
 def _empty_layers(sizes: Sizes) -> dict[str, Any]:
     count, shards, hidden = sizes.num_layers, sizes.num_shards, sizes.hidden_size
-    outputs, inputs = sizes.group_outputs, sizes.group_inputs
+    widths, inputs = sizes.group_widths, sizes.group_inputs
     biased = {"qkv": sizes.qkv_bias, "o": sizes.o_bias, "gate_up": sizes.mlp_bias, "down": sizes.mlp_bias}
     arrays: dict[str, Any] = {name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")}
     for group in GROUPS:
-        width = sum(outputs[group])
-        row_parallel = group in ROW_PARALLEL
-        shape = (count, hidden, shards * inputs[group]) if row_parallel else (count, shards * width, inputs[group])
+        width, row_parallel = widths[group], group in ROW_PARALLEL
+        shape = (count, width, shards * inputs[group]) if row_parallel else (count, shards * width, inputs[group])
         arrays[group] = np.zeros(shape, np.float32)
-        arrays[f"{group}_bias"] = np.zeros(shape[:2], np.float32) if biased[group] else None
+        bias_width = hidden if row_parallel else shards * width
+        arrays[f"{group}_bias"] = np.zeros((count, bias_width), np.float32) if biased[group] else None
     for name in ("q_norm", "k_norm"):
         arrays[name] = np.zeros((count, sizes.head_dim), np.float32) if sizes.qk_norm else None
     return arrays
@@ -158,16 +164,32 @@ def _place(
         if kind == "bias":
             arrays[f"{group}_bias"][layer] = tensor
         else:
-            arrays[group][layer] = tensor[:, columns[module].reshape(-1)]
+            arrays[group][layer, : len(tensor)] = tensor[:, columns[module].reshape(-1)]
     else:
         target = arrays[f"{group}_bias" if kind == "bias" else group][layer]
         by_shard = target.reshape(sizes.num_shards, -1, *target.shape[1:])  # a view
         by_shard[:, start:end] = tensor[columns[module]]
 
 
-def _split_vocabulary(head: NDArray[np.float32], num_shards: int) -> NDArray[np.float32]:
+def _pack(arrays: dict[str, Any], sizes: Sizes) -> None:
+    """Matrices to panels, in place, each shard's part by itself."""
+    shards = sizes.num_shards
+    for group in GROUPS:
+        for matrix in arrays[group]:
+            if group in ROW_PARALLEL:
+                parts = matrix.reshape(len(matrix), shards, -1).swapaxes(0, 1)  # views
+            else:
+                parts = matrix.reshape(shards, -1, matrix.shape[1])
+            for part in parts:
+                part[...] = packed(np.ascontiguousarray(part))
+
+
+def _split_vocabulary(head: NDArray[np.float32], sizes: Sizes) -> NDArray[np.float32]:
     """[V, H] -> [V padded to a multiple of shards, H]; padding rows are zero and cut off the logits."""
-    per_shard = -(-len(head) // num_shards)
-    padded = np.zeros((per_shard * num_shards, head.shape[1]), np.float32)
+    per_shard = -(-len(head) // sizes.num_shards)
+    per_shard = packed_size(per_shard) if sizes.form == "cpu" else per_shard
+    padded = np.zeros((per_shard * sizes.num_shards, head.shape[1]), np.float32)
     padded[: len(head)] = head
+    if sizes.form == "cpu":
+        padded = np.concatenate([packed(part) for part in np.split(padded, sizes.num_shards)])
     return padded

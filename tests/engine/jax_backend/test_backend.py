@@ -25,10 +25,10 @@ CONFIG = EngineConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[JaxBackend]:
-    """One backend for the module: compiling it is the expensive part."""
-    made = tiny_backend(CONFIG, SPEC)
+@pytest.fixture(scope="module", params=["cpu", "xla"])
+def backend(request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
+    """One backend per form for the module: compiling it is the expensive part."""
+    made = tiny_backend(CONFIG.model_copy(update={"jax_form": request.param}), SPEC)
     made.programs.wait()
     yield made
     made.close()

@@ -21,10 +21,13 @@ CONFIG = EngineConfig(
 LENGTHS = (1, 20, 41)
 
 
+@pytest.mark.parametrize("form", ["cpu", "xla"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, form: str, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"jax_form": form})
+
     def make_backend(checkpoint: Checkpoint) -> JaxBackend:
-        return JaxBackend(checkpoint.spec, checkpoint.tensors(), CONFIG, make_mesh(jax.devices("cpu"), 1))
+        return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
 
     def chunk_end(generator: np.random.Generator, start: int) -> int:
         """At least two tokens each: one program for everything."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from app.engine.config import EngineConfig
-from app.engine.jax_backend.programs import Programs, ladder
+from app.engine.jax_backend.programs import Programs, cpu_ladder, ladder
 from app.engine.jax_backend.step import PREFILL_TILE, Bucket, pack
 from app.kernels.sgmv._jax import SEGMENT_TOKENS, max_segments
 from tests.engine.torch_backend.steps import Piece, forward_batch
@@ -21,9 +21,11 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(8, 1), (16, 3), (64, 64), (256, 64), (100, 7)])
-def test_the_last_bucket_holds_every_step_and_the_smallest_is_chosen(tokens: int, sequences: int) -> None:
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_the_last_bucket_holds_every_step_and_the_smallest_is_chosen(tokens: int, sequences: int, is_cpu: bool) -> None:
     config = EngineConfig(max_batch_tokens=tokens, max_batch_sequences=sequences)
-    programs = Programs(ladder(config, 8, 1), lambda bucket: bucket, skip_precompile=False)
+    buckets = cpu_ladder(config, 8) if is_cpu else ladder(config, 8, 1)
+    programs = Programs(buckets, lambda bucket: bucket, skip_precompile=False)
     programs.wait()
     assert programs.num_compiled == len(programs.buckets) == len(set(programs.buckets))
     for num_sequences in range(1, min(sequences, tokens) + 1):
@@ -67,7 +69,8 @@ def test_a_failed_compilation_is_raised_by_the_next_step() -> None:
         programs.find(1, 1, decode=True)
 
 
-def test_any_division_of_tokens_fits_its_bucket() -> None:
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_any_division_of_tokens_fits_its_bucket(is_cpu: bool) -> None:
     generator = np.random.default_rng()
     for _ in range(200):
         count = int(generator.integers(1, 9))
@@ -77,7 +80,7 @@ def test_any_division_of_tokens_fits_its_bucket() -> None:
             for number, n in enumerate(lengths)
         ]
         batch = forward_batch(pieces, 16)
-        bucket = Bucket(64, 8, PREFILL_TILE, 8)
+        bucket = Bucket(64, 8, PREFILL_TILE, 8, is_cpu)
         ranks = np.array([0, *[5] * count], np.int32)
         flat = pack(batch, bucket, 1024, np.arange(len(ranks), dtype=np.int32) * 8, ranks)
         assert len(flat) == bucket.size
@@ -94,7 +97,7 @@ from app.engine.config import EngineConfig
 from tests.engine.jax_backend.making import tiny_backend
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
-config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, max_batch_tokens=8, max_batch_sequences=2,
+config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, max_batch_tokens=16, max_batch_sequences=2,
                       compilation_cache_dir=sys.argv[1])
 backend = tiny_backend(config)
 backend.programs.wait()

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -39,7 +40,7 @@ def spec() -> ModelSpec:
     return ModelSpec("tiny", "llama", "base", 61, 24, 64, 1e-5, True, (layer,) * 3, 1, (2,))
 
 
-def observe(shards: int, rank_rows: int, seed: int) -> dict[str, object]:
+def observe(form: Literal["cpu", "xla"], shards: int, rank_rows: int, seed: int) -> dict[str, object]:
     """Tokens and log-probabilities of a few requests, and the collectives in the program that computed them."""
     model = spec()
     config = EngineConfig(
@@ -50,6 +51,7 @@ def observe(shards: int, rank_rows: int, seed: int) -> dict[str, object]:
         max_batch_sequences=4,
         skip_precompile=True,
         tensor_parallel=shards,
+        jax_form=form,
     )
     backend = JaxBackend(model, random_tensors(model, seed), config, make_mesh(jax.devices("cpu"), shards))
     engine = Engine(backend, config)
@@ -65,13 +67,14 @@ def observe(shards: int, rank_rows: int, seed: int) -> dict[str, object]:
     return {"lines": lines, "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text))}
 
 
-def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices() -> None:
+@pytest.mark.parametrize("form", ["cpu", "xla"])
+def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: str) -> None:
     code = (
         "import json, sys; from tests.engine.jax_backend.test_tensor_parallel import observe; "
         "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
     )
     seed = int(np.random.default_rng().integers(1 << 30))
-    cases = [(1, 16, seed), (2, 16, seed), (4, 16, seed), (8, 16, seed), (8, 0, seed)]
+    cases = [(form, shards, rows, seed) for shards, rows in [(1, 16), (2, 16), (4, 16), (8, 16), (8, 0)]]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, json.dumps(cases)]
     process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
@@ -93,4 +96,4 @@ def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices() -> N
 
 def test_a_model_that_does_not_divide_is_refused_with_its_numbers() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel 3 does not divide tiny: 8 heads, 4 KV heads, 48"):
-        sizes_of(spec(), 3)
+        sizes_of(spec(), 3, "xla")

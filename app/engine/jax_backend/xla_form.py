@@ -1,0 +1,107 @@
+"""The decoder's operations in plain XLA: for GPUs and TPUs, and on a CPU for comparison.
+
+Every product over rows contracts both last axes, and sums are products with ones: in that form XLA's CPU products
+give a row the same bits for any number of rows from two on.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from app.engine.jax_backend.arrays import AdapterTables, KvMemory
+from app.engine.jax_backend.sizes import Sizes
+from app.engine.jax_backend.step import Step, Tiles
+from app.engine.jax_backend.weights import LayerWeights, Weights
+from app.kernels.paged_attention._jax import paged_attention
+from app.kernels.sgmv._jax import add_deltas
+
+
+class XlaForm:
+    """Operations of one step."""
+
+    def __init__(self, weights: Weights, tables: AdapterTables, step: Step, sizes: Sizes) -> None:
+        assert isinstance(step.attention, Tiles)
+        self._weights, self._tables, self._step, self._sizes = weights, tables, step, sizes
+        self._tiles = step.attention
+        self._block_tables = step.block_tables[self._tiles.tile_sequences]  # [W, N]
+
+    def embed(self, token_ids: Array) -> Array:
+        rows: Array = self._weights.embedding[token_ids]
+        return rows
+
+    def norm(self, x: Array, weights: Array, layer: Array) -> Array:
+        """x: [T, H]; weights: [L, H]."""
+        return _rms_norm(x, weights[layer], self._sizes.eps, self._weights.ones)
+
+    def product(self, x: Array, layer: Array, group: str) -> Array:
+        """x: [T, d_in] -> [T, d_out], modules side by side."""
+        return _matmul(x, getattr(self._weights.layers, group)[layer])
+
+    def add_deltas(self, x: Array, y: Array, layer: Array, group: str) -> Array:
+        """y with the deltas of x added, for the rows of each adapter."""
+        a, b = getattr(self._tables, f"a_{group}"), getattr(self._tables, f"b_{group}")
+        return add_deltas(x, y, a, b, layer, self._step.segments, self._sizes.group_outputs[group])
+
+    def attend(self, qkv: Array, kv: KvMemory, layer: Array) -> tuple[Array, KvMemory]:
+        """Rotate, store keys and values, attend. Returns [T, heads * D] and the memory."""
+        layers, sizes, tiles = self._weights.layers, self._sizes, self._tiles
+        q, k, v = _split_heads(qkv, layers, layer, self._weights, self._step, sizes)
+        kv = KvMemory(_store(kv.keys, k, layer, self._step), _store(kv.values, v, layer, self._step))
+        attended = paged_attention(
+            q[tiles.tile_rows], *kv, layer, self._block_tables, tiles.visible, layers.scale[layer], layers.window[layer]
+        )
+        return attended.reshape(-1, sizes.heads * sizes.head_dim)[tiles.token_places], kv
+
+    def logits(self, x: Array) -> Array:
+        """x: [B, H] hidden states -> [B, V]."""
+        weights = self._weights
+        normed = _rms_norm(x, weights.final_norm, self._sizes.eps, weights.ones)
+        return _matmul(normed, weights.embedding if weights.head is None else weights.head)
+
+
+def _matmul(x: Array, w: Array) -> Array:
+    """x: [T, d_in], w: [d_out, d_in]."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def _rms_norm(x: Array, weight: Array, eps: float, ones: Array) -> Array:
+    """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019).
+
+    The sum is a product with ones (an argument, or XLA would turn it back into a sum): XLA's sums depend on the
+    number of rows in their last bit.
+    """
+    width = x.shape[-1]
+    square = (x * x).reshape(-1, width)
+    total = _matmul(square, ones[:, :width])[:, :1].reshape(*x.shape[:-1], 1)
+    return x * lax.rsqrt(total / width + eps) * weight
+
+
+def _split_heads(
+    qkv: Array, layers: LayerWeights, layer: Array, weights: Weights, step: Step, sizes: Sizes
+) -> tuple[Array, Array, Array]:
+    """q [T, heads, D], k and v [T, kv_heads, D]; q and k normalised (Qwen3) and rotated."""
+    dim, q_end = sizes.head_dim, sizes.heads * sizes.head_dim
+    k_end = q_end + sizes.kv_heads * dim
+    q = qkv[:, :q_end].reshape(-1, sizes.heads, dim)
+    k = qkv[:, q_end:k_end].reshape(-1, sizes.kv_heads, dim)
+    v = qkv[:, k_end:].reshape(-1, sizes.kv_heads, dim)
+    if sizes.qk_norm:
+        q = _rms_norm(q, layers.q_norm[layer], sizes.eps, weights.ones)
+        k = _rms_norm(k, layers.k_norm[layer], sizes.eps, weights.ones)
+    cos = weights.cos[layers.rope[layer], step.positions][:, None]  # [T, 1, D / 2]
+    sin = weights.sin[layers.rope[layer], step.positions][:, None]
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotary embedding, half-split layout (Su et al. 2021). x: [T, heads, D]."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _store(memory: Array, rows: Array, layer: Array, step: Step) -> Array:
+    """Write rows [T, kv_heads, D] into memory [L, blocks, kv_heads, block_size, D]; padding lands nowhere."""
+    block_size = memory.shape[3]
+    blocks, offsets = step.kv_slots // block_size, step.kv_slots % block_size
+    return memory.at[layer, blocks, :, offsets].set(rows, mode="drop", unique_indices=False)
