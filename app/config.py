@@ -95,6 +95,12 @@ class AdaptersConfig(_Settings):
     host_cache_bytes: int = Field(
         default=512 << 20, ge=1 << 20, description="Adapters kept in the object store, in bytes."
     )
+    pinned_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Part of rank rows, adapter slots and host memory that pinned adapters may take together.",
+    )
     host_eviction: EvictionPolicy = Field(default="lru", description="Who leaves the object store: lru, lfu or cost.")
     disk_cache_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Remote adapters kept on disk, in bytes.")
     signing: SigningConfig = Field(default_factory=SigningConfig)

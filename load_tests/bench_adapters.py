@@ -79,10 +79,10 @@ class _Service:
     def __init__(self, checkpoint: Checkpoint, folder: Path, config: EngineConfig, host_bytes: int) -> None:
         adapters = AdaptersConfig(roots=(str(folder),), state_dir=str(folder / "state"), host_cache_bytes=host_bytes)
         (folder / "state").mkdir()
-        config = AppConfig(adapters=adapters, engine=config).engine
+        settings = AppConfig(adapters=adapters, engine=config)
         counts = TierCounts()
         self.library: AdapterLibrary = open_library(adapters, checkpoint.spec, served_features(config), counts)
-        self.registry = open_registry(adapters, checkpoint.spec.digest)
+        self.registry = open_registry(settings, checkpoint.spec.digest)
         self.store: AdapterStore[PackedAdapter] = AdapterStore(
             self.library, _host_copy, max_bytes=host_bytes, counts=counts
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -27,6 +27,7 @@ from app.deployments.registry.books import open_registry
 from app.deployments.registry.entries import Generation
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.view import Entry, Key
+from app.deployments.steering import Steering
 from app.deployments.tiers import TIERS
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.packing import PackedAdapter
@@ -43,12 +44,13 @@ class AdapterStoreActor:
         spec = open_checkpoint(config.model).spec
         served = served_features(config.engine)
         counts = StoreMetrics()
-        library = open_library(config.adapters, spec, served, counts)
+        registry = open_registry(config, spec.digest)
+        pinned = {entry.ref.digest for entry in registry.catalog.pinned()}
+        library = open_library(config.adapters, spec, served, counts, held=pinned)
 
         def put(packed: PackedAdapter) -> tuple[Any, list[Any]]:
             return packed.header, [ray.put(array) for array in packed.arrays]
 
-        registry = open_registry(config.adapters, spec.digest)
         self._store = AdapterStore(
             library,
             put,
@@ -61,6 +63,8 @@ class AdapterStoreActor:
         self._catalog = registry.catalog
         self._lifecycle = Lifecycle(registry, self._store, reserved_names=(config.model.name,))
         library.reached = self._lifecycle.reached
+        library.disk.deleted = lambda digest: self._lifecycle.moved("deleted from disk", digest)
+        self._store.moved = self._lifecycle.moved
         self._preload = config.adapters.preload
         self._preloading: asyncio.Task[None] | None = None
 
@@ -95,6 +99,11 @@ class AdapterStoreActor:
         self._lifecycle.resume()
         return await self._lifecycle.table.newer(held, watcher_id, timeout_s)
 
+    async def watch_steering(
+        self, held: Version | None, watcher_id: str, timeout_s: float
+    ) -> tuple[Version, Steering] | None:
+        return await self._lifecycle.steering.newer(held, watcher_id, timeout_s)
+
     async def stats(self) -> dict[str, dict[str, float]]:
         return {tier: self._store.counts.of(tier) for tier in TIERS}
 
@@ -115,6 +124,10 @@ class PlacementActor:
     async def report(self, report: ReplicaReport) -> None:
         self._start_clock()
         self._publish_if(self._books.report(report, time.monotonic()))
+
+    async def steer(self, shares: Mapping[str, float]) -> None:
+        """What part of the traffic adapters with more than the usual are expected to get; every replica says so."""
+        self._publish_if(self._books.steer(shares))
 
     async def gone(self, replica_id: str) -> None:
         self._publish_if(self._books.gone(replica_id))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,14 @@ class AdapterLibrary:
         #: Told how far reading a source has come; from any thread.
         self.reached: Callable[[str, State], None] = lambda *_: None
 
+    @property
+    def disk(self) -> DiskTier:
+        return self._disk
+
+    def hold(self, digests: Collection[str]) -> None:
+        """From now on exactly these are never deleted from disk once they are there."""
+        self._disk.hold(digests)
+
     def close(self) -> None:
         self._validator.close()
         self._disk.close()
@@ -100,7 +108,8 @@ class AdapterLibrary:
             self.counts.loaded("source", load_s, packed.card.size_bytes)
             signer = self._signer(path, packed)
             try:
-                self._disk.keep(packed.card.digest, folder, load_s)
+                if not self._disk.keep(packed.card.digest, folder, load_s):
+                    logger.warning("the adapter from %s is not kept on disk: others are pinned there", uri)
                 self.reached(source, State.ON_DISK)
             except OSError as error:  # a full disk costs the next download, not this request
                 logger.warning("the adapter from %s is not kept on disk: %s", uri, error)
@@ -134,11 +143,20 @@ class AdapterLibrary:
         return self._validator.read(path, self._spec)
 
 
-def open_library(config: AdaptersConfig, spec: ModelSpec, served: frozenset[str], counts: TierCounts) -> AdapterLibrary:
-    """As configured: sources, the disk tier in `state_dir`, and a process that reads. Raises ConfigError."""
-    disk = DiskTier(
-        Path(config.state_dir) / f"adapters-{spec.digest[:12]}", config.disk_cache_bytes, config.disk_eviction, counts
-    )
+def open_library(
+    config: AdaptersConfig,
+    spec: ModelSpec,
+    served: frozenset[str],
+    counts: TierCounts,
+    *,
+    held: Collection[str] = (),
+) -> AdapterLibrary:
+    """As configured: sources, the disk tier in `state_dir`, and a process that reads. Raises ConfigError.
+
+    `held`: digests that the disk tier does not give up.
+    """
+    root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
+    disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, held=held)
     validator = Validator(
         ReadLimits(max_weight_bytes=config.max_adapter_bytes, max_rank=config.max_rank),
         ChildLimits(base_memory_bytes=config.reading_memory_bytes, base_s=config.reading_timeout_s),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -49,6 +49,8 @@ class Library(Protocol):
 
     def from_disk(self, digest: str, source: str) -> PackedAdapter | None: ...
 
+    def hold(self, digests: Collection[str]) -> None: ...
+
 
 class _Kept(NamedTuple, Generic[T]):
     uri: str
@@ -82,6 +84,8 @@ class AdapterStore(Generic[T]):
         self._quarantine = quarantine or Quarantine()
         self._trusted = trusted
         self.counts = counts or TierCounts()
+        #: Told what becomes of a digest that no job is about: "deleted from host", for one.
+        self.moved: Callable[[str, str], None] = lambda *_: None
 
     @property
     def cached_bytes(self) -> int:
@@ -101,6 +105,11 @@ class AdapterStore(Generic[T]):
             self._trusted.check(tenant_id, signer, f"the adapter at {uri}")
         self._quarantine.clear(card.digest)
         return ReadAdapter(uri, card)
+
+    def hold(self, digests: Collection[str]) -> None:
+        """From now on exactly these are given up neither here nor on disk, once they are there."""
+        self._kept.hold(digests)
+        self._library.hold(digests)
 
     def forget(self, digest: str) -> None:
         """Free the copy: no name means these contents any more."""
@@ -125,6 +134,7 @@ class AdapterStore(Generic[T]):
         if self._kept.remove(digest):
             del self._handles[digest]
             self._report()
+            self.moved("deleted from host", digest)
 
     def close(self) -> None:
         for threads in (self._far, self._near):
@@ -154,6 +164,7 @@ class AdapterStore(Generic[T]):
                 kept = await self._keep(LocatedAdapter(ref.uri, packed), time.monotonic() - started_s)
             else:
                 kept = await self._from_source(ref.uri)
+                self.moved("fetched again", kept.card.digest)
             if kept.card.digest != ref.digest:
                 raise AdapterMismatch(
                     f"adapter {ref.name!r} was registered with contents {ref.digest[:12]} but {ref.uri} now holds "
@@ -164,6 +175,7 @@ class AdapterStore(Generic[T]):
             self._quarantine.failed(ref.digest, str(error) if is_ours else f"internal error ({type(error).__name__})")
             raise
         self._quarantine.clear(ref.digest)
+        self.moved("loaded to host", ref.digest)
         return kept
 
     async def _from_source(self, source: str) -> _Kept[T]:
@@ -188,11 +200,17 @@ class AdapterStore(Generic[T]):
                 )
             handle = await self._in_lane("put", lambda: self._put(located.packed))
             if card.digest not in self._handles:
-                self._handles[card.digest] = handle
                 evicted = self._kept.add(card.digest, card.size_bytes, load_s)
-                assert evicted is not None, "nothing is pinned here: readers hold the memory they use"
+                if evicted is None:
+                    raise AdapterTooLarge(
+                        f"the adapter at {located.uri} has {card.size_bytes} bytes, but pinned adapters hold "
+                        f"{self._kept.held_bytes} of adapters.host_cache_bytes {self._kept.max_bytes}; raise it, or "
+                        "unpin an adapter"
+                    )
+                self._handles[card.digest] = handle
                 for digest in evicted:
                     del self._handles[digest]
+                    self.moved("deleted from host", digest)
                 self.counts.evicted("host", len(evicted))
                 self._report()
         return _Kept(located.uri, card, self._handles[card.digest], located.signer)

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from app.deployments.eviction import BoundedSet, EvictionPolicy
@@ -31,13 +31,25 @@ _ENTRY = "entry.json"
 class DiskTier:
     """One per process; processes may share the folder. Called from any thread."""
 
-    def __init__(self, root: Path, max_bytes: int, policy: EvictionPolicy, counts: TierCounts) -> None:
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int,
+        policy: EvictionPolicy,
+        counts: TierCounts,
+        *,
+        held: Collection[str] = (),
+    ) -> None:
+        """`held`: as `hold`."""
         self._objects, staging = root / "objects", root / "staging"
         for folder in (self._objects, staging):
             folder.mkdir(parents=True, exist_ok=True)
         self._counts = counts
         self._lock = threading.Lock()
+        #: Told each digest that leaves, in the thread that removes it.
+        self.deleted: Callable[[str], None] = lambda _: None
         self._kept = BoundedSet(max_bytes, policy)
+        self._kept.hold(held)
         _remove_leftovers(staging)
         self._staging = staging / f"{os.getpid()}-{secrets.token_hex(6)}"
         self._staging.mkdir()
@@ -55,6 +67,11 @@ class DiskTier:
     def digests(self) -> frozenset[str]:
         with self._lock:
             return frozenset(self._kept)
+
+    def hold(self, digests: Collection[str]) -> None:
+        """From now on exactly these are never given up, once they are here."""
+        with self._lock:
+            self._kept.hold(digests)
 
     @contextlib.contextmanager
     def reading(self, digest: str) -> Iterator[Path | None]:
@@ -144,6 +161,7 @@ class DiskTier:
         with contextlib.suppress(FileNotFoundError):
             self._folder(digest).rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
+        self.deleted(digest)
 
     def _take_stock(self) -> None:
         found = []

@@ -8,13 +8,14 @@ priority, set when a thing is used; the lowest goes first, ties to the one used 
     cost   clock + uses * load seconds / bytes             (GreedyDual-Size-Frequency, Cherkasova 1998)
 
 The clock is the priority of the last one that went, so that what was popular once grows old. A pinned thing
-is never given up. Holding the things themselves, and deleting them, is the caller's.
+is never given up, nor is a held one, here or yet to come. Storing the things themselves, and deleting them, is
+the caller's.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,7 @@ class BoundedSet:
         self.max_bytes = max_bytes
         self.policy = policy
         self._kept: dict[str, _Kept] = {}
+        self._held: frozenset[str] = frozenset()
         self._queue: list[tuple[tuple[float, int], str]] = []  # may hold outdated priorities
         self._clock = 0.0
         self._num_uses = 0
@@ -73,7 +75,7 @@ class BoundedSet:
     def add(self, key: str, size_bytes: int, load_s: float) -> list[str] | None:
         """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit."""
         assert key not in self._kept
-        pinned = sum(kept.size_bytes for kept in self._kept.values() if kept.pins)
+        pinned = sum(kept.size_bytes for name, kept in self._kept.items() if kept.pins or name in self._held)
         if pinned + size_bytes > self.max_bytes:
             return None
         evicted = []
@@ -84,7 +86,7 @@ class BoundedSet:
             kept = self._kept.get(candidate)
             if kept is None or kept.priority != priority:
                 continue
-            if kept.pins:
+            if kept.pins or candidate in self._held:
                 skipped.append(entry)
                 continue
             self._clock = max(self._clock, priority[0])
@@ -103,6 +105,14 @@ class BoundedSet:
         if kept is not None:
             self._total_bytes -= kept.size_bytes
         return kept is not None
+
+    def hold(self, keys: Iterable[str]) -> None:
+        """From now on exactly these are held, whether they are here already or not."""
+        self._held = frozenset(keys)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(kept.size_bytes for key, kept in self._kept.items() if key in self._held)
 
     def pin(self, key: str) -> None:
         self._kept[key].pins += 1

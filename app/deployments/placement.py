@@ -108,6 +108,7 @@ class PlacementBooks:
         self._homes: dict[str, tuple[str, ...]] = {}
         self._changed_s: dict[str, float] = {}
         self._gone: set[str] = set()
+        self._shares: Mapping[str, float] = {}
 
     @property
     def table(self) -> PlacementTable:
@@ -142,15 +143,38 @@ class PlacementBooks:
             homes = self._policy.homes(digest, self.table)
             if homes:
                 self._homes[digest] = homes
+                self._widen(digest)
                 changed = True
         while len(self._homes) > MAX_HOMES:
             self._changed_s.pop(next(iter(self._homes)), None)
             del self._homes[next(iter(self._homes))]
         return changed
 
+    def steer(self, shares: Mapping[str, float]) -> bool:
+        """Adapters that more than the usual part of the traffic is expected for: each has that part of the replicas
+        for homes, before the load shows it.
+        """
+        self._shares = dict(shares)
+        return self._widen_all()
+
     def rebalance(self, now_s: float) -> bool:
         """Share the busiest adapter of an overloaded replica; take the extra home back when demand is gone."""
-        return self._share(now_s) | self._unshare(now_s)
+        return self._widen_all() | self._share(now_s) | self._unshare(now_s)
+
+    def _num_expected(self, digest: str) -> int:
+        return max(1, round(self._shares.get(digest, 0.0) * len(self._replicas)))
+
+    def _widen_all(self) -> bool:
+        widened = [self._widen(digest) for digest in self._shares if digest in self._homes]  # any() would stop early
+        return any(widened)
+
+    def _widen(self, digest: str) -> bool:
+        """Add the homes that an adapter's share asks for, in its rendezvous order."""
+        homes = self._homes[digest]
+        others = [other for other in rendezvous_order(digest, self._replicas) if other not in homes]
+        added = others[: max(0, self._num_expected(digest) - len(homes))]
+        self._homes[digest] = (*homes, *added)
+        return bool(added)
 
     def _share(self, now_s: float) -> bool:
         if len(self._replicas) < 2:
@@ -172,7 +196,7 @@ class PlacementBooks:
     def _unshare(self, now_s: float) -> bool:
         changed = False
         for digest, homes in list(self._homes.items()):
-            if len(homes) > 1 and self._may_change(digest, now_s):
+            if len(homes) > self._num_expected(digest) and self._may_change(digest, now_s):
                 active = sum(self._replicas[home].active.get(digest, 0) for home in homes if home in self._replicas)
                 if active < SHARE_MARGIN:
                     self._homes[digest] = homes[:-1]

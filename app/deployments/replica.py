@@ -21,8 +21,11 @@ from app.config import AppConfig
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_checkpoint
 from app.deployments.engine_service import EngineService
+from app.deployments.pin_keeper import PinKeeper
 from app.deployments.ray_calls import unwrapped
 from app.deployments.registry.entries import CatalogEntry
+from app.deployments.serve_transport import WATCH_TIMEOUT_S, Watched
+from app.deployments.steering import Steering
 from app.deployments.warm_up import hottest_that_fit, warm_adapters, warm_up
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
@@ -40,8 +43,10 @@ logger = logging.getLogger(__name__)
 MIN_REPORT_INTERVAL_S = 0.05
 #: How often the registry hears of use: a hot set that is this old after a crash is as good.
 OBSERVE_INTERVAL_S = 1.0
-#: How long a new replica waits for the hot set's sources.
+#: How long a new replica waits for the sources of pinned adapters and of the hot set.
 WARM_TIMEOUT_S = 60.0
+#: How often a pinned adapter that could not be brought here is tried again, and placement reminded of the shares.
+STEER_INTERVAL_S = 5.0
 
 
 class EngineReplica:
@@ -58,12 +63,16 @@ class EngineReplica:
         self._backend = await asyncio.to_thread(load_backend, checkpoint, config.engine)
         engine = Engine(self._backend, config.engine)
         await asyncio.to_thread(warm_up, engine, checkpoint.spec, adapters=config.engine.adapter_rank_rows > 0)
-        await self._warm_hot_set(engine, config.engine)
+        self._steering = Watched(self._store, self._replica_id, Steering(), "watch_steering")
+        self._steering.take(*await self._store.call("watch_steering", None, self._replica_id, WATCH_TIMEOUT_S))
+        await self._warm_adapters(engine, config.engine)
         self._thread = EngineThread(engine, self._service.on_step)
         self._service.start(self._thread)
         self._thread.start()
+        self._pins = PinKeeper(self._thread, self._fetch, self._brought)
         loop = asyncio.get_running_loop()
-        self._reporters = [loop.create_task(self._report_forever()), loop.create_task(self._observe_forever())]
+        forever = (self._report_forever(), self._observe_forever(), self._steer_forever(), self._steering.follow())
+        self._reporters = [loop.create_task(work) for work in forever]
 
     async def frames(self, link_id: str, target_replica_id: str | None = None) -> AsyncGenerator[list[TokenChunk]]:
         """A reader attaches; its first frame is empty."""
@@ -116,6 +125,7 @@ class EngineReplica:
     async def __del__(self) -> None:
         for reporter in self._reporters:
             reporter.cancel()
+        self._pins.close()
         await asyncio.to_thread(self._thread.stop, 10.0)
         self._backend.close()
 
@@ -138,16 +148,24 @@ class EngineReplica:
         arrays = [await unwrapped(object_ref) for object_ref in refs]
         return unpack_adapter(header, arrays)
 
-    async def _warm_hot_set(self, engine: Engine, config: EngineConfig) -> None:
-        """Hold what was used last before being called ready. An adapter that cannot be had is left to its requests."""
-        hot: list[CatalogEntry] = await self._store.call("manage", "hot", config.max_adapter_slots - 1)
-        hot = hot[: hottest_that_fit([entry.max_rank for entry in hot], config.adapter_rank_rows)]
-        if not hot:
+    async def _warm_adapters(self, engine: Engine, config: EngineConfig) -> None:
+        """Hold what is pinned, and then what was used last, before being called ready.
+
+        An adapter that cannot be had is left to its requests, or to the pin keeper.
+        """
+        max_adapters = config.max_adapter_slots - 1
+        pinned = self._steering.value.pinned_digests
+        engine.keep_adapters(pinned)
+        hot: list[CatalogEntry] = await self._store.call("manage", "hot", max_adapters)
+        entries = [*self._steering.value.pinned, *(entry for entry in hot if entry.ref.digest not in pinned)]
+        entries = entries[:max_adapters]
+        entries = entries[: hottest_that_fit([entry.max_rank for entry in entries], config.adapter_rank_rows)]
+        if not entries:
             return
-        fetches = [asyncio.create_task(self._fetch(entry.ref)) for entry in hot]
+        fetches = [asyncio.create_task(self._fetch(entry.ref)) for entry in entries]
         await asyncio.wait(fetches, timeout=WARM_TIMEOUT_S)
         adapters = []
-        for entry, fetch in zip(hot, fetches, strict=True):
+        for entry, fetch in zip(entries, fetches, strict=True):
             if not fetch.done():
                 fetch.cancel()
                 logger.warning("adapter %s was not read within %g s; starting without it", entry.name, WARM_TIMEOUT_S)
@@ -155,9 +173,26 @@ class EngineReplica:
                 logger.warning("adapter %s cannot be read: %s", entry.name, error)
             else:
                 adapters.append(fetch.result())
-        await asyncio.to_thread(warm_adapters, engine, adapters)
+        await asyncio.to_thread(warm_adapters, engine, [item for item in adapters if item.card.digest in pinned])
+        await asyncio.to_thread(warm_adapters, engine, [item for item in adapters if item.card.digest not in pinned])
         for adapter in reversed(adapters):
             self._service.keep(adapter)
+
+    async def _steer_forever(self) -> None:
+        """Pins are this replica's own affair; what traffic is expected is passed on to placement."""
+        while True:
+            steering = self._steering.value
+            self._pins.steer(steering)
+            try:
+                await self._placement.call("steer", steering.shares)
+            except RayActorError as error:
+                logger.warning("placement is away (%s); telling it the shares later", type(error).__name__)
+            if self._steering.value is steering:
+                await self._steering.changed(STEER_INTERVAL_S)
+
+    def _brought(self, adapter: LoraAdapter) -> None:
+        self._service.keep(adapter)
+        self._service.changed.set()
 
     async def _observe_forever(self) -> None:
         """Tell the registry what came to and left the device, and what requests used: events and the hot set."""

@@ -79,8 +79,9 @@ class ServeTransport:
 class _Follower:
     """An actor's news, followed for as long as this process lives."""
 
-    def __init__(self, actor: NamedActor, watcher_id: str) -> None:
+    def __init__(self, actor: NamedActor, watcher_id: str, method: str = "watch") -> None:
         self._actor = actor
+        self._method = method
         self._watcher_id = watcher_id
         self._held: Version | None = None
 
@@ -88,7 +89,7 @@ class _Follower:
         """Runs until cancelled. While the actor is away what was last heard stands."""
         while True:
             try:
-                news = await self._actor.call("watch", self._held, self._watcher_id, WATCH_TIMEOUT_S)
+                news = await self._actor.call(self._method, self._held, self._watcher_id, WATCH_TIMEOUT_S)
             except RayActorError as error:
                 logger.warning("%s; keeping the last table", type(error).__name__)
                 await asyncio.sleep(0.5)
@@ -103,8 +104,8 @@ class _Follower:
 class Watched(_Follower, Generic[T]):
     """A value that is sent whole."""
 
-    def __init__(self, actor: NamedActor, watcher_id: str, empty: T) -> None:
-        super().__init__(actor, watcher_id)
+    def __init__(self, actor: NamedActor, watcher_id: str, empty: T, method: str = "watch") -> None:
+        super().__init__(actor, watcher_id, method)
         self._news = asyncio.Event()
         self.value = empty
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from app.deployments.steering import rows_of
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
 from app.engine.engine import Engine
@@ -20,8 +21,6 @@ from app.engine.request import GenerateRequest, SamplingParams
 
 #: Enough prompt tokens for a prefill that is no decode, and enough answers to decode several at a time.
 NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_REQUESTS = 24, 4, 4
-#: An adapter has at least this many rank rows; higher ranks are rounded up to a power of two (`adapter_pool`).
-MIN_ROWS = 8
 
 
 def warm_up(engine: Engine, spec: ModelSpec, *, adapters: bool) -> None:
@@ -58,7 +57,7 @@ def hottest_that_fit(max_ranks: Sequence[int], num_rank_rows: int) -> int:
     """How many of the hottest adapters (their ranks, the hottest first) have rows at the same time."""
     num_rows = 0
     for count, max_rank in enumerate(max_ranks):
-        num_rows += max(MIN_ROWS, 1 << (max_rank - 1).bit_length())
+        num_rows += rows_of(max_rank)
         if num_rows > num_rank_rows:
             return count
     return len(max_ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class FakeStore:
         self.gates: dict[str, asyncio.Event] = {}
         self.loads: list[str] = []
         self.cached_digests: set[str] = set()
+        self.held: list[set[str]] = []
         self.on_read: Callable[[str, State], None] = lambda *_: None
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:  # noqa: ARG002
@@ -48,6 +49,9 @@ class FakeStore:
 
     def forget(self, digest: str) -> None:
         self.cached_digests.discard(digest)
+
+    def hold(self, digests: Collection[str]) -> None:
+        self.held.append(set(digests))
 
 
 class ManagedStore:

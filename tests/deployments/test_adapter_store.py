@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 
@@ -36,6 +36,9 @@ class Sources:
 
     def from_disk(self, digest: str, source: str) -> PackedAdapter | None:  # noqa: ARG002
         return None
+
+    def hold(self, digests: Collection[str]) -> None:
+        self.held = set(digests)
 
     def from_source(self, source: str) -> LocatedAdapter:
         self.reads.append(source)
@@ -222,3 +225,36 @@ async def test_a_failing_adapter_is_read_once_until_its_time_has_come(sources: S
     store.lost(ref.digest)
     assert await store.fetch(ref) == f"handle-{ref.digest}", "registered again, it is tried at once"
     store.close()
+
+
+async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    moves: list[tuple[str, str]] = []
+    store.moved = lambda event, digest: moves.append((event, digest))
+    digests = {name: add(sources, name).card.digest for name in "abc"}
+    a = await load(store, "a")
+    store.hold([digests["a"], "unknown"])
+    assert sources.held == {digests["a"], "unknown"}
+    b = await load(store, "b")
+    await load(store, "c")
+    assert set(store.cached_digests) == {digests["a"], digests["c"]}, "b was used last, but a is pinned"
+    add(sources, "large", size=70)
+    with pytest.raises(AdapterTooLarge, match=r"70 bytes, but pinned adapters hold 40 of .*host_cache_bytes 100"):
+        await load(store, "large")
+    assert set(store.cached_digests) == {digests["a"], digests["c"]}
+    store.hold([])
+    await store.fetch(b)
+    assert set(store.cached_digests) == {digests["b"], digests["c"]}
+    await load(store, "large")
+    assert store.cached_bytes == 70
+    store.forget(a.digest)
+    events = [(event, next(name for name in "abc" if digests[name] == digest)) for event, digest in moves]
+    assert events == [
+        ("deleted from host", "b"),
+        ("deleted from host", "a"),
+        ("fetched again", "b"),
+        ("loaded to host", "b"),
+        ("deleted from host", "c"),
+        ("deleted from host", "b"),
+    ]

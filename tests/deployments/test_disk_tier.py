@@ -209,3 +209,25 @@ def test_threads_keep_the_books(open_tier: Open) -> None:
         thread.join()
     assert tier.total_bytes == 100 * len(tier.digests) <= 1000
     assert len(everything_under(tier)) == 2 * len(tier.digests)
+
+
+def test_what_is_held_is_not_given_up_and_what_goes_is_told(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 300, "lru", TierCounts(), held=["a"])
+    gone: list[str] = []
+    tier.deleted = gone.append
+    for digest in "abcd":
+        add(tier, digest)
+    assert tier.digests == set("acd")
+    assert gone == ["b"]
+    tier.hold(["c"])
+    add(tier, "e")
+    assert tier.digests == set("cde")
+    with tier.staging() as folder:
+        (folder / "file").write_bytes(bytes(250))
+        assert not tier.keep("large", folder, 0.5), "no room beside what is held"
+    tier.remove("c")
+    assert gone == ["b", "a", "c"]
+    tier.close()
+    again = DiskTier(tmp_path, 150, "lru", TierCounts(), held=["d"])
+    assert again.digests == {"d"}, "also at start, though it was used longer ago"
+    again.close()

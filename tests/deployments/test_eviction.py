@@ -15,7 +15,7 @@ POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["want", "want", "want", "remove", "pin", "unpin"]),
+        st.sampled_from(["want", "want", "want", "remove", "pin", "unpin", "hold"]),
         st.sampled_from("abcdefgh"),
         st.integers(0, 60),
         st.floats(0, 10),
@@ -31,6 +31,7 @@ def test_every_byte_and_pin_is_accounted_for(policy: EvictionPolicy, events: lis
     kept = BoundedSet(100, policy)
     sizes: dict[str, int] = {}
     pins: dict[str, int] = {}
+    held: set[str] = set()
     for what, key, size, load_s in events:
         if what == "want" and key in kept:
             kept.use(key)
@@ -38,14 +39,19 @@ def test_every_byte_and_pin_is_accounted_for(policy: EvictionPolicy, events: lis
             before = set(kept)
             evicted = kept.add(key, size, load_s)
             if evicted is None:
-                assert sum(sizes[name] for name, count in pins.items() if count) + size > 100
+                stays = held & set(sizes) | {name for name, count in pins.items() if count}
+                assert sum(sizes[name] for name in stays) + size > 100
                 assert set(kept) == before
             else:
-                assert not any(pins.get(name) for name in evicted)
+                assert not any(pins.get(name) or name in held for name in evicted)
                 assert len(set(evicted)) == len(evicted)
                 for name in evicted:
                     del sizes[name]
                 sizes[key] = size
+        elif what == "hold":
+            held = held | {key} if size % 2 else held - {key}
+            kept.hold(held)
+            assert kept.held_bytes == sum(sizes[name] for name in held & set(sizes))
         elif what == "remove":
             assert kept.remove(key) == (key in sizes)
             sizes.pop(key, None)

@@ -174,3 +174,27 @@ def test_choice_follows_homes_then_load() -> None:
     assert choose_replica(None, table, {"a": 4, "b": 1, "c": 2}, STICKY) == "b"
     assert choose_replica("y", table, {"a": 4, "b": 1, "c": 2}, LEAST_LOADED) == "b"
     assert choose_replica("x", table, {}, STICKY) is None
+
+
+def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> None:
+    fleet = books(4)
+    heavy, light = digests(2)
+    fleet.assign([light])
+    assert not fleet.steer({heavy: 0.6}), "it has no home yet"
+    assert fleet.assign([heavy])
+    homes = fleet.table.homes[heavy]
+    assert len(homes) == 2
+    assert len(fleet.table.homes[light]) == 1
+    assert not fleet.rebalance(100.0), "no load is no reason to take them back"
+    assert fleet.steer({heavy: 0.9, light: 0.3})
+    assert len(fleet.table.homes[heavy]) == 4
+    assert fleet.table.homes[heavy][:2] == homes, "homes are added, not moved"
+    assert len(fleet.table.homes[light]) == 1
+    for index in range(4, 8):
+        fleet.report(ReplicaReport(f"r{index}"), 100.0)
+    assert fleet.rebalance(100.0)
+    assert len(fleet.table.homes[heavy]) == 7
+    assert not fleet.steer({})
+    for step in range(6):
+        assert fleet.rebalance(100.0 + (step + 1) * DWELL_S)
+    assert len(fleet.table.homes[heavy]) == len(fleet.table.homes[light]) == 1

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.config import AdaptersConfig
+from app.config import AppConfig
 from app.deployments.registry.aliases import Aliases
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.registry.jobs import Jobs
 from app.deployments.registry.journal import Journal
+from app.deployments.steering import PinLimits
 
 
 class Registry:
     """Methods of the parts may be called from several threads; each call is one transaction."""
 
-    def __init__(self, url: str, base_digest: str) -> None:
+    def __init__(self, url: str, base_digest: str, pin_limits: PinLimits = PinLimits()) -> None:  # noqa: B008  (frozen)
         """Raises ConfigError, NotReady."""
         self.database = Database(url, base_digest)
-        self.catalog = Catalog(self.database)
+        self.catalog = Catalog(self.database, pin_limits)
         self.aliases = Aliases(self.database)
         self.jobs = Jobs(self.database)
         self.journal = Journal(self.database)
@@ -30,7 +31,7 @@ class Registry:
         self.database.close()
 
 
-def open_registry(config: AdaptersConfig, base_digest: str) -> Registry:
+def open_registry(config: AppConfig, base_digest: str) -> Registry:
     """The configured database, or a file of SQLite per base model. Raises ConfigError, NotReady."""
-    path = Path(config.state_dir) / f"catalog-{base_digest[:12]}.sqlite"
-    return Registry(config.registry_url or sqlite_url(path), base_digest)
+    path = Path(config.adapters.state_dir) / f"catalog-{base_digest[:12]}.sqlite"
+    return Registry(config.adapters.registry_url or sqlite_url(path), base_digest, PinLimits.of(config))

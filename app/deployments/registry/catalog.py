@@ -9,9 +9,10 @@ the store.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Table, delete, insert, select, update
 
@@ -20,6 +21,7 @@ from app.deployments.registry.database import Database
 from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import adapters, generations, hot_set, named
+from app.deployments.steering import PinLimits
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 
@@ -27,12 +29,21 @@ from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 MAX_HOT = 1024
 
 
+class Move(NamedTuple):
+    """Something that happened to contents, whatever their names."""
+
+    event: str
+    digest: str
+    time_s: float
+
+
 class Catalog:
     """Every call is one transaction; threads and processes may call at the same time."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, pin_limits: PinLimits = PinLimits()) -> None:  # noqa: B008  (frozen)
         self._database = database
         self._base = database.base_digest
+        self._pin_limits = pin_limits
 
     def register(
         self,
@@ -42,6 +53,7 @@ class Catalog:
         *,
         max_rank: int,
         size_bytes: int,
+        extra_bytes: int = 0,
         tenant_id: str = DEFAULT_TENANT,
         who: str = DEFAULT_TENANT,
         pinned: bool | None = None,
@@ -51,7 +63,7 @@ class Catalog:
         """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
 
         `pinned` and `traffic_weight` None: as they were. `source` is how the caller called the place.
-        Raises InvalidRequest if an alias has the name.
+        Raises InvalidRequest if an alias has the name, AdapterTooLarge if it would be pinned and does not fit.
         """
         key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
@@ -73,6 +85,7 @@ class Catalog:
             values = contents | {
                 "state": State.LOADED,
                 "source": uri if source is None else source,
+                "extra_bytes": extra_bytes,
                 "owner": before.get("owner", who),
                 "pinned": before.get("pinned", False) if pinned is None else pinned,
                 "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
@@ -88,6 +101,7 @@ class Catalog:
             record_events(
                 connection, self._base, [NewEvent("registered", name, tenant_id, generation, digest, detail=uri)]
             )
+            self._check_pins(connection, name, bool(values["pinned"]))
             row = connection.execute(select(adapters).where(*key)).mappings().one()
         return _entry(row)
 
@@ -133,15 +147,23 @@ class Catalog:
         tenant_id: str = DEFAULT_TENANT,
         who: str = DEFAULT_TENANT,
     ) -> CatalogEntry:
-        """Change how a name is treated; None leaves a value as it is. Raises NotFound."""
+        """Change how a name is treated; None leaves a value as it is.
+
+        Raises NotFound, and AdapterTooLarge for a pin that does not fit beside the others.
+        """
         asked = {"pinned": pinned, "traffic_weight": traffic_weight}
         changes = {field: value for field, value in asked.items() if value is not None}
         key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
-            self._living(connection, tenant_id, name)
+            old = self._living(connection, tenant_id, name)
             if changes:
                 connection.execute(update(adapters).where(*key).values(**changes))
+                self._check_pins(connection, name, bool(pinned))
                 record_audit(connection, self._base, who, "configure", name, tenant_id, changes)
+            if pinned is not None and pinned != old["pinned"]:
+                event = "pinned" if pinned else "unpinned"
+                news = NewEvent(event, name, tenant_id, old["generation"], old["digest"])
+                record_events(connection, self._base, [news])
             return _entry(connection.execute(select(adapters).where(*key)).mappings().one())
 
     def get(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry | None:
@@ -153,6 +175,9 @@ class Catalog:
     def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
         """All names with a meaning, in order: one tenant's, or everybody's."""
         return self._select(*(() if tenant_id is None else (adapters.c.tenant_id == tenant_id,)), state=State.LOADED)
+
+    def pinned(self) -> list[CatalogEntry]:
+        return self._select(adapters.c.pinned, state=State.LOADED)
 
     def draining(self) -> list[CatalogEntry]:
         """Names whose removal has begun and not ended."""
@@ -199,27 +224,43 @@ class Catalog:
 
     def note_residency(self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str]) -> None:
         """A replica's device holds these digests, or holds them no more: an event for each name that means them."""
-        changes = [(digest, "loaded to device") for digest in loaded]
-        changes += [(digest, "unloaded from device") for digest in unloaded]
-        if not changes:
+        now_s = time.time()
+        moves = [Move("loaded to device", digest, now_s) for digest in loaded]
+        moves += [Move("unloaded from device", digest, now_s) for digest in unloaded]
+        self.note_moves(moves, replica_id)
+
+    def note_moves(self, moves: Sequence[Move], replica_id: str | None = None) -> None:
+        """An event for each name that means, or meant last, what moved."""
+        if not moves:
             return
         query = select(adapters).where(
-            adapters.c.base_digest == self._base, adapters.c.digest.in_([digest for digest, _ in changes])
+            adapters.c.base_digest == self._base, adapters.c.digest.in_({move.digest for move in moves})
         )
         with self._database.write() as connection:
             rows = connection.execute(query).mappings().all()
             news = [
-                NewEvent(event, row["name"], row["tenant_id"], row["generation"], digest, replica_id=replica_id)
-                for digest, event in changes
+                NewEvent(
+                    move.event,
+                    row["name"],
+                    row["tenant_id"],
+                    row["generation"],
+                    move.digest,
+                    replica_id=replica_id,
+                    time_s=move.time_s,
+                )
+                for move in moves
                 for row in rows
-                if row["digest"] == digest
+                if row["digest"] == move.digest
             ]
             record_events(connection, self._base, news)
 
     def hot(self, limit: int) -> list[CatalogEntry]:
-        """Registered adapters by last use, the hottest first; each digest once."""
+        """Registered adapters by last use, the hottest first; each digest once.
+
+        Place n in the order of use counts as n over the traffic weight; weight 0 comes last.
+        """
         query = (
-            select(adapters)
+            select(adapters, hot_set.c.position)
             .join(
                 hot_set,
                 (hot_set.c.base_digest == adapters.c.base_digest) & (hot_set.c.digest == adapters.c.digest),
@@ -229,10 +270,23 @@ class Catalog:
         )
         with self._database.read() as connection:
             rows = connection.execute(query).mappings().all()
+        weights: dict[str, float] = {}
+        for row in rows:
+            weights[row["digest"]] = max(weights.get(row["digest"], 0.0), row["traffic_weight"])
+        rows = sorted(rows, key=lambda row: _quotient(row["position"] + 1, weights[row["digest"]]))
         entries: dict[str, CatalogEntry] = {}
         for row in rows:
             entries.setdefault(row["digest"], _entry(row))
         return list(entries.values())[:limit]
+
+    def _check_pins(self, connection: Connection, name: str, pinned: bool) -> None:
+        """After a change, before it counts."""
+        if not pinned:
+            return
+        query = select(adapters).where(
+            adapters.c.base_digest == self._base, adapters.c.state == State.LOADED, adapters.c.pinned
+        )
+        self._pin_limits.check(name, map(_entry, connection.execute(query).mappings()))
 
     def _select(self, *where: ColumnElement[bool], state: State) -> list[CatalogEntry]:
         query = select(adapters).where(adapters.c.base_digest == self._base, adapters.c.state == state, *where)
@@ -266,4 +320,9 @@ def _entry(row: Mapping[Any, Any]) -> CatalogEntry:
         row["traffic_weight"],
         row["last_used_s"],
         row["source"],
+        row["extra_bytes"],
     )
+
+
+def _quotient(number: float, weight: float) -> float:
+    return number / weight if weight > 0 else math.inf

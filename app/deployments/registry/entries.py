@@ -39,6 +39,7 @@ FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
 class CatalogEntry:
     """One name and what it means now. `source` is how whoever loaded it called `ref.uri`.
 
+    `size_bytes` is its size in host memory, `extra_bytes` what a device holds of it beside rank rows.
     `last_used_s` is as of the last time the entry was read.
     """
 
@@ -51,6 +52,7 @@ class CatalogEntry:
     traffic_weight: float = 1.0
     last_used_s: float | None = None
     source: str = ""
+    extra_bytes: int = 0
 
     @property
     def name(self) -> str:

@@ -19,11 +19,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.config import NAME_PATTERN
-from app.deployments.published import PublishedTable
+from app.deployments.published import Published, PublishedTable
 from app.deployments.registry.books import Registry
+from app.deployments.registry.catalog import Move
 from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, CatalogEntry, Job, ReadAdapter, State
 from app.deployments.registry.view import Entry, Key
-from app.engine.errors import InvalidRequest, NotFound, PolyloraError, UnsafeSource
+from app.deployments.steering import Steerer, Steering
+from app.engine.errors import InvalidRequest, NotFound, NotReady, PolyloraError, UnsafeSource
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ E = TypeVar("E", CatalogEntry, AliasEntry)
 #: How long "loaded" waits for every ingress to know it.
 SETTLE_TIMEOUT_S = 5.0
 MAX_SOURCE_CHARS = 4096
+#: Moves between tiers are written down together, this long after the first.
+MOVES_DELAY_S = 0.2
 
 
 class Store(Protocol):
@@ -47,6 +51,10 @@ class Store(Protocol):
 
     def forget(self, digest: str) -> None:
         """No name means these contents any more."""
+        ...
+
+    def hold(self, digests: Collection[str]) -> None:
+        """Exactly these are pinned."""
         ...
 
 
@@ -67,7 +75,7 @@ class Description(NamedTuple):
 
 
 class Lifecycle:
-    """Used on one event loop; the database is called in threads. `reached` may come from any thread."""
+    """Used on one event loop; the database is called in threads. `reached` and `moved` may come from any thread."""
 
     def __init__(self, registry: Registry, store: Store, *, reserved_names: Sequence[str] = ()) -> None:
         self._registry = registry
@@ -81,14 +89,22 @@ class Lifecycle:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._resumed = False
         self._changing = asyncio.Lock()  # the database and the table change in the same order
-        entries: list[Entry] = [*registry.catalog.entries(), *registry.aliases.entries()]
+        self._moves: list[Move] = []
+        self._noting: set[asyncio.Task[None]] = set()
+        adapters = registry.catalog.entries()
+        entries: list[Entry] = [*adapters, *registry.aliases.entries()]
         self.table.publish({(entry.tenant_id, entry.name): entry for entry in entries})
+        self._steerer = Steerer(adapters)
+        self.steering: Published[Steering] = Published(self._steerer.value)
+        store.hold(self._steerer.value.pinned_digests)
 
     def resume(self) -> None:
         """Take up what the last process left, once: loads begin again; what drained is free, its engines are gone."""
         if self._resumed:
             return
         self._resumed = True
+        self._loop = asyncio.get_running_loop()
+        self._begin_to_note_moves()
         for entry in self._registry.catalog.draining():
             self._registry.catalog.drained(entry.ref)
         for job in self._registry.jobs.unfinished():
@@ -209,13 +225,39 @@ class Lifecycle:
         await asyncio.to_thread(self._registry.catalog.note_use, used_s)
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
-        """What a new replica should hold before it is ready, hottest first."""
+        """What a new replica should hold before it is ready, beside what is pinned: the hottest first."""
         return await asyncio.to_thread(self._registry.catalog.hot, limit)
 
     def reached(self, source: str, state: State) -> None:
         """Reading a source has come this far: every job that waits for it has. Any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._note, source, state)
+
+    def moved(self, event: str, digest: str) -> None:
+        """Contents came to or left a tier of this process. Any thread."""
+        move = Move(event, digest, time.time())
+        if self._loop is None:
+            self._moves.append(move)
+        else:
+            self._loop.call_soon_threadsafe(self._take_move, move)
+
+    def _take_move(self, move: Move) -> None:
+        self._moves.append(move)
+        if len(self._moves) == 1:
+            self._begin_to_note_moves()
+
+    def _begin_to_note_moves(self) -> None:
+        async def note() -> None:
+            await asyncio.sleep(MOVES_DELAY_S)
+            moves, self._moves = self._moves, []
+            try:
+                await asyncio.to_thread(self._registry.catalog.note_moves, moves)
+            except NotReady as error:
+                logger.warning("%d moves between tiers are not in the journal: %s", len(moves), error)
+
+        task = self._spawn(note())
+        self._noting.add(task)
+        task.add_done_callback(self._noting.discard)
 
     def _check_name(self, name: str) -> None:
         check_name(name)
@@ -253,6 +295,7 @@ class Lifecycle:
                 card.digest,
                 max_rank=card.max_rank,
                 size_bytes=card.size_bytes,
+                extra_bytes=card.extra_bytes,
                 tenant_id=job.tenant_id,
                 who=job.requested_by,
                 pinned=job.pinned,
@@ -291,7 +334,11 @@ class Lifecycle:
         async def change() -> E:
             async with self._changing:
                 entry = await asyncio.to_thread(call, *args, **options)
-                self.table.publish({(entry.tenant_id, entry.name): None if is_gone else entry})
+                key, now = (entry.tenant_id, entry.name), None if is_gone else entry
+                self.table.publish({key: now})
+                if self._steerer.apply(key, now):
+                    self._store.hold(self._steerer.value.pinned_digests)
+                    self.steering.publish(self._steerer.value)
             if not await self.table.settled(SETTLE_TIMEOUT_S):
                 logger.warning("an ingress did not take over a change of the registry in %g s", SETTLE_TIMEOUT_S)
             return entry

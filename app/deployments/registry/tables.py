@@ -42,6 +42,7 @@ adapters = Table(
     Column("registered_s", Double, nullable=False),
     Column("last_used_s", Double),
     Column("source", Text, nullable=False, server_default=""),
+    Column("extra_bytes", BigInteger, nullable=False, server_default="0"),
     Index("adapters_by_digest", "base_digest", "digest"),
 )
 

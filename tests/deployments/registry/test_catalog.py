@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.deployments.registry.books import Registry
-from app.deployments.registry.catalog import Catalog
+from app.deployments.registry.catalog import Catalog, Move
 from app.deployments.registry.entries import CatalogEntry
+from app.deployments.steering import PinLimits
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
+from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
 
 
 def add(registry: Registry, name: str, digest: str = "d", **options: object) -> CatalogEntry:
@@ -179,3 +180,58 @@ def test_what_an_alias_may_not_do(registry: Registry) -> None:
     for call in (aliases.remove, aliases.rollback, lambda name: aliases.promote(name, "v2")):
         with pytest.raises(NotFound, match="no alias 'absent'"):
             call("absent")
+
+
+def test_a_heavier_adapter_is_warmed_before_a_later_used_one(registry: Registry) -> None:
+    for name, weight in {"a": 1.0, "b": 1.0, "c": 3.5, "d": 0.0}.items():
+        add(registry, name, f"digest-{name}", traffic_weight=weight)
+    registry.catalog.note_use({f"digest-{name}": -index for index, name in enumerate("dabc")})
+    assert [entry.name for entry in registry.catalog.hot(10)] == ["c", "a", "b", "d"]
+
+
+def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(
+    registry: Registry,
+) -> None:
+    catalog = Catalog(registry.database, PinLimits(rank_rows=40, adapter_slots=3, extra_bytes=100, host_bytes=1000))
+
+    def register(name: str, *, rank: int = 8, size: int = 10, extra: int = 0, pinned: bool | None = None) -> None:
+        digest = f"digest-{name[0]}"
+        catalog.register(name, "/", digest, max_rank=rank, size_bytes=size, extra_bytes=extra, pinned=pinned)
+
+    register("a", rank=9, extra=60, pinned=True)
+    register("a-too", rank=9, extra=60, pinned=True)
+    for values, words in (
+        ({"rank": 17}, "take 48 rank rows and may take 40; unpin another, or raise engine.adapter_rank_rows"),
+        ({"extra": 41}, "take 101 bytes and may take 100.*engine.adapter_extra_bytes or adapters.pinned_share"),
+        ({"size": 991}, "take 1001 bytes of host memory and may take 1000.*adapters.host_cache_bytes"),
+    ):
+        with pytest.raises(AdapterTooLarge, match=f"'b' cannot be pinned: 2 pinned adapters would {words}"):
+            register("b", **values, pinned=True)
+        assert catalog.get("b") is None
+    register("b")
+    register("c", pinned=True)
+    register("d", pinned=True)
+    with pytest.raises(AdapterTooLarge, match="4 pinned adapters would take 4 adapter slots and may take 3"):
+        catalog.configure("b", pinned=True)
+    entry = catalog.get("b")
+    assert entry is not None
+    assert not entry.pinned
+    catalog.configure("b", traffic_weight=9.0)
+    catalog.configure("c", pinned=False)
+    assert catalog.configure("b", pinned=True).pinned
+    with pytest.raises(AdapterTooLarge, match="'a' cannot be pinned: 4 pinned"):  # as it was, and so with new contents
+        catalog.register("a", "/", "digest-new", max_rank=8, size_bytes=1)
+    assert sorted(entry.name for entry in catalog.pinned()) == ["a", "a-too", "b", "d"]
+    events = [event.event for event in reversed(registry.journal.events("b"))]
+    assert events == ["registered", "pinned"]
+    assert [event.event for event in registry.journal.events("c")] == ["unpinned", "registered"]
+
+
+def test_moves_are_told_to_every_name(registry: Registry) -> None:
+    for name in ("a", "twin"):
+        add(registry, name, "digest-a")
+    registry.catalog.note_moves([Move("deleted from disk", "digest-a", 5.0), Move("deleted from disk", "other", 6.0)])
+    for name in ("a", "twin"):
+        event = registry.journal.events(name)[0]
+        assert (event.event, event.time_s, event.digest) == ("deleted from disk", 5.0, "digest-a")
+        assert event.replica_id is None

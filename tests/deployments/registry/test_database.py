@@ -29,7 +29,7 @@ def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
         assert differences == []
-        assert context.get_current_revision() == "0003"
+        assert context.get_current_revision() == "0004"
     database.close()
 
 

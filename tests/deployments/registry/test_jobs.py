@@ -57,7 +57,7 @@ def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> No
     events = registry.journal.events("a")
     assert [event.event for event in reversed(events)] == [
         "requested", "downloading", "validating", "downloaded to disk", "loaded to host", "registered", "routable",
-        "draining", "removed",
+        "pinned", "draining", "removed",
     ]  # fmt: skip
     assert events[2].generation == 1
     assert [(record.who, record.action) for record in reversed(registry.journal.audit())] == [

@@ -13,6 +13,7 @@ from app.deployments.management import Management
 from app.deployments.placement import PlacementTable, ReplicaReport
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import Job, State
+from app.deployments.steering import Steering
 from app.engine.errors import AdapterBusy, AdapterFormatError, InvalidRequest, NotFound
 from tests.deployments.managed import FakeStore, ManagedStore, fails
 
@@ -219,3 +220,51 @@ async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> N
     found = managed.view.page((type(entries[0]),) if entries else (), limit=100).entries
     assert list(found) == entries
     assert managed.registry.jobs.unfinished() == []
+
+
+async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: ManagedStore) -> None:
+    lifecycle, store = managed.lifecycle, managed.store
+    version, steering = lifecycle.steering.current
+    assert steering.pinned == ()
+    await lifecycle.load_and_wait("sql", "one", pinned=True)
+    await lifecycle.load_and_wait("plain", "two")
+    news = await lifecycle.steering.newer(version, "replica", 10.0)
+    assert news is not None
+    assert [entry.name for entry in news[1].pinned] == ["sql"]
+    assert store.held == [set(), {"d1"}]
+    await lifecycle.configure("plain", pinned=True, traffic_weight=3.0)
+    _, steering = lifecycle.steering.current
+    assert [entry.name for entry in steering.pinned] == ["plain", "sql"], "the heavier first"
+    assert steering.shares == {"d2": 0.75}
+    await lifecycle.configure("sql", pinned=False)
+    assert store.held[-1] == {"d2"}
+    await lifecycle.load_and_wait("plain", "one")
+    assert store.held[-1] == {"d1"}, "the pin is the name's"
+    await lifecycle.begin_unload("plain")
+    assert store.held[-1] == set()
+    assert lifecycle.steering.current[1] == Steering()
+
+
+async def test_a_restart_holds_what_is_pinned_before_anything_is_read(open_again: Callable[[], Registry]) -> None:
+    first = ManagedStore(open_again(), FakeStore())
+    first.store.contents["one"] = "d1"
+    await first.lifecycle.load_and_wait("sql", "one", pinned=True)
+    await first.close()
+    second = ManagedStore(open_again(), FakeStore())
+    assert second.store.held == [{"d1"}]
+    assert second.lifecycle.steering.current[1].pinned_digests == {"d1"}
+    await second.close()
+
+
+async def test_moves_between_tiers_are_in_the_journal(managed: ManagedStore) -> None:
+    managed.lifecycle.moved("deleted from disk", "d1")
+    await managed.lifecycle.load_and_wait("sql", "one")
+    managed.lifecycle.moved("deleted from host", "d1")
+    await asyncio.to_thread(managed.lifecycle.moved, "fetched again", "d1")
+
+    def told() -> list[str]:
+        events = [event.event for event in reversed(managed.registry.journal.events("sql"))]
+        return [event for event in events if event in ("deleted from host", "fetched again")]
+
+    await until(lambda: len(told()) == 2)
+    assert told() == ["deleted from host", "fetched again"]

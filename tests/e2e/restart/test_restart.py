@@ -60,6 +60,11 @@ def complete(http: httpx.Client, model: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+def residents(http: httpx.Client, name: str) -> int:
+    """Replicas whose device holds an adapter."""
+    return len(http.get(f"/v1/loras/{name}").json()["residency"]["replicas"])
+
+
 def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     for seed, name in enumerate("abc"):
@@ -69,12 +74,17 @@ def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
         for name in "abc":
             loaded = http.post("/v1/loras", json={"name": name, "path": name, "wait": True, "pinned": name == "c"})
             assert loaded.status_code == 201, loaded.text
+        until(lambda: residents(http, "c") == 1)  # before anybody asked for it
+        refused = http.patch("/v1/loras/a", json={"pinned": True})
+        assert refused.status_code == 400, refused.text
+        assert "would take 16 rank rows and may take 8" in refused.text
         http.put("/v1/aliases/app", json={"targets": {"a": 1}}).raise_for_status()
         http.post("/v1/loras", json={"name": "bad", "path": "absent", "wait": True})
-        texts = {name: complete(http, name) for name in ("tiny", "a", "c", "b")}  # b is the hottest, then c
+        texts = {name: complete(http, name) for name in ("tiny", "c", "a", "b")}  # b is the hottest, c is pinned
+        until(lambda: [residents(http, name) for name in "abc"] == [0, 1, 1])
 
         def used() -> list[float]:
-            return [http.get(f"/v1/loras/{name}").json()["last_used"] or 0.0 for name in "acb"]
+            return [http.get(f"/v1/loras/{name}").json()["last_used"] or 0.0 for name in "cab"]
 
         until(lambda: 0.0 < used()[0] < used()[1] < used()[2])
         before: dict[str, Any] = http.get("/v1/loras").json()
@@ -114,12 +124,21 @@ def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
             shown = {name: answer.json() for name, answer in answers.items()}
             assert [entry.get("state") for entry in shown.values()] == ["LOADED"] * 3, shown
             resident = {name: len(entry["residency"]["replicas"]) for name, entry in shown.items()}
-            assert resident == {"a": 0, "b": 1, "c": 1}, "ready means that the hottest are on the device"
+            assert resident == {"a": 0, "b": 1, "c": 1}, "ready means that the pinned and the hottest are on the device"
             assert http.get("/v1/loras").json() == before
             assert http.get("/v1/loras/c").json()["pinned"]
             assert "absent" in http.get("/v1/loras/bad").json()["reason"]
             assert {name: complete(http, name) for name in texts} == texts
             assert complete(http, "app") == texts["a"]
+            until(lambda: [residents(http, name) for name in "abc"] == [1, 0, 1])
+            http.patch("/v1/loras/c", json={"pinned": False}).raise_for_status()
+
+            def has_left() -> bool:  # the replica hears of it in a moment
+                complete(http, "a")
+                complete(http, "b")
+                return residents(http, "c") == 0
+
+            until(has_left)
             events = http.get("/v1/events", params={"name": "b"}).json()["data"]
             assert [event["event"] for event in events].count("loaded to device") >= 1
     finally:
