@@ -15,10 +15,12 @@ def paged_attention(
     block_tables: NDArray[np.int32],
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> NDArray[np.float64]:
     """q: [T, heads, D]; keys, values: [blocks, kv_heads, block_size, D]; query_starts: [B+1]; seq_lens:
     [B]; block_tables: [B, N]. Query i of a sequence with q queries sees keys [max(0, n - window), n),
-    n = seq_len - q + i + 1. Returns [T, heads, D] float64 (Vaswani et al. 2017; GQA: Ainslie et al. 2023)."""
+    n = seq_len - q + i + 1. With a softcap, a score s becomes softcap * tanh(s / softcap) (Gemma 2).
+    Returns [T, heads, D] float64 (Vaswani et al. 2017; GQA: Ainslie et al. 2023)."""
     num_tokens, num_heads, _ = q.shape
     group = num_heads // keys.shape[1]
     out = np.zeros(q.shape, np.float64)
@@ -33,6 +35,8 @@ def paged_attention(
                 k = keys[block, head // group, offset].astype(np.float64)
                 v = values[block, head // group, offset].astype(np.float64)
                 scores = scale * (k @ q[t, head].astype(np.float64))
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
                 p = np.exp(scores - scores.max())
                 out[t, head] = (p / p.sum()) @ v
     assert num_tokens == int(query_starts[-1])
