@@ -1,0 +1,1 @@
+"""LoRA deltas of experts, after routing."""
