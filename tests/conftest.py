@@ -19,6 +19,10 @@ from app.engine.models.sources import resolve_model
 from tests.postgres import find_postgres
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backend", choices=("torch", "jax"), default="torch", help="engine of tests/e2e/service")
+
+
 def pytest_report_header() -> str:
     """Which databases the registry's tests run on: a run without a server says so."""
     folder = find_postgres()

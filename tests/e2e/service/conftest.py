@@ -1,4 +1,7 @@
-"""One `serve run` for all tests of this folder: a tiny model, two engine replicas, two ingresses."""
+"""One `serve run` for all tests of this folder: a tiny model, two engine replicas, two ingresses.
+
+`pytest tests/e2e/service --backend jax` runs them all on the JAX engine; `tests/e2e/service_jax` does with a few.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,9 +51,20 @@ class Service:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
+#: The engine's settings by backend, beside its sizes. XLA takes the cores that the process may use.
+BACKENDS: dict[str, dict[str, Any]] = {"torch": {"num_threads": 1}, "jax": {"backend": "jax"}}
+
+
 @pytest.fixture(scope="package")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("service")
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    backend = request.config.getoption("--backend")
+    with running_service(tmp_path_factory.mktemp("service"), BACKENDS[backend], num_replicas=2) as started:
+        yield started
+
+
+@contextmanager
+def running_service(folder: Path, engine: dict[str, Any], num_replicas: int) -> Iterator[Service]:
+    """A tiny model with adapters of all `RANKS`, served by so many engine replicas and ingresses."""
     save_tiny_model(folder / "model")
     for seed, (name, rank) in enumerate(RANKS.items()):
         save_adapter(folder / "loras" / name, rank=rank, seed=seed)
@@ -64,7 +79,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 "import_path": "app.main:build",
                 "args": {
                     "model": {"uri": str(folder / "model"), "name": "tiny"},
-                    "engine": {"num_threads": 1, "num_kv_blocks": 512, "adapter_rank_rows": 128},
+                    "engine": {"num_kv_blocks": 512, "adapter_rank_rows": 128, **engine},
                     "adapters": {
                         "roots": [str(folder / "loras")],
                         "preload": [{"name": name, "path": name} for name in RANKS],
@@ -72,8 +87,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                     "limits": {"max_body_bytes": 200_000},
                 },
                 "deployments": [
-                    {"name": "Ingress", "num_replicas": 2, "ray_actor_options": {"num_cpus": 0.1}},
-                    {"name": "EngineReplica", "num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}},
+                    {"name": "Ingress", "num_replicas": num_replicas, "ray_actor_options": {"num_cpus": 0.1}},
+                    {"name": "EngineReplica", "num_replicas": num_replicas, "ray_actor_options": {"num_cpus": 0.5}},
                 ],
             }
         ],

@@ -1,0 +1,29 @@
+"""The tiny service on the JAX engine, as `configs/serve-jax.yaml` sets it, but for the model and its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.process import ROOT
+from tests.e2e.service.conftest import Service, running_service
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="package")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    document = yaml.safe_load((ROOT / "configs/serve-jax.yaml").read_text())
+    engine = document["applications"][0]["args"]["engine"]
+    assert engine["backend"] == "jax"
+    settings = engine | {"max_context": 1024, "compilation_cache_dir": str(folder / "xla")}
+    with running_service(folder, settings, num_replicas=1) as started:
+        yield started
