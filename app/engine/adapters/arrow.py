@@ -1,16 +1,16 @@
 """Arrow cards: one adapter as one `.lora.arrow` file, mapped into memory instead of read.
 
-In: a `StoredAdapter` with a name and free metadata. Out: an Arrow IPC file with one row per module,
+In: a `StoredAdapter` with a name and free metadata. Out: an Arrow IPC file of `card_rows`,
 and from that file the same adapter, bit for bit: its tensors are views of the mapped file, each at a
 multiple of 64 bytes. The reader accepts exactly the schema below and checks a SHA-256 over every
 row and every piece of metadata. A mapped file must not be cut while it is in use: serve cards from a
 store that never rewrites them.
 
     module           utf8           "model.layers.0.self_attn.q_proj"
-    role             utf8           "lora": weight_a [r, d_in], weight_b [d_out, r]
+    role             utf8           "lora": weight_a [r, d_in], weight_b [d_out, r]; for others see `card_rows`
     alpha            float64        scale = alpha / r, or alpha / sqrt(r) with use_rslora
     use_rslora       bool
-    dtype_a, dtype_b utf8           F32, F16, BF16 (Arrow and NumPy lack it), I8 or I4 (quantised)
+    dtype_a, dtype_b utf8           F32, F16, BF16 (Arrow and NumPy lack it), I8 or I4 (quantised), I64 (ids)
     shape_a, shape_b list<int64>
     scales_a, _b     large_binary   float32 per group of 64 values, quantised tensors only
     weight_a, _b     large_binary   little-endian, row-major, then zeros up to the next multiple of 64
@@ -24,7 +24,7 @@ import math
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,7 @@ import numpy as np
 import pyarrow as pa
 
 from app.engine.adapters.build import build_adapter
+from app.engine.adapters.card_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, rows_of, stored_of
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, regular_file_size
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.quantize import Quantization, num_groups
@@ -42,9 +43,7 @@ from app.engine.adapters.stored import (
     DTYPE_BYTES,
     QUANTIZED_BITS,
     StoredAdapter,
-    StoredModule,
     StoredTensor,
-    require_plain,
     stored_bytes,
 )
 from app.engine.adapters.strict_json import parse_object, short
@@ -52,7 +51,8 @@ from app.engine.errors import AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 
 CARD_SUFFIX = ".lora.arrow"
-FORMAT_VERSION = "1"
+#: Version 1 has no role but "lora"; what a version 1 card can hold is still written as one.
+FORMAT_VERSIONS = ("1", "2")
 ALIGNMENT = 64
 
 #: Metadata that the format itself writes; free metadata may not use these keys.
@@ -60,6 +60,8 @@ REQUIRED_KEYS = frozenset(
     {"format", "format_version", "checksum", "padding", "name", "rank", "alpha", "target_modules"}
 )
 RESERVED_KEYS = REQUIRED_KEYS | {"quantization"}
+
+_DTYPES = (*DTYPE_BYTES, *QUANTIZED_BITS, TOKEN_IDS)
 
 _SCHEMA = pa.schema(
     [
@@ -101,12 +103,11 @@ def write_card(path: Path, card: ArrowCard) -> None:
             raise AdapterFormatError(f"metadata key '{key}' belongs to the card format; choose another")
     if not card.stored.modules:
         raise AdapterFormatError("the adapter changes no module; there is nothing to write")
-    require_plain(card.stored)
-    batch = _batch(card.stored.modules)
-    modules = card.stored.modules
+    modules, rows = card.stored.modules, rows_of(card.stored)
+    batch = _batch(rows)
     metadata = dict(card.metadata) | {
         "format": "polylora.lora",
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSIONS[any(row.role != LORA for row in rows)],
         "name": card.name,
         "rank": json.dumps(max(module.rank for module in modules)),
         "alpha": json.dumps(sorted({module.alpha for module in modules})),
@@ -114,7 +115,7 @@ def write_card(path: Path, card: ArrowCard) -> None:
     }
     if card.quantization is not None:
         metadata["quantization"] = json.dumps(card.quantization._asdict())
-    metadata["checksum"] = _checksum(metadata, modules)
+    metadata["checksum"] = _checksum(metadata, rows)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         temporary = Path(file.name)
     try:
@@ -153,16 +154,21 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
             raise AdapterFormatError(f"{what} has {reader.num_record_batches} record batches; a card has one")
         batch = reader.get_batch(0)
         if not 1 <= batch.num_rows <= limits.max_tensors:
-            raise AdapterFormatError(f"{what} has {batch.num_rows} modules; a card has 1 to {limits.max_tensors}")
+            raise AdapterFormatError(f"{what} has {batch.num_rows} rows; a card has 1 to {limits.max_tensors}")
         batch.validate(full=True)
-        modules = _modules(batch, mapped, what)
+        rows = _rows(batch, mapped, what)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise AdapterFormatError(f"{what} is not a readable Arrow file: {str(error)[:200]}") from error
     stated = metadata.pop("checksum")
-    if stated != _checksum(metadata, modules):
+    if stated != _checksum(metadata, rows):
         raise AdapterFormatError(f"{what} does not match its checksum; it is damaged, fetch or write it again")
     free = {key: value for key, value in metadata.items() if key not in RESERVED_KEYS}
-    stored = StoredAdapter(modules, free.get("description", ""))
+    if metadata["format_version"] == "1" and any(row.role != LORA for row in rows):
+        raise AdapterFormatError(f"{what}: format version 1 has no role but 'lora'")
+    try:
+        stored = stored_of(rows, free.get("description", ""))
+    except AdapterFormatError as error:
+        raise AdapterFormatError(f"{what}: {error}") from error
     quantization = _quantization(metadata["quantization"], what) if "quantization" in metadata else None
     return ArrowCard(metadata["name"], stored, MappingProxyType(free), quantization)
 
@@ -182,24 +188,24 @@ def _quantization(text: str, what: str) -> Quantization:
     return Quantization(**fields)
 
 
-def _batch(modules: tuple[StoredModule, ...]) -> pa.RecordBatch:
+def _batch(rows: Sequence[CardRow]) -> pa.RecordBatch:
     # The offsets of weight_b lie between the two weight buffers; the last a is padded to make up for them.
-    tail = -8 * (len(modules) + 1) % ALIGNMENT
-    weights_a = [_padded(module.a) for module in modules]
+    tail = -8 * (len(rows) + 1) % ALIGNMENT
+    weights_a = [_padded(row.a) for row in rows]
     weights_a[-1] += bytes(tail)
     columns = {
-        "module": [module.path for module in modules],
-        "role": ["lora"] * len(modules),
-        "alpha": [module.alpha for module in modules],
-        "use_rslora": [module.use_rslora for module in modules],
-        "dtype_a": [module.a.dtype for module in modules],
-        "dtype_b": [module.b.dtype for module in modules],
-        "shape_a": [list(module.a.shape) for module in modules],
-        "shape_b": [list(module.b.shape) for module in modules],
-        "scales_a": [bytes(module.a.scales) for module in modules],
-        "scales_b": [bytes(module.b.scales) for module in modules],
+        "module": [row.path for row in rows],
+        "role": [row.role for row in rows],
+        "alpha": [row.alpha for row in rows],
+        "use_rslora": [row.use_rslora for row in rows],
+        "dtype_a": [row.a.dtype for row in rows],
+        "dtype_b": [row.b.dtype for row in rows],
+        "shape_a": [list(row.a.shape) for row in rows],
+        "shape_b": [list(row.b.shape) for row in rows],
+        "scales_a": [bytes(row.a.scales) for row in rows],
+        "scales_b": [bytes(row.b.scales) for row in rows],
         "weight_a": weights_a,
-        "weight_b": [_padded(module.b) for module in modules],
+        "weight_b": [_padded(row.b) for row in rows],
     }
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
 
@@ -229,30 +235,29 @@ def _check_metadata(metadata: Mapping[str, str], what: str, limits: ReadLimits) 
     missing = REQUIRED_KEYS - set(metadata)
     if missing:
         raise AdapterFormatError(f"{what}: metadata lacks {', '.join(sorted(missing))}; this is not a card")
-    if metadata["format_version"] != FORMAT_VERSION:
+    if metadata["format_version"] not in FORMAT_VERSIONS:
         raise AdapterFormatError(
-            f"{what}: format version {short(metadata['format_version'])}; this program reads {FORMAT_VERSION}"
+            f"{what}: format version {short(metadata['format_version'])}; this program reads "
+            f"{' and '.join(FORMAT_VERSIONS)}"
         )
 
 
-def _modules(batch: pa.RecordBatch, mapped: pa.Buffer, what: str) -> tuple[StoredModule, ...]:
+def _rows(batch: pa.RecordBatch, mapped: pa.Buffer, what: str) -> list[CardRow]:
     for column, field in zip(batch.columns, _SCHEMA, strict=True):
         if column.null_count:
             raise AdapterFormatError(f"{what}: column {field.name} has a null where a value belongs")
     values = [batch.column(name).to_pylist() for name in _SCHEMA.names[:8]]
     views = [_views(batch.column(name), mapped, what) for name in _SCHEMA.names[8:]]
-    modules = []
+    rows = []
     for path, role, alpha, use_rslora, dtype_a, dtype_b, shape_a, shape_b, *data in zip(*values, *views, strict=True):
         where = f"{what}: module {short(path)}"
-        if role != "lora":
-            raise AdapterFormatError(f"{where}: role {short(role)} is not served")
         if not math.isfinite(alpha):
             raise AdapterFormatError(f"{where}: alpha is {alpha}; it must be finite")
         scales_a, scales_b, weight_a, weight_b = data
         a = _tensor(dtype_a, shape_a, scales_a, weight_a, f"{where}: weight_a")
         b = _tensor(dtype_b, shape_b, scales_b, weight_b, f"{where}: weight_b")
-        modules.append(StoredModule(path, a, b, alpha, use_rslora))
-    return tuple(modules)
+        rows.append(CardRow(path, role, a, b, alpha, use_rslora))
+    return rows
 
 
 def _views(column: Any, mapped: pa.Buffer, what: str) -> list[memoryview]:
@@ -268,12 +273,14 @@ def _views(column: Any, mapped: pa.Buffer, what: str) -> list[memoryview]:
 
 
 def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview, where: str) -> StoredTensor:
-    if dtype not in DTYPE_BYTES and dtype not in QUANTIZED_BITS:
-        raise AdapterFormatError(f"{where}: dtype {short(dtype)} is not one of {[*DTYPE_BYTES, *QUANTIZED_BITS]}")
-    if len(shape) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in shape):
-        raise AdapterFormatError(f"{where}: shape {short(shape)} is not two sizes of at least 1")
+    if not dtype and not shape and not weight and not scales:
+        return NO_TENSOR
+    if dtype not in _DTYPES:
+        raise AdapterFormatError(f"{where}: dtype {short(dtype)} is not one of {list(_DTYPES)}")
+    if len(shape) not in (1, 2) or not all(type(size) is int and 0 < size < 1 << 31 for size in shape):
+        raise AdapterFormatError(f"{where}: shape {short(shape)} is not one or two sizes of at least 1")
     dimensions = tuple(shape)
-    size = stored_bytes(dtype, dimensions)
+    size = 8 * dimensions[0] if dtype == TOKEN_IDS else stored_bytes(dtype, dimensions)
     if not size <= len(weight) < size + 2 * ALIGNMENT or any(weight[size:]):
         raise AdapterFormatError(
             f"{where}: {len(weight)} bytes do not hold {dtype} {shape} and zeros to a multiple of 64"
@@ -284,7 +291,7 @@ def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview
     return StoredTensor(dtype, dimensions, weight[:size], scales)
 
 
-def _checksum(metadata: Mapping[str, str], modules: tuple[StoredModule, ...]) -> str:
+def _checksum(metadata: Mapping[str, str], rows: Sequence[CardRow]) -> str:
     """SHA-256 over the metadata (but itself and the padding) and every field of every row, each with its length."""
     digest = hashlib.sha256()
 
@@ -294,9 +301,9 @@ def _checksum(metadata: Mapping[str, str], modules: tuple[StoredModule, ...]) ->
             digest.update(field)
 
     covered = {key: value for key, value in metadata.items() if key not in ("checksum", "padding")}
-    add(b"polylora/card/v1", json.dumps(covered, sort_keys=True).encode(), struct.pack("<Q", len(modules)))
-    for module in modules:
-        add(module.path.encode(), b"lora", struct.pack("<d?", module.alpha, module.use_rslora))
-        for tensor in (module.a, module.b):
+    add(b"polylora/card/v1", json.dumps(covered, sort_keys=True).encode(), struct.pack("<Q", len(rows)))
+    for row in rows:
+        add(row.path.encode(), row.role.encode(), struct.pack("<d?", row.alpha, row.use_rslora))
+        for tensor in (row.a, row.b):
             add(tensor.dtype.encode(), struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape), tensor.data, tensor.scales)
     return digest.hexdigest()

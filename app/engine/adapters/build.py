@@ -17,12 +17,14 @@ from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
-from app.engine.adapters.modules import layer_modules
+from app.engine.adapters.modules import OUTER_MODULES, layer_modules
 from app.engine.adapters.stored import EMBEDDING_PATH, StoredAdapter, StoredModule, StoredTensor, content_digest
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
+
+_OUTER_WEIGHTS = tuple(f"{path}.weight" for path in OUTER_MODULES)
 
 
 def build_adapter(
@@ -106,8 +108,13 @@ def _outer_pair(module: StoredModule, spec: ModelSpec, limits: ReadLimits) -> tu
 
 def _replaced(stored: StoredAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
     shapes = expected_tensors(spec) | {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
+    parameters = dict(stored.parameters)
+    wrapped = [name for name in _OUTER_WEIGHTS if name in parameters and _is_wrapped(stored, name)]
+    if spec.tie_embeddings and wrapped:
+        for name in _OUTER_WEIGHTS:
+            parameters.setdefault(name, parameters[wrapped[-1]])
     replaced = {}
-    for name, tensor in stored.parameters:
+    for name, tensor in parameters.items():
         if tensor.shape != shapes.get(name):
             raise AdapterMismatch(
                 f"{short(name)} is {list(tensor.shape)} but '{spec.name}' has {list(shapes.get(name, ()))}; "
@@ -115,6 +122,10 @@ def _replaced(stored: StoredAdapter, spec: ModelSpec) -> dict[str, NDArray[np.fl
             )
         replaced[name] = _read_only(_finite(tensor, name))
     return replaced
+
+
+def _is_wrapped(stored: StoredAdapter, name: str) -> bool:
+    return any(f"{module.path}.weight" == name for module in stored.modules)
 
 
 def _token_rows(stored: StoredAdapter, spec: ModelSpec) -> dict[str, TokenRows]:

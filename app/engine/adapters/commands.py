@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.build import build_adapter
+from app.engine.adapters.card_rows import LORA, rows_of
 from app.engine.adapters.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.quantize import Quantization
@@ -53,8 +55,11 @@ def add_commands(commands: Any) -> None:
 
 def report(stored: StoredAdapter) -> list[str]:
     """Lines about an adapter: what it changes and how strongly."""
-    tensors = [tensor for module in stored.modules for tensor in (module.a, module.b)]
+    rows = rows_of(stored)
+    tensors = [tensor for row in rows if row.role == LORA for tensor in (row.a, row.b)]
     size = sum(len(tensor.data) + len(tensor.scales) for tensor in tensors)
+    beside = Counter(row.role for row in rows if row.role != LORA)
+    beside_bytes = sum(len(row.a.data) for row in rows if row.role != LORA)
     values = sum(math.prod(tensor.shape) for tensor in tensors)
     layers = sorted({module.path.split(".")[2] for module in stored.modules if module.path.count(".") > 2}, key=int)
     span = f" ({layers[0]} to {layers[-1]})" if layers else ""
@@ -65,6 +70,7 @@ def report(stored: StoredAdapter) -> list[str]:
         f"scales       {', '.join(f'{scale:g}' for scale in scales[:8])}{' …' if len(scales) > 8 else ''}",
         f"dtypes       {', '.join(sorted({tensor.dtype for tensor in tensors}))}",
         f"size         {size} bytes, {values} values",
+        *(f"beside       {count} {role} ({beside_bytes} bytes in all)" for role, count in beside.items()),
         f"contents     {content_digest(stored, base_digest='')} (without a base model)",
         "target           modules  mean norm of scale * B A",
     ]

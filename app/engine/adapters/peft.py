@@ -19,7 +19,7 @@ from app.engine.adapters.patterns import first_matching
 from app.engine.adapters.peft_config import CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
 from app.engine.adapters.safetensors_file import read_safetensors
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor
+from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
 from app.engine.adapters.strict_json import short
 from app.engine.adapters.targets import check_modules, check_parameters, token_row_paths
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
@@ -49,10 +49,10 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
     found = sort_tensors(read_safetensors(weights, limits))
     _check(config, found, spec)
     modules = _modules(config, found)
-    token_ids = token_row_paths(config, found, is_tied=spec is not None and spec.tie_embeddings)
+    token_ids = token_row_paths(config, found, is_tied=spec is None or spec.tie_embeddings)
     return StoredAdapter(
         modules,
-        parameters=_parameters(found, is_tied=spec is not None and spec.tie_embeddings),
+        parameters=tuple(sorted((found.parameters | found.wrapped).items())),
         token_rows=tuple(StoredRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
     )
 
@@ -108,13 +108,3 @@ def _modules(config: PeftConfig, found: PeftTensors) -> tuple[StoredModule, ...]
         extra = parts.get("magnitude"), parts.get("bias")
         modules.append(StoredModule(path, a, b, alpha, config.use_rslora, *extra))
     return tuple(modules)
-
-
-def _parameters(found: PeftTensors, is_tied: bool) -> tuple[tuple[str, StoredTensor], ...]:
-    """Replaced tensors by name. A wrapped matrix is the base's own: where input and output share it, both have it."""
-    parameters = found.parameters | found.wrapped
-    shared = [name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in found.wrapped]
-    if is_tied and shared:
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            parameters.setdefault(name, found.wrapped[shared[-1]])
-    return tuple(sorted(parameters.items()))

@@ -19,9 +19,10 @@ PREFIX = "base_model.model."
 
 #: Ending of a name → part of a LoRA module.
 HALVES = {".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B"}
-_EMBEDDING_HALVES = {".lora_embedding_A": "lora_A", ".lora_embedding_B": "lora_B"}
-_PARTS = {**HALVES, **_EMBEDDING_HALVES, ".lora_B.bias": "bias", ".lora_magnitude_vector": "magnitude"}
-_TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
+EMBEDDING_HALVES = {".lora_embedding_A": "lora_A", ".lora_embedding_B": "lora_B"}
+LORA_BIAS, MAGNITUDE = ".lora_B.bias", ".lora_magnitude_vector"
+_PARTS = {**HALVES, **EMBEDDING_HALVES, LORA_BIAS: "bias", MAGNITUDE: "magnitude"}
+TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,11 @@ def sort_tensors(tensors: Mapping[str, StoredTensor]) -> PeftTensors:
             raise _not_understood(full_name)
         if suffix is not None:
             path = name.removesuffix(suffix)
-            if suffix in HALVES | _EMBEDDING_HALVES and (path == EMBEDDING_PATH) != (suffix in _EMBEDDING_HALVES):
+            if suffix in HALVES | EMBEDDING_HALVES and (path == EMBEDDING_PATH) != (suffix in EMBEDDING_HALVES):
                 raise _not_understood(full_name)
             found.modules.setdefault(path, {})[_PARTS[suffix]] = tensor
-        elif name.endswith(_TOKEN_ROWS):
-            found.token_rows[name.removesuffix(_TOKEN_ROWS)] = tensor
+        elif name.endswith(TOKEN_ROWS):
+            found.token_rows[name.removesuffix(TOKEN_ROWS)] = tensor
         elif name.endswith((".base_layer.weight", ".base_layer.bias")):
             found.wrapped[name.replace(".base_layer.", ".")] = tensor
         elif name.endswith((".weight", ".bias")) and ".lora_" not in name:

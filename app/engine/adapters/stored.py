@@ -97,32 +97,24 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """Modules sorted by path, each path once. `parameters` are base tensors replaced, sorted by name."""
+    """Modules sorted by path, each path once. `parameters` are base tensors replaced, sorted by name.
+
+    The weight of an embedding or lm_head that also has a LoRA is the base's matrix, saved along with it: where a
+    base ties the two, it stands for both. One that is replaced alone stands for itself.
+    """
 
     modules: tuple[StoredModule, ...]
     description: str = ""
     parameters: tuple[tuple[str, StoredTensor], ...] = ()
     token_rows: tuple[StoredRows, ...] = ()
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether this is LoRA on linear modules and nothing else, which is all that a card can hold."""
-        extended = any(module.magnitude or module.bias or module.path == EMBEDDING_PATH for module in self.modules)
-        return not (extended or self.parameters or self.token_rows)
-
     def __post_init__(self) -> None:
         paths = [module.path for module in self.modules]
         if paths != sorted(set(paths)):
             raise AdapterFormatError("modules are repeated or out of order; each module path appears once")
-
-
-def require_plain(adapter: StoredAdapter) -> None:
-    """`AdapterFormatError` for what only a PEFT folder can hold today."""
-    if not adapter.is_plain:
-        raise AdapterFormatError(
-            "DoRA, trained biases, embeddings, rows and whole modules are only kept in PEFT's own folders; "
-            "serve the folder as it is"
-        )
+        for names in ([name for name, _ in self.parameters], [rows.path for rows in self.token_rows]):
+            if names != sorted(set(names)):
+                raise AdapterFormatError("parameters or token rows are repeated or out of order")
 
 
 def content_digest(adapter: StoredAdapter, base_digest: str) -> str:

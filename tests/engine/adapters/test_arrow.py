@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from app.engine.adapters import arrow
 from app.engine.adapters.arrow import CARD_SUFFIX, RESERVED_KEYS, ArrowCard, read_card, read_card_adapter, write_card
 from app.engine.adapters.build import build_adapter
+from app.engine.adapters.card_rows import CardRow, stored_of
 from app.engine.adapters.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.lora import TARGETS
 from app.engine.adapters.peft import read_peft, read_peft_stored
 from app.engine.adapters.quantize import delta_error, dequantize, quantize
 from app.engine.adapters.reading import read_adapter
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
+from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
+from app.engine.models.names import expected_tensors
 from tests.engine.adapters.making import DTYPES, module_path, random_arrays, stored_tensor, tiny_spec
 
 SPEC = tiny_spec()
@@ -76,15 +79,66 @@ def stored_adapters(draw: st.DrawFn) -> StoredAdapter:
     return StoredAdapter(tuple(sorted(modules, key=lambda module: module.path)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(stored=stored_adapters())
+BIASED = replace(
+    SPEC, layers=tuple(replace(layer, attention=replace(layer.attention, qkv_bias=True)) for layer in SPEC.layers)
+)
+OUTER = {"model.embed_tokens": (64, 24), "lm_head": (24, 64)}  # d_in, d_out: 64 tokens, hidden 24
+
+
+@st.composite
+def stored_beyond(draw: st.DrawFn) -> StoredAdapter:
+    """Everything that PEFT can save of an adapter, in any combination that it can be trained in."""
+    plain = draw(stored_adapters())
+    seed = draw(st.integers(0, 2**32))
+    rng = np.random.default_rng(seed)
+
+    def tensor(*shape: int) -> StoredTensor:
+        return stored_tensor(rng.normal(0, 1, shape), draw(st.sampled_from(sorted(DTYPES))))
+
+    def some(names: Iterable[str]) -> list[str]:
+        return draw(st.lists(st.sampled_from(sorted(names)), unique=True, max_size=3)) if names else []
+
+    kind = draw(st.sampled_from(["plain", "magnitude", "bias"]))
+    modules = list(plain.modules)
+    if kind != "plain":
+        modules = [replace(module, **{kind: tensor(module.b.shape[0])}) for module in modules]
+    else:
+        for path in some(OUTER):
+            (d_in, d_out), rank = OUTER[path], draw(st.integers(1, 4))
+            use_rslora = modules[0].use_rslora
+            modules.append(StoredModule(path, tensor(rank, d_in), tensor(d_out, rank), 2.5, use_rslora))
+    adapted = {module.path for module in modules}
+    shapes = expected_tensors(BIASED) | {"lm_head.weight": (64, 24)}
+    weights = {name.removesuffix(".weight") for name in shapes if name.endswith(".weight")}
+    saved = some(weights - adapted)
+    names = {name for name in shapes if name.rpartition(".")[0] in saved}
+    names |= {f"{path}.weight" for path in some(adapted & set(OUTER))}
+    biases = {name for name in shapes if name.endswith(".bias")}
+    trained = draw(st.sampled_from(["none", "lora_only", "all"]))
+    if trained != "none":
+        names |= {name for name in biases if trained == "all" or name.removesuffix(".bias") in adapted}
+    rows = []
+    for path in some(OUTER):
+        ids = draw(st.lists(st.integers(0, 63), min_size=1, max_size=5, unique=True))
+        rows.append(StoredRows(path, tuple(ids), tensor(len(ids), 24)))
+    return StoredAdapter(
+        tuple(sorted(modules, key=lambda module: module.path)),
+        "",
+        tuple((name, tensor(*shapes[name])) for name in sorted(names)),
+        tuple(sorted(rows, key=lambda item: item.path)),
+    )
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(stored=st.one_of(stored_adapters(), stored_beyond()))
 def test_peft_to_card_to_peft_changes_nothing(tmp_path_factory: pytest.TempPathFactory, stored: StoredAdapter) -> None:
     folder = tmp_path_factory.mktemp("trip")
     write_peft_folder(folder / "peft", stored)
-    from_peft = read_peft_stored(folder / "peft", SPEC)
-    assert from_peft == stored
+    from_peft = read_peft_stored(folder / "peft", None)
+    assert from_peft == stored == read_peft_stored(folder / "peft", BIASED)
     card = read_card(_write(folder, from_peft))
     assert card.stored == stored
+    assert content_digest(card.stored, "base") == content_digest(stored, "base")
     write_peft_folder(folder / "again", card.stored)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (folder / "again" / name).read_bytes() == (folder / "peft" / name).read_bytes()
@@ -109,8 +163,7 @@ def test_tensors_lie_in_the_mapped_file_at_multiples_of_64(tmp_path: Path, num_m
     stored = random_stored(3, dtype)
     path = _write(tmp_path, StoredAdapter(stored.modules[:num_modules]))
     card = read_card(path)
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
-    regions = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps]
+    regions = _regions(path)
     assert len(card.stored.modules) == num_modules
     for module in card.stored.modules:
         for tensor in (module.a, module.b):
@@ -119,6 +172,98 @@ def test_tensors_lie_in_the_mapped_file_at_multiples_of_64(tmp_path: Path, num_m
             assert address % 64 == 0
             assert any(start <= address and address + view.size <= end for start, end in regions)
             assert not view.flags.writeable
+
+
+def test_whatever_a_card_holds_is_mapped(tmp_path: Path) -> None:
+    """DoRA, biases, whole tensors, token rows and an embedding: views of the file, at multiples of 64."""
+    rng = np.random.default_rng()
+
+    def tensor(*shape: int) -> StoredTensor:
+        return stored_tensor(rng.normal(0, 1, shape), "BF16")
+
+    modules = [
+        replace(module, magnitude=tensor(module.b.shape[0]), bias=tensor(module.b.shape[0]))
+        for module in random_stored().modules
+    ]
+    modules.append(StoredModule("model.embed_tokens", tensor(3, 64), tensor(24, 3), 1.0, use_rslora=False))
+    stored = StoredAdapter(
+        tuple(sorted(modules, key=lambda module: module.path)),
+        "",
+        (("lm_head.weight", tensor(64, 24)), ("model.norm.weight", tensor(24))),
+        (StoredRows("lm_head", (7, 3, 5), tensor(3, 24)),),
+    )
+    path = _write(tmp_path, stored)
+    read = read_card(path).stored
+    assert read == stored
+    regions = _regions(path)
+    tensors = [part for m in read.modules for part in (m.a, m.b, m.magnitude, m.bias) if part is not None]
+    tensors += [part for _, part in read.parameters] + [item.rows for item in read.token_rows]
+    assert len(tensors) == 4 * 14 + 2 + 2 + 1
+    for part in tensors:
+        view = np.frombuffer(part.data, np.uint8)
+        address = view.ctypes.data
+        assert address % 64 == 0
+        assert any(start <= address and address + view.size <= end for start, end in regions)
+    assert pa.ipc.open_file(pa.memory_map(str(path))).schema.metadata[b"format_version"] == b"2"
+    plain = _write(tmp_path, random_stored())
+    assert pa.ipc.open_file(pa.memory_map(str(plain))).schema.metadata[b"format_version"] == b"1"
+
+
+def _row(role: str, path: str = "m", shape: tuple[int, ...] = (2, 3), **changes: Any) -> CardRow:
+    return replace(CardRow(path, role, stored_tensor(np.zeros(shape))), **changes)
+
+
+IDS = StoredTensor("I64", (2,), memoryview(np.array([5, 1], "<i8").tobytes()))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (_row("full"), "role 'full' is not known"),
+        (_row("lora"), r"shape_b \[\] does not suit role lora"),
+        (_row("lora", "l", b=stored_tensor(np.zeros((2, 3)))), "there twice"),
+        (_row("lora", b=IDS), "shape_b"),
+        (_row("lora", a=IDS, b=stored_tensor(np.zeros((2, 3)))), "shape_a"),
+        (_row("magnitude", shape=(4,)), "which has no lora row"),
+        (_row("magnitude", "l"), r"shape_a \[2, 3\]"),
+        (_row("bias", "l", (4,), b=IDS), "shape_b"),
+        (_row("bias", "l", (4,), alpha=1.0), "has no alpha"),
+        (_row("parameter", shape=(4,), use_rslora=True), "has no alpha"),
+        (_row("parameter", a=IDS), "dtype_a I64"),
+        (_row("parameter", a=StoredTensor("I8", (4,), memoryview(bytes(4)), bytes(4))), "dtype_a I8"),
+        (_row("token_rows"), "shape_b"),
+        (_row("token_rows", b=stored_tensor(np.zeros(2))), "dtype_b F32"),
+        (_row("token_rows", shape=(3, 3), b=IDS), "2 token ids do not name 3 rows"),
+        (_row("token_rows", b=replace(IDS, data=memoryview(np.array([5, 5], "<i8").tobytes()))), "token ids"),
+        (_row("token_rows", b=replace(IDS, data=memoryview(np.array([5, -1], "<i8").tobytes()))), "token ids"),
+    ],
+)
+def test_rows_that_make_no_adapter_are_refused(row: CardRow, says: str) -> None:
+    lora = _row("lora", "l", b=stored_tensor(np.zeros((3, 2))))
+    assert len(stored_of([lora], "").modules) == 1
+    with pytest.raises(AdapterFormatError, match=says):
+        stored_of([lora, row], "")
+
+
+def test_a_card_of_version_1_has_modules_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow, "FORMAT_VERSIONS", ("1", "1"))
+    stored = replace(random_stored(), parameters=(("model.norm.weight", stored_tensor(np.ones(24))),))
+    with pytest.raises(AdapterFormatError, match="version 1 has no role"):
+        read_card(_write(tmp_path, stored))
+
+
+def test_peft_cannot_say_what_a_card_can(tmp_path: Path) -> None:
+    one, other, *_ = random_stored().modules
+    for change in ({"use_rslora": True}, {"magnitude": stored_tensor(np.ones(other.b.shape[0]))}):
+        mixed = StoredAdapter((one, replace(other, **change)))
+        assert read_card(_write(tmp_path, mixed)).stored == mixed
+        with pytest.raises(AdapterFormatError, match=r"PEFT cannot mix.*as a card"):
+            write_peft_folder(tmp_path / "peft", mixed)
+
+
+def _regions(path: Path) -> list[tuple[int, ...]]:
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    return [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps]
 
 
 def test_metadata_is_kept_and_cannot_pose_as_the_formats(tmp_path: Path) -> None:
@@ -239,7 +384,7 @@ def _flip_byte(path: Path) -> None:
         (_column("alpha", lambda alpha: alpha + 1), "checksum"),
         (_column("alpha", lambda _: math.nan), "finite"),
         (_column("module", lambda name: name.replace("0", "7")), "checksum"),
-        (_column("role", lambda _: "full"), "role 'full'"),
+        (_column("role", lambda _: "full"), "checksum"),
         (_column("dtype_a", lambda _: "F64"), "F64"),
         (_column("dtype_a", lambda _: "BF16"), "do not hold"),
         (_column("dtype_b", lambda _: None), "null"),
@@ -252,7 +397,8 @@ def _flip_byte(path: Path) -> None:
         (_meta(author="someone else"), "checksum"),
         (_meta(name="other"), "checksum"),
         (_meta(checksum=None), "checksum"),
-        (_meta(format_version="2"), "format version"),
+        (_meta(format_version="2"), "checksum"),
+        (_meta(format_version="3"), "format version"),
         (_rewritten(lambda table: table.drop_columns(["alpha"])), "columns"),
         (_rewritten(lambda table: table.slice(0, 0)), "batches"),
         (_rewritten(lambda table: table, compression="zstd"), "compressed"),

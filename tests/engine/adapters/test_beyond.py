@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, write_card
+from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.peft import read_peft, read_peft_stored
+from app.engine.adapters.reading import read_adapter
 from app.engine.adapters.stored import content_digest
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from tests.engine.adapters.making import peft_beyond, tiny_spec, write_peft
@@ -107,13 +108,19 @@ def test_the_digest_covers_every_part(tmp_path: Path) -> None:
     assert len(digests) == (1 + 3) + (1 + 5 + 1) + (1 + 4)
 
 
-def test_cards_hold_plain_lora_and_say_so(tmp_path: Path) -> None:
-    config, tensors = peft_beyond(SPEC, features=("saved",))
-    stored = read_peft_stored(write_peft(tmp_path / "saved", config, tensors), SPEC)
-    for deed in (
-        lambda: write_card(tmp_path / f"a{CARD_SUFFIX}", ArrowCard("a", stored, {})),
-        lambda: write_peft_folder(tmp_path / "again", stored),
-        lambda: quantize_adapter(stored, "I8"),
-    ):
-        with pytest.raises(AdapterFormatError, match="PEFT's own folders"):
-            deed()
+def test_rounding_leaves_what_lies_beside_the_modules_alone(tmp_path: Path) -> None:
+    config, tensors = peft_beyond(SPEC, features=("dora", "saved", "rows"))
+    stored = read_peft_stored(write_peft(tmp_path / "it", config, tensors), SPEC)
+    rounded, report = quantize_adapter(stored, "I8")
+    path = tmp_path / f"a{CARD_SUFFIX}"
+    write_card(path, ArrowCard("a", rounded, {}, report))
+    card = read_card(path)
+    assert (card.stored, card.quantization) == (rounded, report)
+    assert rounded.parameters == stored.parameters
+    assert rounded.token_rows == stored.token_rows
+    for before, after in zip(stored.modules, rounded.modules, strict=True):
+        assert after.magnitude == before.magnitude
+        assert {after.a.dtype, after.b.dtype} == {"I8"}
+    write_peft_folder(tmp_path / "again", rounded)
+    served = [read_adapter(source, SPEC, served=FEATURES) for source in (path, tmp_path / "again")]
+    assert served[0].features == served[1].features >= {"DoRA", "trained norms", "trained token rows"}

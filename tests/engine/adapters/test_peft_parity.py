@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from app.engine.adapters.arrow import ArrowCard, read_card, write_card
+from app.engine.adapters.convert import write_peft_folder
 from app.engine.adapters.lora import FEATURES, LoraKey
 from app.engine.adapters.peft import read_peft
+from app.engine.adapters.reading import read_adapter, read_stored
 from app.engine.errors import AdapterMismatch
 from app.engine.torch_backend.cpu_backend import CpuBackend
 from tests.engine.adapters.parity import (
@@ -165,21 +169,37 @@ def _check(family: str, folder: Path) -> float:
 @pytest.mark.parametrize("option", BEYOND)
 def test_option_beyond_plain_lora_gives_pefts_logits(tmp_path: Path, family: str, option: str) -> None:
     options, features = BEYOND[option]
+    folder = tmp_path / "peft"
     model = _model(family)
-    save_random_adapter(model, tmp_path, _config(options))
-    weights = tmp_path / "adapter_model.safetensors"
+    save_random_adapter(model, folder, _config(options))
+    weights = folder / "adapter_model.safetensors"
     tensors = load_file(weights)
     for name in tensors:
         if name.endswith(".base_layer.weight"):  # PEFT saves the base's; make it the adapter's own
             tensors[name] *= 1.1
     save_file(tensors, weights)
-    assert _check(family, tmp_path) > 1e-3
-    needed = read_peft(tmp_path, spec_of(model), served=FEATURES).features
+    assert _check(family, folder) > 1e-3
+    needed = read_peft(folder, spec_of(model), served=FEATURES).features
     assert needed >= (features if family == "qwen2" else features - {"trained biases"})
     for feature in needed:
         with pytest.raises(AdapterMismatch, match=feature):
-            read_peft(tmp_path, spec_of(model), served=FEATURES - {feature})
-    assert read_peft(tmp_path, spec_of(model), served=needed).features == needed
+            read_peft(folder, spec_of(model), served=FEATURES - {feature})
+    assert read_peft(folder, spec_of(model), served=needed).features == needed
+    _check_round_trip(model, folder)
+
+
+def _check_round_trip(model: Any, folder: Path) -> None:
+    """Folder -> card -> folder: PEFT finds the same tensors and gives the same logits, to the bit."""
+    card, again, tokens = folder.parent / "it.lora.arrow", folder.parent / "again", random_tokens(model)
+    write_card(card, ArrowCard("it", read_stored(folder, None), {}))
+    write_peft_folder(again, read_card(card).stored)
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (folder, again))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    np.testing.assert_array_equal(peft_logits(model, again, tokens), peft_logits(model, folder, tokens))
+    spec = spec_of(model)
+    digests = {read_adapter(path, spec, served=FEATURES).card.digest for path in (folder, card, again)}
+    assert len(digests) == 1
 
 
 def _config(options: dict[str, Any]) -> LoraConfig:
