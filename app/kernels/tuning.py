@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import triton
 
 FOLDER = Path(__file__).parent / "tuned"
 
@@ -28,11 +27,6 @@ def next_power_of_two(value: int) -> int:
 def ceil_div(value: int, by: int) -> int:
     """value / by, rounded up."""
     return -(-value // by)
-
-
-def is_interpreted() -> bool:
-    """True under TRITON_INTERPRET=1: kernels run as NumPy on the CPU."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def shape_key(operation: str, *sizes: int, dtype: torch.dtype) -> str:

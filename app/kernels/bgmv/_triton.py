@@ -46,8 +46,7 @@ def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     bucket = next_power_of_two(num_rows)
-    key = shape_key("bgmv", bucket, rows.depth, width, num_slices, max_rank, dtype=rows.a.dtype)
-    if (found := measured(rows.a.device, key)) is not None:
+    if (found := measured(rows.a.device, key(num_rows, rows, max_rank))) is not None:
         return Configuration(**found)
     block_rank = min(next_power_of_two(max_rank), 16)
     num_parts = min(ceil_div(max_rank, block_rank), 4)
@@ -59,6 +58,12 @@ def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration
     while block_columns > 128 and bucket * ceil_div(width, block_columns) < _ENOUGH_PROGRAMS:
         block_columns //= 2
     return Configuration(block_rank, block_k, num_splits, num_parts, 4, block_columns, 4)
+
+
+def key(num_rows: int, rows: RankRows, max_rank: int) -> str:
+    """Under which a measured configuration for these shapes is kept."""
+    sizes = (next_power_of_two(num_rows), rows.depth, sum(rows.widths), len(rows.widths), max_rank)
+    return shape_key("bgmv", *sizes, dtype=rows.a.dtype)
 
 
 def add_lora(
@@ -82,11 +87,11 @@ def add_lora(
         return
     c = config or configuration(num_rows, rows, max_rank)
     num_slices, width, depth = len(rows.widths), sum(rows.widths), rows.depth
-    capacity = ceil_div(max_rank, c.block_rank) * c.block_rank
+    capacity = ceil_div(max_rank, 16) * 16
     h = torch.empty((c.num_splits, num_slices, num_rows, capacity), dtype=torch.float32, device=x.device)
     _shrink_rows[(num_rows, num_slices, c.num_splits * c.num_parts)](
         x, rows.a, h, slots, rows.row_starts, rows.ranks, x.stride(0), rows.a.stride(0), rows.a.stride(1),
-        h.stride(0), h.stride(1), h.stride(2), DEPTH=depth, NUM_SLICES=num_slices, X_DIVISOR=x_divisor,
+        num_rows, CAPACITY=capacity, DEPTH=depth, NUM_SLICES=num_slices, X_DIVISOR=x_divisor,
         BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k, NUM_SPLITS=c.num_splits, NUM_PARTS=c.num_parts,
         num_warps=c.shrink_warps, enable_fp_fusion=True,
     )  # fmt: skip
@@ -95,20 +100,20 @@ def add_lora(
     extras = rows.extra_rows is not None
     _expand_rows[(sum(tiles), num_rows)](
         h, rows.b, y, slots, rows.row_starts, rows.ranks, rows.extra_rows if extras else slots,
-        rows.scales if extras else h, rows.shifts if extras else h, h.stride(0), h.stride(1), h.stride(2),
-        rows.b.stride(0), y.stride(0), rows.scales.stride(0) if rows.scales is not None else 0,
+        rows.scales if extras else h, rows.shifts if extras else h, num_rows, rows.b.stride(0),
+        y.stride(0), rows.scales.stride(0) if rows.scales is not None else 0,
         rows.shifts.stride(0) if rows.shifts is not None else 0, NUM_SLICES=num_slices,
-        TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width, HAS_EXTRAS=extras,
-        BLOCK_RANK=c.block_rank, BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits,
+        TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width, CAPACITY=capacity,
+        HAS_EXTRAS=extras, BLOCK_RANK=c.block_rank, BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits,
         num_warps=c.expand_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could compile anew
 def _shrink_rows(
-    x, a, h, slots, row_starts, ranks, x_row, a_slice, a_row, h_split, h_slice, h_row,
-    DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, X_DIVISOR: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    x, a, h, slots, row_starts, ranks, x_row, a_slice, a_row, num_rows,
+    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, X_DIVISOR: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
     """h[split, n, t, :rank] = A_n[:, k range of split] @ x[t]. Grid: (T, N, NUM_SPLITS * NUM_PARTS)."""
     t = tl.program_id(0).to(tl.int64)
@@ -134,14 +139,15 @@ def _shrink_rows(
             x_part = tl.load(x_start + k0 + k, mask=inside, other=0.0).to(tl.float32)
             a_part = tl.load(a_start[:, None] + (k0 + k)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
             sums += a_part.to(tl.float32) * x_part[None, :]
-        tl.store(h + split * h_split + n * h_slice + t * h_row + r0 + r, tl.sum(sums, axis=1), mask=live)
+        to = h + ((split * NUM_SLICES + n) * num_rows + t) * CAPACITY + r0 + r
+        tl.store(to, tl.sum(sums, axis=1), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_rows(
-    h, b, y, slots, row_starts, ranks, extra_rows, scales, shifts, h_split, h_slice, h_row, b_row, y_row,
+    h, b, y, slots, row_starts, ranks, extra_rows, scales, shifts, num_rows, b_row, y_row,
     scale_row, shift_row, NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr,
-    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, HAS_EXTRAS: tl.constexpr,
+    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, HAS_EXTRAS: tl.constexpr,
     BLOCK_RANK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """y[t, tile] += B_n h[t, n], n the slice the tile lies in; scale and shift. Grid: (tiles of all slices, T)."""
@@ -164,7 +170,8 @@ def _expand_rows(
         live = r0 + r < rank
         shrunk = tl.zeros((BLOCK_RANK,), tl.float32)
         for split in tl.static_range(NUM_SPLITS):
-            shrunk += tl.load(h + split * h_split + n * h_slice + t * h_row + r0 + r, mask=live, other=0.0)
+            h_at = h + ((split * NUM_SLICES + n) * num_rows + t) * CAPACITY + r0 + r
+            shrunk += tl.load(h_at, mask=live, other=0.0)
         b_start = b + (first_row + r0 + r.to(tl.int64)) * b_row
         b_part = tl.load(b_start[:, None] + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         delta += tl.sum(b_part.to(tl.float32) * shrunk[:, None], axis=0)

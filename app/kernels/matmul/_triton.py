@@ -48,7 +48,7 @@ def linear(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "row_tiles"])  # or a new number of rows could compile anew
 def _linear(
     x, weight, out, bias, num_rows, row_tiles, x_row, weight_row, out_row, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,

@@ -120,7 +120,6 @@ def paged_attention(
         parts = torch.empty((num_splits, num_tokens, num_heads, head_dim), dtype=torch.float32, device=q.device)
         states = torch.empty((num_splits, num_tokens, num_heads, 2), dtype=torch.float32, device=q.device)
     arguments = {
-        "NUM_SEQUENCES": num_sequences,
         "IS_DECODE": max_query_len == 1,
         "GROUP": group,
         "NUM_HEADS": num_heads,
@@ -135,15 +134,24 @@ def paged_attention(
         "enable_fp_fusion": not deterministic,
     }
     _attend[(num_tiles, num_kv_heads, c.num_programs)](
-        q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, num_tokens, scale,
-        softcap or 0.0, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, num_tokens, num_sequences,
+        scale, softcap or 0.0, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), block_tables.stride(0), out.stride(0), out.stride(1),
         BLOCK_SIZE=block_size, HAS_SOFTCAP=softcap is not None, HAS_PARTS=has_parts,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=c.num_stages, **arguments,
     )  # fmt: skip
     if has_parts:
         _merge_parts[(num_tiles, num_kv_heads)](
-            parts, states, query_starts, seq_lens, out, num_tokens, out.stride(0), out.stride(1), **arguments
+            parts,
+            states,
+            query_starts,
+            seq_lens,
+            out,
+            num_tokens,
+            num_sequences,
+            out.stride(0),
+            out.stride(1),
+            **arguments,
         )
 
 
@@ -173,19 +181,19 @@ def _check(
         raise ValueError(f"attention operands do not fit: {wrong}")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])  # or each new batch size would compile anew
 def _attend(
-    q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, num_tokens, scale, softcap,
-    q_row, q_head, k_block, k_head, k_key, v_block, v_head, v_key, table_row, out_row, out_head,
+    q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, num_tokens, num_sequences, scale,
+    softcap, q_row, q_head, k_block, k_head, k_key, v_block, v_head, v_key, table_row, out_row, out_head,
     BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_SEQUENCES: tl.constexpr, IS_DECODE: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
+    IS_DECODE: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr, FIXED_KEYS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (query tiles, key heads, NUM_PROGRAMS). Program z takes splits z, z + NUM_PROGRAMS, … of its sequence."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     kv_head = tl.program_id(1).to(tl.int64)
-    sequence, tile = _tile(query_starts, NUM_SEQUENCES, IS_DECODE, BLOCK_ROWS // GROUP)
+    sequence, tile = _tile(query_starts, num_sequences, IS_DECODE, BLOCK_ROWS // GROUP)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
     if tile * (BLOCK_ROWS // GROUP) >= num_queries:
@@ -255,16 +263,16 @@ def _attend(
         _write(out, all_sums, all_weight, token, head, d, live, out_row, out_head, DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
 def _merge_parts(
-    parts, states, query_starts, seq_lens, out, num_tokens, out_row, out_head,
-    NUM_SEQUENCES: tl.constexpr, IS_DECODE: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
+    parts, states, query_starts, seq_lens, out, num_tokens, num_sequences, out_row, out_head,
+    IS_DECODE: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr, FIXED_KEYS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """The splits of `_attend`, merged in order. Grid: (query tiles, key heads)."""
     kv_head = tl.program_id(1).to(tl.int64)
-    sequence, tile = _tile(query_starts, NUM_SEQUENCES, IS_DECODE, BLOCK_ROWS // GROUP)
+    sequence, tile = _tile(query_starts, num_sequences, IS_DECODE, BLOCK_ROWS // GROUP)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
     if tile * (BLOCK_ROWS // GROUP) >= num_queries:
@@ -292,14 +300,14 @@ def _merge_parts(
 
 
 @triton.jit
-def _tile(query_starts, NUM_SEQUENCES: tl.constexpr, IS_DECODE: tl.constexpr, BLOCK_QUERIES: tl.constexpr):
+def _tile(query_starts, num_sequences, IS_DECODE: tl.constexpr, BLOCK_QUERIES: tl.constexpr):
     """(sequence, which tile of its queries): sequence b's tiles begin at query_starts[b] // BLOCK_QUERIES + b."""
     program = tl.program_id(0)
     sequence = program
     tile = program * 0
     if not IS_DECODE:
         low = program * 0
-        high = low + NUM_SEQUENCES
+        high = low + num_sequences
         while low < high:
             middle = (low + high) // 2
             if tl.load(query_starts + middle) // BLOCK_QUERIES + middle <= program:

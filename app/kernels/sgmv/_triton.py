@@ -87,8 +87,8 @@ def configuration(
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     if not deterministic:
-        sizes = (next_power_of_two(num_segments), block_tokens, rows.depth, width, num_slices, max_rank)
-        if (found := measured(rows.a.device, shape_key("sgmv", *sizes, dtype=rows.a.dtype))) is not None:
+        found = measured(rows.a.device, key(num_segments, block_tokens, rows, max_rank))
+        if found is not None:
             return Configuration(**found)
     block_rank = min(max(next_power_of_two(max_rank), 16), 64)
     num_parts = min(ceil_div(max_rank, block_rank), 4)
@@ -103,7 +103,14 @@ def configuration(
     num_splits = 1
     while 2 * num_splits <= wanted_splits and 2 * num_splits * block_k <= rows.depth:
         num_splits *= 2
-    return Configuration(block_rank, block_k, block_columns, num_splits, num_parts, 4, 4, 3)
+    expand_warps = 8 if block_tokens * block_columns >= 8192 else 4
+    return Configuration(block_rank, block_k, block_columns, num_splits, num_parts, 4, expand_warps, 3)
+
+
+def key(num_segments: int, block_tokens: int, rows: RankRows, max_rank: int) -> str:
+    """Under which a measured configuration for these shapes is kept."""
+    shape = (rows.depth, sum(rows.widths), len(rows.widths), max_rank)
+    return shape_key("sgmv", next_power_of_two(num_segments), block_tokens, *shape, dtype=rows.a.dtype)
 
 
 def add_lora(
@@ -133,13 +140,13 @@ def add_lora(
         return
     c = config or configuration(num_segments, block_tokens, rows, max_rank, deterministic=deterministic)
     num_slices, width, depth = len(rows.widths), sum(rows.widths), rows.depth
-    capacity = ceil_div(max_rank, c.block_rank) * c.block_rank
+    capacity = ceil_div(max_rank, 16) * 16
     h = torch.empty((c.num_splits, num_slices, num_rows, capacity), dtype=torch.float32, device=x.device)
     places = segments if order is None else order
     precision = "ieee" if x.dtype == torch.float32 else "tf32"  # says nothing for half types
     _shrink_segments[(num_segments, num_slices, c.num_splits * c.num_parts)](
         x, rows.a, h, segments, places, rows.row_starts, rows.ranks, x.stride(0), rows.a.stride(0), rows.a.stride(1),
-        h.stride(0), h.stride(1), h.stride(2), DEPTH=depth, NUM_SLICES=num_slices, X_DIVISOR=x_divisor,
+        num_rows, CAPACITY=capacity, DEPTH=depth, NUM_SLICES=num_slices, X_DIVISOR=x_divisor,
         HAS_ORDER=order is not None, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k,
         NUM_SPLITS=c.num_splits, NUM_PARTS=c.num_parts, PRECISION=precision, num_warps=c.shrink_warps,
         num_stages=c.num_stages, enable_fp_fusion=True,
@@ -149,22 +156,22 @@ def add_lora(
     extras = rows.extra_rows is not None
     _expand_segments[(sum(tiles), num_segments)](
         h, rows.b, y, segments, places, rows.row_starts, rows.ranks, rows.extra_rows if extras else segments,
-        rows.scales if extras else h, rows.shifts if extras else h, h.stride(0), h.stride(1), h.stride(2),
-        rows.b.stride(0), y.stride(0), rows.scales.stride(0) if rows.scales is not None else 0,
+        rows.scales if extras else h, rows.shifts if extras else h, num_rows, rows.b.stride(0),
+        y.stride(0), rows.scales.stride(0) if rows.scales is not None else 0,
         rows.shifts.stride(0) if rows.shifts is not None else 0, NUM_SLICES=num_slices,
-        TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width, HAS_EXTRAS=extras,
-        HAS_ORDER=order is not None, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank,
+        TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width, CAPACITY=capacity,
+        HAS_EXTRAS=extras, HAS_ORDER=order is not None, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank,
         BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits, PRECISION=precision, num_warps=c.expand_warps,
         num_stages=1, enable_fp_fusion=True,  # the loop runs once for most ranks: nothing to prefetch
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could compile anew
 def _shrink_segments(
-    x, a, h, segments, order, row_starts, ranks, x_row, a_slice, a_row, h_split, h_slice, h_row,
-    DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, X_DIVISOR: tl.constexpr, HAS_ORDER: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    NUM_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    x, a, h, segments, order, row_starts, ranks, x_row, a_slice, a_row, num_rows,
+    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, X_DIVISOR: tl.constexpr,
+    HAS_ORDER: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h[split, n, place, :rank] = A_n[:, k range of split] @ x[row]. Grid: (G, N, NUM_SPLITS * NUM_PARTS)."""
     g = tl.program_id(0)
@@ -198,15 +205,16 @@ def _shrink_segments(
             x_tile = tl.load(x_start[:, None] + (k0 + k)[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
             a_tile = tl.load(a_start[None, :] + (k0 + k)[:, None], mask=live[None, :] & inside[:, None], other=0.0)
             sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
-        to = h + split * h_split + n * h_slice + place[:, None] * h_row + (r0 + r)[None, :]
+        h_rows = (split * NUM_SLICES + n) * num_rows + place
+        to = h + h_rows[:, None] * CAPACITY + (r0 + r)[None, :]
         tl.store(to, sums, mask=mine[:, None] & live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_segments(
-    h, b, y, segments, order, row_starts, ranks, extra_rows, scales, shifts, h_split, h_slice, h_row, b_row, y_row,
+    h, b, y, segments, order, row_starts, ranks, extra_rows, scales, shifts, num_rows, b_row, y_row,
     scale_row, shift_row, NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr,
-    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, HAS_EXTRAS: tl.constexpr,
+    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, HAS_EXTRAS: tl.constexpr,
     HAS_ORDER: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -237,10 +245,11 @@ def _expand_segments(
     delta = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
     for r0 in range(0, rank, BLOCK_RANK):
         live = r0 + r < rank
-        h_start = h + n * h_slice + place[:, None] * h_row + (r0 + r)[None, :]
         shrunk = tl.zeros((BLOCK_TOKENS, BLOCK_RANK), tl.float32)
         for split in tl.static_range(NUM_SPLITS):
-            shrunk += tl.load(h_start + split * h_split, mask=mine[:, None] & live[None, :], other=0.0)
+            h_rows = (split * NUM_SLICES + n) * num_rows + place
+            h_at = h + h_rows[:, None] * CAPACITY + (r0 + r)[None, :]
+            shrunk += tl.load(h_at, mask=mine[:, None] & live[None, :], other=0.0)
         b_start = b + (first_row + r0 + r.to(tl.int64)) * b_row
         b_tile = tl.load(b_start[:, None] + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         delta = tl.dot(shrunk.to(b.dtype.element_ty), b_tile, delta, input_precision=PRECISION)

@@ -59,9 +59,10 @@ FORMS = {"bgmv": run_bgmv, "sgmv": run_sgmv, "sgmv deterministic": run_sgmv_dete
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equals_the_definition(form: str, name: str, dtype: torch.dtype) -> None:
+def test_equals_the_definition(form: str, name: str) -> None:
+    """Type, slices and extras are drawn: all of them together take minutes in the interpreter."""
     generator = rng()
+    dtype = DTYPES[int(generator.integers(len(DTYPES)))]
     case = [(min(count, 3) if form == "bgmv" else count, s) for count, s in CASES[name]]  # bgmv knows no runs
     shape = str(generator.choice(list(SHAPES)))
     tables = random_tables(generator, DEPTH, SHAPES[shape], dtype, extras=bool(generator.integers(2)))
@@ -73,7 +74,7 @@ def test_equals_the_definition(form: str, name: str, dtype: torch.dtype) -> None
     y.copy_(tensor(normal(generator, *y.shape), dtype))
     before = y.clone()
     FORMS[form](x, y, tables.rows, case)
-    assert error(y, tables.expected(x, before, slots)) < TOLERANCE[dtype], shape
+    assert error(y, tables.expected(x, before, slots)) < TOLERANCE[dtype], (shape, dtype)
     of_base = torch.from_numpy(slots == 0).to(DEVICE)
     assert torch.equal(y[of_base], before[of_base])
     assert torch.isnan(memory[len(slots) :]).all()
@@ -86,11 +87,11 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
     tables = random_tables(generator, DEPTH, SHAPES["gate/up"], dtype, extras=True)
     width = sum(SHAPES["gate/up"])
-    for adapter in generator.permutation(np.arange(1, NUM_SLOTS))[:3].tolist():
+    for adapter in generator.permutation(np.arange(1, NUM_SLOTS))[:2].tolist():
         row, base = tensor(normal(generator, 1, DEPTH), dtype), tensor(normal(generator, 1, width), dtype)
         alone = base.clone()
         run_sgmv_deterministic(row, alone, tables.rows, [(1, adapter)])
-        for _ in range(3):
+        for _ in range(2):
             case = [(int(generator.integers(1, 20)), int(generator.integers(NUM_SLOTS))) for _ in range(2)]
             case.insert(int(generator.integers(3)), (int(generator.integers(1, 20)), adapter))
             slots = slots_of(case)

@@ -1,0 +1,97 @@
+"""Launches of every GPU kernel with the operands of real models, for compiling only: memory is never touched.
+
+In: nothing. Out: named functions that call the kernels' Python side once. Shapes are those of Llama 3 8B (hidden 4096,
+32 heads on 8 of 128, inner 14336) while decoding, in a prefill, and in deterministic mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from app.kernels.bgmv import _triton as bgmv
+from app.kernels.matmul import _triton as matmul
+from app.kernels.paged_attention import _triton as paged_attention
+from app.kernels.rank_rows import RankRows
+from app.kernels.rows import _triton as rows
+from app.kernels.sgmv import _triton as sgmv
+
+HIDDEN, INNER, HEADS, KV_HEADS, DIM, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
+QKV = (HIDDEN, KV_HEADS * DIM, KV_HEADS * DIM)
+BF16 = torch.bfloat16
+
+Launch = Callable[[], None]
+
+
+def launches() -> Iterator[tuple[str, Launch]]:
+    """(name, call), in bfloat16, which the interpreter cannot do."""
+    yield "bgmv, decode", partial(_bgmv, 64, QKV, extras=True)
+    yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), deterministic=True, extras=True)
+    yield "sgmv, prefill", partial(_sgmv, 2048, QKV)
+    yield "attention, decode", partial(_attention, 16, 1)
+    yield "attention, deterministic", partial(_attention, 4, 1, deterministic=True)
+    yield "attention, prefill", partial(_attention, 2, 512, window=1024, softcap=30.0)
+    yield "rows", _rows
+    yield "matmul", _matmul
+
+
+def _tables(widths: tuple[int, ...], extras: bool) -> RankRows:
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32)
+
+    a = torch.empty(256, len(widths), HIDDEN, dtype=BF16).transpose(0, 1)
+    found = RankRows(a, torch.empty(256, sum(widths), dtype=BF16), widths, integers(9), integers(9, len(widths)))
+    vectors = torch.empty(4, sum(widths))
+    return found._replace(extra_rows=integers(9), scales=vectors, shifts=vectors) if extras else found
+
+
+def _bgmv(num_rows: int, widths: tuple[int, ...], *, extras: bool = False) -> None:
+    x, y = torch.empty(num_rows, HIDDEN, dtype=BF16), torch.empty(num_rows, sum(widths), dtype=BF16)
+    bgmv.add_lora(x, y, _tables(widths, extras), torch.empty(num_rows, dtype=torch.int32), max_rank=64)
+
+
+def _sgmv(num_rows: int, widths: tuple[int, ...], *, deterministic: bool = False, extras: bool = False) -> None:
+    x, y = torch.empty(num_rows, HIDDEN, dtype=BF16), torch.empty(num_rows, sum(widths), dtype=BF16)
+    sgmv.add_lora(
+        x, y, _tables(widths, extras), torch.empty(48, 3, dtype=torch.int32), max_rank=64,
+        block_tokens=sgmv.block_tokens(num_rows, deterministic=deterministic), deterministic=deterministic,
+        order=torch.empty(num_rows, dtype=torch.int32) if extras else None,
+    )  # fmt: skip
+
+
+def _attention(
+    num_sequences: int,
+    num_queries: int,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    deterministic: bool = False,
+) -> None:
+    q = torch.empty(num_sequences * num_queries, HEADS, DIM, dtype=BF16)
+    cache = torch.empty(8, KV_HEADS, BLOCK_SIZE, DIM, dtype=BF16)
+    integers = partial(torch.empty, dtype=torch.int32)
+    paged_attention.paged_attention(
+        q, cache, cache, integers(num_sequences + 1), integers(num_sequences), integers(num_sequences, 512), q,
+        scale=0.1, max_query_len=num_queries, max_seq_len=8192, window=window, softcap=softcap,
+        deterministic=deterministic,
+    )  # fmt: skip
+
+
+def _rows() -> None:
+    x = torch.empty(64, HIDDEN, dtype=BF16)
+    rows.rms_norm(x, torch.empty(HIDDEN), 1e-5, x, x)
+    rows.gated(torch.empty(64, 2 * INNER, dtype=BF16), torch.empty(64, INNER, dtype=BF16), "silu")
+    cache, angles = torch.empty(8, KV_HEADS, BLOCK_SIZE, DIM, dtype=BF16), torch.empty(8192, DIM // 2)
+    places = torch.empty(64, dtype=torch.int64)
+    norm = torch.empty(DIM)
+    rows.rotate_and_write(
+        torch.empty(64, sum(QKV), dtype=BF16), places.int(), angles, angles, cache, cache, places, num_heads=HEADS,
+        num_kv_heads=KV_HEADS, q_norm=norm, k_norm=norm, eps=1e-6,
+    )  # fmt: skip
+
+
+def _matmul() -> None:
+    x, weight = torch.empty(64, HIDDEN, dtype=BF16), torch.empty(sum(QKV), HIDDEN, dtype=BF16)
+    matmul.linear(x, weight, torch.empty(64, sum(QKV), dtype=BF16), weight[:, 0].contiguous(), accumulate=True)
