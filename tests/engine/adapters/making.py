@@ -42,6 +42,15 @@ def tiny_spec(num_layers: int = 2, digest: str = "base") -> ModelSpec:
     return ModelSpec("tiny", "llama", digest, 64, 24, 128, 1e-5, True, (layer,) * num_layers, 1, (2,))
 
 
+def random_tensors(spec: ModelSpec, seed: int | None = None) -> list[tuple[str, np.ndarray]]:
+    """Every tensor the spec implies; norms near one."""
+    rng = np.random.default_rng(seed)
+    return [
+        (name, (rng.standard_normal(shape) * 0.15 + (len(shape) == 1 and name.endswith("weight"))).astype(np.float32))
+        for name, shape in expected_tensors(spec).items()
+    ]
+
+
 def module_path(layer: int, target: str) -> str:
     return f"model.layers.{layer}.{PATHS[target]}"
 

@@ -6,23 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
-import numpy as np
 
 from app.engine.config import EngineConfig
 from app.engine.jax_backend.backend import JaxBackend
 from app.engine.jax_backend.sharding import make_mesh
-from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
-from tests.engine.adapters.making import tiny_spec
-
-
-def random_tensors(spec: ModelSpec, seed: int | None = None) -> list[tuple[str, np.ndarray]]:
-    """Every tensor the spec implies; norms near one."""
-    rng = np.random.default_rng(seed)
-    return [
-        (name, (rng.standard_normal(shape) * 0.15 + (len(shape) == 1 and name.endswith("weight"))).astype(np.float32))
-        for name, shape in expected_tensors(spec).items()
-    ]
+from tests.engine.adapters.making import random_tensors, tiny_spec
 
 
 def tiny_backend(config: EngineConfig, spec: ModelSpec | None = None, tensor_parallel: int = 1) -> JaxBackend:

@@ -25,8 +25,7 @@ from app.engine.jax_backend.sharding import make_mesh
 from app.engine.jax_backend.sizes import sizes_of
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.request import SamplingParams
-from tests.engine.adapters.making import random_adapter
-from tests.engine.jax_backend.making import random_tensors
+from tests.engine.adapters.making import random_adapter, random_tensors
 from tests.fakes import fake_request
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""Logits of the real CPU engine for adapters, at every position, all of them in one batch if asked."""
+"""Logits of a real engine for adapters, at every position, all of them in one batch if asked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.torch_backend.cpu_backend import CpuBackend
+from tests.engine.logits_check import BackendWithLogits
 from tests.engine.torch_backend.steps import Piece, forward_batch, greedy
 
 CONFIG = EngineConfig(
@@ -30,7 +31,7 @@ def backend_of(model: Any, folder: Path, config: EngineConfig = CONFIG) -> CpuBa
 
 
 def served_logits(
-    backend: CpuBackend, adapters: Sequence[LoraAdapter | None], tokens: torch.Tensor
+    backend: BackendWithLogits, adapters: Sequence[LoraAdapter | None], tokens: torch.Tensor
 ) -> list[NDArray[np.float32]]:
     """Per adapter (None: the base) `[B, T, V]` for the same tokens `[B, T]`; one forward for all of them."""
     width = -(-tokens.shape[1] // CONFIG.block_size)
