@@ -93,6 +93,7 @@ class FakeBackend:
         self.keep_batches = False
         self.writes: list[tuple[int, int, int]] = []  # (forwards before it, adapter slot, bytes)
         self.releases: list[int] = []
+        self.unready: set[int] = set()
         self.fail_at: int | None = None
         self.write_error: Exception | None = None
         self.closed = False
@@ -115,6 +116,9 @@ class FakeBackend:
         self._rows[row_start : row_start + rank] = adapter.weights[LoraKey(0, "q_proj")].a[:, 0].tolist()
         self._runs[adapter_slot] = (row_start, rank)
         self.writes.append((self.num_forwards, adapter_slot, adapter.card.size_bytes))
+
+    def is_ready(self, adapter_slot: int) -> bool:
+        return adapter_slot not in self.unready
 
     def release_adapter(self, adapter_slot: int) -> None:
         self.releases.append(adapter_slot)

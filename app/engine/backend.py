@@ -48,6 +48,10 @@ class Backend(Protocol):
         """
         ...
 
+    def is_ready(self, adapter_slot: int) -> bool:
+        """Whether a step with the slot's adapter would start at once; otherwise it waits for the end of its write."""
+        ...
+
     def release_adapter(self, adapter_slot: int) -> None:
         """Free what the slot's adapter held beside its rank rows: it has been evicted. Nothing in flight uses it."""
         ...

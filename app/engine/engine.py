@@ -206,6 +206,7 @@ class Engine:
                 chunks += self._end_all(digest, refusal)
             self._release_vacated()
             plan = self._write_adapters(plan, chunks)
+            plan = self._without_unready(plan)
             if plan.items:
                 output = self._backend.forward(self._builder.build(plan.items))
                 chunks += self._scheduler.commit(plan, output)
@@ -310,6 +311,14 @@ class Engine:
             if grant is not None and grant.needs_write:
                 self._scheduler.reopen()
                 return
+
+    def _without_unready(self, plan: Schedule) -> Schedule:
+        """Leave out whose adapter is still being written, unless there is nobody else: then the step waits for it."""
+        adapter_slots = {sequence.adapter_slot for sequence, _ in plan.items}
+        unready = {adapter_slot for adapter_slot in adapter_slots if not self._backend.is_ready(adapter_slot)}
+        if not unready or unready == adapter_slots:
+            return plan
+        return plan.without({sequence.request_id for sequence, _ in plan.items if sequence.adapter_slot in unready})
 
     def _release_vacated(self) -> None:
         for adapter_slot in self._adapters.take_vacated():

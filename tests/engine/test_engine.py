@@ -563,3 +563,30 @@ def test_a_kept_adapter_that_cannot_be_written_is_no_trouble_for_others() -> Non
     with pytest.raises(AdapterFormatError, match="broken row"):
         resident.result(timeout=0)
     assert engine.stats().residents == ()
+
+
+def test_a_step_leaves_out_whose_adapter_is_still_being_written_unless_there_is_nobody_else() -> None:
+    engine, backend = make_engine()
+    adapter = fake_adapter("slow", 8)
+    base = (fake_request("base", range(9), sampling=SamplingParams(temperature=0.0, max_tokens=6)), None)
+    adapted = (
+        fake_request("adapted", range(9), adapter, sampling=SamplingParams(temperature=0.0, max_tokens=6)),
+        adapter,
+    )
+    backend.unready = set(range(1, 8))
+    out: dict[str, list[TokenChunk]] = {}
+    engine.submit(*base)
+    engine.submit(*adapted)
+    for _ in range(3):
+        collect(out, engine.step())
+        engine.check()
+    assert list(out) == ["base"]
+    assert len(tokens_of(out["base"])) == 3
+    backend.unready = set()
+    collect(out, engine.step())
+    assert list(out) == ["base", "adapted"]
+    backend.unready = set(range(1, 8))  # from here on a step that has nobody else waits
+    for chunks in run(engine).items():
+        out.setdefault(chunks[0], []).extend(chunks[1])
+    for submitted in (base, adapted):
+        assert_as_alone(submitted, out[submitted[0].request_id])

@@ -116,6 +116,10 @@ class JaxBackend:
         self._row_starts[adapter_slot] = row_start
         self._ranks[adapter_slot] = adapter.card.max_rank
 
+    def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
+        """See `Backend.is_ready`: a write has ended when it returns."""
+        return True
+
     def release_adapter(self, adapter_slot: int) -> None:
         """See `Backend.release_adapter`: adapters here have rank rows only."""
 

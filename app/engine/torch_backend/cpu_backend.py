@@ -95,6 +95,10 @@ class CpuBackend:
         self._tables.ranks[:, adapter_slot] = ranks
         self._tables.row_starts[adapter_slot] = row_start
 
+    def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
+        """See `Backend.is_ready`: a write has ended when it returns."""
+        return True
+
     def release_adapter(self, adapter_slot: int) -> None:
         """See `Backend.release_adapter`."""
         self._extras.release(adapter_slot)
