@@ -5,26 +5,41 @@ NumPy in and out, one row at a time: no row can see another.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import SamplingBatch
 
 
-def penalise(row: NDArray[np.float32], sampling: SamplingBatch, p: int) -> None:
-    """Apply sampled row p's penalties to its logits [V] in place.
+class Penalties(NamedTuple):
+    """What one row's penalties do: seen tokens' logits are divided by (or, below zero, multiplied with) `repetition`;
+    then generated tokens' logits lose their amount. Ids are distinct, [n] int64; amounts [n] float32."""
 
-    Repetition (Keskar et al. 2019, over prompt and output), presence and frequency (OpenAI, over output).
-    """
+    seen: NDArray[np.int64]
+    repetition: np.float32
+    generated: NDArray[np.int64]
+    amounts: NDArray[np.float32]
+
+
+def penalties(sampling: SamplingBatch, p: int) -> Penalties:
+    """Sampled row p's: repetition (Keskar et al. 2019, over prompt and output), presence and frequency (OpenAI,
+    over output)."""
     history, prompt_len = sampling.history[p], int(sampling.prompt_lens[p])
     repetition = sampling.repetition[p]
-    if repetition != 1.0:
-        seen = np.unique(history)
-        values = row[seen]
-        row[seen] = np.where(values > 0, values / repetition, values * repetition)
+    seen = np.unique(history) if repetition != 1.0 else history[:0]
     generated, counts = np.unique(history[prompt_len:], return_counts=True)
-    if generated.size:
-        row[generated] -= sampling.presence[p] + sampling.frequency[p] * counts.astype(np.float32)
+    amounts = sampling.presence[p] + sampling.frequency[p] * counts.astype(np.float32)
+    return Penalties(seen.astype(np.int64), repetition, generated.astype(np.int64), amounts.astype(np.float32))
+
+
+def penalise(row: NDArray[np.float32], sampling: SamplingBatch, p: int) -> None:
+    """Apply sampled row p's penalties to its logits [V] in place."""
+    own = penalties(sampling, p)
+    values = row[own.seen]
+    row[own.seen] = np.where(values > 0, values / own.repetition, values * own.repetition)
+    row[own.generated] -= own.amounts
 
 
 def largest(row: NDArray[np.float32], count: int, normaliser: float) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from app.engine.adapters.lora import LoraAdapter, LoraKey
 from app.engine.adapters.modules import Module, layer_modules
 from app.engine.models.names import expected_tensors
@@ -46,6 +49,25 @@ def module_extras(adapter: LoraAdapter, spec: ModelSpec) -> dict[LoraKey, Module
         has_shift = bias is not None or key in adapter.delta_biases or keeps_base_bias
         found[key] = ModuleExtras(has_scale, has_shift, weight, bias)
     return found
+
+
+def module_shift(
+    adapter: LoraAdapter,
+    key: LoraKey,
+    parts: ModuleExtras,
+    scale: NDArray[np.float32] | None,
+    base_bias: NDArray[np.floating] | None,
+    d_out: int,
+) -> NDArray[np.float32]:
+    """What remains to be added [d_out] to scale * (W x + base bias + B A x), or to the own W x."""
+    base = np.zeros(d_out) if base_bias is None else base_bias.astype(np.float64)
+    factor = np.ones(d_out) if scale is None else scale.astype(np.float64)
+    shift = base if parts.bias is None else adapter.replaced[parts.bias].astype(np.float64)
+    if parts.weight is None:
+        shift = shift - factor * base
+    if key in adapter.delta_biases:
+        shift = shift + factor * adapter.delta_biases[key]
+    return shift.astype(np.float32)
 
 
 def replaced_norms(adapter: LoraAdapter) -> Iterable[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.extras import ModuleExtras, module_extras, replaced_norms
+from app.engine.adapters.extras import ModuleExtras, module_extras, module_shift, replaced_norms
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend.cpu_decoder import Weights
@@ -148,20 +148,11 @@ class AdapterExtras:
         return weight
 
     def _shift(self, adapter: LoraAdapter, key: LoraKey, parts: ModuleExtras, scale: Floats | None) -> Floats:
-        """What remains to be added to scale * (W x + base bias + B A x), or to the own W x."""
         _, d_out = self._spec.target_shape(key.layer, key.target)
         name, column = self._columns[key.target]
         biases = getattr(self._weights, f"{name}_bias")
-        base = np.zeros(d_out)
-        if biases.shape[1]:
-            base += biases[key.layer, column : column + d_out]
-        factor = np.ones(d_out) if scale is None else scale.astype(np.float64)
-        shift = base if parts.bias is None else adapter.replaced[parts.bias].astype(np.float64)
-        if parts.weight is None:
-            shift = shift - factor * base
-        if key in adapter.delta_biases:
-            shift = shift + factor * adapter.delta_biases[key]
-        return shift.astype(np.float32)
+        base = biases[key.layer, column : column + d_out] if biases.shape[1] else None
+        return module_shift(adapter, key, parts, scale, base, d_out)
 
 
 def sample_runs(runs: NDArray[np.int64], sample_rows: NDArray[np.int32]) -> NDArray[np.int64]:
