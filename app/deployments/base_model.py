@@ -25,7 +25,8 @@ def open_text(config: AppConfig) -> BaseText:
     """The text side of the configured base model."""
     checkpoint = open_checkpoint(config.model)
     kv_tokens = config.engine.num_kv_blocks * config.engine.block_size
-    max_context = min(config.engine.max_context or checkpoint.spec.max_positions, kv_tokens)
+    positions = checkpoint.spec.max_positions
+    max_context = min(config.engine.max_context or positions, kv_tokens or positions)  # 0 blocks: as many as fit
     return BaseText(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec.vocab_size, max_context)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class EngineConfig(BaseModel):
@@ -14,13 +14,29 @@ class EngineConfig(BaseModel):
 
     backend: Literal["torch", "jax"] = Field("torch", description="Which engine computes.")
     device: str = Field("cpu", description="Device of the torch engine: cpu or cuda[:index].")
+    cuda_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="CUDA: type of weights, KV blocks and rank rows; the CPU engine computes in float32."
+    )
+    memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="CUDA: part of the device's memory for weights, KV blocks and adapters together."
+    )
+    memory_bytes: int = Field(0, ge=0, description="CUDA: the same in bytes; 0 takes memory_fraction.")
+    deterministic: bool = Field(
+        False,
+        description="CUDA: fixed tiles everywhere, so that a request's bits are the same alone and in any company, as "
+        "the CPU engine's always are; slower.",
+    )
     num_threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 takes every core allowed.")
     weight_storage: Literal["float32", "int8"] = Field(
         "float32",
         description="How base weights lie in memory; int8 (groups of 32) reads a third of the bytes, CPU only.",
     )
     block_size: int = Field(16, ge=16, le=256, multiple_of=16, description="Tokens per KV block.")
-    num_kv_blocks: int = Field(2048, ge=2, description="KV blocks: num_kv_blocks * block_size tokens fit in the cache.")
+    num_kv_blocks: int = Field(
+        2048,
+        ge=0,
+        description="KV blocks: num_kv_blocks * block_size tokens fit in the cache; 0, CUDA only: as many as fit.",
+    )
     adapter_rank_rows: int = Field(
         512, ge=0, description="Rank rows for adapters: resident ranks add up to at most this."
     )
@@ -48,8 +64,19 @@ class EngineConfig(BaseModel):
         "takes cpu on CPUs.",
     )
     skip_precompile: bool = Field(
-        False, description="JAX: compile each shape when it is first needed, for development; the first steps stall."
+        False,
+        description="JAX, CUDA: compile or capture each shape when it is first needed, for development; the first "
+        "steps stall.",
     )
     compilation_cache_dir: str = Field(
         "", description="JAX: folder that keeps compiled programs between starts; empty keeps none."
     )
+
+    @model_validator(mode="after")
+    def _blocks_can_be_counted(self) -> Self:
+        fills = self.backend == "torch" and self.device.startswith("cuda")
+        if self.num_kv_blocks < 2 and not (fills and self.num_kv_blocks == 0):
+            raise ValueError(
+                f"num_kv_blocks is {self.num_kv_blocks}; at least 2 are needed (0, as many as fit, is for device cuda)"
+            )
+        return self

@@ -21,6 +21,7 @@
       SourceError             fetching from a permitted source failed             (502)
       CheckpointError         a base model that cannot be loaded                  (at start)
       ConfigError             a configuration that contradicts itself             (at start)
+        OutOfDeviceMemory       weights, KV blocks and adapters exceed the device's memory
       EngineFailure           the engine died; its streams end with this          (500)
 
 A message gives the offending value, the limit and the way out. HTTP codes live in one table at
@@ -133,6 +134,10 @@ class CheckpointError(PolyloraError):
 
 class ConfigError(PolyloraError):
     """A configuration that contradicts itself or the machine."""
+
+
+class OutOfDeviceMemory(ConfigError):
+    """What the configuration asks for does not fit the device; the message has the numbers."""
 
 
 class EngineFailure(PolyloraError):

@@ -11,8 +11,7 @@ from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
 from app.engine.loading import load_backend
 from app.engine.models.checkpoint import Checkpoint
-from tests.engine.adapters.making import tiny_spec
-from tests.engine.jax_backend.making import random_tensors
+from tests.engine.adapters.making import random_tensors, tiny_spec
 
 SIZES: dict[str, Any] = {
     "num_kv_blocks": 8,

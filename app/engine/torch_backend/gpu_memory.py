@@ -1,0 +1,123 @@
+"""One budget for a device's memory: weights, adapter rows, extras, working space, and KV blocks from what is left.
+
+In: a model's spec, the engine's settings, and what the device has. Out: a `MemoryPlan`, which prints as the report
+shown at start; or `OutOfDeviceMemory` with the same numbers. Everything here is arithmetic: nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from app.engine.adapters.lora import TARGETS
+from app.engine.config import EngineConfig
+from app.engine.errors import OutOfDeviceMemory
+from app.engine.models.names import expected_tensors
+from app.engine.models.spec import ModelSpec
+
+#: Adapter runs start at multiples of this: what a tensor core multiplies at a time.
+RANK_ALIGNMENT = 16
+#: Bytes per logit while tokens are drawn: the logits, probabilities, their sorted copy, and integer sums of both.
+_SAMPLING_BYTES_PER_LOGIT = 48
+#: Code, streams, cuBLAS workspaces and what the allocator cannot use.
+_FIXED_BYTES = 768 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by what they hold; `budget_bytes` bounds their sum. Sizes follow from them."""
+
+    budget_bytes: int
+    weight_bytes: int
+    rank_row_bytes: int
+    extra_bytes: int
+    working_bytes: int
+    kv_block_bytes: int
+    num_kv_blocks: int
+    adapter_rank_rows: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_block_bytes * self.num_kv_blocks
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.rank_row_bytes + self.extra_bytes + self.working_bytes + self.kv_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"weights {_size(self.weight_bytes)}, {self.adapter_rank_rows} rank rows {_size(self.rank_row_bytes)}, "
+            f"adapter extras up to {_size(self.extra_bytes)}, working space {_size(self.working_bytes)}, "
+            f"{self.num_kv_blocks} KV blocks {_size(self.kv_bytes)}: {_size(self.total_bytes)} of "
+            f"{_size(self.budget_bytes)}"
+        )
+
+
+def plan_memory(
+    spec: ModelSpec, config: EngineConfig, *, device_bytes: int, free_bytes: int, element_bytes: int
+) -> MemoryPlan:
+    """Share the budget. `device_bytes`: all the device has; `free_bytes`: what others have left of it.
+
+    Raises OutOfDeviceMemory when the budget exceeds what is free, or what is asked for exceeds the budget.
+    """
+    budget = config.memory_bytes or int(device_bytes * config.memory_fraction)
+    if budget > free_bytes:
+        raise OutOfDeviceMemory(
+            f"the memory budget is {_size(budget)} but {_size(free_bytes)} of the device's {_size(device_bytes)} are "
+            "free; lower engine.memory_fraction or engine.memory_bytes, or end what else runs there"
+        )
+    rows = config.adapter_rank_rows // RANK_ALIGNMENT * RANK_ALIGNMENT
+    block_bytes = kv_block_bytes(spec, config.block_size, element_bytes)
+    plan = MemoryPlan(
+        budget_bytes=budget,
+        weight_bytes=element_bytes * sum(math.prod(shape) for shape in expected_tensors(spec).values()),
+        rank_row_bytes=rows * rank_row_bytes(spec, element_bytes),
+        extra_bytes=config.adapter_extra_bytes if rows else 0,
+        working_bytes=_working_bytes(spec, config, element_bytes),
+        kv_block_bytes=block_bytes,
+        num_kv_blocks=config.num_kv_blocks,
+        adapter_rank_rows=rows,
+    )
+    if config.num_kv_blocks == 0:
+        plan = replace(plan, num_kv_blocks=max(0, budget - plan.total_bytes) // block_bytes)
+        if plan.num_kv_blocks < 2:
+            raise OutOfDeviceMemory(
+                f"nothing is left for KV blocks of {_size(block_bytes)} each: {plan}; raise engine.memory_fraction or "
+                "lower engine.adapter_rank_rows, adapter_extra_bytes or max_batch_tokens"
+            )
+    if plan.total_bytes > budget:
+        raise OutOfDeviceMemory(
+            f"what is configured does not fit: {plan}; lower engine.num_kv_blocks (0 takes as many as fit), "
+            "adapter_rank_rows, adapter_extra_bytes or max_batch_tokens, or raise engine.memory_fraction"
+        )
+    return plan
+
+
+def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
+    """Keys and values of one block in every layer."""
+    width = sum(layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers)
+    return 2 * width * block_size * element_bytes
+
+
+def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
+    """One rank row of every module: a row of a and a row of b."""
+    shapes = [spec.target_shape(layer, target) for layer in range(len(spec.layers)) for target in TARGETS]
+    return element_bytes * sum(d_in + d_out for d_in, d_out in shapes)
+
+
+def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
+    """Activations of one layer for the largest step, logits, tables of angles, and what is fixed."""
+    widths = []
+    for layer in range(len(spec.layers)):
+        shape = {target: spec.target_shape(layer, target)[1] for target in TARGETS}
+        qkv = shape["q_proj"] + shape["k_proj"] + shape["v_proj"]
+        widths.append(4 * spec.hidden_size + 2 * qkv + 3 * shape["gate_proj"])
+    activations = config.max_batch_tokens * max(widths) * element_bytes
+    logits = config.max_batch_sequences * spec.vocab_size * _SAMPLING_BYTES_PER_LOGIT
+    ropes = {layer.attention.rope for layer in spec.layers}
+    angles = spec.max_positions * sum(8 * len(rope.inv_freq) for rope in ropes)
+    return 2 * activations + logits + angles + _FIXED_BYTES
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"

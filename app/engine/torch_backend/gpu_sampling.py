@@ -1,0 +1,132 @@
+"""From logits on a device to tokens: penalties, the draw, log-probabilities, for all rows together.
+
+In: logits [P, V] float32 and a `SamplingBatch`. Out: a `ForwardOutput`; only what the host asked for leaves the
+device. It is the draw of `app.kernels.rows.reference` with one change: probabilities are rounded to integers before
+they are added, so a sum has one value in whatever order a device adds, and no row can see another. Uniform numbers
+are the same counter's. Log-probabilities are the model's own, before penalties and temperature.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.engine.batch import ForwardOutput, SamplingBatch
+from app.engine.logits import penalties
+from app.kernels.rows.reference import uniform
+
+#: Sums of 2**18 probabilities below one fit into 62 bits; larger vocabularies take a coarser unit.
+_SUM_BITS, _MAX_UNIT_BITS = 62, 44
+
+
+def sample(logits: Tensor, sampling: SamplingBatch) -> ForwardOutput:
+    """Draw one token per row. logits: [P, V] float32, on any device, left as they are."""
+    num_rows = logits.shape[0]
+    logprobs = np.zeros(num_rows, np.float32)
+    top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
+    if not num_rows:
+        return ForwardOutput(np.zeros(0, np.int32), logprobs, ())
+    scores = _penalised(logits, sampling)
+    tokens = scores.argmax(-1)  # the first of equals
+    drawn = np.flatnonzero(sampling.temperature != 0)
+    if len(drawn):
+        rows = _upload(drawn, logits.device)
+        tokens[rows] = _draw(scores[rows], sampling, drawn)
+    wanted = np.flatnonzero(sampling.num_logprobs >= 0)
+    if len(wanted):
+        rows = _upload(wanted, logits.device)
+        own = logits[rows]
+        normalisers = _log_sum_exp(own)  # [W] float64
+        chosen = own.gather(1, tokens[rows, None])[:, 0].double() - normalisers
+        logprobs[wanted] = chosen.float().cpu().numpy()
+        most = min(int(sampling.num_logprobs.max()), logits.shape[1])
+        if most:
+            ids = _largest(own, most)
+            values = (own.gather(1, ids).double() - normalisers[:, None]).float().cpu().numpy()
+            host_ids = ids.cpu().numpy().astype(np.int32)
+            for at, p in enumerate(wanted.tolist()):
+                count = int(sampling.num_logprobs[p])
+                if count:
+                    top[p] = host_ids[at, :count], values[at, :count]
+    return ForwardOutput(tokens.cpu().numpy().astype(np.int32), logprobs, tuple(top))
+
+
+def _penalised(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """A copy with the rows' penalties applied, or the logits themselves where there are none."""
+    rows = [p for p in range(len(sampling.history)) if sampling.history[p].size]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    own = [penalties(sampling, p) for p in rows]
+    row_of_seen = np.repeat(rows, [len(o.seen) for o in own])
+    if len(row_of_seen):
+        where = tuple(_upload(part, logits.device) for part in (row_of_seen, np.concatenate([o.seen for o in own])))
+        factor = _upload(np.repeat([o.repetition for o in own], [len(o.seen) for o in own]), logits.device)
+        values = logits[where]
+        logits[where] = torch.where(values > 0, values / factor, values * factor)
+    row_of_generated = np.repeat(rows, [len(o.generated) for o in own])
+    if len(row_of_generated):
+        ids = np.concatenate([o.generated for o in own])
+        where = tuple(_upload(part, logits.device) for part in (row_of_generated, ids))
+        logits[where] -= _upload(np.concatenate([o.amounts for o in own]), logits.device)
+    return logits
+
+
+def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp]) -> Tensor:
+    """[R] token ids for logits [R, V] of the sampled rows `rows`, all of temperature above 0."""
+    device, vocab = logits.device, logits.shape[1]
+
+    def column(values: NDArray[np.generic]) -> Tensor:
+        return _upload(values, device)[:, None]
+
+    top_k, top_p = sampling.top_k[rows], sampling.top_p[rows]
+    inverse = np.float32(1.0) / sampling.temperature[rows]
+    p = torch.exp((logits - logits.amax(-1, keepdim=True)) * column(inverse))
+    floor = column(sampling.min_p[rows])
+    limited = (top_k > 0) & (top_k < vocab)
+    if limited.any() or (top_p < 1).any():
+        ordered = p.sort(-1, descending=True).values
+        k = np.where(limited, top_k, vocab).astype(np.int64)
+        cutoff = torch.where(column(limited), ordered.gather(1, column(k - 1)), 0.0)
+        candidates = torch.where(ordered >= cutoff, _units(ordered), 0).cumsum(-1)  # [R, V]
+        needed = torch.ceil(candidates[:, -1:].double() * column(top_p.astype(np.float64))).long()
+        last = (ordered >= cutoff).sum(-1, keepdim=True) - 1
+        place = torch.minimum((candidates < needed).sum(-1, keepdim=True), last)
+        nucleus = torch.where(column(top_p < 1), ordered.gather(1, place), 0.0)
+        floor = torch.maximum(torch.maximum(floor, cutoff), nucleus)
+    held = torch.where(p >= floor, _units(p), 0).cumsum(-1)
+    mass = held[:, -1:]
+    draws = [uniform(int(sampling.seeds[row]), int(sampling.positions[row])) for row in rows]
+    target = torch.minimum((mass.double() * column(np.array(draws))).long(), mass - 1)
+    return (held <= target).sum(-1)
+
+
+def _units(p: Tensor) -> Tensor:
+    """Numbers from 0 to 1 as int64 counts, fine enough that rounding cannot be seen in a draw."""
+    return (p.double() * _one(p.shape[1])).round().long()
+
+
+def _one(vocab_size: int) -> float:
+    """What 1 counts as."""
+    return float(1 << min(_MAX_UNIT_BITS, _SUM_BITS - (vocab_size - 1).bit_length()))
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """log(sum(exp(row))) [R] float64."""
+    top = logits.amax(-1, keepdim=True)
+    p = torch.exp(logits - top)
+    return top[:, 0].double() + torch.log(_units(p).sum(-1).double() / _one(p.shape[1]))
+
+
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """[R, count] ids of the largest logits, largest first, ties to the smaller id."""
+    bits = (logits + 0.0).contiguous().view(torch.int32).long()  # + 0.0: one zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return (ordered * (1 << 32) - ids).topk(count, -1).indices
+
+
+def _upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
