@@ -1,8 +1,8 @@
 """How CPU kernels are compiled: Numba, without the GIL, cached on disk between starts.
 
 The cache lives under POLYLORA_CACHE (default ~/.cache/polylora) in a folder named after the hash of
-every source file of this package: Numba itself only watches the file a function stands in, and
-would keep code that has a changed callee compiled in.
+this package's source files, forms for other compilers apart: Numba itself only watches the file a function
+stands in, and would keep code that has a changed callee compiled in.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 
 import numba
 
+#: Kernels for other compilers, and definitions: none of Numba's code comes from them.
+_OTHER_FORMS = ("_triton", "_jax", "_pallas", "reference")
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -22,6 +25,8 @@ def _cache_folder() -> Path:
     digest = hashlib.sha256()
     root = Path(__file__).parent
     for source in sorted(root.rglob("*.py")):
+        if source.stem.startswith(_OTHER_FORMS):
+            continue
         digest.update(str(source.relative_to(root)).encode())
         digest.update(source.read_bytes())
     base = Path(os.environ.get("POLYLORA_CACHE") or Path.home() / ".cache" / "polylora")

@@ -1,4 +1,4 @@
-"""A register-tiled multiply-accumulate as a Numba intrinsic: the one place that emits vector code.
+"""A register-tiled multiply-accumulate as a Numba intrinsic.
 
 In: addresses and strides. Out: a tile of `out += x @ w` kept in vector registers over the whole sum.
 One rule: the terms of every element are added in one order, whatever the tile's shape: chains of fused
@@ -18,8 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-#: float32 lanes of one vector; LLVM splits wider vectors than the machine has.
-LANES = 8
+from app.kernels.vectors import LANES, spread
+
 #: Terms of one chain. A multiple of the group of `app.kernels.matmul._quantised`.
 CHUNK = 128
 
@@ -90,10 +90,10 @@ def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any) ->
             step = builder.mul(w_k, at_k)
             weights = {(p, v): load(address(w_panels[p], step, word(v * LANES)), vector) for p, v in columns}
             for i in range(rows):
-                spread = _spread(builder, load(address(x_rows[i], at_k), lane), vector)
+                value = spread(builder, load(address(x_rows[i], at_k), lane))
                 for p, v in columns:
                     total = builder.load(sums[i, p, v])
-                    builder.store(builder.call(fma, [spread, weights[p, v], total]), sums[i, p, v])
+                    builder.store(builder.call(fma, [value, weights[p, v], total]), sums[i, p, v])
         held = builder.or_(accumulate, builder.icmp_signed(">", chunk.index, word(0)))
         with builder.if_else(held) as (adds, starts):
             with adds:
@@ -199,19 +199,12 @@ def _emit_bytes_tile(builder: Any, rows: int, panels: int, args: Any) -> None:
             weights[p, v] = builder.call(fma, [grid[p, v][0], level, grid[p, v][1]])
         for i in range(rows):
             value = load(builder.add(shifted(x, x_row, i, 2, 0), builder.shl(loop.index, word(2))), lane)
-            spread = _spread(builder, value, vector)
+            value = spread(builder, value)
             for p, v in columns:
                 total = builder.load(sums[i, p, v])
-                builder.store(builder.call(fma, [spread, weights[p, v], total]), sums[i, p, v])
+                builder.store(builder.call(fma, [value, weights[p, v], total]), sums[i, p, v])
     for key, at in targets.items():
         builder.store(builder.load(sums[key]), builder.inttoptr(at, vector.as_pointer()), align=4)
-
-
-def _spread(builder: Any, value: Any, vector: Any) -> Any:
-    """One float in every lane."""
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
 
 @intrinsic

@@ -1,10 +1,11 @@
 """Paged attention on the CPU: decode and chunked prefill in one, bit-identical in any company.
 
 One task is a sequence, a KV head and up to `_TILE_TOKENS` consecutive queries; its rows are the (query,
-head) pairs that share the KV head. Keys come in groups of 16 in order, with an online softmax (Milakov &
+head) pairs that share the KV head. Keys come in groups of `KEYS` in order, with an online softmax (Milakov &
 Gimelshein 2018): a row's bits depend only on its own keys, however queries are chunked, batched
-or tiled. A group that a row sees only in part (the diagonal, a window's edge) is computed over exactly the
-visible keys, so memory beyond them, which may belong to nobody or hold anything, is never added in.
+or tiled. Of a group that a row sees only in part (the diagonal, a window's edge) the other keys count
+exactly nothing: their probability is zero, and only keys that the task's last query sees, all of the same
+sequence, are multiplied with it. Memory beyond them may belong to nobody or hold anything.
 
 k_memory is [blocks, kv_heads, D, block_size] (a vector of scores is a vector of neighbours), v_memory
 [blocks, kv_heads, block_size, D]. D is a multiple of 16, block_size too.
@@ -17,36 +18,13 @@ from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
 from app.kernels.matmul._cpu import multiply_columns
-from app.kernels.rows._cpu import exp_float32
+from app.kernels.paged_attention._softmax import KEYS, softmax_step
 from app.kernels.team import leave, take
 
 #: Queries of one task.
 _TILE_TOKENS = 16
-#: Keys per softmax update.
-_KEYS = 16
-
-
-@compiled
-def _update(scores, row, low, high, maxima, sums, acc, width):
-    """Fold scores[row, low:high] into the running maximum and sum; scores become probabilities."""
-    top = scores[row, low]
-    for j in range(low + 1, high):
-        top = max(top, scores[row, j])
-    if top > maxima[row]:
-        shrinkage = exp_float32(maxima[row] - top)
-        if maxima[row] == np.float32(-np.inf):
-            shrinkage = np.float32(0.0)
-        maxima[row] = top
-        sums[row] *= shrinkage
-        for i in range(width):
-            acc[row, i] *= shrinkage
-    top = maxima[row]
-    for j in range(low, high):
-        scores[row, j] = exp_float32(scores[row, j] - top)
-    total = sums[row]
-    for j in range(low, high):
-        total += scores[row, j]
-    sums[row] = total
+#: Keys of one product: blocks are multiples of it.
+_STEP = 16
 
 
 @compiled
@@ -56,41 +34,57 @@ def _attend(queries, first_visible, group, window, table, head, k_memory, v_memo
     num_rows, width = queries.shape
     block_size = v_memory.shape[2]
     num_tokens = num_rows // group
+    end_key = first_visible + num_tokens - 1  # the last token's; keys beyond it may be anything
     acc[:num_rows] = np.float32(0.0)
     sums[:num_rows] = np.float32(0.0)
     maxima[:num_rows] = np.float32(-np.inf)
-    low_key = 0
+    first_key = 0
     if window > 0:
-        low_key = max(0, first_visible - window) // _KEYS * _KEYS
-    for base in range(low_key, first_visible + num_tokens - 1, _KEYS):
-        block, offset = table[base // block_size], base % block_size
-        k = k_memory.ctypes.data + ((block * k_memory.shape[1] + head) * width * block_size + offset) * 4
-        v = v_memory.ctypes.data + ((block * v_memory.shape[1] + head) * block_size + offset) * width * 4
-        # Tokens from `whole_from` to `whole_to` see the group whole; of the others, some see a part.
-        whole_from = min(max(base + _KEYS - first_visible, 0), num_tokens)
-        whole_to = num_tokens
+        first_key = max(0, first_visible - window) // KEYS * KEYS
+    for base in range(first_key, end_key, KEYS):
+        # Tokens that see anything of this group; `_first_token` leaves out those that come before a key.
+        end_token = num_tokens
         if window > 0:
-            whole_to = min(max(base + window - first_visible + 1, whole_from), num_tokens)
-        token = 0
-        while token < num_tokens:
-            if whole_from <= token < whole_to:
-                count, low, high = whole_to - token, 0, _KEYS
-            else:
-                visible = first_visible + token
-                count, low, high = 1, 0, min(visible - base, _KEYS)
-                if window > 0:
-                    low = max(visible - window - base, 0)
-            if high > low:
-                row, rows = token * group, count * group
-                at_q, at_s = queries.ctypes.data + row * width * 4, scores.ctypes.data + row * _KEYS * 4
-                multiply_columns(at_q, k, block_size, 0, 1, width, at_s, False, rows, width, _KEYS)
-                for r in range(row, row + rows):
-                    _update(scores, r, low, high, maxima, sums, acc, width)
-                multiply_columns(
-                    at_s + low * 4, v + low * width * 4, width, 16, width // 16, high - low,
-                    acc.ctypes.data + row * width * 4, True, rows, _KEYS, width,
+            end_token = min(base + KEYS + window - first_visible, num_tokens)
+        for key in range(base, min(base + KEYS, end_key), _STEP):
+            row = _first_token(key, first_visible) * group
+            k = k_memory.ctypes.data + _offset(k_memory, table, head, key, 1) * 4
+            multiply_columns(
+                queries.ctypes.data + row * width * 4, k, block_size, 0, 1, width,
+                scores.ctypes.data + (row * KEYS + key - base) * 4, False, end_token * group - row, width, KEYS,
+            )  # fmt: skip
+        for token in range(_first_token(base, first_visible), end_token):
+            visible = first_visible + token
+            low = 0
+            if window > 0:
+                low = max(visible - window - base, 0)
+            for row in range(token * group, (token + 1) * group):
+                softmax_step(
+                    scores.ctypes.data + row * KEYS * 4, low, min(visible - base, KEYS), maxima.ctypes.data + row * 4,
+                    sums.ctypes.data + row * 4, acc.ctypes.data + row * width * 4, width,
                 )  # fmt: skip
-            token += count
+        for key in range(base, min(base + KEYS, end_key), _STEP):
+            row = _first_token(key, first_visible) * group
+            v = v_memory.ctypes.data + _offset(v_memory, table, head, key, width) * 4
+            multiply_columns(
+                scores.ctypes.data + (row * KEYS + key - base) * 4, v, width, 16, width // 16,
+                min(_STEP, end_key - key), acc.ctypes.data + row * width * 4, True, end_token * group - row, KEYS,
+                width,
+            )  # fmt: skip
+
+
+@compiled
+def _first_token(key, first_visible):
+    """The first token of a task that sees `key`: token i sees keys below first_visible + i."""
+    return max(key + 1 - first_visible, 0)
+
+
+@compiled
+def _offset(memory, table, head, key, stride):
+    """Where `key` lies, in elements; keys of a block are `stride` apart in k_memory or v_memory."""
+    block_size = memory.shape[2] if stride != 1 else memory.shape[3]
+    block = table[key // block_size]
+    return (block * memory.shape[1] + head) * memory.shape[2] * memory.shape[3] + key % block_size * stride
 
 
 @compiled
@@ -106,7 +100,7 @@ def paged_attention(
     group = out.shape[1] // head_dim // num_kv_heads
     most = min(_TILE_TOKENS, out.shape[0]) * group
     all_queries = np.zeros((most, width), np.float32)
-    scores, acc = np.empty((most, _KEYS), np.float32), np.empty((most, width), np.float32)
+    scores, acc = np.empty((most, KEYS), np.float32), np.empty((most, width), np.float32)
     maxima, sums = np.empty(most, np.float32), np.empty(most, np.float32)
     num_pieces, done = tasks.shape[0] * num_kv_heads, 0
     job = take(team, phase)

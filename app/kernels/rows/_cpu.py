@@ -13,13 +13,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from app.kernels.compiled import compiled
+from app.kernels.rows._activation import gate_times_up
 from app.kernels.team import count_pieces, leave, piece, take
-
-_LOG2E = np.float32(1.44269504088896341)
-_LN2_HIGH = np.float32(0.693359375)
-_LN2_LOW = np.float32(-2.12194440e-4)
-_EXP_MIN = np.float32(-87.3)
-_EXP_MAX = np.float32(88.0)
+from app.kernels.vectors import EXP_MAX, EXP_MIN, EXP_TERMS, LANES, LN2_HIGH, LN2_LOW, LOG2E
 
 #: Rows that one thread takes at a time.
 _ROWS = 4
@@ -41,15 +37,15 @@ def exp_float32(x):
 
     Range reduction and coefficients: Cephes expf (Moshier 1989). Below -87.3 the result is about 1e-38.
     """
-    x = min(max(x, _EXP_MIN), _EXP_MAX)
-    n = math.floor(x * _LOG2E + np.float32(0.5))
-    r = x - np.float32(n) * _LN2_HIGH - np.float32(n) * _LN2_LOW
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
+    x = min(max(x, EXP_MIN), EXP_MAX)
+    n = math.floor(x * LOG2E + np.float32(0.5))
+    r = x - np.float32(n) * LN2_HIGH - np.float32(n) * LN2_LOW
+    p = EXP_TERMS[0]
+    p = p * r + EXP_TERMS[1]
+    p = p * r + EXP_TERMS[2]
+    p = p * r + EXP_TERMS[3]
+    p = p * r + EXP_TERMS[4]
+    p = p * r + EXP_TERMS[5]
     p = p * r * r + r + np.float32(1.0)
     return p * _float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
 
@@ -162,14 +158,12 @@ def activate(gate_up, up_start, gelu, first, end, out):
 
     act is silu, or gelu with the tanh approximation (Hendrycks & Gimpel 2016).
     """
+    whole = (end - first) // LANES * LANES
     for t in range(gate_up.shape[0]):
         gate, up, row = gate_up[t, first:end], gate_up[t, up_start + first : up_start + end], out[t, first:end]
-        if gelu:
-            for i in range(end - first):
-                g = gate[i]
-                inner = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
-                # 0.5 * (1 + tanh(z)) is the logistic function of 2 z.
-                row[i] = g / (np.float32(1.0) + exp_float32(np.float32(-2.0) * inner)) * up[i]
-        else:
-            for i in range(end - first):
-                row[i] = gate[i] / (np.float32(1.0) + exp_float32(-gate[i])) * up[i]
+        gate_times_up(gate.ctypes.data, up.ctypes.data, whole, gelu, row.ctypes.data)
+        for i in range(whole, end - first):
+            z = gate[i]
+            if gelu:  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
+                z = np.float32(1.5957691216057308) * (z + np.float32(0.044715) * z * z * z)
+            row[i] = gate[i] / (np.float32(1.0) + exp_float32(-z)) * up[i]
