@@ -240,7 +240,7 @@ def main() -> None:
     if arguments.tune:
         if not HAS_GPU:
             parser.error("--tune times kernels, and there is no GPU here; run it on a machine that has one")
-        tune(lora_cells(), Clock(arguments.budget_s), arguments.tuned or main_path())
+        tune(lora_cells(), Clock(arguments.budget_s), arguments.tuned or main_path(), DEVICE)
         return
     lines, text = run(arguments.budget_s)
     written = "".join(json.dumps(line) + "\n" for line in lines)

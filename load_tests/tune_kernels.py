@@ -36,7 +36,9 @@ CHOICES = {
 }
 
 
-def tune(grid: Iterable[Sizes], clock: Clock, path: Path) -> None:
+def tune(
+    grid: Iterable[Sizes], clock: Clock, path: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Every shape of the grid with a different adapter per row, in its order, until the budget is spent."""
     found: dict[str, dict[str, int]] = {}
     for sizes, kernel in product(grid, ("bgmv", "sgmv")):
@@ -45,13 +47,16 @@ def tune(grid: Iterable[Sizes], clock: Clock, path: Path) -> None:
         # What a configuration is kept by does not hold the number of adapters: take the one with the most bytes.
         if sizes.num_adapters != sizes.num_rows or (kernel == "bgmv" and sizes.num_rows > lora_forms.MAX_DECODE_ROWS):
             continue
-        workload = Workload(sizes, lora_forms.cold_layers(sizes), torch.bfloat16, torch.device("cuda"))
+        workload = Workload(sizes, lora_forms.cold_layers(sizes), dtype, device)
         key, best = configuration(workload, kernel)
         if key in found:
             continue
         best, best_s = _search(workload, kernel, best, clock)
+        if best_s == float("inf"):
+            print(f"{key}: no configuration gives right results", flush=True)
+            continue
         found[key] = best._asdict()
-        measured = {"device": torch.cuda.get_device_name(), "measured": True, "configurations": found}
+        measured = {"device": _name(device), "measured": True, "configurations": found}
         path.write_text(json.dumps(measured, indent=1) + "\n")
         print(f"{key}: {best_s / workload.num_layers * 1e6:.1f} us, {best}", flush=True)
 
@@ -70,10 +75,11 @@ def configuration(workload: Workload, kernel: str) -> tuple[str, Any]:
 def _search(workload: Workload, kernel: str, best: Any, clock: Clock) -> tuple[Any, float]:
     best_s = _seconds(workload, kernel, best)
     for field in best._fields:
+        start = getattr(best, field)
         for value in CHOICES[field]:
             tried = best._replace(**{field: value})
             # Tensor cores want 16 rank rows at least.
-            if tried == best or (kernel == "sgmv" and tried.block_rank < 16) or clock.left_s < 20:
+            if value == start or (kernel == "sgmv" and tried.block_rank < 16) or clock.left_s < 20:
                 continue
             try:
                 taken_s = _seconds(workload, kernel, tried)
@@ -95,3 +101,7 @@ def _seconds(workload: Workload, kernel: str, config: Any) -> float:
 def main_path() -> Path:
     """The file that the kernels read on this device."""
     return tuning.FOLDER / tuning.file_name(torch.cuda.get_device_name())
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from load_tests import bench_kernels, kernel_checks, lora_forms
+from app.kernels.bgmv import _triton as bgmv
+from load_tests import bench_kernels, kernel_checks, lora_forms, tune_kernels
+from load_tests.gpu_timing import Clock
 from load_tests.lora_forms import Sizes, Workload
 
 
@@ -64,6 +67,35 @@ def test_every_kind_of_cell_gives_its_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert lora[0]["of_bandwidth"] == pytest.approx(2 * sizes.num_bytes(2) / 1e3)  # two layers in a second
     assert lora[-1]["seconds"] == 0  # the base product's second is not PEFT's
     json.dumps(lora + others)
+
+
+def test_tuning_keeps_the_fastest_configuration_that_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bgmv is fastest with two splits; sgmv never gives right results, and what does not is not timed."""
+    times = iter([4.0, 3.0, 2.0])  # as it is (four), one, two
+
+    def seconds(call: Callable[[], object], _num_repeats: int = 1) -> float:
+        call()
+        return next(times)
+
+    right = lora_forms.check
+
+    def check(workload: Workload, form: lora_forms.Form) -> float:
+        return float("nan") if found() else right(workload, form)
+
+    def found() -> dict[str, dict[str, int]]:
+        path = tmp_path / "cpu.json"
+        return json.loads(path.read_text())["configurations"] if path.exists() else {}
+
+    monkeypatch.setattr(tune_kernels, "graph_seconds", seconds)
+    monkeypatch.setattr(lora_forms, "cold_layers", lambda _sizes: 1)
+    monkeypatch.setattr(lora_forms, "check", check)
+    monkeypatch.setattr(tune_kernels, "CHOICES", dict.fromkeys(tune_kernels.CHOICES, ()) | {"num_splits": (1, 2, 4)})
+    sizes = Sizes(600, 24, (8,), 2, 2)
+    tune_kernels.tune([sizes], Clock(100), tmp_path / "cpu.json", torch.device("cpu"), torch.float16)
+    configurations = found()
+    assert len(configurations) == 1
+    kept = bgmv.Configuration(**configurations["bgmv/2/600/24/1/8/float16"])
+    assert kept.num_splits == 2
 
 
 def test_bytes_and_operations_of_a_cell() -> None:

@@ -82,15 +82,15 @@ def configuration(
     """What `add_lora` uses for these shapes: measured on this device, or the rule of thumb.
 
     Rule: one block holds the whole rank up to 64, and d_in is split until there is work for a whole GPU; but every
-    tile of the expand reads all splits, so where segments are long or many there are few. In deterministic mode the
-    number of segments does not count.
+    tile of the expand reads all splits, so where segments are long or many there are few. In deterministic mode neither
+    the number of segments counts nor, for the tiles, the largest rank.
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     if not deterministic:
         found = measured(rows.a.device, key(num_segments, block_tokens, rows, max_rank))
         if found is not None:
             return Configuration(**found)
-    block_rank = min(max(next_power_of_two(max_rank), 16), 64)
+    block_rank = 16 if deterministic else min(max(next_power_of_two(max_rank), 16), 64)
     num_parts = min(ceil_div(max_rank, block_rank), 4)
     block_k = 128 if rows.a.dtype.itemsize == 2 else 64
     if deterministic:

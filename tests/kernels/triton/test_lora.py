@@ -40,14 +40,22 @@ def run_bgmv(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case) -> No
     bgmv.add_lora(x, y, rows, tensor(slots_of(case)), max_rank=MAX_RANK)
 
 
-def run_sgmv(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case, *, deterministic: bool = False) -> None:
+def run_sgmv(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    rows: RankRows,
+    case: Case,
+    *,
+    deterministic: bool = False,
+    max_rank: int = MAX_RANK,
+) -> None:
     """With unused segments at the end, as in a CUDA graph's bucket."""
     starts = np.cumsum([0, *(n for n, _ in case)])
     cut = sgmv.block_tokens(len(x), deterministic=deterministic)
     found = sgmv.segments(starts, np.array([s for _, s in case], np.int32), cut)
     assert len(found) <= sgmv.max_segments(len(x), len(case), cut)
     padded = np.concatenate([found, np.zeros((2, 3), np.int32)])
-    sgmv.add_lora(x, y, rows, tensor(padded), max_rank=MAX_RANK, block_tokens=cut, deterministic=deterministic)
+    sgmv.add_lora(x, y, rows, tensor(padded), max_rank=max_rank, block_tokens=cut, deterministic=deterministic)
 
 
 def run_sgmv_deterministic(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case) -> None:
@@ -99,7 +107,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
             y = tensor(normal(generator, len(slots), width), dtype)
             at = int(generator.choice(np.flatnonzero(slots == adapter)))
             x[at], y[at] = row[0], base[0]
-            run_sgmv_deterministic(x, y, tables.rows, case)
+            run_sgmv(x, y, tables.rows, case, deterministic=True, max_rank=MAX_RANK + 16 * int(generator.integers(9)))
             assert torch.equal(y[at], alone[0]), f"adapter {adapter}, row {at} of {case}"
 
 
