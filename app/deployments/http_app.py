@@ -19,11 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.deployments.answers import Answer, AnswerFormat, usage_body
-from app.deployments.frontend import Frontend, Job
+from app.deployments.frontend import Job
 from app.deployments.http_errors import ClientGone, error_answer
 from app.deployments.http_io import PageQuery, page_body, page_query, read_json
-from app.deployments.management import Management
-from app.deployments.management_routes import add_management_routes
+from app.deployments.management_routes import ManagedService, add_management_routes
 from app.deployments.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -31,7 +30,7 @@ from app.deployments.openai_schema import (
     parse_body,
 )
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
-from app.deployments.registry.view import Entry, RegistryView
+from app.deployments.registry.view import Entry
 from app.engine.errors import NotFound, NotReady, PolyloraError
 from app.engine.request import Usage
 
@@ -41,20 +40,8 @@ T = TypeVar("T")
 ADAPTER_HEADER = "X-Polylora-Adapter"
 
 
-class HttpService(Protocol):
+class HttpService(ManagedService, Protocol):
     """What the routes need of the ingress."""
-
-    @property
-    def frontend(self) -> Frontend: ...
-
-    @property
-    def base_name(self) -> str: ...
-
-    @property
-    def registry(self) -> RegistryView: ...
-
-    @property
-    def management(self) -> Management: ...
 
     def is_ready(self) -> bool: ...
 

@@ -6,9 +6,9 @@ they cost no call whatever their length; what is said of one adapter is asked of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import Field
@@ -23,6 +23,7 @@ from app.deployments.registry.lifecycle import Description
 from app.deployments.registry.view import RegistryView
 from app.engine.errors import NotFound
 
+EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: Numbers of events and audit records.
 _MAX_ID = 2**53
@@ -164,13 +165,20 @@ async def _unload(request: Request, service: ManagedService, name: str) -> Respo
     return JSONResponse(answer, status_code=200 if wait else 202)
 
 
+def _page(
+    request: Request, service: ManagedService, kind: type[EntryT], body: Callable[[EntryT], dict[str, Any]]
+) -> Response:
+    """The page of names of one kind that the query asks for."""
+    page = page_query(request)
+    found = service.registry.page((kind,), limit=page.limit, after=page.after)
+    data = [body(entry) for entry in found.entries if isinstance(entry, kind)]
+    return JSONResponse(page_body(data, has_more=found.has_more))
+
+
 def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
     @app.get("/v1/loras")
     async def adapters(request: Request) -> Response:
-        page = page_query(request)
-        found = service.registry.page((CatalogEntry,), limit=page.limit, after=page.after)
-        data = [adapter_body(entry) for entry in found.entries if isinstance(entry, CatalogEntry)]
-        return JSONResponse(page_body(data, has_more=found.has_more))
+        return _page(request, service, CatalogEntry, adapter_body)
 
     @app.post("/v1/loras")
     async def register(request: Request) -> Response:
@@ -244,10 +252,7 @@ def _journal_query(request: Request) -> tuple[int, dict[str, Any]]:
 def _add_alias_routes(app: FastAPI, service: ManagedService) -> None:
     @app.get("/v1/aliases")
     async def aliases(request: Request) -> Response:
-        page = page_query(request)
-        found = service.registry.page((AliasEntry,), limit=page.limit, after=page.after)
-        data = [alias_body(entry) for entry in found.entries if isinstance(entry, AliasEntry)]
-        return JSONResponse(page_body(data, has_more=found.has_more))
+        return _page(request, service, AliasEntry, alias_body)
 
     @app.get("/v1/aliases/{name}")
     async def alias(name: str) -> Response:

@@ -22,6 +22,42 @@ import yaml
 ROOT = Path(__file__).parents[2]
 
 
+def tiny_document(
+    port: int,
+    folder: Path,
+    engine: dict[str, Any],
+    *,
+    num_replicas: int = 1,
+    preload: Sequence[str] = (),
+    limits: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """A Serve application file for the tiny model in folder/model and the adapters in folder/loras."""
+    return {
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "applications": [
+            {
+                "name": "polylora",
+                "route_prefix": "/",
+                "import_path": "app.main:build",
+                "args": {
+                    "model": {"uri": str(folder / "model"), "name": "tiny"},
+                    "engine": engine,
+                    "adapters": {
+                        "roots": [str(folder / "loras")],
+                        "preload": [{"name": name, "path": name} for name in preload],
+                    },
+                    "limits": limits or {},
+                },
+                "deployments": [
+                    {"name": "Ingress", "num_replicas": num_replicas, "ray_actor_options": {"num_cpus": 0.1}},
+                    {"name": "EngineReplica", "num_replicas": num_replicas, "ray_actor_options": {"num_cpus": 0.5}},
+                ],
+            }
+        ],
+    }
+
+
 class ServiceProcess:
     """Started in a process group of its own, so that nothing of it survives the tests."""
 

@@ -22,14 +22,22 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
+
+def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
+    """A name, as primary key: names are a tenant's, and of one base model."""
+    return (
+        Column("base_digest", String(64), primary_key=True),
+        Column("tenant_id", String(128), primary_key=True),
+        Column("name", String(128), primary_key=True),
+    )
+
+
 #: One row per name that was ever registered: what it means now. `state` is LOADED, DRAINING or REMOVED;
 #: `generation` is the highest the name ever had; `source` is where the adapter was asked from, `uri` where it was.
 adapters = Table(
     "adapters",
     metadata,
-    Column("base_digest", String(64), primary_key=True),
-    Column("tenant_id", String(128), primary_key=True),
-    Column("name", String(128), primary_key=True),
+    *_name_key(),
     Column("owner", String(256), nullable=False),
     Column("state", String(16), nullable=False),
     Column("generation", Integer, nullable=False),
@@ -50,9 +58,7 @@ adapters = Table(
 generations = Table(
     "generations",
     metadata,
-    Column("base_digest", String(64), primary_key=True),
-    Column("tenant_id", String(128), primary_key=True),
-    Column("name", String(128), primary_key=True),
+    *_name_key(),
     Column("generation", Integer, primary_key=True),
     Column("digest", String(64), nullable=False),
     Column("uri", Text, nullable=False),
@@ -89,9 +95,7 @@ jobs = Table(
 aliases = Table(
     "aliases",
     metadata,
-    Column("base_digest", String(64), primary_key=True),
-    Column("tenant_id", String(128), primary_key=True),
-    Column("name", String(128), primary_key=True),
+    *_name_key(),
     Column("version", Integer, nullable=False),
     Column("previous_version", Integer),
     Column("last_version", Integer, nullable=False),
@@ -102,9 +106,7 @@ aliases = Table(
 alias_targets = Table(
     "alias_targets",
     metadata,
-    Column("base_digest", String(64), primary_key=True),
-    Column("tenant_id", String(128), primary_key=True),
-    Column("name", String(128), primary_key=True),
+    *_name_key(),
     Column("version", Integer, primary_key=True),
     Column("target", String(128), primary_key=True),
     Column("weight", Double, nullable=False),

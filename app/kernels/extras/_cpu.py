@@ -164,11 +164,16 @@ def own_columns(x, tables, layer, module, runs, first, end, out, out_panel):
 
 
 @compiled
+def changes_sum(tables, layer, adapter_slot, module):
+    """Whether `own_columns` scales or replaces what a product would be added to."""
+    return tables.scales[layer, adapter_slot, module] != 0 or tables.weights[layer, adapter_slot, module] != 0
+
+
+@compiled
 def set_aside(tables, layer, module, runs, first, end, out, kept):
     """Before a product is added to what out holds: rows whose sum `own_columns` will change start from zero."""
     for g in range(runs.shape[0]):
-        adapter_slot = runs[g, 2]
-        if tables.scales[layer, adapter_slot, module] != 0 or tables.weights[layer, adapter_slot, module] != 0:
+        if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
                 for i in range(first * PANEL, end * PANEL):
                     kept[t, i] = out[t, i]
@@ -179,8 +184,7 @@ def set_aside(tables, layer, module, runs, first, end, out, kept):
 def put_back(tables, layer, module, runs, first, end, kept, out):
     """After `own_columns`: what `set_aside` took."""
     for g in range(runs.shape[0]):
-        adapter_slot = runs[g, 2]
-        if tables.scales[layer, adapter_slot, module] != 0 or tables.weights[layer, adapter_slot, module] != 0:
+        if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
                 for i in range(first * PANEL, end * PANEL):
                     out[t, i] += kept[t, i]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.process import ServiceProcess, free_port, serve_run
+from tests.e2e.process import ServiceProcess, free_port, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -22,26 +22,7 @@ PROMPT = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos
 def start(folder: Path) -> ServiceProcess:
     """Rank rows for two of the three adapters."""
     port = free_port()
-    document = {
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
-        "applications": [
-            {
-                "name": "polylora",
-                "route_prefix": "/",
-                "import_path": "app.main:build",
-                "args": {
-                    "model": {"uri": str(folder / "model"), "name": "tiny"},
-                    "engine": {"num_threads": 1, "num_kv_blocks": 64, "adapter_rank_rows": 16},
-                    "adapters": {"roots": [str(folder / "loras")]},
-                },
-                "deployments": [
-                    {"name": "Ingress", "ray_actor_options": {"num_cpus": 0.1}},
-                    {"name": "EngineReplica", "ray_actor_options": {"num_cpus": 0.5}},
-                ],
-            }
-        ],
-    }
+    document = tiny_document(port, folder, {"num_threads": 1, "num_kv_blocks": 64, "adapter_rank_rows": 16})
     process = serve_run(document, port, {"POLYLORA_STATE_DIR": str(folder / "state")})
     process.wait_until_healthy(600)
     return process

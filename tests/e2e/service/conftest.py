@@ -19,7 +19,7 @@ import hypothesis  # noqa: F401  (imported only at the end, its plug-in fails: R
 import openai
 import pytest
 
-from tests.e2e.process import ServiceProcess, free_port, serve_run
+from tests.e2e.process import ServiceProcess, free_port, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
 RANKS = {"r1": 1, "r8": 8, "r16": 16, "r64": 64}
@@ -69,30 +69,14 @@ def running_service(folder: Path, engine: dict[str, Any], num_replicas: int) -> 
     for seed, (name, rank) in enumerate(RANKS.items()):
         save_adapter(folder / "loras" / name, rank=rank, seed=seed)
     port = free_port()
-    document = {
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
-        "applications": [
-            {
-                "name": "polylora",
-                "route_prefix": "/",
-                "import_path": "app.main:build",
-                "args": {
-                    "model": {"uri": str(folder / "model"), "name": "tiny"},
-                    "engine": {"num_kv_blocks": 512, "adapter_rank_rows": 128, **engine},
-                    "adapters": {
-                        "roots": [str(folder / "loras")],
-                        "preload": [{"name": name, "path": name} for name in RANKS],
-                    },
-                    "limits": {"max_body_bytes": 200_000},
-                },
-                "deployments": [
-                    {"name": "Ingress", "num_replicas": num_replicas, "ray_actor_options": {"num_cpus": 0.1}},
-                    {"name": "EngineReplica", "num_replicas": num_replicas, "ray_actor_options": {"num_cpus": 0.5}},
-                ],
-            }
-        ],
-    }
+    document = tiny_document(
+        port,
+        folder,
+        {"num_kv_blocks": 512, "adapter_rank_rows": 128, **engine},
+        num_replicas=num_replicas,
+        preload=list(RANKS),
+        limits={"max_body_bytes": 200_000},
+    )
     process = serve_run(document, port)
     try:
         process.wait_until_healthy(600)
