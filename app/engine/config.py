@@ -58,10 +58,10 @@ class EngineConfig(BaseModel):
     )
     prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
     tensor_parallel: int = Field(1, ge=1, description="Devices that share one model; the JAX engine only.")
-    jax_form: Literal["auto", "cpu", "xla"] = Field(
+    jax_form: Literal["auto", "cpu", "xla", "pallas"] = Field(
         "auto",
-        description="JAX: who computes: cpu, the project's CPU kernels inside the XLA program; xla, XLA alone. auto "
-        "takes cpu on CPUs.",
+        description="JAX: who computes: cpu, the project's CPU kernels inside the XLA program; xla, XLA alone; pallas, "
+        "XLA with adapters' deltas in Pallas (for TPUs; interpreted on CPUs). auto takes cpu on CPUs, else xla.",
     )
     skip_precompile: bool = Field(
         False,

@@ -58,7 +58,8 @@ class JaxBackend:
             raise ConfigError(f"{self._num_kv_slots} KV slots do not fit 32-bit indices; lower engine.num_kv_blocks")
         if config.compilation_cache_dir:
             _use_cache(config.compilation_cache_dir)
-        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], _form(config, mesh))
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], _form(config, mesh), interpret=is_cpu)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         weights = read_weights(spec, self._sizes, tensors, max_positions)
         self._weights = self._put(weights, sharding.weight_specs(weights))

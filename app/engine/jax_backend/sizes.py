@@ -24,7 +24,10 @@ Form = Literal["cpu", "xla", "pallas"]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Integers of one shard, and of the model. `heads`, `kv_heads`, `mlp_size` are one shard's."""
+    """Integers of one shard, and of the model. `heads`, `kv_heads`, `mlp_size` are one shard's.
+
+    `interpret`: Pallas runs in its interpreter, because the device is a CPU.
+    """
 
     num_layers: int
     hidden_size: int
@@ -42,6 +45,7 @@ class Sizes:
     tied: bool
     num_shards: int
     form: Form
+    interpret: bool
 
     @property
     def group_outputs(self) -> dict[str, tuple[int, ...]]:
@@ -78,7 +82,7 @@ GROUPS = {
 ROW_PARALLEL = frozenset({"o", "down"})
 
 
-def sizes_of(spec: ModelSpec, num_shards: int, form: Form) -> Sizes:
+def sizes_of(spec: ModelSpec, num_shards: int, form: Form, *, interpret: bool = True) -> Sizes:
     """CheckpointError for layers of unequal size; ConfigError if the model does not divide by `num_shards`."""
     first = spec.layers[0]
     attention, mlp = first.attention, first.mlp
@@ -114,6 +118,7 @@ def sizes_of(spec: ModelSpec, num_shards: int, form: Form) -> Sizes:
         tied=spec.tie_embeddings,
         num_shards=num_shards,
         form=form,
+        interpret=interpret,
     )
 
 

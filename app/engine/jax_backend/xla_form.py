@@ -1,4 +1,4 @@
-"""The decoder's operations in plain XLA: for GPUs and TPUs, and on a CPU for comparison.
+"""The decoder's operations in plain XLA: for GPUs and TPUs, and on a CPU for comparison; deltas in Pallas if wanted.
 
 Every product over rows contracts both last axes, and sums are products with ones: in that form XLA's CPU products
 give a row the same bits for any number of rows from two on.
@@ -7,6 +7,7 @@ give a row the same bits for any number of rows from two on.
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from app.engine.jax_backend.arrays import AdapterTables, KvMemory
@@ -14,7 +15,8 @@ from app.engine.jax_backend.sizes import Sizes
 from app.engine.jax_backend.step import Step, Tiles
 from app.engine.jax_backend.weights import LayerWeights, Weights
 from app.kernels.paged_attention._jax import paged_attention
-from app.kernels.sgmv._jax import add_deltas
+from app.kernels.sgmv._jax import RANK_CHUNK, add_deltas
+from app.kernels.sgmv._pallas import lora_delta
 
 
 class XlaForm:
@@ -41,7 +43,17 @@ class XlaForm:
     def add_deltas(self, x: Array, y: Array, layer: Array, group: str) -> Array:
         """y with the deltas of x added, for the rows of each adapter."""
         a, b = getattr(self._tables, f"a_{group}"), getattr(self._tables, f"b_{group}")
-        return add_deltas(x, y, a, b, layer, self._step.segments, self._sizes.group_outputs[group])
+        segments, outputs = self._step.segments, self._sizes.group_outputs[group]
+        if self._sizes.form == "xla" or not a.shape[1]:
+            return add_deltas(x, y, a, b, layer, segments, outputs)
+        a_parts = jnp.split(a[layer], len(outputs), axis=1)
+        b_parts = jnp.split(b[layer], np.cumsum(outputs)[:-1], axis=1)
+        num_chunks, interpret = a.shape[1] // RANK_CHUNK, self._sizes.interpret
+        deltas = [
+            lora_delta(x, *parts, segments, num_chunks, interpret=interpret)
+            for parts in zip(a_parts, b_parts, strict=True)
+        ]
+        return y + jnp.concatenate(deltas, axis=1)
 
     def attend(self, qkv: Array, kv: KvMemory, layer: Array) -> tuple[Array, KvMemory]:
         """Rotate, store keys and values, attend. Returns [T, heads * D] and the memory."""
