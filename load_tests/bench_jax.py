@@ -1,8 +1,8 @@
-"""Decoding speed of the JAX engine beside the torch engine, in one run on one machine.
+"""Decoding speed of the JAX engine beside the torch engine, transformers and PEFT, in one run on one machine.
 
-In: a base model, numbers of streams, adapters. Out: a Markdown table on stdout: tokens per second of both, the
-ratios (median of rounds, lowest and highest), what compiling took and how many streams agree on every token.
-Adapters are random, over all seven projections. Rounds are interleaved (`measuring.py`).
+In: a base model, numbers of streams, adapters. Out: Markdown on stdout: tokens per second of everybody, ratios within
+a round (median, lowest, highest), what compiling took and how many streams agree on every token. Adapters are random,
+over all seven projections, and the same files for everybody. Rounds are interleaved (`measuring.py`).
 
     python -m load_tests.bench_jax --streams 1,8,32 --adapters 8 --ranks 64,32,16,8
 """
@@ -10,7 +10,11 @@ Adapters are random, over all seven projections. Rounds are interleaved (`measur
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,89 +24,198 @@ import numpy as np
 from app.engine.adapters.peft import read_peft
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.jax_backend.backend import JaxBackend
+from app.engine.jax_backend.sizes import Form
 from app.engine.loading import load_backend
-from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from load_tests.decoding import EngineDecoder
+from load_tests.bench_engine import numbers
+from load_tests.decoding import Decoder, EngineDecoder
 from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 
+TORCH, TRANSFORMERS, PEFT = "torch engine", "transformers", "PEFT mixed batch"
+REFERENCES = (TRANSFORMERS, PEFT)
+
 
 class Case(NamedTuple):
-    """Which engine, how many adapters take turns over the streams, how many streams."""
+    """Who decodes, how many adapters take turns over the streams, how many streams."""
 
-    backend: str
+    system: str
     num_adapters: int
     num_streams: int
 
 
-def main() -> None:
-    """Read the command line, measure, print."""
-    given = _arguments()
-    checkpoint = load_checkpoint(resolve_model(given.model))
-    prompts = (
-        np.random.default_rng(given.seed).integers(0, checkpoint.spec.vocab_size, (max(given.streams), 16)).tolist()
+@dataclass(frozen=True)
+class Settings:
+    """The command line, checked."""
+
+    model: Path
+    streams: tuple[int, ...]
+    num_adapters: int
+    ranks: tuple[int, ...]
+    num_prompt_tokens: int
+    num_tokens: int
+    num_reference_tokens: int
+    num_rounds: int
+    seed: int
+    forms: tuple[Form, ...]
+    with_reference: bool
+
+
+def jax_name(form: Form) -> str:
+    return f"JAX engine ({form})"
+
+
+def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[dict[str, Decoder], list[str]]:
+    """Everybody who is measured, loaded; and a line about each form's compilation."""
+    folders = write_random_adapters(
+        folder, checkpoint.spec, settings.num_adapters, settings.ranks, settings.seed, bf16=True
     )
-    tokens: dict[Case, tuple[tuple[int, ...], ...]] = {}
-    found: dict[str, EngineDecoder] = {}
-    compiling = ""
-    with tempfile.TemporaryDirectory() as folder:
-        folders = write_random_adapters(Path(folder), checkpoint.spec, given.adapters, given.ranks, given.seed)
-        adapters = [read_peft(path, checkpoint.spec) for path in folders]
-    for name in ("torch", "jax"):
-        config = EngineConfig(
-            backend="jax" if name == "jax" else "torch",
-            adapter_rank_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
-            num_kv_blocks=max(given.streams) * (-(-(16 + given.tokens) // 16) + 1),
-            max_batch_sequences=max(given.streams),
-            max_context=16 + given.tokens,
-            prefix_cache=False,
+    adapters = [read_peft(path, checkpoint.spec) for path in folders]
+    most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
+    config = EngineConfig(
+        adapter_rank_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
+        num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
+        max_batch_sequences=most,
+        max_context=length,
+        prefix_cache=False,
+    )
+    found: dict[str, Decoder] = {TORCH: EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters)}
+    compiling = []
+    for form in settings.forms:
+        own = config.model_copy(update={"backend": "jax", "jax_form": form})
+        backend = load_backend(checkpoint, own)
+        assert isinstance(backend, JaxBackend)
+        backend.programs.wait()
+        times = ", ".join(f"{b.tokens} x {b.sequences} in {s:.1f} s" for b, s in backend.programs.compile_s.items())
+        compiling.append(
+            f"{jax_name(form)} compiled tokens x sequences: {times}; writers {backend.writers_compile_s:.1f} s."
         )
-        backend = load_backend(checkpoint, config)
-        if name == "jax":
-            programs = backend.programs  # type: ignore[attr-defined]  # no other backend has them
-            programs.wait()
-            compiling = f"{programs.num_compiled} programs compiled in {sum(programs.compile_s.values()):.1f} s"
-        found[name] = EngineDecoder(Engine(backend, config), adapters)
+        found[jax_name(form)] = EngineDecoder(Engine(backend, own), adapters)
+    if settings.with_reference:
+        from load_tests.reference import PeftDecoder, TransformersDecoder, load_transformers
 
-    def measure(case: Case) -> float:
-        order = [i % case.num_adapters if case.num_adapters else None for i in range(case.num_streams)]
-        decoded = found[case.backend].decode(prompts[: case.num_streams], order, given.tokens)
-        tokens[case] = decoded.token_ids
-        return decoded.tokens_per_s
-
-    cases = [Case(b, a, n) for n in given.streams for a in (0, given.adapters) for b in ("torch", "jax")]
-    for case in cases:
-        measure(case)  # makes adapters resident
-    values = rounds({case: partial(measure, case) for case in cases}, given.rounds)
-    machine = environment()
-    print(f"{machine['cpu']}, {machine['num_cpus']} CPUs, load average {machine['load_average']}. {compiling}.\n")
-    print("| streams | adapters | torch tokens/s | JAX tokens/s | JAX / torch | JAX / its base | equal streams |")
-    print("|---|---|---|---|---|---|---|")
-    for n in given.streams:
-        for a in (0, given.adapters):
-            torch_case, jax_case = Case("torch", a, n), Case("jax", a, n)
-            same = sum(x == y for x, y in zip(tokens[torch_case], tokens[jax_case], strict=True))
-            print(
-                f"| {n} | {a} | {spread(values[torch_case]).median:.1f} | {spread(values[jax_case]).median:.1f} | "
-                f"{ratios(values[jax_case], values[torch_case])} | "
-                f"{ratios(values[jax_case], values[Case('jax', 0, n)])} | {same} of {n} |"
-            )
+        model = load_transformers(settings.model)
+        found[TRANSFORMERS] = TransformersDecoder(model)
+        found[PEFT] = PeftDecoder(model, folders)
+    return found, compiling
 
 
-def _arguments() -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
+def run(settings: Settings) -> str:
+    """Measure everything; returns the Markdown."""
+    before, start = environment(), time.perf_counter()
+    checkpoint = load_checkpoint(settings.model)
+    shape = (max(settings.streams), settings.num_prompt_tokens)
+    prompts = np.random.default_rng(settings.seed).integers(0, checkpoint.spec.vocab_size, shape).tolist()
+    tokens: dict[Case, tuple[tuple[int, ...], ...]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        found, compiling = decoders(settings, checkpoint, Path(folder))
 
-    parser = argparse.ArgumentParser(description="Decoding speed of the JAX engine beside the torch engine.")
-    parser.add_argument("--model", default=DEFAULT_MODEL_URI)
-    parser.add_argument("--streams", type=numbers, default=[1, 8, 32])
+        def measure(case: Case) -> float:
+            print(f"{time.perf_counter() - start:.0f} s: {case}", file=sys.stderr, flush=True)
+            n, a = case.num_streams, case.num_adapters
+            count = settings.num_reference_tokens if case.system in REFERENCES else settings.num_tokens
+            decoded = found[case.system].decode(prompts[:n], [i % a if a else None for i in range(n)], count)
+            tokens[case] = decoded.token_ids
+            return decoded.tokens_per_s
+
+        cases = [
+            Case(system, count, n)
+            for n in settings.streams
+            for count, absent in ((0, PEFT), (settings.num_adapters, TRANSFORMERS))
+            for system in found
+            if system != absent
+        ]
+        for case in cases:
+            if case.system not in REFERENCES:
+                measure(case)  # makes adapters resident
+        values = rounds({case: partial(measure, case) for case in cases}, settings.num_rounds)
+    header = (
+        f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}; load average before "
+        f"{before['load_average']}, after {environment()['load_average']}. {settings.num_prompt_tokens} prompt tokens, "
+        f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks "
+        f"{', '.join(map(str, settings.ranks))} in turn, {settings.num_rounds} interleaved rounds."
+    )
+    parts = [header, "\n".join(compiling), _rates(settings, values), _ratios(settings, values)]
+    return "\n\n".join([*parts, _agreement(tokens)])
+
+
+def _rates(settings: Settings, values: dict[Case, list[float]]) -> str:
+    lines = _head("tokens/s, median of the rounds", settings)
+    for a in (0, settings.num_adapters):
+        for system in dict.fromkeys(case.system for case in values if case.num_adapters == a):
+            cells = [f"{spread(values[Case(system, a, n)]).median:.1f}" for n in settings.streams]
+            lines.append(f"| {system}, {f'{a} adapters' if a else 'base'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ratios(settings: Settings, values: dict[Case, list[float]]) -> str:
+    lines = _head("ratio within a round, median (lowest to highest)", settings)
+    a = settings.num_adapters
+
+    def line(title: str, one: tuple[str, int], other: tuple[str, int]) -> None:
+        cells = [str(ratios(values[Case(*one, n)], values[Case(*other, n)])) for n in settings.streams]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+
+    for form in settings.forms:
+        jax = jax_name(form)
+        line(f"{jax} / torch engine, base", (jax, 0), (TORCH, 0))
+        line(f"{jax} / torch engine, {a} adapters", (jax, a), (TORCH, a))
+        line(f"{jax}, {a} adapters / its base", (jax, a), (jax, 0))
+        if settings.with_reference:
+            line(f"{jax} / transformers, base", (jax, 0), (TRANSFORMERS, 0))
+            line(f"{jax} / PEFT, {a} adapters", (jax, a), (PEFT, a))
+    line(f"torch engine, {a} adapters / its base", (TORCH, a), (TORCH, 0))
+    return "\n".join(lines)
+
+
+def _head(title: str, settings: Settings) -> list[str]:
+    columns = " | ".join(f"{n} stream{'s' if n > 1 else ''}" for n in settings.streams)
+    return [f"| {title} | {columns} |", "|---|" + "---:|" * len(settings.streams)]
+
+
+def _agreement(tokens: dict[Case, tuple[tuple[int, ...], ...]]) -> str:
+    """How many streams of each system have the torch engine's tokens, over as many as both generated."""
+    same: dict[str, list[bool]] = {}
+    for case, streams in tokens.items():
+        if case.system != TORCH:
+            ours = tokens[case._replace(system=TORCH)]
+            pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = list(zip(streams, ours, strict=True))
+            same.setdefault(case.system, []).extend(a[: len(b)] == b[: len(a)] for a, b in pairs)
+    found = ", ".join(f"{system} {sum(values)} of {len(values)}" for system, values in same.items())
+    return f"Streams with the torch engine's greedy tokens: {found}."
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Decoding speed of the JAX engine beside the torch engine and PEFT.")
+    parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
+    parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
     parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--ranks", type=numbers, default=[64, 32, 16, 8])
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=numbers, default=(64, 32, 16, 8), help="given to the adapters in turn")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--reference-tokens", type=int, default=5, help="fewer, because the references are slow")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    parser.add_argument("--forms", default="cpu", help="forms of the JAX engine: cpu, xla")
+    parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
+    given = parser.parse_args()
+    settings = Settings(
+        model=resolve_model(given.model),
+        streams=given.streams,
+        num_adapters=given.adapters,
+        ranks=given.ranks,
+        num_prompt_tokens=given.prompt_tokens,
+        num_tokens=given.tokens,
+        num_reference_tokens=given.reference_tokens,
+        num_rounds=given.rounds,
+        seed=given.seed,
+        forms=tuple(given.forms.split(",")),
+        with_reference=not given.no_reference,
+    )
+    print(run(settings))
 
 
 if __name__ == "__main__":
