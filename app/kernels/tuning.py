@@ -30,7 +30,7 @@ def ceil_div(value: int, by: int) -> int:
 
 
 def shape_key(operation: str, *sizes: int, dtype: torch.dtype) -> str:
-    """The key of a measured configuration: "sgmv_shrink/4096/6144/16/bfloat16"."""
+    """The key of a measured configuration: "sgmv/64/16/4096/6144/3/16/bfloat16"."""
     return "/".join([operation, *map(str, sizes), str(dtype).removeprefix("torch.")])
 
 
@@ -38,17 +38,18 @@ def measured(device: torch.device, key: str) -> Mapping[str, int] | None:
     """The configuration measured on this device for this shape, None where there is none."""
     if device.type != "cuda":
         return None
-    return _file(torch.cuda.get_device_name(device)).get(key)
+    return _of_device(device).get(key)
 
 
 def file_name(device_name: str) -> str:
-    """ "NVIDIA H200" → "nvidia_h200.json"."""
+    """The file of a device: of an "NVIDIA H200" it is "nvidia_h200.json"."""
     return device_name.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 
 @functools.cache
-def _file(device_name: str) -> Mapping[str, Mapping[str, int]]:
-    path = FOLDER / file_name(device_name)
+def _of_device(device: torch.device) -> Mapping[str, Mapping[str, int]]:
+    """Read once: this is asked at every launch."""
+    path = FOLDER / file_name(torch.cuda.get_device_name(device))
     if not path.is_file():
         return {}
     configurations: Mapping[str, Mapping[str, int]] = json.loads(path.read_text())["configurations"]

@@ -71,7 +71,7 @@ def test_equals_the_definition(form: str, name: str) -> None:
     """Type, slices and extras are drawn: all of them together take minutes in the interpreter."""
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
-    case = [(min(count, 3) if form == "bgmv" else count, s) for count, s in CASES[name]]  # bgmv knows no runs
+    case = [(min(count, 2) if form == "bgmv" else count, s) for count, s in CASES[name]]  # bgmv knows no runs
     shape = str(generator.choice(list(SHAPES)))
     tables = random_tables(generator, DEPTH, SHAPES[shape], dtype, extras=bool(generator.integers(2)))
     slots = slots_of(case)

@@ -52,7 +52,7 @@ def silu(gate: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize(("grouped", "deterministic"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("slots", [[], [0, 0, 0], [3], [2] * 19, [1, 2, 3, 4, 0, 4, 1, 4, 2]])
+@pytest.mark.parametrize("slots", [[], [0, 0, 0], [3], [2] * 11, [1, 2, 3, 4, 0, 4, 1, 4, 2]])
 def test_equals_the_mixture(slots: list[int], grouped: bool, deterministic: bool) -> None:
     """The base products are torch's here, in float32, and rounded once, like the kernels' own output."""
     generator, num_tokens = rng(), len(slots)
