@@ -78,30 +78,22 @@ class Job:
         Raises what a sequence raises, and DeadlineExceeded.
         """
         queue: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
+        late = DeadlineExceeded(f"request {self.request_id} took longer than limits.request_timeout_s; it was aborted")
+        deadline = asyncio.get_running_loop().call_at(self.deadline_s, queue.put_nowait, (0, late))
         tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.requests))]
         num_open = len(tasks)
         try:
             while num_open:
-                index, item = await self._next(queue)
+                index, item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
                 num_open -= item.finish_reason is not None
                 yield index, item
         finally:
+            deadline.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _next(self, queue: asyncio.Queue[tuple[int, TextDelta | Exception]]) -> tuple[int, TextDelta | Exception]:
-        if not queue.empty():
-            return queue.get_nowait()
-        try:
-            async with asyncio.timeout_at(self.deadline_s):
-                return await queue.get()
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"request {self.request_id} took longer than limits.request_timeout_s; it was aborted"
-            ) from error
 
     async def _run(self, index: int, queue: asyncio.Queue[tuple[int, TextDelta | Exception]]) -> None:
         try:
