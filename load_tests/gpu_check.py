@@ -5,7 +5,8 @@ their own: what fails or hangs is reported and stops nothing else. Tests run sid
 after the other. Exit status 1 if anything failed. It needs Python 3.11 or newer, torch with CUDA, triton, numba,
 transformers, peft and pytest, but no Ray; wheels of what else is missing (pydantic, gguf) may lie in a folder:
 
-    pip download --only-binary :all: --dest wheels pydantic gguf
+    pip download --python-version 3.12 --only-binary :all: --platform manylinux2014_x86_64 --dest wheels pydantic
+    pip download --no-deps --dest wheels gguf==0.19.0
     python -m load_tests.gpu_check --wheels wheels --budget-s 540 --out results
 """
 
@@ -61,17 +62,19 @@ def tests(out: Path, limit_s: float) -> list[Part]:
     ini.write_text(_PYTEST_INI)
     folder = "tests/engine/torch_backend"
 
-    def pytest(name: str, *paths: str) -> Part:
-        command = [sys.executable, "-m", "pytest", "-q", "-c", str(ini), "--rootdir", str(ROOT), *paths]
+    def pytest(name: str, top: str, *paths: str) -> Part:
+        # The suite's own conftest is above `top`: it needs a database's client, and decides about the interpreter.
+        where = ["-c", str(ini), "--rootdir", str(ROOT), "--confcutdir", str(ROOT / top)]
+        command = [sys.executable, "-m", "pytest", "-q", *where, *paths]
         environment = {"POLYLORA_TEST_CUDA": "1", "PYTHONPATH": str(ROOT)}
         return Part(name, command, limit_s, environment=environment)
 
     engine = [f"{folder}/test_gpu_{name}.py" for name in _ENGINE_TESTS]
     return [
-        pytest("kernel tests", "tests/kernels/triton"),
-        pytest("engine tests", *engine),
-        pytest("bit identity float32", f"{folder}/test_gpu_bit_identity.py", "-k", "float32"),
-        pytest("bit identity bfloat16", f"{folder}/test_gpu_bit_identity.py", "-k", "bfloat16"),
+        pytest("kernel tests", "tests/kernels/triton", "tests/kernels/triton"),
+        pytest("engine tests", folder, *engine),
+        pytest("bit identity float32", folder, f"{folder}/test_gpu_bit_identity.py", "-k", "float32"),
+        pytest("bit identity bfloat16", folder, f"{folder}/test_gpu_bit_identity.py", "-k", "bfloat16"),
     ]
 
 
