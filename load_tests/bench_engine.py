@@ -65,6 +65,7 @@ class Settings:
     num_threads: int
     with_reference: bool
     weight_storage: Literal["float32", "int8"] = "float32"
+    device: str = "cpu"
 
 
 ENGINE, LORA_OFF, TRANSFORMERS, PEFT = "engine", "engine, LoRA off", "transformers", "PEFT mixed batch"
@@ -75,8 +76,10 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
     most = max(settings.streams)
     length = settings.num_prompt_tokens + settings.num_tokens
     return EngineConfig(
+        device=settings.device,
         num_threads=settings.num_threads,
         weight_storage=settings.weight_storage,
+        memory_fraction=0.4,  # there are two engines
         adapter_rank_rows=rank_rows,
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
         max_batch_sequences=most,
@@ -255,9 +258,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="for everybody; 0 takes every core")
     parser.add_argument("--weight-storage", choices=("float32", "int8"), default="float32", help="of the engine")
+    parser.add_argument("--device", default="cpu", help="of the engine; cuda needs --no-reference")
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
     parser.add_argument("--out", type=Path, default=Path("results/bench_engine.jsonl"))
     arguments = parser.parse_args()
+    if arguments.device != "cpu" and not arguments.no_reference:
+        parser.error(f"the references run on the CPU; compare with --device {arguments.device} --no-reference")
     settings = Settings(
         model=resolve_model(arguments.model),
         streams=arguments.streams,
@@ -271,6 +277,7 @@ def main() -> None:
         num_threads=arguments.threads,
         with_reference=not arguments.no_reference,
         weight_storage=arguments.weight_storage,
+        device=arguments.device,
     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w") as lines:

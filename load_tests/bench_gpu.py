@@ -13,50 +13,25 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
-from app.engine.batch import ForwardBatch, SamplingBatch
+from app.engine.adapters.lora import TARGETS
+from app.engine.batch import ForwardBatch
 from app.engine.config import EngineConfig
-from app.engine.models.names import expected_tensors
-from app.engine.models.rope import rope_spec
-from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from app.engine.torch_backend.gpu_backend import GpuBackend
 from app.engine.torch_backend.gpu_graphs import Bucket
-from app.engine.torch_backend.gpu_memory import rank_row_bytes
+from app.engine.torch_backend.gpu_memory import kv_block_bytes, rank_row_bytes
+from load_tests.llama_shapes import BLOCK_SIZE, RANK, SHAPES, RandomAdapters, batch_of, model_spec, random_tensors
 from load_tests.measuring import Spread, ratios, rounds, spread
 
-RANK = 16
-BLOCK_SIZE = 16
-
-
-class Shape(NamedTuple):
-    """Sizes of a Llama. `tied`: the output is the embedding."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    vocab: int
-    tied: bool
-
-
-SHAPES = {
-    "tiny": Shape(2, 64, 4, 2, 16, 96, 200, True),
-    "1b": Shape(16, 2048, 32, 8, 64, 8192, 128_256, True),
-    "8b": Shape(32, 4096, 32, 8, 128, 14_336, 128_256, False),
-}
+#: What many adapters are trained on.
+QUERY_AND_VALUE = ("q_proj", "v_proj")
 
 
 class Sizes(NamedTuple):
@@ -72,93 +47,6 @@ class Sizes(NamedTuple):
     num_loads: int
 
 
-def model_spec(name: str, shape: Shape) -> ModelSpec:
-    """Llama 3's, with its angles."""
-    rope = rope_spec({"rope_theta": 500_000.0}, shape.head_dim, 8192)
-    attention = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, rope)
-    layer = LayerSpec(attention, MlpSpec(shape.mlp))
-    return ModelSpec(
-        f"llama-{name}", "llama", f"random {name}", shape.vocab, shape.hidden, 8192, 1e-5, shape.tied,
-        (layer,) * shape.layers, 1, (2,),
-    )  # fmt: skip
-
-
-def random_tensors(spec: ModelSpec, device: torch.device) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Every tensor of the spec in bfloat16, cut from one stretch of random numbers; norms are one."""
-    shapes = expected_tensors(spec)
-    largest = max(int(np.prod(shape)) for shape in shapes.values())
-    numbers = torch.empty(largest + 1000, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
-    pool = numbers.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
-    for index, (name, shape) in enumerate(shapes.items()):
-        size = int(np.prod(shape))
-        start = index % 1000
-        yield name, np.ones(shape, np.float32) if len(shape) == 1 else pool[start : start + size].reshape(shape)
-
-
-class RandomAdapters:
-    """Adapters over every module, float32 in host memory as the engine gets them; cut from one stretch of numbers."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
-        widest = max(max(spec.target_shape(0, target)) for target in TARGETS)
-        rng = np.random.default_rng(0)
-        self._pool = rng.standard_normal(RANK * widest + 100_000, np.float32) * np.float32(0.01)
-        self._pool.flags.writeable = False
-
-    def adapter(self, index: int, *, apart: bool = False) -> LoraAdapter:
-        """`apart`: in memory of its own, as large as a real one's, so that reading it takes a real one's time."""
-        weights = {}
-        for layer in range(len(self._spec.layers)):
-            for n, target in enumerate(TARGETS):
-                start = (index * 7919 + layer * 131 + n * 17) % 100_000 // 4 * 4
-                d_in, d_out = self._spec.target_shape(layer, target)
-                parts = [self._pool[start : start + RANK * width].reshape(RANK, width) for width in (d_in, d_out)]
-                weights[LoraKey(layer, target)] = LoraPair(*(part.copy() if apart else part for part in parts))
-        size = sum(pair.a.nbytes + pair.b.nbytes for pair in weights.values())
-        card = AdapterCard(f"{index:064x}", self._spec.digest, RANK, tuple(sorted(TARGETS)), "F32", size)
-        return LoraAdapter(card, weights)
-
-
-def batch_of(
-    lengths: list[int], starts: list[int], adapter_slots: list[int], table_width: int, vocab: int
-) -> ForwardBatch:
-    """Greedy sequences sorted by slot: `lengths[i]` tokens from position `starts[i]`; sequence i owns its blocks."""
-    count = len(lengths)
-    query_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    tables = np.arange(count * table_width, dtype=np.int32).reshape(count, table_width)
-    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-    sequence = np.repeat(np.arange(count), lengths)
-    slots = np.array(adapter_slots, np.int32)
-    changes = np.flatnonzero(np.diff(slots)) + 1
-    nothing = np.zeros(0, np.int32)
-    return ForwardBatch(
-        token_ids=(positions * 7 + sequence * 13).astype(np.int32) % vocab,
-        positions=positions.astype(np.int32),
-        kv_slots=tables[sequence, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
-        query_starts=query_starts,
-        seq_lens=(np.array(starts) + np.array(lengths)).astype(np.int32),
-        block_tables=tables,
-        run_starts=np.concatenate([[0], query_starts[changes], query_starts[-1:]]).astype(np.int32),
-        run_adapter_slots=slots[np.concatenate([[0], changes]).astype(int)],
-        sample_rows=(query_starts[1:] - 1).astype(np.int32),
-        sample_seqs=np.arange(count, dtype=np.int32),
-        sampling=SamplingBatch(
-            temperature=np.zeros(count, np.float32),
-            top_p=np.ones(count, np.float32),
-            top_k=np.zeros(count, np.int32),
-            min_p=np.zeros(count, np.float32),
-            presence=np.zeros(count, np.float32),
-            frequency=np.zeros(count, np.float32),
-            repetition=np.ones(count, np.float32),
-            seeds=np.zeros(count, np.uint64),
-            positions=np.zeros(count, np.int64),
-            num_logprobs=np.full(count, -1, np.int32),
-            history=(nothing,) * count,
-            prompt_lens=np.zeros(count, np.int32),
-        ),
-    )
-
-
 class Bench:
     """Backends of one shape and what is asked of them."""
 
@@ -171,8 +59,22 @@ class Bench:
         self.found: dict[str, Any] = {"shape": name, "sizes": sizes._asdict()}
         self._adapters = RandomAdapters(self.spec)
         self.engine = self._backend("engine", rows=RANK * (sizes.num_adapters + 4))
-        for index in range(sizes.num_adapters):
-            self.engine.write_adapter(index + 1, RANK * index, self._adapters.adapter(index))
+        self._write_all(self.engine)
+
+    def _write_all(self, backend: GpuBackend, targets: Sequence[str] = TARGETS) -> None:
+        for index in range(self.sizes.num_adapters):
+            backend.write_adapter(index + 1, RANK * index, self._adapters.adapter(index, targets))
+
+    def bound(self, num_adapters: int, targets: Sequence[str] = TARGETS) -> float:
+        """A decode step's bytes with so many adapters over the base's: weights, keys and values, rank rows."""
+        layers = range(len(self.spec.layers))
+        shapes = {target: [self.spec.target_shape(layer, target) for layer in layers] for target in TARGETS}
+        weights = sum(d_in * d_out for of in shapes.values() for d_in, d_out in of)
+        weights += self.spec.vocab_size * self.spec.hidden_size
+        per_token = kv_block_bytes(self.spec, 1, 1)
+        base = weights + self.sizes.num_streams * (self.sizes.num_prompt + 1) * per_token
+        rows = RANK * num_adapters * sum(d_in + d_out for target in targets for d_in, d_out in shapes[target])
+        return (base + rows) / base
 
     def _backend(self, title: str, *, rows: int, deterministic: bool = False) -> GpuBackend:
         """Built, and timed: with its graphs, which are captured at start."""
@@ -242,8 +144,19 @@ class Bench:
             values = rounds(calls, self.sizes.num_rounds)
             self._note(f"decode, {clock}", values, {name: "base" for name in cases if name != "LoRA off"})
             self.found[f"decode, {clock}"]["ratio"]["base / LoRA off"] = _of(ratios(values["base"], values["LoRA off"]))
+        self._write_all(self.engine, QUERY_AND_VALUE)
+        few = {name: cases[name] for name in ("base", "all different")}
+        for clock, measure in (("device", self.device_s), ("step", self.step_s)):
+            values = rounds({name: partial(measure, *case) for name, case in few.items()}, self.sizes.num_rounds)
+            self._note(f"decode, q and v, {clock}", values, {"all different": "base"})
+        self._write_all(self.engine)
+        self.found["bytes bound"] = {
+            "all different": round(self.bound(self.sizes.num_adapters), 3),
+            "1 adapter": round(self.bound(1), 4),
+            "all different, q and v": round(self.bound(self.sizes.num_adapters, QUERY_AND_VALUE), 3),
+        }
         off.close()
-        del off, cases
+        del off, cases, few
         gc.collect()
 
     def prefill(self) -> None:
@@ -260,8 +173,7 @@ class Bench:
     def deterministic(self) -> None:
         """What fixed tiles cost."""
         fixed = self._backend("deterministic", rows=RANK * (self.sizes.num_adapters + 4), deterministic=True)
-        for index in range(self.sizes.num_adapters):
-            fixed.write_adapter(index + 1, RANK * index, self._adapters.adapter(index))
+        self._write_all(fixed)
         for title, make in (("decode", self.decode_batch), ("prefill", self.prefill_batch)):
             for count in (0, self.sizes.num_adapters if title == "decode" else self.sizes.prefill_adapters):
                 batch = make(count)
@@ -334,6 +246,7 @@ TARGETS_BY_RATIO: dict[tuple[str, str], float] = {
     ("decode, device", "all different / base"): 1.15,
     ("decode, device", "1 adapter / base"): 1.03,
     ("decode, device", "base / LoRA off"): 1.005,
+    ("decode, q and v, device", "all different / base"): 1.15,
     ("decode, step", "all different / base"): 1.15,
     ("decode, step", "1 adapter / base"): 1.03,
     ("decode, step", "base / LoRA off"): 1.005,
@@ -372,6 +285,8 @@ def table(found: dict[str, Any]) -> str:
         ms = found.get(title, {}).get("ms", {}).get(key.partition(" / ")[0])
         shown = "not measured" if ratio is None else f"{ratio['median']:.3f} ({ms} ms)"
         lines.append(f"| {title}: {key} | {shown} | {limit} |")
+    for name, bound in found.get("bytes bound", {}).items():
+        lines.append(f"| what {name} / base would be by bytes alone | {bound} | |")
     loading = found.get("loading", {})
     lines.append(f"| adapter load / (bytes / link) | {loading.get('load / (bytes / link)', 'not measured')} | 2 |")
     during = loading.get("median step during loads / alone", "not measured")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from load_tests import bench_gpu, gpu_check
+from load_tests import bench_gpu, gpu_check, llama_shapes
 from load_tests.gpu_check import Part
 
 
@@ -24,7 +24,7 @@ def test_every_part_is_measured() -> None:
 
 
 def test_batches_are_what_a_backend_expects() -> None:
-    batch = bench_gpu.batch_of([3, 2, 4], [0, 5, 1], [0, 0, 2], 2, 50)
+    batch = llama_shapes.batch_of([3, 2, 4], [0, 5, 1], [0, 0, 2], 2, 50)
     assert batch.query_starts.tolist() == [0, 3, 5, 9]
     assert batch.seq_lens.tolist() == [3, 7, 5]
     assert batch.run_starts.tolist() == [0, 5, 9]
