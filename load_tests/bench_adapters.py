@@ -81,7 +81,7 @@ class _Service:
         (folder / "state").mkdir()
         settings = AppConfig(adapters=adapters, engine=config)
         counts = TierCounts()
-        self.library: AdapterLibrary = open_library(adapters, checkpoint.spec, served_features(config), counts)
+        self.library: AdapterLibrary = open_library(adapters, checkpoint, served_features(config), counts)
         self.registry = open_registry(settings, checkpoint.spec.digest)
         self.store: AdapterStore[PackedAdapter] = AdapterStore(
             self.library, _host_copy, max_bytes=host_bytes, counts=counts

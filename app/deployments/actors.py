@@ -19,7 +19,7 @@ from app.config import AppConfig
 from app.deployments.adapter_library import open_library
 from app.deployments.adapter_store import AdapterStore
 from app.deployments.base_model import open_checkpoint
-from app.deployments.metrics import StoreMetrics
+from app.deployments.metrics import TierMetrics
 from app.deployments.placement import PlacementBooks, PlacementTable, ReplicaReport, make_policy
 from app.deployments.published import Changes, Published, Version
 from app.deployments.ray_calls import NamedActor
@@ -41,12 +41,13 @@ class AdapterStoreActor:
 
     def __init__(self, config_json: str) -> None:
         config = AppConfig.model_validate_json(config_json)
-        spec = open_checkpoint(config.model).spec
+        checkpoint = open_checkpoint(config.model)
+        spec = checkpoint.spec
         served = served_features(config.engine)
-        counts = StoreMetrics()
+        counts = TierMetrics()
         registry = open_registry(config, spec.digest)
         pinned = {entry.ref.digest for entry in registry.catalog.pinned()}
-        library = open_library(config.adapters, spec, served, counts, held=pinned)
+        library = open_library(config.adapters, checkpoint, served, counts, held=pinned)
 
         def put(packed: PackedAdapter) -> tuple[Any, list[Any]]:
             return packed.header, [ray.put(array) for array in packed.arrays]

@@ -20,12 +20,14 @@ from app.deployments.registry.entries import State
 from app.deployments.sources.opening import open_sources
 from app.deployments.sources.places import LocalPlace, Sources, adapter_path, delivered
 from app.deployments.tiers import TierCounts
+from app.engine.adapters.base_copies import BaseCopies
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.reading_process import ChildLimits
 from app.engine.adapters.signing import signer_of
 from app.engine.adapters.validate import Validator, files_identity
 from app.engine.errors import AdapterError, AdapterReadFailed
+from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -51,14 +53,16 @@ class AdapterLibrary:
         counts: TierCounts,
         *,
         signatures: bool = False,
+        base_copies: BaseCopies | None = None,
     ) -> None:
-        """`signatures`: whether `from_source` looks for them."""
+        """`signatures`: whether `from_source` looks for them. `base_copies`: drops what is the base's own."""
         self._sources = sources
         self._disk = disk
         self._validator = validator
         self._spec = spec
         self.counts = counts
         self._signatures = signatures
+        self._base_copies = base_copies
         #: Told how far reading a source has come; from any thread.
         self.reached: Callable[[str, State], None] = lambda *_: None
 
@@ -140,12 +144,13 @@ class AdapterLibrary:
         return signer_of(path, packed.card.digest) if self._signatures else None
 
     def _read(self, path: Path) -> PackedAdapter:
-        return self._validator.read(path, self._spec)
+        packed = self._validator.read(path, self._spec)
+        return packed if self._base_copies is None else self._base_copies.dropped_packed(packed)
 
 
 def open_library(
     config: AdaptersConfig,
-    spec: ModelSpec,
+    checkpoint: Checkpoint,
     served: frozenset[str],
     counts: TierCounts,
     *,
@@ -155,6 +160,7 @@ def open_library(
 
     `held`: digests that the disk tier does not give up.
     """
+    spec = checkpoint.spec
     root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
     disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, held=held)
     validator = Validator(
@@ -163,4 +169,7 @@ def open_library(
         served=served,
     )
     signatures = config.signing.trusted.matter
-    return AdapterLibrary(open_sources(config), disk, validator, spec, counts, signatures=signatures)
+    copies = BaseCopies(checkpoint)
+    return AdapterLibrary(
+        open_sources(config), disk, validator, spec, counts, signatures=signatures, base_copies=copies
+    )

@@ -58,6 +58,7 @@ class EngineService:
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._active: dict[str, str] = {}  # request id -> adapter digest
         self._used_s: dict[str, float] = {}  # adapter digest -> when a request last entered with it
+        self._last_used_s: dict[str, float] = {}  # the same, of those that are resident
         self.changed = asyncio.Event()  # set when adapters may have moved: a report is due
 
     def start(self, engine: RunningEngine) -> None:
@@ -139,9 +140,10 @@ class EngineService:
 
     def report(self, replica_id: str, num_running: int, num_waiting: int, resident: tuple[str, ...]) -> ReplicaReport:
         """What placement wants to know, given the engine's counts."""
-        return ReplicaReport(
-            replica_id, num_running, num_waiting + len(self._waiting), resident, dict(Counter(self._active.values()))
-        )
+        self._last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in resident}
+        active = dict(Counter(self._active.values()))
+        num_waiting += len(self._waiting)
+        return ReplicaReport(replica_id, num_running, num_waiting, resident, active, dict(self._last_used_s))
 
     async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
         try:
@@ -162,7 +164,7 @@ class EngineService:
             return
         if adapter is not None:
             self._active[request.request_id] = adapter.card.digest
-            self._used_s[adapter.card.digest] = time.time()
+            self._used_s[adapter.card.digest] = self._last_used_s[adapter.card.digest] = time.time()
             self.changed.set()
 
     async def _adapter(self, ref: AdapterRef) -> LoraAdapter:

@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.deployments.dispatch import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement import PlacementTable
@@ -33,6 +33,14 @@ class AdapterDropper(Protocol):
     """`ServeTransport`: free an adapter's rows on a replica when no sequence uses them."""
 
     async def drop_adapter(self, replica_id: str, digest: str) -> int: ...
+
+
+class ReplicaResidency(NamedTuple):
+    """Contents on one replica's device: requests that use them, and when one last began to (Unix time)."""
+
+    id: str
+    num_requests: int
+    last_used: float | None
 
 
 class Management:
@@ -90,10 +98,13 @@ class Management:
         records: list[AuditRecord] = await self._store("journal", "audit", name, limit=limit, before=before)
         return records
 
-    def replicas_with(self, digest: str) -> list[str]:
+    def residency(self, digest: str) -> list[ReplicaResidency]:
         """Replicas whose device holds these contents, as they last reported."""
-        replicas = self._placement().replicas
-        return sorted(replica_id for replica_id, report in replicas.items() if digest in report.resident)
+        return [
+            ReplicaResidency(replica_id, report.active.get(digest, 0), report.last_used_s.get(digest))
+            for replica_id, report in sorted(self._placement().replicas.items())
+            if digest in report.resident
+        ]
 
     async def _drain(self, begin: asyncio.Task[Unload]) -> Job:
         unload = await begin

@@ -316,7 +316,8 @@ def description_body(name: str, description: Description, management: Management
     entry, job = description.entry, description.job
     body: dict[str, Any] = {"id": name, "object": "lora"}
     if entry is not None:
-        residency = {"host": description.is_on_host, "replicas": management.replicas_with(entry.ref.digest)}
+        replicas = [replica._asdict() for replica in management.residency(entry.ref.digest)]
+        residency = {"host": description.is_on_host, "replicas": replicas}
         body |= adapter_body(entry) | {"reason": None, "last_used": entry.last_used_s, "residency": residency}
     elif job is not None:
         body |= {"state": job.state, "reason": job.reason, "status": "not registered"}

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from app.deployments.tiers import Tier, TierCounts
+from app.engine.adapters.lora import TARGETS
+from app.engine.models.spec import ModelSpec
 from app.engine.request import Usage
+from app.engine.stats import EngineStats
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
 
@@ -52,8 +55,8 @@ class IngressMetrics:
         self._adapters.set(number)
 
 
-class StoreMetrics(TierCounts):
-    """Counts that are exported too; one per store. Tag `tier`: host, disk or source."""
+class TierMetrics(TierCounts):
+    """Counts that are exported too; one per process. Tag `tier`: host, disk or source in the store, else device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,13 +71,15 @@ class StoreMetrics(TierCounts):
             "polylora_adapter_load_seconds", "To bring one up from a tier.", boundaries=_SECONDS, tag_keys=tags
         )
 
-    def hit(self, tier: Tier) -> None:
-        super().hit(tier)
-        self._hits.inc(tags={"tier": tier})
+    def hit(self, tier: Tier, number: int = 1) -> None:
+        super().hit(tier, number)
+        if number:
+            self._hits.inc(number, tags={"tier": tier})
 
-    def miss(self, tier: Tier) -> None:
-        super().miss(tier)
-        self._misses.inc(tags={"tier": tier})
+    def miss(self, tier: Tier, number: int = 1) -> None:
+        super().miss(tier, number)
+        if number:
+            self._misses.inc(number, tags={"tier": tier})
 
     def evicted(self, tier: Tier, number: int) -> None:
         super().evicted(tier, number)
@@ -90,3 +95,32 @@ class StoreMetrics(TierCounts):
         super().holds(tier, size_bytes, number)
         self._bytes.set(size_bytes, tags={"tier": tier})
         self._number.set(number, tags={"tier": tier})
+
+
+class DeviceMetrics:
+    """A replica's device as a tier, from its engine's totals: what it holds, not what passes through."""
+
+    def __init__(self, counts: TierCounts, spec: ModelSpec) -> None:
+        self._counts = counts
+        shapes = [spec.target_shape(layer, target) for layer in range(len(spec.layers)) for target in TARGETS]
+        self._row_bytes = 4 * sum(d_in + d_out for d_in, d_out in shapes)
+        self._last: EngineStats | None = None
+
+    def update(self, stats: EngineStats) -> None:
+        """Count what happened since the last call. Bytes are rows and extras as float32; idle adapters are held too."""
+        last = self._last
+        self._last = stats
+
+        def since(name: str) -> float:
+            now: float = getattr(stats, name)
+            return now - (getattr(last, name) if last is not None else 0)
+
+        self._counts.hit("device", round(since("num_adapter_hits")))
+        self._counts.miss("device", round(since("num_adapter_misses")))
+        self._counts.evicted("device", round(since("num_adapter_evictions")))
+        num_writes = round(since("num_adapter_writes"))
+        for _ in range(num_writes):  # each as long as the mean of them
+            size_bytes = round(since("num_adapter_write_bytes") / num_writes)
+            self._counts.loaded("device", since("adapter_write_s") / num_writes, size_bytes)
+        held_bytes = sum(item.num_rows * self._row_bytes + item.extra_bytes for item in stats.residents)
+        self._counts.holds("device", held_bytes, len(stats.residents))

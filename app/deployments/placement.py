@@ -28,13 +28,17 @@ DWELL_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica says about itself. `active` counts requests in the engine by adapter digest."""
+    """What a replica says about itself. `active` counts requests in the engine by adapter digest.
+
+    `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did.
+    """
 
     replica_id: str
     num_running: int = 0
     num_waiting: int = 0
     resident: tuple[str, ...] = ()
     active: Mapping[str, int] = field(default_factory=dict)
+    last_used_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def load(self) -> int:

@@ -21,6 +21,7 @@ from app.config import AppConfig
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_checkpoint
 from app.deployments.engine_service import EngineService
+from app.deployments.metrics import DeviceMetrics, TierMetrics
 from app.deployments.pin_keeper import PinKeeper
 from app.deployments.ray_calls import unwrapped
 from app.deployments.registry.entries import CatalogEntry
@@ -67,6 +68,7 @@ class EngineReplica:
         self._steering.take(*await self._store.call("watch_steering", None, self._replica_id, WATCH_TIMEOUT_S))
         await self._warm_adapters(engine, config.engine)
         self._thread = EngineThread(engine, self._service.on_step)
+        self._metrics = DeviceMetrics(TierMetrics(), checkpoint.spec)
         self._service.start(self._thread)
         self._thread.start()
         self._pins = PinKeeper(self._thread, self._fetch, self._brought)
@@ -110,6 +112,8 @@ class EngineReplica:
             "num_rank_rows_free": stats.num_rank_rows_free,
             "residents": tuple(resident.digest for resident in stats.residents),
             "pinned": tuple(resident.digest for resident in stats.residents if resident.num_pins),
+            "num_adapter_hits": stats.num_adapter_hits,
+            "num_adapter_misses": stats.num_adapter_misses,
             "num_adapter_writes": stats.num_adapter_writes,
             "num_tokens_generated": stats.num_tokens_generated,
             "num_aborted": stats.num_aborted,
@@ -200,7 +204,9 @@ class EngineReplica:
         used_s: dict[str, float] = {}
         while True:
             await asyncio.sleep(OBSERVE_INTERVAL_S)
-            resident = {item.digest for item in self._thread.stats().residents}
+            stats = self._thread.stats()
+            self._metrics.update(stats)
+            resident = {item.digest for item in stats.residents}
             used_s |= self._service.take_used()
             if resident == told and not used_s:
                 continue

@@ -1,8 +1,9 @@
 """What each tier of adapters did: hits, misses, evictions, bytes, seconds.
 
 In: events from the host and disk tiers, from any thread. Out: counts. The tiers, fastest first: "host" (shared
-memory), "disk" (files of remote adapters), "source" (where adapters come from). A hit is a need that the
-tier met; a miss went on to the next. Exporting the counts is left to `metrics.StoreMetrics`.
+memory), "disk" (files of remote adapters), "source" (where adapters come from); replicas count "device" (rank
+rows). A hit is a need that the tier met; a miss went on to the next. What is brought up to the device is counted
+there: its loads are writes of rows. Exporting the counts is left to `metrics.TierMetrics`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-Tier = Literal["host", "disk", "source"]
+Tier = Literal["device", "host", "disk", "source"]
+#: Those of the store.
 TIERS: tuple[Tier, ...] = ("host", "disk", "source")
 
 
@@ -21,11 +23,11 @@ class TierCounts:
         self._lock = threading.Lock()
         self._counts: dict[str, dict[str, float]] = {}
 
-    def hit(self, tier: Tier) -> None:
-        self._add(tier, hits=1)
+    def hit(self, tier: Tier, number: int = 1) -> None:
+        self._add(tier, hits=number)
 
-    def miss(self, tier: Tier) -> None:
-        self._add(tier, misses=1)
+    def miss(self, tier: Tier, number: int = 1) -> None:
+        self._add(tier, misses=number)
 
     def evicted(self, tier: Tier, number: int) -> None:
         self._add(tier, evictions=number)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from app.engine.adapters.base_copies import BaseCopies
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.reading import read_adapter
@@ -59,6 +60,7 @@ class LLM:
         self._backend = load_backend(checkpoint, config)
         self._engine = Engine(self._backend, config)
         self._served = served_features(config)
+        self._base_copies = BaseCopies(checkpoint)
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
         self._arrived: dict[str, list[TokenChunk]] = {}  # chunks of live requests that nobody has read yet
@@ -80,7 +82,8 @@ class LLM:
         path = Path(path).resolve()
         adapter = self._adapters.get(path)
         if adapter is None:
-            adapter = self._adapters[path] = read_adapter(path, self.spec, served=self._served)
+            adapter = self._base_copies.dropped(read_adapter(path, self.spec, served=self._served))
+            self._adapters[path] = adapter
         return adapter
 
     def chat_prompt(self, message: str, *, system: str | None = None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
@@ -58,6 +59,7 @@ async def test_every_spelling_loads_and_unloads(http: httpx.AsyncClient) -> None
 
 
 async def test_a_load_answers_at_once_with_a_job(http: httpx.AsyncClient, service: Service) -> None:
+    before_s = time.time()
     gate = service.managed.store.gates["new"] = asyncio.Event()
     answer = await http.post("/v1/loras", json={"name": "new", "path": "new", "pinned": True, "traffic_weight": 2})
     assert answer.status_code == 202
@@ -76,8 +78,12 @@ async def test_a_load_answers_at_once_with_a_job(http: httpx.AsyncClient, servic
     assert shown["residency"] == {"host": True, "replicas": []}
     assert (await http.post("/v1/completions", json=LEGACY | {"model": "new"})).headers[HEADER] == "new@1"
     async with asyncio.timeout(60):  # the replica reports what it holds after its step
-        while (await http.get("/v1/loras/new")).json()["residency"]["replicas"] != ["replica-0"]:
+        while not (replicas := (await http.get("/v1/loras/new")).json()["residency"]["replicas"]):
             await asyncio.sleep(0.005)
+    (replica,) = replicas
+    assert replica["id"] == "replica-0"
+    assert replica["num_requests"] in (0, 1)
+    assert before_s <= replica["last_used"] <= time.time()
     answer = await http.delete("/v1/loras/new?wait=false")
     assert (answer.status_code, answer.json()["job"]["kind"]) == (202, "unload")
 

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.sgmv import _cpu, reference
+from app.kernels.sgmv._writing import WritePlans, write_plan
 from app.kernels.team import Team
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
@@ -36,7 +37,8 @@ def _tables(generator: np.random.Generator) -> tuple[Floats, Floats, Floats, Flo
             normal(generator, rank, DEPTH),
             normal(generator, rank, WIDTH),
         )
-        _cpu.write_rows(a[start : start + rank], b[start : start + rank], start, panels, b_panels)
+        rows = (0, 0, a[start : start + rank], b[start : start + rank])
+        Team(2).run(write_plan, 1, WritePlans([panels[None]], [b_panels[None]]).plan([rows], start))
     return a, panels, b, b_panels
 
 

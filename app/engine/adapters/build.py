@@ -114,13 +114,16 @@ def _replaced(stored: StoredAdapter, spec: ModelSpec) -> dict[str, NDArray[np.fl
         for name in _OUTER_WEIGHTS:
             parameters.setdefault(name, parameters[wrapped[-1]])
     replaced = {}
+    made: dict[int, NDArray[np.float32]] = {}  # a matrix that stands for both ends of a tied base is held once
     for name, tensor in parameters.items():
         if tensor.shape != shapes.get(name):
             raise AdapterMismatch(
                 f"{short(name)} is {list(tensor.shape)} but '{spec.name}' has {list(shapes.get(name, ()))}; "
                 "the adapter was trained on another model"
             )
-        replaced[name] = _read_only(_finite(tensor, name))
+        if id(tensor) not in made:
+            made[id(tensor)] = _read_only(_finite(tensor, name))
+        replaced[name] = made[id(tensor)]
     return replaced
 
 

@@ -26,7 +26,8 @@ from app.engine.torch_backend.sampling import sample
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Stack, empty_stack, store
 from app.kernels.paged_attention._cpu import attention_tasks
-from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks, write_rows
+from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
+from app.kernels.sgmv._writing import WritePlans, write_plan
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -59,6 +60,8 @@ class CpuBackend:
             tables = aside.submit(self._new_tables)
             self._weights = _WeightPacker(spec, self._sizes, max_positions, quantised=quantised).pack_all(tensors)
         self._tables = tables.result()
+        rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
+        self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
         first = spec.layers[0].attention
         num_layers, width = len(spec.layers), _padded(first.head_dim)
         blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
@@ -81,16 +84,16 @@ class CpuBackend:
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
         ranks = np.zeros((len(self._spec.layers), len(TARGETS)), np.int32)
+        modules: list[tuple[int, int, Floats, Floats]] = []
         for key, pair in adapter.weights.items():
             if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
                 raise AdapterMismatch(
                     f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
                 )
             n = TARGETS.index(key.target)
-            a, b = self._tables[n], self._tables[n + len(TARGETS)]
-            a_rows, b_rows = np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)
-            write_rows(a_rows, b_rows, row_start, a[key.layer], b[key.layer])
+            modules.append((key.layer, n, np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)))
             ranks[key.layer, n] = pair.rank
+        self._team.run(write_plan, 1, self._plans.plan(modules, row_start))
         self._extras.write(adapter_slot, adapter)
         self._tables.ranks[:, adapter_slot] = ranks
         self._tables.row_starts[adapter_slot] = row_start
@@ -145,7 +148,7 @@ class CpuBackend:
     def close(self) -> None:
         """End the threads and drop every array."""
         self._team.close()
-        for name in ("_weights", "_k_memory", "_v_memory", "_tables", "_extras", "_work"):
+        for name in ("_weights", "_k_memory", "_v_memory", "_plans", "_tables", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -181,10 +184,8 @@ class CpuBackend:
             self._extras.warm_up()
         if self._limits.adapter_rank_rows:
             d_in, d_out = self._spec.target_shape(0, TARGETS[0])
-            a, b = np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
-            for writeable in (True, False):  # two kinds of array to Numba; those from shared memory are read-only
-                a.flags.writeable = b.flags.writeable = writeable
-                write_rows(a, b, 0, self._tables[0][0], self._tables[len(TARGETS)][0])
+            nothing = (0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
+            self._team.run(write_plan, 1, self._plans.plan([nothing], 0))
 
     def _new_tables(self) -> cpu_decoder.AdapterTables:
         num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows

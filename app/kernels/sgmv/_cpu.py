@@ -2,7 +2,7 @@
 
 Tables hold rank rows. a: panels of eight rows `[R / 8, d_in, 8]`, so that a shrink reads whole vectors; b: panels
 of sixteen columns `[P, R, 16]`, so that an expand reads an adapter's rows in one go. An adapter of rank r
-owns rows `row_start` to `row_start + r`; its last panel of a is zero-filled. A token costs its own
+owns rows `row_start` to `row_start + r`; its last panel of a is zero-filled (`_writing`). A token costs its own
 adapter's rank and nothing else: no padding to the largest rank, and base tokens (rank 0) are not visited.
 
 The expand continues the base product's chain of sums in place, so out must hold the base product.
@@ -29,31 +29,6 @@ _one_by_two = multiply_tile(1, 2, 1)
 _one = multiply_tile(1, 1, 1)
 _four_by_two = multiply_tile(4, 2, 1)
 _four = multiply_tile(4, 1, 1)
-
-
-@compiled
-def write_rows(a, b, row_start, a_table, b_table):
-    """Copy one module's rows into its tables: a [r, d_in] and b [r, d_out] to panels; see the module.
-
-    a_table: [R / 8, d_in, 8] and b_table: [P, R, 16], in place. row_start is a multiple of 8.
-    """
-    rank, depth = a.shape
-    width = b.shape[1]
-    for panel in range((rank + RANK_PANEL - 1) // RANK_PANEL):
-        to = a_table[row_start // RANK_PANEL + panel]
-        first = panel * RANK_PANEL
-        count = min(RANK_PANEL, rank - first)
-        for k in range(depth):
-            for lane in range(count):
-                to[k, lane] = a[first + lane, k]
-            for lane in range(count, RANK_PANEL):
-                to[k, lane] = np.float32(0.0)
-    for panel in range((width + PANEL - 1) // PANEL):
-        column = panel * PANEL
-        count = min(PANEL, width - column)
-        for row in range(rank):
-            for lane in range(count):
-                b_table[panel, row_start + row, lane] = b[row, column + lane]
 
 
 @compiled

@@ -116,7 +116,7 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     management = Management(managed, managed, lambda: managed.placement)
     await management.load_and_wait("sql", "one")
     await management.load_and_wait("twin", "same")
-    assert management.replicas_with("d1") == ["r1", "r2"]
+    assert [replica.id for replica in management.residency("d1")] == ["r1", "r2"]
     job, _ = await management.unload("twin")
     assert job.state is State.REMOVED
     assert managed.dropped == [], "another name means the same contents"
