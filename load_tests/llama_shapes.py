@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
-from app.engine.batch import ForwardBatch, SamplingBatch
+from app.engine.batch import ForwardBatch
 from app.engine.models.names import expected_tensors
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from load_tests.steps import Piece, forward_batch
 
 RANK = 16
 BLOCK_SIZE = 16
@@ -97,36 +98,9 @@ def batch_of(
 ) -> ForwardBatch:
     """Greedy sequences sorted by slot: `lengths[i]` tokens from position `starts[i]`; sequence i owns its blocks."""
     count = len(lengths)
-    query_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     tables = np.arange(count * table_width, dtype=np.int32).reshape(count, table_width)
-    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-    sequence = np.repeat(np.arange(count), lengths)
-    slots = np.array(adapter_slots, np.int32)
-    changes = np.flatnonzero(np.diff(slots)) + 1
-    nothing = np.zeros(0, np.int32)
-    return ForwardBatch(
-        token_ids=(positions * 7 + sequence * 13).astype(np.int32) % vocab,
-        positions=positions.astype(np.int32),
-        kv_slots=tables[sequence, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
-        query_starts=query_starts,
-        seq_lens=(np.array(starts) + np.array(lengths)).astype(np.int32),
-        block_tables=tables,
-        run_starts=np.concatenate([[0], query_starts[changes], query_starts[-1:]]).astype(np.int32),
-        run_adapter_slots=slots[np.concatenate([[0], changes]).astype(int)],
-        sample_rows=(query_starts[1:] - 1).astype(np.int32),
-        sample_seqs=np.arange(count, dtype=np.int32),
-        sampling=SamplingBatch(
-            temperature=np.zeros(count, np.float32),
-            top_p=np.ones(count, np.float32),
-            top_k=np.zeros(count, np.int32),
-            min_p=np.zeros(count, np.float32),
-            presence=np.zeros(count, np.float32),
-            frequency=np.zeros(count, np.float32),
-            repetition=np.ones(count, np.float32),
-            seeds=np.zeros(count, np.uint64),
-            positions=np.zeros(count, np.int64),
-            num_logprobs=np.full(count, -1, np.int32),
-            history=(nothing,) * count,
-            prompt_lens=np.zeros(count, np.int32),
-        ),
-    )
+    pieces = [
+        Piece((np.arange(start, start + length) * 7 + index * 13) % vocab, start, tables[index], slot)
+        for index, (length, start, slot) in enumerate(zip(lengths, starts, adapter_slots, strict=True))
+    ]
+    return forward_batch(pieces, BLOCK_SIZE)

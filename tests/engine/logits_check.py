@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from app.engine.backend import Backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from load_tests.steps import Piece, forward_batch
 from tests.engine.torch_backend.checkpoints import save, tiny_model
-from tests.engine.torch_backend.steps import Piece, forward_batch
 
 NUM_BLOCKS = 64
 TOLERANCE = 1e-4

@@ -20,11 +20,11 @@ from app.engine.jax_backend.step import PREFILL_TILE, Bucket
 from app.engine.jax_backend.tables import table_shapes
 from app.engine.jax_backend.weights import read_weights
 from app.engine.models.checkpoint import Checkpoint
+from load_tests.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.jax_backend.making import random_tensors
 from tests.engine.logits_check import NUM_BLOCKS, check_family
 from tests.engine.torch_backend.checkpoints import FAMILIES
-from tests.engine.torch_backend.steps import Piece, forward_batch
 
 CONFIG = EngineConfig(
     num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=8, max_batch_tokens=64, max_batch_sequences=8, skip_precompile=True

@@ -15,7 +15,7 @@ from app.engine.config import EngineConfig
 from app.engine.jax_backend.programs import Programs, cpu_ladder, ladder
 from app.engine.jax_backend.step import PREFILL_TILE, Bucket, pack
 from app.kernels.sgmv._jax import SEGMENT_TOKENS, max_segments
-from tests.engine.torch_backend.steps import Piece, forward_batch
+from load_tests.steps import Piece, forward_batch
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,8 +15,8 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.torch_backend.cpu_backend import CpuBackend
+from load_tests.steps import Piece, forward_batch, greedy
 from tests.engine.logits_check import BackendWithLogits
-from tests.engine.torch_backend.steps import Piece, forward_batch, greedy
 
 CONFIG = EngineConfig(
     num_kv_blocks=256, adapter_rank_rows=512, max_adapter_slots=64, max_batch_tokens=1024, max_batch_sequences=1024

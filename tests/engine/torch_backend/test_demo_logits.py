@@ -12,7 +12,7 @@ from app.engine.config import EngineConfig
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.tokenizer import load_tokenizer
 from app.engine.torch_backend.cpu_backend import CpuBackend
-from tests.engine.torch_backend.steps import Piece, forward_batch
+from load_tests.steps import Piece, forward_batch
 
 CONFIG = EngineConfig(num_kv_blocks=32, adapter_rank_rows=0, max_batch_tokens=256, max_batch_sequences=4)
 TEXTS = (

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.torch_backend.gpu_backend import GpuBackend
+from load_tests.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.logits_check import NUM_BLOCKS, check_family
 from tests.engine.torch_backend.checkpoints import FAMILIES
 from tests.engine.torch_backend.gpu import ON_CUDA, gpu_backend, gpu_backend_of_checkpoint, gpu_config
-from tests.engine.torch_backend.steps import Piece, forward_batch
 
 LENGTHS = (1, 37, 70)
 

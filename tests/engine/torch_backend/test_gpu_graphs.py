@@ -9,9 +9,9 @@ import pytest
 
 from app.engine.torch_backend.gpu_backend import GpuBackend
 from app.engine.torch_backend.gpu_graphs import batch_sizes, rank_bounds
+from load_tests.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.torch_backend.gpu import gpu_backend, gpu_config
-from tests.engine.torch_backend.steps import Piece, forward_batch
 
 
 def test_every_number_of_sequences_has_a_size_near_it() -> None:

@@ -12,8 +12,8 @@ from app.engine.batch import SamplingBatch
 from app.engine.logits import largest, penalise
 from app.engine.torch_backend.gpu_sampling import sample
 from app.kernels.rows.reference import draw, log_sum_exp
+from load_tests.steps import greedy
 from tests.engine.torch_backend.gpu import DEVICE
-from tests.engine.torch_backend.steps import greedy
 
 VOCAB = 1500
 

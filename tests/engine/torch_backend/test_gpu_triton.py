@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from load_tests.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.torch_backend.gpu import gpu_backend, gpu_config
-from tests.engine.torch_backend.steps import Piece, forward_batch
 
 
 # What padding rows hold is nobody's, and may overflow.
