@@ -18,7 +18,7 @@ import resource
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -52,6 +52,9 @@ class _Store:
         return ReadAdapter(f"/adapters/{source}", card)
 
     def forget(self, digest: str) -> None:
+        pass
+
+    def hold(self, digests: Collection[str]) -> None:
         pass
 
 
