@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import EngineConfig
+from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.errors import AdapterMismatch, CheckpointError
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.engine.torch_backend import cpu_decoder
-from app.engine.torch_backend.adapter_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.torch_backend.sampling import sample
 from app.kernels.matmul._cpu import PANEL
-from app.kernels.matmul._quantised import Stack, empty_stack, store
+from app.kernels.matmul._quantised import Quantised, Stack, dequantise, empty_stack, store
 from app.kernels.paged_attention._cpu import attention_tasks
 from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
 from app.kernels.sgmv._writing import WritePlans, write_plan
@@ -69,8 +69,8 @@ class CpuBackend:
         self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
         self._work = self._new_workspace()
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
-        columns = {module.rpartition(".")[2]: place for module, place in _module_columns(self._sizes).items()}
-        self._extras = AdapterExtras(spec, self._weights, columns, config.max_adapter_slots, self._team)
+        base = _PackedModules(spec, self._weights, self._sizes)
+        self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
         self._warm_up()
 
     @property
@@ -253,6 +253,28 @@ def _module_columns(sizes: cpu_decoder.Sizes) -> dict[str, tuple[str, int]]:
         "mlp.up_proj": ("gate_up", sizes.mlp_size),
         "mlp.down_proj": ("down", 0),
     }
+
+
+class _PackedModules:
+    """The base's modules for `AdapterExtras`."""
+
+    def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights, sizes: cpu_decoder.Sizes) -> None:
+        self._spec, self._weights = spec, weights
+        self._columns = {module.rpartition(".")[2]: place for module, place in _module_columns(sizes).items()}
+
+    def panels(self, key: LoraKey) -> Floats:
+        name, column = self._columns[key.target]
+        stack: Stack = getattr(self._weights, name)
+        columns = slice(column // PANEL, (column + _padded(self._spec.target_shape(key.layer, key.target)[1])) // PANEL)
+        if isinstance(stack, Quantised):
+            return dequantise(Quantised._make(part[key.layer, columns] for part in stack))
+        return stack[key.layer, columns]
+
+    def bias(self, key: LoraKey) -> Floats | None:
+        name, column = self._columns[key.target]
+        biases: Floats = getattr(self._weights, f"{name}_bias")
+        d_out = self._spec.target_shape(key.layer, key.target)[1]
+        return biases[key.layer, column : column + d_out] if biases.shape[1] else None
 
 
 class _WeightPacker:

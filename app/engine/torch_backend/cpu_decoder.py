@@ -21,23 +21,18 @@ from app.kernels.compiled import compiled
 from app.kernels.extras._cpu import (
     ATTENTION_NORM,
     MLP_NORM,
-    ExtraTables,
-    own_columns,
     own_embedding,
     own_gather_normed,
     own_head,
     own_head_inputs,
     own_rms_norm,
     own_rotate_and_store,
-    put_back,
-    set_aside,
 )
-from app.kernels.matmul._cpu import PANEL, panels_per_piece
-from app.kernels.matmul._quantised import Stack, embed, layer_panels, multiply_any_panels, num_panels_of
+from app.kernels.linear._cpu import Own, gate_and_up, project
+from app.kernels.matmul._quantised import Stack, embed, layer_panels
 from app.kernels.paged_attention._cpu import paged_attention
-from app.kernels.rows._cpu import activate, gather_normed, rms_norm, rotate_and_store
-from app.kernels.sgmv._cpu import expand_panels, shrink
-from app.kernels.team import count_pieces, leave, piece, take
+from app.kernels.rows._cpu import gather_normed, rms_norm, rotate_and_store
+from app.kernels.sgmv._cpu import shrink
 
 Floats = NDArray[np.float32]
 
@@ -157,89 +152,6 @@ class Workspace(NamedTuple):
 LAYER_PHASES, STEP_PHASES = 12, 5
 
 
-class Own(NamedTuple):
-    """Extras of one layer's product: its first module, and the runs that have them (none: nothing is done)."""
-
-    tables: ExtraTables
-    layer: int | np.int64
-    module: int | np.int64
-    runs: NDArray[np.int64]
-    kept: Floats
-
-
-@compiled
-def _fill(out, bias, first, end, accumulate):
-    """Start columns first to end of a product from their bias; returns whether the product adds to them."""
-    if bias.shape[0] == 0:
-        return accumulate
-    for t in range(out.shape[0]):
-        for i in range(first, end):
-            out[t, i] = out[t, i] + bias[i] if accumulate else bias[i]
-    return True
-
-
-@compiled
-def _project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, row_starts, own, out):
-    """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
-
-    The modules lie side by side in w and out. One phase.
-    """
-    num_panels, done = num_panels_of(w), 0
-    has_own = own.runs.shape[0] > 0
-    size = panels_per_piece(x.shape[0], num_panels)
-    num_pieces = count_pieces(num_panels, size)
-    index = take(team, phase)
-    while index < num_pieces:
-        first, end = piece(index, num_panels, size)
-        if accumulate and has_own:
-            set_aside(own.tables, own.layer, own.module, own.runs, first, end, out, own.kept)
-        adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
-        multiply_any_panels(x, w, first, end, out, adds)
-        if runs.shape[0] > 0:
-            at = 0
-            for n in range(ranks.shape[1]):
-                width = tables[n].shape[0]
-                low, high = max(first - at, 0), min(end - at, width)
-                if low < high:
-                    expand_panels(h, n, tables, ranks, runs, row_starts, low, high, out, at)
-                    if has_own:
-                        own_columns(x, own.tables, own.layer, own.module + n, own.runs, low, high, out, at)
-                at += width
-        if accumulate and has_own:
-            put_back(own.tables, own.layer, own.module, own.runs, first, end, own.kept, out)
-        done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
-
-
-@compiled
-def _gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, row_starts, own, gelu, gate_up, gated):
-    """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
-
-    w holds the panels of gate, then those of up; the rest as in `_project`.
-    """
-    num_panels, done = num_panels_of(w) // 2, 0
-    width = num_panels * PANEL
-    size = panels_per_piece(2 * x.shape[0], num_panels)
-    num_pieces = count_pieces(num_panels, size)
-    index = take(team, phase)
-    while index < num_pieces:
-        first, end = piece(index, num_panels, size)
-        for n in range(2):
-            at = n * num_panels
-            last = min((at + end) * PANEL, bias.shape[0])
-            adds = _fill(gate_up, bias, (at + first) * PANEL, last, False)
-            multiply_any_panels(x, w, at + first, at + end, gate_up, adds)
-            if runs.shape[0] > 0:
-                expand_panels(h, n, tables, ranks, runs, row_starts, first, end, gate_up, at)
-            if own.runs.shape[0] > 0:
-                own_columns(x, own.tables, own.layer, own.module + n, own.runs, first, end, gate_up, at)
-        activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)
-        done += 1
-        index = take(team, phase)
-    return leave(team, phase, num_pieces, done)
-
-
 @compiled
 def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, step, work):
     """Run every layer over the step's T tokens; leave the P sampled rows' logits in work.logits.
@@ -273,7 +185,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         if adapted:
             a = (tables.a_q[layer], tables.a_k[layer], tables.a_v[layer])
             phase = shrink(team, phase, normed, a, ranks[:, 0:3], tasks, step.widest_rank, row_starts, shrunk)
-        phase = _project(
+        phase = project(
             team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
             (tables.b_q[layer], tables.b_k[layer], tables.b_v[layer]), ranks[:, 0:3], runs, row_starts,
             Own(extras, layer, q, extra_runs, kept), qkv,
@@ -300,7 +212,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
                 team, phase, attended, (tables.a_o[layer],), ranks[:, 3:4], tasks, step.widest_rank, row_starts, shrunk
             )
         # The residual is where the sums of o and down start: no separate addition.
-        phase = _project(
+        phase = project(
             team, phase, attended, layer_panels(weights.out, layer), weights.out_bias[layer], True, shrunk,
             (tables.b_o[layer],), ranks[:, 3:4], runs, row_starts, Own(extras, layer, o, extra_runs, kept), hidden,
         )  # fmt: skip
@@ -312,7 +224,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         if adapted:
             a_pair = (tables.a_gate[layer], tables.a_up[layer])
             phase = shrink(team, phase, normed, a_pair, ranks[:, 4:6], tasks, step.widest_rank, row_starts, shrunk)
-        phase = _gate_and_up(
+        phase = gate_and_up(
             team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
             (tables.b_gate[layer], tables.b_up[layer]), ranks[:, 4:6], runs, row_starts,
             Own(extras, layer, gate, extra_runs, kept), sizes.gelu, gate_up, gated,
@@ -321,7 +233,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
             phase = shrink(
                 team, phase, gated, (tables.a_down[layer],), ranks[:, 6:7], tasks, step.widest_rank, row_starts, shrunk
             )
-        phase = _project(
+        phase = project(
             team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
             (tables.b_down[layer],), ranks[:, 6:7], runs, row_starts, Own(extras, layer, down, extra_runs, kept),
             hidden,
@@ -339,7 +251,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
             phase = own_head(team, phase, sampled, head, extras, samples, inputs, logits)
         else:
             phase = gather_normed(team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, sampled)
-            phase = _project(
+            phase = project(
                 team, phase, sampled, head, none, False, shrunk, (tables.b_down[0],), tables.ranks[0][:, 6:7], runs[:0],
                 row_starts, Own(extras, np.int64(0), q, extra_runs, kept), logits,
             )  # fmt: skip

@@ -1,14 +1,14 @@
-"""What resident adapters hold beside their rank rows: DoRA scales, biases, norms, whole matrices, token rows.
+"""What resident adapters hold beside their rank rows, on a CPU: DoRA scales, biases, norms, whole matrices, token rows.
 
-In: an adapter and its slot, when it is written. Out: `ExtraTables` for the compiled decoder, and the runs of a step
-that need them. What can be computed once is computed here: a module's output is multiplied by one vector
+In: an adapter and its slot, when it is written. Out: `ExtraTables` for the kernels of either engine, and the runs of a
+step that need them. What can be computed once is computed here: a module's output is multiplied by one vector
 and one is added, whatever made them. Memory is allocated per adapter and freed when its slot is
 released; how much may be held is the engine's business (`AdapterCard.extra_bytes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 from app.engine.adapters.extras import ModuleExtras, module_extras, module_shift, replaced_norms
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
 from app.engine.models.spec import ModelSpec
-from app.engine.torch_backend.cpu_decoder import Weights
 from app.kernels.dora._cpu import dora_scale
 from app.kernels.extras._cpu import ATTENTION_NORM, K_NORM, MLP_NORM, Q_NORM, ExtraTables, empty_tables
 from app.kernels.matmul._cpu import PANEL, pack
-from app.kernels.matmul._quantised import Quantised, dequantise
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -33,22 +31,25 @@ _LAYER_NORMS = {
 }
 
 
+class BaseModules(Protocol):
+    """The base's linear modules, as an engine keeps them."""
+
+    def panels(self, key: LoraKey) -> Floats:
+        """A module's weight as float32 panels [P, d_in, 16]."""
+        ...
+
+    def bias(self, key: LoraKey) -> Floats | None:
+        """Its bias [d_out], if it has one."""
+        ...
+
+
 class AdapterExtras:
     """Arrays by adapter slot, and their addresses in tables."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        columns: Mapping[str, tuple[str, int]],
-        max_adapter_slots: int,
-        team: Team,
-    ) -> None:
-        """`columns`: target -> (field of `Weights`, first column of its output there)."""
+    def __init__(self, spec: ModelSpec, base: BaseModules, max_adapter_slots: int, team: Team) -> None:
         self._team = team
         self._spec = spec
-        self._weights = weights
-        self._columns = columns
+        self._base = base
         self.tables: ExtraTables = empty_tables(len(spec.layers), max_adapter_slots, len(TARGETS))
         self._held: dict[int, list[NDArray[np.generic]]] = {}
 
@@ -57,7 +58,7 @@ class AdapterExtras:
         key = LoraKey(0, TARGETS[0])
         d_in, d_out = self._spec.target_shape(*key[:2])
         nothing = LoraPair(np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
-        dora_scale(self._team, nothing.b[0], self._panels(key, nothing), nothing.a, nothing.b)
+        dora_scale(self._team, nothing.b[0], self._base.panels(key), nothing.a, nothing.b)
 
     def held_bytes(self, adapter_slot: int) -> int:
         return sum(array.nbytes for array in self._held.get(adapter_slot, ()))
@@ -135,24 +136,11 @@ class AdapterExtras:
 
     def _scale(self, adapter: LoraAdapter, key: LoraKey) -> Floats:
         magnitude, pair = adapter.magnitudes[key], adapter.weights[key]
-        return dora_scale(self._team, magnitude, self._panels(key, pair), pair.a, pair.b)
-
-    def _panels(self, key: LoraKey, pair: LoraPair) -> Floats:
-        """The base module's packed weight as float32 [P, d_in, 16]."""
-        name, column = self._columns[key.target]
-        stack = getattr(self._weights, name)
-        panels = slice(column // PANEL, column // PANEL + -(-pair.b.shape[1] // PANEL))
-        if isinstance(stack, Quantised):
-            return dequantise(Quantised._make(part[key.layer, panels] for part in stack))
-        weight: Floats = stack[key.layer, panels]
-        return weight
+        return dora_scale(self._team, magnitude, self._base.panels(key), pair.a, pair.b)
 
     def _shift(self, adapter: LoraAdapter, key: LoraKey, parts: ModuleExtras, scale: Floats | None) -> Floats:
         _, d_out = self._spec.target_shape(key.layer, key.target)
-        name, column = self._columns[key.target]
-        biases = getattr(self._weights, f"{name}_bias")
-        base = biases[key.layer, column : column + d_out] if biases.shape[1] else None
-        return module_shift(adapter, key, parts, scale, base, d_out)
+        return module_shift(adapter, key, parts, scale, self._base.bias(key), d_out)
 
 
 def sample_runs(runs: NDArray[np.int64], sample_rows: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -1,0 +1,1 @@
+"""A linear module with its bias, its adapters' deltas and their extras."""
