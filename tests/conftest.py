@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from app.config import DEFAULT_MODEL_URI
 from app.engine.models.sources import resolve_model
 from tests.postgres import find_postgres
+
+# A machine that is busy with other things is slow, not wrong.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
