@@ -27,9 +27,9 @@ def server() -> Iterator[tuple[str, FakeServer]]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(120)
     yield found[0]
     loop.call_soon_threadsafe(stopping.set)
-    thread.join(10)
+    thread.join(120)
     loop.close()
     assert not thread.is_alive()

@@ -1,6 +1,7 @@
 """A tiny OpenAI server that says as many words as it is asked for, and sometimes misbehaves by request.
 
-It answers by model name: "refuse" with 429, "break" ends its stream early, "late" waits first.
+It answers by model name: "refuse" with 429, "break" ends its stream early, "late" waits first. Nothing is answered
+before as many requests have been there at once as `min_open` says: what is sent one by one hangs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.num_open = self.max_open = 0
+        self.min_open = 1
+        self._arrived = asyncio.Condition()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -31,6 +34,9 @@ class FakeServer:
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)
         try:
+            async with self._arrived:
+                self._arrived.notify_all()
+                await self._arrived.wait_for(lambda: self.max_open >= self.min_open)
             return await self._stream(request, body)
         finally:
             self.num_open -= 1
