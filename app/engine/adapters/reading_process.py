@@ -160,14 +160,14 @@ def _shared_file(size_bytes: int) -> int:
 
 
 def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: ReadingTask) -> bytes:
-    """Send the question, return everything that is answered. AdapterTooLarge when the time is up."""
+    """Send the question, return everything that is answered in time. AdapterReadFailed when the time is up."""
     answer = bytearray()
     try:
-        stream.settimeout(max(0.001, deadline_s - time.monotonic()))
+        stream.settimeout(_left_s(deadline_s))
         stream.sendall(question)
         stream.shutdown(socket.SHUT_WR)
         while True:
-            stream.settimeout(max(0.001, deadline_s - time.monotonic()))
+            stream.settimeout(_left_s(deadline_s))
             received = stream.recv(_RECEIVE_BYTES)
             answer += received
             if not received or len(answer) > _MAX_VERDICT_BYTES:
@@ -179,6 +179,14 @@ def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: R
         ) from None
     except OSError:  # it went away while it was spoken to
         return b""
+
+
+def _left_s(deadline_s: float) -> float:
+    """Raises TimeoutError when there is none: an answer that has come too late is not read."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
 
 
 def _verdict(text: bytes, shared: int, task: ReadingTask) -> tuple[dict[str, Any], list[NDArray[np.float32]]]:
