@@ -34,7 +34,7 @@ class PausableBackend(FakeBackend):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self.max_steps is not None and self.num_steps >= self.max_steps:
-            self.resumed.wait(30)
+            self.resumed.wait(120)
         self.num_steps += 1
         return super().forward(batch)
 
@@ -85,7 +85,7 @@ class Fleet:
         self.replicas[replica.replica_id] = replica
         return replica
 
-    def dispatcher(self, *, replica_wait_s: float = 5.0) -> Dispatcher:
+    def dispatcher(self, *, replica_wait_s: float = 120.0) -> Dispatcher:
         return Dispatcher(self, self, self.policy, replica_wait_s=replica_wait_s)
 
     def kill(self, replica_id: str) -> None:
@@ -94,7 +94,7 @@ class Fleet:
     def stop(self) -> None:
         for replica in self.replicas.values():
             replica.backend.resumed.set()
-            replica.thread.stop(5.0)
+            assert replica.thread.stop(120.0)
 
     async def fetch(self, ref: AdapterRef) -> LoraAdapter:
         self.fetches.append(ref.digest)

@@ -53,7 +53,7 @@ class Service:
         self.management = Management(managed, managed, lambda: fleet.table)
         self.dispatcher = fleet.dispatcher(replica_wait_s=0.2)
         self.observed: list[tuple[str, int]] = []
-        limits = LimitsConfig(max_body_bytes=20_000, max_sequences=4, request_timeout_s=5)
+        limits = LimitsConfig(max_body_bytes=20_000, max_sequences=4, request_timeout_s=120)
         self.frontend = Frontend(Letters(), "base", self.resolve, self.dispatcher.stream, limits)
 
     def resolve(self, name: str, sticky_key: str) -> AdapterRef | None:

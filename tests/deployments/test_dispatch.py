@@ -249,7 +249,7 @@ async def test_without_a_replica_the_wait_is_bounded(make_fleet: MakeFleet) -> N
     dispatcher = fleet.dispatcher(replica_wait_s=0.05)
     with pytest.raises(NotReady, match=r"0\.05 s"):
         await collect(dispatcher, make_request("r", [1]))
-    waiting = fleet.dispatcher(replica_wait_s=5.0)
+    waiting = fleet.dispatcher(replica_wait_s=120.0)
     task = asyncio.ensure_future(collect(waiting, make_request("r", [1], max_tokens=3)))
     await asyncio.sleep(0.02)
     fleet.add()
@@ -279,7 +279,7 @@ async def test_a_request_that_loses_every_replica_is_given_up(make_fleet: MakeFl
     await dispatcher.close()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)

@@ -183,16 +183,19 @@ async def test_a_bug_is_a_500_that_tells_nothing(
 
 
 async def test_a_request_that_takes_too_long_is_504_and_aborted(http: httpx.AsyncClient, service: Service) -> None:
-    service.frontend.limits = service.frontend.limits.model_copy(update={"request_timeout_s": 0.05})
     (replica,) = service.fleet.replicas.values()
     replica.backend.max_steps = 0
-    answer = await http.post("/v1/completions", json=LEGACY)
-    assert answer.status_code == 504
+    timeout_s = 0.05
+    while not replica.submitted:  # on a machine so busy that the time is up on the way there, a longer one
+        service.frontend.limits = service.frontend.limits.model_copy(update={"request_timeout_s": timeout_s})
+        answer = await http.post("/v1/completions", json=LEGACY)
+        assert answer.status_code == 504
+        timeout_s *= 2
     replica.backend.resumed.set()
-    async with asyncio.timeout(20):
-        while replica.engine.has_work:
+    async with asyncio.timeout(120):
+        while replica.thread.stats().num_aborted < 1:
             await asyncio.sleep(0.002)
-    assert replica.thread.stats().num_aborted == 1
+    assert not replica.engine.has_work
 
 
 def test_derived_seeds_differ_and_the_first_is_the_request_s_own() -> None:
