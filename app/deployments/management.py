@@ -17,6 +17,7 @@ from app.deployments.dispatch import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement import PlacementTable
 from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, Generation, Job
 from app.deployments.registry.lifecycle import Description, Unload
+from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)
 
@@ -129,5 +130,5 @@ class Management:
     async def _drop(self, replica_id: str, digest: str) -> None:
         try:
             await self._replicas.drop_adapter(replica_id, digest)
-        except (ReplicaGone, ReplicaUnreachable) as error:
-            logger.info("no rows to free: %s", error)  # they went with the replica
+        except (ReplicaGone, ReplicaUnreachable, EngineFailure, NotReady) as error:
+            logger.info("no rows to free: %s", error)  # they go with the replica, or with its engine

@@ -1,20 +1,23 @@
 """Requests in, tokens out.
 
 In: submits, aborts, adapter drops and pins from any thread, through an inbox. Out: one list of chunks per
-`step()`, which one thread calls. A step does no I/O, awaits nothing and takes no lock. Once the
-backend has failed nothing is computed any more: every stream, also one submitted later, ends with
-an `EngineFailure`. What each step computes is the scheduler's choice, how is the backend's.
+`step()`, which one thread calls. A step does no I/O, awaits nothing and takes no lock. Once the backend has
+failed, or the engine was shut down, nothing is computed any more: every stream and every adapter order,
+also one that comes later, ends with an `EngineFailure`. What each step computes is the scheduler's choice,
+how is the backend's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from app.engine.adapter_pool import AdapterPool
+from app.engine.adapter_orders import AdapterOrders, Bring, Drop, refuse
+from app.engine.adapter_pool import AdapterGrant, AdapterPool
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
@@ -26,7 +29,6 @@ from app.engine.errors import (
     ConfigError,
     EngineFailure,
     InvalidRequest,
-    NotReady,
     QueueFull,
 )
 from app.engine.kv_cache import BlockPool
@@ -48,21 +50,8 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drop:
-    digest: str
-    freed: Future[int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Keep:
     digests: Collection[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Bring:
-    adapter: LoraAdapter
-    ref: AdapterRef
-    resident: Future[None]
 
 
 class Engine:
@@ -94,10 +83,9 @@ class Engine:
             max_write_bytes=config.adapter_write_bytes_per_step,
         )
         self._builder = BatchBuilder(limits.block_size)
-        self._inbox: deque[_Submit | _Abort | _Drop | _Keep | _Bring] = deque()
+        self._inbox: deque[_Submit | _Abort | _Keep | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
-        self._drops: dict[str, list[Future[int]]] = {}  # digest -> waiting for its last sequence
-        self._brings: dict[str, list[_Bring]] = {}  # digest -> waiting for rows without a request
+        self._orders = AdapterOrders(self._adapters)
         self._failure: EngineFailure | None = None
 
     # -- any thread ---------------------------------------------------------------------------
@@ -129,9 +117,12 @@ class Engine:
         self._inbox.append(_Abort(request_id))
 
     def drop_adapter(self, digest: str) -> Future[int]:
-        """Free an adapter's rows once its last sequence has ended; the result is how many rows were freed."""
+        """Free an adapter's rows once its last sequence has ended; the result is how many rows were freed.
+
+        The future raises EngineFailure if the engine has stopped or stops before.
+        """
         freed: Future[int] = Future()
-        self._inbox.append(_Drop(digest, freed))
+        self._order(Drop(digest, freed))
         return freed
 
     def keep_adapters(self, digests: Collection[str]) -> None:
@@ -149,13 +140,18 @@ class Engine:
         """
         self._check_fits(adapter, ref.name)
         resident: Future[None] = Future()
-        self._inbox.append(_Bring(adapter, ref, resident))
+        self._order(Bring(adapter, ref, resident))
         return resident
+
+    def _order(self, order: Drop | Bring) -> None:
+        self._inbox.append(order)
+        if self._failure is not None:
+            self._refuse_arrived(self._failure)  # no step takes it in any more
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox or self._live_ids or self._brings)
+        return bool(self._inbox or self._live_ids or self._orders.num_bringing)
 
     @property
     def failure(self) -> EngineFailure | None:
@@ -200,7 +196,8 @@ class Engine:
             return self._refuse_all(self._failure)
         try:
             chunks = self._drain_inbox()
-            self._bring_adapters()
+            if self._orders.bring(self._write_brought):
+                self._scheduler.reopen()
             plan = self._scheduler.schedule()
             for digest, refusal in plan.refusals:
                 chunks += self._end_all(digest, refusal)
@@ -210,7 +207,7 @@ class Engine:
             if plan.items:
                 output = self._backend.forward(self._builder.build(plan.items))
                 chunks += self._scheduler.commit(plan, output)
-            self._finish_drops()
+            self._orders.finish_drops(self._scheduler.num_live_of)
             self._release_vacated()
         except Exception as error:
             # The state of the device and of the books is unknown: nothing here can be trusted any more.
@@ -243,16 +240,11 @@ class Engine:
                     chunk = self._scheduler.add(sequence)
                 case _Abort(request_id):
                     chunk = self._scheduler.end(request_id, "abort")
-                case _Drop(digest, freed):
-                    waiting = self._drops.setdefault(digest, [])
-                    if freed.set_running_or_notify_cancel():  # else nobody waits, and it cannot be answered
-                        waiting.append(freed)
                 case _Keep(digests):
                     self._adapters.keep(digests)
                     self._scheduler.reopen()
-                case _Bring(adapter, _, resident):
-                    if resident.set_running_or_notify_cancel():
-                        self._brings.setdefault(adapter.card.digest, []).append(message)
+                case Drop() | Bring():
+                    self._orders.take(message)
             if chunk is not None:
                 chunks.append(chunk)
         return chunks
@@ -280,37 +272,10 @@ class Engine:
         ended = [self._scheduler.end(request_id, "error", error) for request_id in self._scheduler.live_of(digest)]
         return [chunk for chunk in ended if chunk is not None]
 
-    def _bring_adapters(self) -> None:
-        """Write one of the adapters that were asked for without a request; those without room yet keep waiting."""
-        for digest, waiting in list(self._brings.items()):
-            adapter, ref = waiting[0].adapter, waiting[0].ref
-            error: Exception | None = None
-            grant = None
-            try:
-                self._adapters.check_room(ref.name, digest, adapter.card.max_rank, adapter.card.extra_bytes)
-                grant = self._adapters.acquire(digest, adapter.card.max_rank, adapter.card.extra_bytes)
-                if grant is None:
-                    self._adapters.reserve(digest, adapter.card.max_rank, adapter.card.extra_bytes)
-                    continue
-                if grant.needs_write:
-                    self._release_vacated()
-                    self._write(grant.adapter_slot, grant.row_start, adapter)
-                    self._meter.adapter_written(ref.tenant_id, adapter.card.size_bytes)
-            except (AdapterError, NotReady) as refused:
-                error = refused
-                self._adapters.cancel_reservation(digest)
-            if grant is not None:
-                self._adapters.release(digest)
-                if error is not None:
-                    self._adapters.drop(digest)
-            for bring in self._brings.pop(digest):
-                if error is None:
-                    bring.resident.set_result(None)
-                else:
-                    bring.resident.set_exception(error)
-            if grant is not None and grant.needs_write:
-                self._scheduler.reopen()
-                return
+    def _write_brought(self, grant: AdapterGrant, bring: Bring) -> None:
+        self._release_vacated()
+        self._write(grant.adapter_slot, grant.row_start, bring.adapter)
+        self._meter.adapter_written(bring.ref.tenant_id, bring.adapter.card.size_bytes)
 
     def _without_unready(self, plan: Schedule) -> Schedule:
         """Leave out whose adapter is still being written, unless there is nobody else: then the step waits for it."""
@@ -324,32 +289,23 @@ class Engine:
         for adapter_slot in self._adapters.take_vacated():
             self._backend.release_adapter(adapter_slot)
 
-    def _finish_drops(self) -> None:
-        for digest in [d for d in self._drops if not self._scheduler.num_live_of(d)]:
-            num_rows = self._adapters.drop(digest)
-            for freed in self._drops.pop(digest):
-                freed.set_result(num_rows)
-
     def _refuse_all(self, failure: EngineFailure) -> list[TokenChunk]:
         """End everything live or still arriving with the failure."""
-        while self._inbox:
-            message = self._inbox.popleft()
-            match message:
-                case _Drop(_, future) | _Bring(_, _, future) if future.set_running_or_notify_cancel():
-                    future.set_exception(failure)
-        for waiting in self._brings.values():
-            for bring in waiting:
-                bring.resident.set_exception(failure)
-        self._brings.clear()
-        for futures in self._drops.values():
-            for freed in futures:
-                freed.set_exception(failure)
-        self._drops.clear()
+        self._refuse_arrived(failure)
+        self._orders.refuse_all(failure)
         return [
             TokenChunk(request_id, finish_reason="error", error=failure)
             for request_id in self._live_ids.copy()
             if self._live_ids.pop(request_id, None) is not None
         ]
+
+    def _refuse_arrived(self, failure: EngineFailure) -> None:
+        """Answer the orders in the inbox. Any thread, once no step drains it: whoever takes one out answers it."""
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while self._inbox:
+                message = self._inbox.popleft()
+                if isinstance(message, Drop | Bring):
+                    refuse(message, failure)
 
     def _check_adapter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
         if request.adapter is None and adapter is None:

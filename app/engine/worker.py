@@ -1,8 +1,8 @@
 """The one thread that owns a device: it steps an engine while there is work and sleeps otherwise.
 
-In: the engine's submits, aborts and drops, from any thread. Out: each step's chunks, in one call of
-`on_chunks` made from this thread, and at most one call of `on_failure`. Rule: every submitted
-request gets a last chunk, also when the engine fails or the thread is stopped.
+In: the engine's submits, aborts and adapter orders, from any thread. Out: each step's chunks, in one call of
+`on_chunks` made from this thread, and at most one call of `on_failure`. Rule: every submitted request gets
+a last chunk and every adapter order an answer, also when the engine fails or the thread is stopped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class EngineThread:
         """
         self._stopping = True
         self._wake.set()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread.ident is None:
+            self._shut_down()
+        elif self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -98,14 +100,17 @@ class EngineThread:
                     self._on_chunks(chunks)
                 if engine.failure is not None and self._failure is None:
                     self._fail(engine.failure)
-            chunks = engine.shut_down(EngineFailure("the engine was stopped"))
-            if chunks:
-                self._on_chunks(chunks)
+            self._shut_down()
         except Exception as error:  # a callback broke its promise: report it, answer nobody through it again
             failure = EngineFailure(f"the engine's thread ended: {type(error).__name__}: {error}")
             failure.__cause__ = error
             engine.shut_down(failure)
             self._fail(failure)
+
+    def _shut_down(self) -> None:
+        chunks = self._engine.shut_down(EngineFailure("the engine was stopped"))
+        if chunks:
+            self._on_chunks(chunks)
 
     def _fail(self, failure: EngineFailure) -> None:
         self._failure = failure

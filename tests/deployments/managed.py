@@ -64,6 +64,7 @@ class ManagedStore:
         self.view = RegistryView()
         self.follower = asyncio.create_task(self._follow())
         self.dropped: list[tuple[str, str]] = []
+        self.drop_errors: dict[str, Exception] = {}  # replica id -> what dropping there raises
         self.drop_gate = asyncio.Event()
         self.drop_gate.set()
         self.placement = PlacementTable()
@@ -81,6 +82,8 @@ class ManagedStore:
 
     async def drop_adapter(self, replica_id: str, digest: str) -> int:
         await self.drop_gate.wait()
+        if replica_id in self.drop_errors:
+            raise self.drop_errors[replica_id]
         self.dropped.append((replica_id, digest))
         return 8
 

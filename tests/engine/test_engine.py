@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
@@ -24,81 +22,21 @@ from app.engine.errors import (
     ContextOverflow,
     EngineFailure,
     InvalidRequest,
-    NotReady,
     QueueFull,
 )
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from app.engine.sequence import Sequence
+from tests.engine.driving import (
+    ADAPTERS,
+    Submitted,
+    assert_as_alone,
+    assert_empty,
+    collect,
+    make_engine,
+    run,
+    tokens_of,
+)
 from tests.fakes import EOS, VOCAB, FakeBackend, fake_adapter, fake_request, fake_tokens
-
-Submitted = tuple[GenerateRequest, LoraAdapter | None]
-
-
-def make_engine(
-    *,
-    num_kv_blocks: int = 64,
-    block_size: int = 8,
-    rows: int = 64,
-    alignment: int = 8,
-    max_adapter_slots: int = 8,
-    **config: int | bool,
-) -> tuple[Engine, FakeBackend]:
-    backend = FakeBackend(BackendLimits(num_kv_blocks, block_size, rows, alignment, max_adapter_slots))
-    return Engine(backend, EngineConfig.model_validate(config)), backend
-
-
-def run(engine: Engine, max_steps: int = 20_000) -> dict[str, list[TokenChunk]]:
-    """Step until idle; chunks by request."""
-    out: dict[str, list[TokenChunk]] = {}
-    for _ in range(max_steps):
-        if not engine.has_work:
-            return out
-        collect(out, engine.step())
-        engine.check()
-    raise AssertionError(f"still busy after {max_steps} steps: {engine.stats()}")
-
-
-def collect(out: dict[str, list[TokenChunk]], chunks: Iterable[TokenChunk]) -> None:
-    for chunk in chunks:
-        assert chunk.request_id not in out or out[chunk.request_id][-1].finish_reason is None, "a chunk after the last"
-        out.setdefault(chunk.request_id, []).append(chunk)
-
-
-def tokens_of(chunks: list[TokenChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
-
-
-def assert_as_alone(submitted: Submitted, chunks: list[TokenChunk]) -> None:
-    """The answer is the one the definition gives, with the right end."""
-    request, adapter = submitted
-    expected = fake_tokens(request, adapter)
-    assert tokens_of(chunks) == [line.token_id for line in expected]
-    if request.sampling.num_logprobs is not None:
-        assert [line for chunk in chunks for line in chunk.logprobs] == expected
-    last = chunks[-1]
-    everything = [*request.resume_token_ids, *tokens_of(chunks)]
-    stops = {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else (EOS,))}
-    if everything[-1] in stops:
-        assert (last.finish_reason, last.matched_stop) == ("stop", everything[-1])
-    else:
-        assert (last.finish_reason, last.matched_stop) == ("length", None)
-    assert last.usage is not None
-    assert last.usage.prompt_tokens == len(request.token_ids)
-    assert last.usage.completion_tokens == len(everything)
-    assert 0 <= last.usage.cached_tokens < len(request.token_ids) + len(request.resume_token_ids)
-
-
-def assert_empty(engine: Engine) -> None:
-    """Nothing is held when nothing runs."""
-    stats = engine.stats()
-    assert stats.num_running == stats.num_waiting == 0
-    assert stats.num_blocks_free == stats.num_blocks
-    assert all(resident.num_pins == 0 for resident in stats.residents)
-    totals = [sum(getattr(t, name) for t in stats.tenants.values()) for name in ("prompt_tokens", "completion_tokens")]
-    assert totals == [stats.num_prompt_tokens, stats.num_tokens_generated]
-
-
-ADAPTERS = [fake_adapter(f"a{i}", rank) for i, rank in enumerate((1, 8, 9, 16, 30, 32, 8, 16))]
 
 
 @st.composite
@@ -307,24 +245,6 @@ def test_more_adapters_than_rows_all_get_their_turn() -> None:
     assert_empty(engine)
 
 
-def test_drop_waits_for_sequences_in_flight_and_frees_the_rows() -> None:
-    adapter = fake_adapter("dropped", 12)
-    engine, _ = make_engine()
-    sampling = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-    engine.submit(fake_request("r", [1, 2, 3], adapter, sampling=sampling), adapter)
-    engine.step()
-    freed = engine.drop_adapter(adapter.card.digest)
-    engine.step()
-    assert not freed.done()
-    assert engine.stats().num_rank_rows_free == 48
-    run(engine)
-    assert freed.result(timeout=0) == 16
-    assert engine.stats().num_rank_rows_free == 64
-    again = engine.drop_adapter(adapter.card.digest)
-    engine.step()
-    assert again.result(timeout=0) == 0
-
-
 def test_abort_gives_everything_back_within_a_step() -> None:
     adapter = fake_adapter("aborted", 8)
     engine, _ = make_engine()
@@ -472,97 +392,6 @@ def test_extras_are_bounded_and_released_with_their_adapter() -> None:
     run(engine)
     assert dropped.result() == 8
     assert len(backend.releases) == len(backend.writes)
-
-
-def test_a_kept_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
-    engine, backend = make_engine(rows=32, max_adapter_slots=8)
-    kept, others = ADAPTERS[3], [ADAPTERS[1], ADAPTERS[2], ADAPTERS[6], ADAPTERS[7]]
-    engine.keep_adapters([kept.card.digest])
-    resident = engine.bring_adapter(kept, AdapterRef("kept", kept.card.digest, "acme"))
-    assert engine.has_work
-    run(engine)
-    assert resident.result(timeout=0) is None
-    assert len(backend.writes) == 1
-    for index, adapter in enumerate(others * 3):
-        submitted = fake_request(f"r{index}", [1, 2], adapter), adapter
-        engine.submit(*submitted)
-        assert_as_alone(submitted, run(engine)[f"r{index}"])
-        assert kept.card.digest in {item.digest for item in engine.stats().residents}
-    before = len(backend.writes)
-    engine.submit(fake_request("hit", [3], kept), kept)
-    run(engine)
-    stats = engine.stats()
-    assert len(backend.writes) == before == stats.num_adapter_writes
-    assert (stats.num_adapter_hits, stats.num_adapter_misses) == (1, 12)
-    assert stats.tenants["acme"].adapter_write_bytes == kept.card.size_bytes
-    assert_empty(engine)
-
-
-def test_what_kept_adapters_leave_no_room_for_is_refused_and_nobody_else() -> None:
-    engine, _ = make_engine(rows=32, max_adapter_slots=8)
-    kept, large, small = ADAPTERS[1], ADAPTERS[4], ADAPTERS[6]
-    futures = [engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)) for adapter in (kept, kept)]
-    engine.keep_adapters([kept.card.digest])
-    for name, adapter in (("large", large), ("small", small), ("large too", large), ("base", None)):
-        engine.submit(fake_request(name, [1, 2, 3], adapter), adapter)
-    out = run(engine)
-    assert all(future.done() for future in futures)
-    for name in ("large", "large too"):
-        (chunk,) = out[name]
-        assert chunk.finish_reason == "error"
-        assert isinstance(chunk.error, NotReady)
-        assert "32 rank rows: 8 of 32" in str(chunk.error)
-    for name in ("small", "base"):
-        assert out[name][-1].finish_reason in ("stop", "length")
-    refused = engine.bring_adapter(large, AdapterRef("large", large.card.digest))
-    run(engine)
-    with pytest.raises(NotReady, match="'large'"):
-        refused.result(timeout=0)
-    engine.keep_adapters([])
-    engine.submit(fake_request("again", [1], large), large)
-    assert run(engine)["again"][-1].finish_reason in ("stop", "length")
-    assert_empty(engine)
-
-
-def test_a_kept_adapter_waits_for_sequences_in_flight_only() -> None:
-    engine, _ = make_engine(rows=16, max_adapter_slots=8)
-    busy, kept = ADAPTERS[3], ADAPTERS[7]
-    engine.submit(fake_request("busy", [1], busy, sampling=SamplingParams(max_tokens=6, ignore_eos=True)), busy)
-    engine.step()
-    engine.keep_adapters([kept.card.digest])
-    resident = engine.bring_adapter(kept, AdapterRef("kept", kept.card.digest))
-    engine.submit(fake_request("waits", [1], busy), busy)
-    engine.step()
-    assert not resident.done()
-    out = run(engine)
-    assert out["busy"][-1].finish_reason == "length"
-    assert resident.result(timeout=0) is None
-    assert [item.digest for item in engine.stats().residents] == [kept.card.digest]
-
-
-def test_an_answer_that_nobody_waits_for_does_not_end_the_engine() -> None:
-    engine, _ = make_engine()
-    adapter = ADAPTERS[1]
-    assert engine.drop_adapter(adapter.card.digest).cancel()
-    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)).cancel()
-    engine.submit(fake_request("r", [1], adapter), adapter)
-    assert run(engine)["r"][-1].finish_reason in ("stop", "length")
-    assert engine.drop_adapter(adapter.card.digest).cancel()
-    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)).cancel()
-    engine.shut_down(EngineFailure("the end"))
-
-
-def test_a_kept_adapter_that_cannot_be_written_is_no_trouble_for_others() -> None:
-    engine, backend = make_engine()
-    backend.write_error = AdapterFormatError("a broken row")
-    adapter = ADAPTERS[1]
-    engine.keep_adapters([adapter.card.digest])
-    resident = engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest))
-    engine.submit(fake_request("base", [1]))
-    assert run(engine)["base"][-1].finish_reason in ("stop", "length")
-    with pytest.raises(AdapterFormatError, match="broken row"):
-        resident.result(timeout=0)
-    assert engine.stats().residents == ()
 
 
 def test_a_step_leaves_out_whose_adapter_is_still_being_written_unless_there_is_nobody_else() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from app.engine.adapters.card import AdapterRef
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
@@ -136,3 +137,28 @@ def test_a_raising_callback_is_a_failure_not_a_silent_death() -> None:
     assert reported.wait(timeout=120)
     assert "cannot take 1 chunks" in str(thread.failure)
     assert thread.stop(timeout_s=120)
+
+
+def test_orders_after_the_stop_are_answered() -> None:
+    adapter = fake_adapter("a", 8)
+    listener = Listener()
+    thread, _ = start(listener)
+    assert thread.stop(timeout_s=120)
+    with pytest.raises(EngineFailure, match="was stopped"):
+        thread.drop_adapter(adapter.card.digest).result(timeout=120)
+    with pytest.raises(EngineFailure, match="was stopped"):
+        thread.bring_adapter(adapter, AdapterRef("a", adapter.card.digest))
+
+
+def test_a_thread_that_never_ran_leaves_nothing_unanswered() -> None:
+    adapter = fake_adapter("a", 8)
+    listener = Listener()
+    backend = FakeBackend(BackendLimits(64, 8, 64, 8, 8))
+    thread = EngineThread(Engine(backend, EngineConfig()), listener.on_chunks, listener.failures.append)
+    thread.submit(fake_request("r", [1]))
+    orders = [thread.drop_adapter("any"), thread.bring_adapter(adapter, AdapterRef("a", adapter.card.digest))]
+    assert thread.stop()
+    assert isinstance(listener.chunks["r"][-1].error, EngineFailure)
+    for order in orders:
+        with pytest.raises(EngineFailure, match="was stopped"):
+            order.result(timeout=0)

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
+from app.deployments.dispatch import ReplicaGone
 from app.deployments.management import Management
 from app.deployments.placement import PlacementTable, ReplicaReport
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import Job, State
 from app.deployments.steering import Steering
-from app.engine.errors import AdapterBusy, AdapterFormatError, InvalidRequest, NotFound
+from app.engine.errors import AdapterBusy, AdapterFormatError, EngineFailure, InvalidRequest, NotFound, NotReady
 from tests.deployments.managed import FakeStore, ManagedStore, fails
 
 
@@ -138,6 +139,18 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     assert isinstance(await fails(management.unload("sql")), NotFound)
     _, entry = await management.load_and_wait("sql", "one")
     assert entry.ref.generation == 2, "what was removed and returns is a new generation"
+
+
+@pytest.mark.parametrize("error", [EngineFailure("on fire"), NotReady("reached r2"), ReplicaGone("r1")])
+async def test_an_unload_ends_although_a_replica_cannot_free_its_rows(managed: ManagedStore, error: Exception) -> None:
+    managed.placement = PlacementTable({name: ReplicaReport(name, resident=("d1",)) for name in ("r1", "r2")})
+    managed.drop_errors = {"r1": error}
+    management = Management(managed, managed, lambda: managed.placement)
+    await management.load_and_wait("sql", "one")
+    job, _ = await management.unload("sql")
+    assert job.state is State.REMOVED
+    assert managed.dropped == [("r2", "d1")]
+    assert managed.store.cached_digests == set()
 
 
 async def test_a_name_that_returns_while_it_drains_is_served(managed: ManagedStore) -> None:

@@ -1,0 +1,80 @@
+"""An engine over the fake backend, stepped by hand, and what its answers must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.request import GenerateRequest, TokenChunk
+from tests.fakes import EOS, FakeBackend, fake_adapter, fake_tokens
+
+Submitted = tuple[GenerateRequest, LoraAdapter | None]
+
+ADAPTERS = [fake_adapter(f"a{i}", rank) for i, rank in enumerate((1, 8, 9, 16, 30, 32, 8, 16))]
+
+
+def make_engine(
+    *,
+    num_kv_blocks: int = 64,
+    block_size: int = 8,
+    rows: int = 64,
+    alignment: int = 8,
+    max_adapter_slots: int = 8,
+    **config: int | bool,
+) -> tuple[Engine, FakeBackend]:
+    backend = FakeBackend(BackendLimits(num_kv_blocks, block_size, rows, alignment, max_adapter_slots))
+    return Engine(backend, EngineConfig.model_validate(config)), backend
+
+
+def run(engine: Engine, max_steps: int = 20_000) -> dict[str, list[TokenChunk]]:
+    """Step until idle; chunks by request."""
+    out: dict[str, list[TokenChunk]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return out
+        collect(out, engine.step())
+        engine.check()
+    raise AssertionError(f"still busy after {max_steps} steps: {engine.stats()}")
+
+
+def collect(out: dict[str, list[TokenChunk]], chunks: Iterable[TokenChunk]) -> None:
+    for chunk in chunks:
+        assert chunk.request_id not in out or out[chunk.request_id][-1].finish_reason is None, "a chunk after the last"
+        out.setdefault(chunk.request_id, []).append(chunk)
+
+
+def tokens_of(chunks: list[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def assert_as_alone(submitted: Submitted, chunks: list[TokenChunk]) -> None:
+    """The answer is the one the definition gives, with the right end."""
+    request, adapter = submitted
+    expected = fake_tokens(request, adapter)
+    assert tokens_of(chunks) == [line.token_id for line in expected]
+    if request.sampling.num_logprobs is not None:
+        assert [line for chunk in chunks for line in chunk.logprobs] == expected
+    last = chunks[-1]
+    everything = [*request.resume_token_ids, *tokens_of(chunks)]
+    stops = {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else (EOS,))}
+    if everything[-1] in stops:
+        assert (last.finish_reason, last.matched_stop) == ("stop", everything[-1])
+    else:
+        assert (last.finish_reason, last.matched_stop) == ("length", None)
+    assert last.usage is not None
+    assert last.usage.prompt_tokens == len(request.token_ids)
+    assert last.usage.completion_tokens == len(everything)
+    assert 0 <= last.usage.cached_tokens < len(request.token_ids) + len(request.resume_token_ids)
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing is held when nothing runs."""
+    stats = engine.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.num_blocks_free == stats.num_blocks
+    assert all(resident.num_pins == 0 for resident in stats.residents)
+    totals = [sum(getattr(t, name) for t in stats.tenants.values()) for name in ("prompt_tokens", "completion_tokens")]
+    assert totals == [stats.num_prompt_tokens, stats.num_tokens_generated]
