@@ -63,7 +63,7 @@ class EngineReplica:
         checkpoint = await asyncio.to_thread(open_checkpoint, config.model)
         self._backend = await asyncio.to_thread(load_backend, checkpoint, config.engine)
         engine = Engine(self._backend, config.engine)
-        await asyncio.to_thread(warm_up, engine, checkpoint.spec, adapters=config.engine.adapter_rank_rows > 0)
+        await asyncio.to_thread(warm_up, engine, checkpoint.spec)
         self._steering = Watched(self._store, self._replica_id, Steering(), "watch_steering")
         self._steering.take(*await self._store.call("watch_steering", None, self._replica_id, WATCH_TIMEOUT_S))
         await self._warm_adapters(engine, config.engine)
@@ -155,31 +155,40 @@ class EngineReplica:
     async def _warm_adapters(self, engine: Engine, config: EngineConfig) -> None:
         """Hold what is pinned, and then what was used last, before being called ready.
 
-        An adapter that cannot be had is left to its requests, or to the pin keeper.
+        An adapter that cannot be had, or no longer fits, is left to its requests, or to the pin keeper.
         """
         max_adapters = config.max_adapter_slots - 1
         pinned = self._steering.value.pinned_digests
         engine.keep_adapters(pinned)
-        hot: list[CatalogEntry] = await self._store.call("manage", "hot", max_adapters)
-        entries = [*self._steering.value.pinned, *(entry for entry in hot if entry.ref.digest not in pinned)]
-        entries = entries[:max_adapters]
-        entries = entries[: hottest_that_fit([entry.max_rank for entry in entries], config.adapter_rank_rows)]
+        hot: list[CatalogEntry] = []
+        try:
+            hot = await self._store.call("manage", "hot", max_adapters)
+        except NotReady as error:
+            logger.warning("nobody knows what was used last (%s); starting without it", error)
+        entries = hottest_that_fit(
+            [*self._steering.value.pinned, *(entry for entry in hot if entry.ref.digest not in pinned)],
+            num_adapters=max_adapters,
+            num_rank_rows=engine.stats().num_rank_rows,
+            extra_bytes=config.adapter_extra_bytes,
+        )
         if not entries:
             return
         fetches = [asyncio.create_task(self._fetch(entry.ref)) for entry in entries]
         await asyncio.wait(fetches, timeout=WARM_TIMEOUT_S)
-        adapters = []
+        adapters: list[tuple[AdapterRef, LoraAdapter]] = []
         for entry, fetch in zip(entries, fetches, strict=True):
             if not fetch.done():
                 fetch.cancel()
                 logger.warning("adapter %s was not read within %g s; starting without it", entry.name, WARM_TIMEOUT_S)
-            elif error := fetch.exception():
-                logger.warning("adapter %s cannot be read: %s", entry.name, error)
+            elif unread := fetch.exception():
+                logger.warning("adapter %s cannot be read: %s", entry.name, unread)
             else:
-                adapters.append(fetch.result())
-        await asyncio.to_thread(warm_adapters, engine, [item for item in adapters if item.card.digest in pinned])
-        await asyncio.to_thread(warm_adapters, engine, [item for item in adapters if item.card.digest not in pinned])
-        for adapter in reversed(adapters):
+                adapters.append((entry.ref, fetch.result()))
+        for are_pinned in (True, False):
+            part = [(ref, adapter) for ref, adapter in adapters if (ref.digest in pinned) is are_pinned]
+            for ref, refusal in await asyncio.to_thread(warm_adapters, engine, part):
+                logger.warning("adapter %s is not on the device: %s; starting without it", ref.name, refusal)
+        for _, adapter in reversed(adapters):
             self._service.keep(adapter)
 
     async def _steer_forever(self) -> None:

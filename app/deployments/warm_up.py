@@ -1,21 +1,24 @@
-"""Make a new engine do everything once before it is called ready.
+"""Make a new engine do everything once before it is called ready, and hold the adapters used most.
 
-In: an engine that nobody uses yet. Out: the same engine, with its kernels compiled (the first start on a
-machine takes most of a minute for that; later ones find them cached) and its memory touched. Afterwards
-its books are as they were: nothing cached, and nothing resident but the hot set, if there is one.
+In: an engine that nobody uses yet, and what is registered. Out: the same engine, with its kernels compiled (the
+first start on a machine takes most of a minute for that; later ones find them cached) and its memory touched.
+Afterwards its books are as they were: nothing cached, and nothing resident but the hot set, if there is one.
+An adapter that this engine cannot hold (its settings may have been lowered) is left out, with the reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from app.deployments.registry.entries import CatalogEntry
 from app.deployments.steering import rows_of
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
 from app.engine.engine import Engine
-from app.engine.errors import EngineFailure
+from app.engine.errors import AdapterError, EngineFailure, NotReady, QueueFull
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
 
@@ -23,11 +26,12 @@ from app.engine.request import GenerateRequest, SamplingParams
 NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_REQUESTS = 24, 4, 4
 
 
-def warm_up(engine: Engine, spec: ModelSpec, *, adapters: bool) -> None:
+def warm_up(engine: Engine, spec: ModelSpec) -> None:
     """Run base and (if there are rank rows) adapter requests. Raises EngineFailure if that does not work."""
-    adapter = _null_adapter(spec) if adapters else None
-    if spec.max_positions < NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS:
+    num_prompt_tokens = min(NUM_PROMPT_TOKENS, engine.max_context - NUM_ANSWER_TOKENS)
+    if num_prompt_tokens < 1:
         return
+    adapter = _null_adapter(spec) if engine.max_rank else None
     requests = []
     for index in range(NUM_REQUESTS):
         uses_adapter = adapter is not None and index % 2 == 1
@@ -41,7 +45,7 @@ def warm_up(engine: Engine, spec: ModelSpec, *, adapters: bool) -> None:
         )
         request = GenerateRequest(
             f"warm-up-{index}",
-            tuple((index + position) % spec.vocab_size for position in range(NUM_PROMPT_TOKENS)),
+            tuple((index + position) % spec.vocab_size for position in range(num_prompt_tokens)),
             sampling,
             AdapterRef("warm-up", adapter.card.digest) if adapter is not None and uses_adapter else None,
             cache_salt=b"warm-up",
@@ -53,34 +57,51 @@ def warm_up(engine: Engine, spec: ModelSpec, *, adapters: bool) -> None:
         engine.step()
 
 
-def hottest_that_fit(max_ranks: Sequence[int], num_rank_rows: int) -> int:
-    """How many of the hottest adapters (their ranks, the hottest first) have rows at the same time."""
-    num_rows = 0
-    for count, max_rank in enumerate(max_ranks):
-        num_rows += rows_of(max_rank)
-        if num_rows > num_rank_rows:
-            return count
-    return len(max_ranks)
+def hottest_that_fit(
+    entries: Sequence[CatalogEntry], *, num_adapters: int, num_rank_rows: int, extra_bytes: int
+) -> list[CatalogEntry]:
+    """Those of `entries`, the hottest first, that a device holds at once: each that fits beside hotter ones."""
+    chosen: list[CatalogEntry] = []
+    for entry in entries:
+        if len(chosen) < num_adapters and rows_of(entry.max_rank) <= num_rank_rows and entry.extra_bytes <= extra_bytes:
+            chosen.append(entry)
+            num_rank_rows -= rows_of(entry.max_rank)
+            extra_bytes -= entry.extra_bytes
+    return chosen
 
 
-def warm_adapters(engine: Engine, adapters: Sequence[LoraAdapter]) -> None:
-    """Make adapters resident, the hottest first in `adapters` and last to be evicted. Raises EngineFailure."""
-    for adapter in reversed(adapters):
+def warm_adapters(
+    engine: Engine, adapters: Sequence[tuple[AdapterRef, LoraAdapter]]
+) -> list[tuple[AdapterRef, Exception]]:
+    """Make adapters resident, the hottest first in `adapters` and last to be evicted.
+
+    Returns those that cannot be held here (AdapterError, NotReady) and why. Raises EngineFailure.
+    """
+    refused: list[tuple[AdapterRef, Exception]] = []
+    for ref, adapter in reversed(adapters):
         request = GenerateRequest(
-            f"warm-up-{adapter.card.digest}",
+            f"warm-up-{ref.digest}",
             (0,),
             SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            AdapterRef("warm-up", adapter.card.digest),
+            ref,
             cache_salt=b"warm-up",
         )
-        _run(engine, [(request, adapter)])
+        try:
+            _run(engine, [(request, adapter)])
+        except (AdapterError, NotReady) as error:
+            refused.append((ref, error))
+    return refused
 
 
 def _run(engine: Engine, requests: Sequence[tuple[GenerateRequest, LoraAdapter | None]]) -> None:
-    for request, adapter in requests:
-        engine.submit(request, adapter)
+    """Run all to their ends, as many at a time as the engine queues. Raises what a request ends with."""
+    left = list(reversed(requests))
     num_open = len(requests)
     while num_open:
+        with contextlib.suppress(QueueFull):
+            while left:
+                engine.submit(*left[-1])
+                left.pop()
         for chunk in engine.step():
             if chunk.finish_reason == "error":
                 raise chunk.error or EngineFailure("the engine failed while warming up")

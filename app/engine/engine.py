@@ -154,6 +154,11 @@ class Engine:
         return bool(self._inbox or self._live_ids or self._orders.num_bringing)
 
     @property
+    def max_rank(self) -> int:
+        """The largest rank that an adapter may have here; 0 if there is no room for any."""
+        return self._adapters.max_rank
+
+    @property
     def failure(self) -> EngineFailure | None:
         """Why the engine stopped computing, or None while it works."""
         return self._failure
