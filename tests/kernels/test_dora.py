@@ -17,7 +17,12 @@ def test_the_scale_is_the_definitions(d_out: int, d_in: int, rank: int) -> None:
     a, b = rng.normal(size=(rank, d_in)).astype(np.float32), rng.normal(size=(rank, d_out)).astype(np.float32)
     magnitude = rng.uniform(0.5, 2, d_out).astype(np.float32)
     expected = reference.dora_scale(magnitude, weight, a, b)
-    np.testing.assert_allclose(_cpu.dora_scale(Team(2), magnitude, pack(weight), a, b), expected, rtol=1e-6)
+    # W and BA may all but cancel in a row, above all where there is one weight: what rounding does to the parts of
+    # the squared norm is then large beside what they add up to.
+    parts = np.linalg.norm(weight, axis=1) + np.abs(b.T) @ np.linalg.norm(a, axis=1)
+    condition = (parts * expected / magnitude) ** 2
+    error = np.abs(_cpu.dora_scale(Team(2), magnitude, pack(weight), a, b) - expected)
+    assert (error <= 1e-6 * condition * expected).all(), (error, condition, expected)
 
 
 @pytest.mark.parametrize("vanishing", [False, True])
