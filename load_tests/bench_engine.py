@@ -1,4 +1,4 @@
-"""Decoding speed of the engine alone, beside transformers and PEFT's mixed batch, in one run.
+"""Decoding speed of the engine alone, beside transformers, PEFT's mixed batch and vLLM, in one run.
 
 In: a base model, numbers of streams and of adapters, ranks. Out: a Markdown table on stdout, and a
 JSON lines file with the full configuration, every value and every ratio. Adapters are random, over all seven
@@ -6,6 +6,8 @@ projections, and the same files for everybody. Rounds are interleaved (`measurin
 within a round. In the same run: tokens are compared, so that nobody is fast by computing something else.
 
     python -m load_tests.bench_engine --streams 1,8,32 --adapters 1,8 --ranks 64,32,16,8
+
+vLLM takes part where it is installed: `--vllm PYTHON` names the Python of an environment that has it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,9 +69,12 @@ class Settings:
     with_reference: bool
     weight_storage: Literal["float32", "int8"] = "float32"
     device: str = "cpu"
+    vllm: Path | None = None
 
 
 ENGINE, LORA_OFF, TRANSFORMERS, PEFT = "engine", "engine, LoRA off", "transformers", "PEFT mixed batch"
+#: vLLM's systems, and whether each compiles its model.
+VLLM = {"vLLM, eager": False, "vLLM, compiled": True}
 
 
 def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
@@ -88,9 +94,9 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
     )
 
 
-def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> dict[str, Decoder]:
-    """Everybody who is measured, loaded."""
-    most = max(settings.adapters, default=0)
+def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path, closing: ExitStack) -> dict[str, Decoder]:
+    """Everybody who is measured, loaded; `closing` ends processes."""
+    most, most_streams = max(settings.adapters, default=0), max(settings.streams)
     folders = write_random_adapters(folder, checkpoint.spec, most, settings.ranks, settings.seed)
     adapters = [read_peft(path, checkpoint.spec) for path in folders]
     # Ranks are rounded up to powers of two; twice their sum always fits.
@@ -106,6 +112,22 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> dict[s
         found[TRANSFORMERS] = TransformersDecoder(model)
         if folders:
             found[PEFT] = PeftDecoder(model, folders)
+        if settings.vllm:
+            from load_tests.vllm_reference import VllmDecoder, write_model
+
+            written = write_model(model, folder / "model")
+            for name, compiled in VLLM.items():
+                decoder = VllmDecoder(
+                    settings.vllm,
+                    written,
+                    folders,
+                    max_rank=max(settings.ranks),
+                    max_streams=most_streams,
+                    max_length=settings.num_prompt_tokens + settings.num_tokens,
+                    compiled=compiled,
+                )
+                closing.callback(decoder.close)
+                found[name] = decoder
     return found
 
 
@@ -113,10 +135,10 @@ def cases(settings: Settings) -> list[Case]:
     """Neighbours in this list are neighbours in time."""
     listed = []
     for num_streams in settings.streams:
-        systems = [LORA_OFF, ENGINE, *([TRANSFORMERS] if settings.with_reference else [])]
+        systems = [LORA_OFF, ENGINE, *_references(settings, 0)]
         listed += [Case(system, 0, num_streams) for system in systems]
         for num_adapters in settings.adapters:
-            systems = [ENGINE, *([PEFT] if settings.with_reference else [])]
+            systems = [ENGINE, *_references(settings, num_adapters)]
             listed += [Case(system, num_adapters, num_streams) for system in systems]
     return listed
 
@@ -127,14 +149,23 @@ def comparisons(settings: Settings) -> list[Comparison]:
     for n in settings.streams:
         base = Case(ENGINE, 0, n)
         listed.append(Comparison("LoRA on, unused / LoRA off", base, Case(LORA_OFF, 0, n)))
-        if settings.with_reference:
-            listed.append(Comparison("base / transformers base", base, Case(TRANSFORMERS, 0, n)))
+        listed += [Comparison(f"base / {name} base", base, Case(name, 0, n)) for name in _references(settings, 0)]
         for a in settings.adapters:
             plural = f"{a} adapter{'s' if a > 1 else ''}"
-            listed.append(Comparison(f"{plural} / base", Case(ENGINE, a, n), base))
-            if settings.with_reference:
-                listed.append(Comparison(f"{plural} / PEFT, {plural}", Case(ENGINE, a, n), Case(PEFT, a, n)))
+            with_adapters = Case(ENGINE, a, n)
+            listed.append(Comparison(f"{plural} / base", with_adapters, base))
+            listed += [
+                Comparison(f"{plural} / {name}, {plural}", with_adapters, Case(name, a, n))
+                for name in _references(settings, a)
+            ]
     return listed
+
+
+def _references(settings: Settings, num_adapters: int) -> list[str]:
+    """Who is compared with."""
+    if not settings.with_reference:
+        return []
+    return [PEFT if num_adapters else TRANSFORMERS, *(VLLM if settings.vllm else ())]
 
 
 def run(settings: Settings, log: Callable[[dict[str, object]], None]) -> str:
@@ -147,15 +178,15 @@ def run(settings: Settings, log: Callable[[dict[str, object]], None]) -> str:
     shape = (max(settings.streams), settings.num_prompt_tokens)
     prompts = rng.integers(0, checkpoint.spec.vocab_size, shape).tolist()
     tokens: dict[Case, tuple[tuple[int, ...], ...]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        found = decoders(settings, checkpoint, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
+        found = decoders(settings, checkpoint, Path(folder), closing)
 
         def decode(case: Case, num_tokens: int) -> Decoded:
             n, a = case.num_streams, case.num_adapters
             return found[case.system].decode(prompts[:n], [i % a if a else None for i in range(n)], num_tokens)
 
         def measure(case: Case) -> float:
-            is_reference = case.system in (TRANSFORMERS, PEFT)
+            is_reference = case.system not in (ENGINE, LORA_OFF)
             decoded = decode(case, settings.num_reference_tokens if is_reference else settings.num_tokens)
             tokens[case] = decoded.token_ids
             log(
@@ -171,7 +202,7 @@ def run(settings: Settings, log: Callable[[dict[str, object]], None]) -> str:
 
         for case in cases(settings):
             # Compiles, fills caches, makes adapters resident.
-            decode(case, 2 if case.system in (TRANSFORMERS, PEFT) else settings.num_tokens)
+            decode(case, settings.num_tokens if case.system in (ENGINE, LORA_OFF) else 2)
         values = rounds({case: partial(measure, case) for case in cases(settings)}, settings.num_rounds)
     after = environment()["load_average"]
     compared = [(c, ratios(values[c.case], values[c.reference])) for c in comparisons(settings)]
@@ -189,7 +220,7 @@ def agreement(tokens: dict[Case, tuple[tuple[int, ...], ...]], settings: Setting
     """How many streams have the reference's tokens, over as many tokens as both generated."""
     same = total = 0
     for case, reference in tokens.items():
-        if case.system in (TRANSFORMERS, PEFT):
+        if case.system not in (ENGINE, LORA_OFF):
             ours = tokens[Case(ENGINE, case.num_adapters, case.num_streams)]
             length = min(settings.num_tokens, settings.num_reference_tokens)
             same += sum(a[:length] == b[:length] for a, b in zip(ours, reference, strict=True))
@@ -260,8 +291,11 @@ def main() -> None:
     parser.add_argument("--weight-storage", choices=("float32", "int8"), default="float32", help="of the engine")
     parser.add_argument("--device", default="cpu", help="of the engine; cuda needs --no-reference")
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
+    parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to measure it too")
     parser.add_argument("--out", type=Path, default=Path("results/bench_engine.jsonl"))
     arguments = parser.parse_args()
+    if arguments.vllm and arguments.no_reference:
+        parser.error("--vllm measures one more reference; leave out --no-reference")
     if arguments.device != "cpu" and not arguments.no_reference:
         parser.error(f"the references run on the CPU; compare with --device {arguments.device} --no-reference")
     settings = Settings(
@@ -278,6 +312,7 @@ def main() -> None:
         with_reference=not arguments.no_reference,
         weight_storage=arguments.weight_storage,
         device=arguments.device,
+        vllm=arguments.vllm,
     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("w") as lines:

