@@ -48,11 +48,15 @@ def numpy(values: torch.Tensor) -> NDArray[np.float64]:
     return array
 
 
-def error(out: torch.Tensor, expected: NDArray[np.float64]) -> float:
-    """‖out - expected‖ / ‖expected‖; NaN anywhere is infinite."""
+def error(out: torch.Tensor, expected: NDArray[np.float64], *parts: NDArray[np.float64]) -> float:
+    """‖out - expected‖ / ‖expected‖, or by the largest norm of `parts`, whose sum may be small beside them.
+
+    NaN anywhere is infinite.
+    """
     if not torch.isfinite(out).all():
         return float("inf")
-    return float(np.linalg.norm(numpy(out) - expected) / max(float(np.linalg.norm(expected)), 1e-30))
+    size = max(float(np.linalg.norm(values)) for values in (expected, *parts))
+    return float(np.linalg.norm(numpy(out) - expected) / max(size, 1e-30))
 
 
 def random_tables(
