@@ -26,7 +26,7 @@ Launch = Callable[[], None]
 
 
 def launches() -> Iterator[tuple[str, Launch]]:
-    """(name, call), in bfloat16, which the interpreter cannot do."""
+    """(name, call), in bfloat16."""
     yield "bgmv, decode", partial(_bgmv, 64, QKV, extras=True)
     yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), deterministic=True, extras=True)
     yield "sgmv, prefill", partial(_sgmv, 2048, QKV)

@@ -1,6 +1,6 @@
 """LoRA on the GPU, both forms: equal to the definition in float64 for any mix of ranks; base rows and poison untouched.
 
-Without a GPU this runs in Triton's interpreter (tests/conftest.py), with one on it, bf16 included.
+Without a GPU this runs in Triton's interpreter (tests/conftest.py), with one on it.
 """
 
 from __future__ import annotations
