@@ -169,6 +169,7 @@ class EngineReplica:
             [*self._steering.value.pinned, *(entry for entry in hot if entry.ref.digest not in pinned)],
             num_adapters=max_adapters,
             num_rank_rows=engine.stats().num_rank_rows,
+            rank_alignment=config.rank_alignment,
             extra_bytes=config.adapter_extra_bytes,
         )
         if not entries:

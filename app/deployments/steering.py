@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from app.config import AppConfig
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import Entry, Key
+from app.engine.adapter_pool import rows_of
 from app.engine.errors import AdapterTooLarge
 
-#: An adapter has at least this many rank rows; higher ranks are rounded up to a power of two (`adapter_pool`).
-MIN_ROWS = 8
 #: Shares are told anew when the sum of all weights has changed by this factor.
 _TELL_FACTOR = 1.1
 
@@ -37,12 +36,14 @@ class Steering:
 
 @dataclass(frozen=True, slots=True)
 class PinLimits:
-    """What pinned adapters may take together. The default has no bound."""
+    """What pinned adapters may take together; runs of rank rows are multiples of `rank_alignment`. The default has no
+    bound."""
 
     rank_rows: float = math.inf
     adapter_slots: float = math.inf
     extra_bytes: float = math.inf
     host_bytes: float = math.inf
+    rank_alignment: int = 8
 
     @classmethod
     def of(cls, config: AppConfig) -> PinLimits:
@@ -52,13 +53,15 @@ class PinLimits:
             math.floor(share * (engine.max_adapter_slots - 1)),
             math.floor(share * engine.adapter_extra_bytes),
             math.floor(share * config.adapters.host_cache_bytes),
+            engine.rank_alignment,
         )
 
     def check(self, name: str, pinned: Iterable[CatalogEntry]) -> None:
         """Raise AdapterTooLarge if these cannot all be pinned; `name` is the one that was asked for."""
         entries = {entry.ref.digest: entry for entry in pinned}.values()
+        num_rows = sum(rows_of(entry.max_rank, self.rank_alignment) for entry in entries)
         for needed, limit, what, setting in (
-            (sum(rows_of(entry.max_rank) for entry in entries), self.rank_rows, "rank rows", "adapter_rank_rows"),
+            (num_rows, self.rank_rows, "rank rows", "adapter_rank_rows"),
             (len(entries), self.adapter_slots, "adapter slots", "max_adapter_slots"),
             (sum(entry.extra_bytes for entry in entries), self.extra_bytes, "bytes", "adapter_extra_bytes"),
             (sum(entry.size_bytes for entry in entries), self.host_bytes, "bytes of host memory", "host_cache_bytes"),
@@ -116,8 +119,3 @@ class Steerer:
             if entry.traffic_weight > 1.0:
                 shares[entry.ref.digest] = shares.get(entry.ref.digest, 0.0) + entry.traffic_weight / total
         return Steering(tuple(pinned.values()), shares)
-
-
-def rows_of(max_rank: int) -> int:
-    """Rank rows that an adapter takes on a device."""
-    return max(MIN_ROWS, 1 << (max_rank - 1).bit_length())

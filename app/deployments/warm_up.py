@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.deployments.registry.entries import CatalogEntry
-from app.deployments.steering import rows_of
+from app.engine.adapter_pool import rows_of
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
 from app.engine.engine import Engine
@@ -58,14 +58,15 @@ def warm_up(engine: Engine, spec: ModelSpec) -> None:
 
 
 def hottest_that_fit(
-    entries: Sequence[CatalogEntry], *, num_adapters: int, num_rank_rows: int, extra_bytes: int
+    entries: Sequence[CatalogEntry], *, num_adapters: int, num_rank_rows: int, rank_alignment: int, extra_bytes: int
 ) -> list[CatalogEntry]:
     """Those of `entries`, the hottest first, that a device holds at once: each that fits beside hotter ones."""
     chosen: list[CatalogEntry] = []
     for entry in entries:
-        if len(chosen) < num_adapters and rows_of(entry.max_rank) <= num_rank_rows and entry.extra_bytes <= extra_bytes:
+        num_rows = rows_of(entry.max_rank, rank_alignment)
+        if len(chosen) < num_adapters and num_rows <= num_rank_rows and entry.extra_bytes <= extra_bytes:
             chosen.append(entry)
-            num_rank_rows -= rows_of(entry.max_rank)
+            num_rank_rows -= num_rows
             extra_bytes -= entry.extra_bytes
     return chosen
 

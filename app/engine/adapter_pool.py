@@ -284,7 +284,7 @@ class AdapterPool:
 
     def _units(self, rank: int) -> int:
         """Length of the run for a rank, in units: a power of two."""
-        return 1 << (-(-rank // self.rank_alignment) - 1).bit_length()
+        return rows_of(rank, self.rank_alignment) // self.rank_alignment
 
     def _may_go(self, entry: _Resident) -> bool:
         return entry.pins == 0 and entry.digest not in self._kept
@@ -368,3 +368,8 @@ class AdapterPool:
         if resident.extra_bytes:
             self._vacated.append(resident.adapter_slot)
         return resident.digest
+
+
+def rows_of(rank: int, alignment: int) -> int:
+    """Rank rows that an adapter takes: the shortest run that holds its rank."""
+    return alignment << (-(-rank // alignment) - 1).bit_length()

@@ -72,10 +72,19 @@ class EngineConfig(BaseModel):
         "", description="JAX: folder that keeps compiled programs between starts; empty keeps none."
     )
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the torch engine is to run on a GPU."""
+        return self.backend == "torch" and self.device.startswith("cuda")
+
+    @property
+    def rank_alignment(self) -> int:
+        """Runs of rank rows are multiples of it: what a tensor core, or eight lanes of a CPU, multiply at a time."""
+        return 16 if self.is_cuda else 8
+
     @model_validator(mode="after")
     def _blocks_can_be_counted(self) -> Self:
-        fills = self.backend == "torch" and self.device.startswith("cuda")
-        if self.num_kv_blocks < 2 and not (fills and self.num_kv_blocks == 0):
+        if self.num_kv_blocks < 2 and not (self.is_cuda and self.num_kv_blocks == 0):
             raise ValueError(
                 f"num_kv_blocks is {self.num_kv_blocks}; at least 2 are needed (0, as many as fit, is for device cuda)"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from app.config import load_config
 from app.deployments.registry.entries import AliasEntry, AliasTarget, CatalogEntry
 from app.deployments.steering import PinLimits, Steerer, Steering
 from app.engine.adapters.card import AdapterRef
+from app.engine.errors import AdapterTooLarge
 
 KEYS = [("default", "a"), ("default", "b"), ("other", "a"), ("other", "c")]
 
@@ -70,3 +72,17 @@ def test_limits_are_a_part_of_what_the_service_has() -> None:
     assert (limits.rank_rows, limits.adapter_slots) == (25, 2)
     assert limits.host_bytes == 128 << 20
     assert limits.extra_bytes == 64 << 20
+    assert limits.rank_alignment == 8
+
+
+def test_pins_are_counted_in_the_rows_of_the_device() -> None:
+    """Eight adapters of rank 8 take 64 rows of a CPU engine and 128 of a GPU's."""
+    pinned = [entry(("default", f"n{index}"), f"d{index}", pinned=True) for index in range(8)]
+    for device, is_enough in (("cpu", True), ("cuda", False), ("cuda:1", False)):
+        settings = {"engine": {"adapter_rank_rows": 127, "device": device}, "adapters": {"pinned_share": 1.0}}
+        limits = PinLimits.of(load_config(settings, environ={}))
+        if is_enough:
+            limits.check("n7", pinned)
+        else:
+            with pytest.raises(AdapterTooLarge, match="8 pinned adapters would take 128 rank rows and may take 127"):
+                limits.check("n7", pinned)

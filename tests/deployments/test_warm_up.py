@@ -43,28 +43,31 @@ def test_the_hot_set_is_resident_and_leaves_from_its_cold_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_ranks", "num_rows", "chosen"),
+    ("max_ranks", "num_rows", "alignment", "chosen"),
     [
-        ([], 64, []),
-        ([8, 8, 8], 16, [8, 8]),
-        ([1, 1], 16, [1, 1]),
-        ([9, 8], 16, [9]),
-        ([64, 8], 63, [8]),
-        ([16, 128, 48, 8], 128, [16, 48, 8]),
+        ([], 64, 8, []),
+        ([8, 8, 8], 16, 8, [8, 8]),
+        ([8, 8, 8], 16, 16, [8]),
+        ([1, 1], 16, 8, [1, 1]),
+        ([9, 8], 16, 8, [9]),
+        ([64, 8], 63, 8, [8]),
+        ([16, 128, 48, 8], 128, 8, [16, 48, 8]),
+        ([16, 33, 24, 8], 96, 16, [16, 33, 8]),
     ],
 )
 def test_the_hottest_come_first_and_those_that_do_not_fit_hold_up_nobody(
-    max_ranks: list[int], num_rows: int, chosen: list[int]
+    max_ranks: list[int], num_rows: int, alignment: int, chosen: list[int]
 ) -> None:
     entries = [entry(max_rank) for max_rank in max_ranks]
-    found = hottest_that_fit(entries, num_adapters=9, num_rank_rows=num_rows, extra_bytes=0)
+    room = {"num_rank_rows": num_rows, "rank_alignment": alignment, "extra_bytes": 0}
+    found = hottest_that_fit(entries, num_adapters=9, **room)
     assert [item.max_rank for item in found] == chosen
-    assert hottest_that_fit(entries, num_adapters=1, num_rank_rows=num_rows, extra_bytes=0) == found[:1]
+    assert hottest_that_fit(entries, num_adapters=1, **room) == found[:1]
 
 
 def test_what_the_hottest_hold_beside_their_rows_fits_too() -> None:
     entries = [entry(8, 60), entry(9, 50), entry(16, 40), entry(4)]
-    found = hottest_that_fit(entries, num_adapters=9, num_rank_rows=512, extra_bytes=100)
+    found = hottest_that_fit(entries, num_adapters=9, num_rank_rows=512, rank_alignment=8, extra_bytes=100)
     assert [item.max_rank for item in found] == [8, 16, 4]
 
 

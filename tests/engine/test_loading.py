@@ -11,6 +11,9 @@ from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
 from app.engine.loading import load_backend
 from app.engine.models.checkpoint import Checkpoint
+from app.engine.torch_backend.gpu_memory import RANK_ALIGNMENT
+from app.kernels.sgmv._cpu import RANK_PANEL
+from app.kernels.sgmv._jax import RANK_CHUNK
 from tests.engine.adapters.making import random_tensors, tiny_spec
 
 SIZES: dict[str, Any] = {
@@ -49,3 +52,10 @@ def test_the_configured_backend_is_loaded(name: str) -> None:
 def test_a_setting_that_cannot_be_had_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_backend(checkpoint(), EngineConfig(**settings, **SIZES))
+
+
+def test_runs_of_rank_rows_are_counted_as_each_engine_lays_them_out() -> None:
+    assert EngineConfig().rank_alignment == RANK_PANEL
+    assert EngineConfig(backend="jax").rank_alignment == RANK_CHUNK
+    assert EngineConfig(backend="jax", device="cuda").rank_alignment == RANK_CHUNK
+    assert EngineConfig(device="cuda:1").rank_alignment == RANK_ALIGNMENT
