@@ -52,6 +52,7 @@ TABLE: dict[type[Exception], HttpError] = {
     errors.AdapterBusy: HttpError(409, "invalid_request_error", "adapter_busy"),
     errors.AdapterUntrusted: HttpError(403, "invalid_request_error", "untrusted_adapter"),
     errors.AdapterQuarantined: HttpError(503, "server_error", "adapter_quarantined"),
+    errors.AdapterWriteFailed: HttpError(503, "server_error", "adapter_write_failed"),
     errors.AdapterError: HttpError(400, "invalid_request_error", "invalid_adapter"),
     errors.UnsafeSource: HttpError(403, "invalid_request_error", "unsafe_source"),
     errors.SourceError: HttpError(502, "server_error", "source_error"),

@@ -49,7 +49,10 @@ class Backend(Protocol):
         ...
 
     def is_ready(self, adapter_slot: int) -> bool:
-        """Whether a step with the slot's adapter would start at once; otherwise it waits for the end of its write."""
+        """Whether a step with the slot's adapter would start at once; otherwise it waits for the end of its write.
+
+        Raises AdapterError, every time it is asked, if that write failed.
+        """
         ...
 
     def release_adapter(self, adapter_slot: int) -> None:
@@ -57,7 +60,10 @@ class Backend(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run the model over the batch, write K and V in place, draw a token for each sample row."""
+        """Run the model over the batch, write K and V in place, draw a token for each sample row.
+
+        Raises AdapterError, before anything is computed, if a write it waited for failed.
+        """
         ...
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from app.engine.adapter_pool import AdapterGrant, AdapterPool
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
+from app.engine.batch import ForwardOutput
 from app.engine.batch_builder import BatchBuilder
 from app.engine.config import EngineConfig
 from app.engine.errors import (
@@ -208,10 +209,10 @@ class Engine:
                 chunks += self._end_all(digest, refusal)
             self._release_vacated()
             plan = self._write_adapters(plan, chunks)
-            plan = self._without_unready(plan)
+            plan = self._without_unready(plan, chunks)
             if plan.items:
-                output = self._backend.forward(self._builder.build(plan.items))
-                chunks += self._scheduler.commit(plan, output)
+                output = self._forward(plan, chunks)
+                chunks += self._scheduler.commit(plan, output) if output is not None else ()
             self._orders.finish_drops(self._scheduler.num_live_of)
             self._release_vacated()
         except Exception as error:
@@ -260,11 +261,7 @@ class Engine:
             try:
                 self._write(adapter_slot, row_start, adapter)
             except AdapterError as error:
-                digest = adapter.card.digest
-                ended = self._end_all(digest, error)
-                chunks += ended
-                self._adapters.drop(digest)
-                plan = plan.without({chunk.request_id for chunk in ended})
+                plan = self._without_adapter(adapter.card.digest, error, plan, chunks)
         return plan
 
     def _write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
@@ -282,13 +279,40 @@ class Engine:
         self._write(grant.adapter_slot, grant.row_start, bring.adapter)
         self._meter.adapter_written(bring.ref.tenant_id, bring.adapter.card.size_bytes)
 
-    def _without_unready(self, plan: Schedule) -> Schedule:
-        """Leave out whose adapter is still being written, unless there is nobody else: then the step waits for it."""
-        adapter_slots = {sequence.adapter_slot for sequence, _ in plan.items}
-        unready = {adapter_slot for adapter_slot in adapter_slots if not self._backend.is_ready(adapter_slot)}
-        if not unready or unready == adapter_slots:
+    def _without_unready(self, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
+        """Leave out whose adapter is still being written, unless there is nobody else: then the step waits for it.
+
+        An adapter whose write has failed ends its own requests only.
+        """
+        unready = set()
+        adapter_slots = {sequence.adapter_slot: sequence.adapter_digest for sequence, _ in plan.items}
+        for adapter_slot, digest in adapter_slots.items():
+            try:
+                if not self._backend.is_ready(adapter_slot):
+                    unready.add(adapter_slot)
+            except AdapterError as error:
+                assert digest is not None, "the base is never written"
+                plan = self._without_adapter(digest, error, plan, chunks)
+        if not unready or all(sequence.adapter_slot in unready for sequence, _ in plan.items):
             return plan
         return plan.without({sequence.request_id for sequence, _ in plan.items if sequence.adapter_slot in unready})
+
+    def _forward(self, plan: Schedule, chunks: list[TokenChunk]) -> ForwardOutput | None:
+        """Compute the step; None if a write that it waited for failed. Then the others' turn is the next step."""
+        try:
+            return self._backend.forward(self._builder.build(plan.items))
+        except AdapterError:
+            left = self._without_unready(plan, chunks)
+            if len(left.items) == len(plan.items):
+                raise
+            return None
+
+    def _without_adapter(self, digest: str, error: AdapterError, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
+        """End an adapter's requests with an error, free its rows, and leave it out of the step."""
+        ended = self._end_all(digest, error)
+        chunks += ended
+        self._adapters.drop(digest)
+        return plan.without({chunk.request_id for chunk in ended})
 
     def _release_vacated(self) -> None:
         for adapter_slot in self._adapters.take_vacated():

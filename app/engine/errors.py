@@ -15,6 +15,7 @@
         AdapterTooLarge         more rank rows or bytes than this replica holds
         AdapterUntrusted        not signed by whom it must be, or altered          (403)
         AdapterReadFailed       reading it crashed or ran out of time
+        AdapterWriteFailed      its rows did not reach the device                 (503)
         AdapterBusy             the operation must wait for sequences in flight   (409)
         AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
       UnsafeSource            a path or URI outside what this server may read     (403)
@@ -103,6 +104,10 @@ class AdapterUntrusted(AdapterError):
 
 class AdapterReadFailed(AdapterError):
     """Reading ended without a verdict: because of the file or of the machine. It may be tried again later."""
+
+
+class AdapterWriteFailed(AdapterError):
+    """Writing it to the device failed. The next request for it writes it again."""
 
 
 class AdapterBusy(AdapterError):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.errors import AdapterWriteFailed
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend.gpu_weights import PRODUCTS, columns_of
 from app.kernels.rank_rows import RankRows
@@ -104,28 +105,39 @@ class AdapterTables:
         self.max_ranks[adapter_slot] = adapter.card.max_rank
 
     def is_ready(self, adapter_slot: int) -> bool:
-        """Whether a step with that slot would not wait."""
+        """Whether a step with that slot would not wait. Raises AdapterWriteFailed if its write failed."""
         future = self._pending.get(adapter_slot)
         if future is None:
             return True
         if not future.done():
             return False
-        event = future.result()
+        event = self._end_of_write(adapter_slot)
         return event is None or event.query()
 
     def wait(self, adapter_slots: NDArray[np.int32]) -> None:
-        """Put the writes of these slots before what is launched next. Raises what a write raised."""
+        """Put the writes of these slots before what is launched next. Raises AdapterWriteFailed if one failed."""
         if not self._pending:
             return
         for adapter_slot in set(adapter_slots.tolist()) & self._pending.keys():
-            event = self._pending.pop(adapter_slot).result()
+            event = self._end_of_write(adapter_slot)
             if event is not None:
                 event.wait()
+            del self._pending[adapter_slot]
 
     def close(self) -> None:
         """End the threads; a write that has begun is finished."""
         self._writer.shutdown()
         self._rounding.shutdown()
+
+    def _end_of_write(self, adapter_slot: int) -> torch.cuda.Event | None:
+        """Wait for the writer, not for the device. A failed write stays failed until the slot is written again."""
+        try:
+            return self._pending[adapter_slot].result()
+        except Exception as error:  # whatever memory, files or the driver may raise: it is this adapter's alone
+            raise AdapterWriteFailed(
+                f"an adapter could not be written to {self._device}: {type(error).__name__}: {error}; its next request "
+                "writes it again"
+            ) from error
 
     def _write(
         self, adapter_slot: int, row_start: int, adapter: LoraAdapter, launched: torch.cuda.Event | None

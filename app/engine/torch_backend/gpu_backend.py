@@ -136,7 +136,7 @@ class GpuBackend:
         self._extras.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """See `Backend.forward`. Raises OutOfDeviceMemory."""
+        """See `Backend.forward`. Raises OutOfDeviceMemory, AdapterWriteFailed."""
         with torch.inference_mode(), self._on_device():
             return self._forward(batch)
 

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.adapters.lora import TARGETS, LoraKey
-from app.engine.errors import AdapterMismatch
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.engine import Engine
+from app.engine.errors import AdapterMismatch, AdapterWriteFailed
 from app.engine.models.spec import ModelSpec
+from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from app.engine.torch_backend import gpu_adapters
 from app.engine.torch_backend.gpu_adapters import AdapterTables
 from app.engine.torch_backend.gpu_weights import PRODUCT_OF, PRODUCTS
@@ -95,16 +98,49 @@ def test_a_step_waits_for_its_own_adapters_only(monkeypatch: pytest.MonkeyPatch)
         assert tables.rows(0, "qkv").ranks[2].tolist() == [8, 8, 8]
 
 
-def test_a_write_that_failed_fails_the_step_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError("the link is down")
-
-    monkeypatch.setattr(AdapterTables, "_send_all", broken)
+def test_a_failed_write_ends_its_own_requests_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out before the step, or in it: a step of that adapter alone waits for its write."""
     spec = tiny_spec()
-    with _tables(spec) as tables:
-        tables.write(1, 0, random_adapter(spec, 8))
-        with pytest.raises(OSError, match="link is down"):
-            tables.wait(np.array([1], np.int32))
+    good, bad = random_adapter(spec, 8), random_adapter(spec, 5)
+    send = AdapterTables._send_all
+    broken = True
+
+    def send_all(self: AdapterTables, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        if broken and adapter is bad:
+            self._row_starts[adapter_slot].fill_(row_start)  # half-written
+            raise OSError("the link is down")
+        send(self, adapter_slot, row_start, adapter)
+
+    monkeypatch.setattr(AdapterTables, "_send_all", send_all)
+    config = gpu_config(max_context=64)
+    engine = Engine(gpu_backend(spec, random_tensors(spec), config), config)
+    alone = _answers(engine, {"good": good, "base": None})
+    for company in ({"good": good, "base": None}, {}):
+        chunks = _answers(engine, {"bad": bad, **company})
+        error = chunks["bad"][-1].error
+        assert isinstance(error, AdapterWriteFailed)
+        assert "OSError: the link is down; its next request writes it again" in str(error)
+        assert [chunk.token_ids for name in company for chunk in chunks[name]] == [
+            chunk.token_ids for name in company for chunk in alone[name]
+        ]
+        assert engine.failure is None
+        assert [resident.digest for resident in engine.stats().residents] == [good.card.digest]
+    broken = False
+    assert _answers(engine, {"bad": bad})["bad"][-1].finish_reason == "length"
+
+
+def _answers(engine: Engine, adapters: dict[str, LoraAdapter | None]) -> dict[str, list[TokenChunk]]:
+    """The chunks of a greedy request for each."""
+    chunks: dict[str, list[TokenChunk]] = {name: [] for name in adapters}
+    for name, adapter in adapters.items():
+        ref = None if adapter is None else AdapterRef(name, adapter.card.digest)
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        engine.submit(GenerateRequest(name, (5, 7, 11), sampling, ref), adapter)
+    while not all(found and found[-1].finish_reason for found in chunks.values()):
+        for chunk in engine.step():
+            chunks[chunk.request_id].append(chunk)
+        engine.check()
+    return chunks
 
 
 def test_a_module_the_decoder_does_not_have_is_refused() -> None:
