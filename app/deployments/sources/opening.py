@@ -14,11 +14,12 @@ from app.config import AdaptersConfig
 from app.deployments.sources.hub import HubFetcher
 from app.deployments.sources.places import Fetcher, Sources
 from app.deployments.sources.plugin import PluginFetcher
+from app.deployments.sources.time_limit import TimedFetcher
 from app.deployments.sources.urls import UrlFetcher
 
 
 def open_sources(config: AdaptersConfig, environ: Mapping[str, str] | None = None) -> Sources:
-    """URLs first, then the operator's downloader, then the hub."""
+    """URLs first, then the operator's downloader, then the hub; each within its time."""
     environ = os.environ if environ is None else environ
     max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
     fetchers: list[Fetcher] = []
@@ -38,4 +39,4 @@ def open_sources(config: AdaptersConfig, environ: Mapping[str, str] | None = Non
     elif config.allow_hub:
         token = environ.get("LORA_HF_TOKEN")
         fetchers.append(HubFetcher(config.hub_endpoint, token, max_bytes=max_bytes, timeout_s=timeout_s))
-    return Sources([Path(root) for root in config.roots], fetchers)
+    return Sources([Path(root) for root in config.roots], [TimedFetcher(fetcher, timeout_s) for fetcher in fetchers])

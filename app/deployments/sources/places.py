@@ -71,8 +71,8 @@ class Sources:
         return "://" not in source
 
     def lane(self, source: str) -> str:
-        """What may be slow together: scheme and host, or bucket, or the hub's organisation."""
-        return "local" if self.is_local(source) else "/".join(source[:300].split("/")[:3])
+        """What may be slow together: `lane_of` a URI, or all local folders."""
+        return "local" if self.is_local(source) else lane_of(source)
 
     def locate(self, source: str) -> LocalPlace | RemotePlace:
         """Raises UnsafeSource for what this server does not read, NotFound for a local path that is not there."""
@@ -91,6 +91,11 @@ class Sources:
             f"{short(source)} is not a source this server reads; name a folder under its roots, "
             "or have it allowed (adapters.allow_hub, adapters.urls, adapters.downloader)"
         )
+
+
+def lane_of(uri: str) -> str:
+    """Scheme and host, or bucket, or the hub's organisation."""
+    return "/".join(uri[:300].split("/")[:3])
 
 
 def wanted_files(uri: str) -> tuple[str, ...]:

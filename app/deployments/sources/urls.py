@@ -3,7 +3,8 @@
 In: a URL under one of the prefixes that the operator allows (`s3://bucket/adapters/`, `https://host/path/`). Out:
 PEFT's two files or one card. Only files of known names are asked for: nothing is listed, nothing is
 unpacked, and a download ends at its limit of bytes and seconds. Credentials are the environment's, as each
-of fsspec's backends documents.
+of fsspec's backends documents; Google's are looked for in this thread, since gcsfs would do it, without a limit,
+in the one that carries every transfer of this process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsspec import filesystem
+from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
 from app.deployments.sources.places import signature_name, wanted_files
@@ -71,10 +72,32 @@ class UrlFetcher:
 
     def _copy(self, url: str, file: Path, deadline_s: float) -> None:
         scheme = url.partition("://")[0]
-        files = filesystem(scheme, **self._options.get(scheme, {}))
+        options = self._options.get(scheme, {})
+        more: dict[str, Any] = {}
+        if scheme == "gs":
+            files = _google_storage(options, self._timeout_s)
+            more["concurrency"] = 1  # more of it lists the folder first
+        else:
+            files = filesystem(scheme, **options)
         bound = _Bound(url, self._max_bytes, deadline_s, self._timeout_s)
-        files.get_file(url, str(file), callback=bound, timeout=bound.left_s())
+        files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), **more)
         bound.check(file.stat().st_size)
+
+
+def _google_storage(options: Mapping[str, Any], timeout_s: float) -> AbstractFileSystem:
+    """With credentials that last for `timeout_s`: those in `options`, else Google's default ones, else none."""
+    from gcsfs.core import GCSFileSystem  # the package's own default asks over gRPC what kind of bucket it is
+    from gcsfs.credentials import LOCAL_REFRESH_BUFFER
+    from google.auth.exceptions import DefaultCredentialsError
+
+    try:
+        files = GCSFileSystem(**{"token": "google_default"} | dict(options))
+    except DefaultCredentialsError:
+        if "token" in options:
+            raise
+        files = GCSFileSystem(token="anon", **options)
+    files.credentials.maybe_refresh(LOCAL_REFRESH_BUFFER + timeout_s)
+    return files
 
 
 class _Bound(Callback):  # type: ignore[misc]  # fsspec is not annotated

@@ -1,10 +1,12 @@
-"""Servers for tests: files over HTTP with a gate and a count, and a hub's answers over the same."""
+"""Servers for tests: files over HTTP with a gate and a count; a hub's and Google storage's answers over the same."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,12 +15,16 @@ from urllib.parse import unquote, urlsplit
 
 
 class FileServer:
-    """`files`: path → contents. Paths in `gates` answer when their event is set; `gets` counts GET by path."""
+    """`files`: path → contents. Paths in `gates` answer when their event is set; `gets` counts GET by path.
+
+    `authorizations`: what was sent as such, by path.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.gates: dict[str, threading.Event] = {}
         self.gets: Counter[str] = Counter()
+        self.authorizations: dict[str, str | None] = {}
         self.answer: Callable[[str, str], tuple[int, dict[str, str], bytes]] = self._file
         outer = self
 
@@ -28,20 +34,25 @@ class FileServer:
             def do_GET(self) -> None:
                 path = unquote(urlsplit(self.path).path)
                 outer.gets[path] += 1
-                if gate := outer.gates.get(path):
-                    assert gate.wait(60)
+                outer.authorizations[path] = self.headers["Authorization"]
                 self._answer("GET", path)
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self._answer("POST", urlsplit(self.path).path)
 
             def do_HEAD(self) -> None:
                 self._answer("HEAD", unquote(urlsplit(self.path).path))
 
             def _answer(self, method: str, path: str) -> None:
+                if method != "HEAD" and (gate := outer.gates.get(path)):
+                    assert gate.wait(60)
                 status, headers, body = outer.answer(method, path)
                 self.send_response(status)
                 for name, value in ({"Content-Length": str(len(body))} | headers).items():
                     self.send_header(name, value)
                 self.end_headers()
-                if method == "GET":
+                if method != "HEAD":
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client has had enough
                         self.wfile.write(body)
 
@@ -64,6 +75,27 @@ class FileServer:
     def _file(self, _method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         body = self.files.get(path)
         return (404, {}, b"") if body is None else (200, {}, body)
+
+
+class GoogleStorage(FileServer):
+    """Objects of Google's storage by `/BUCKET/NAME` in `files`, and a `/token` for whoever asks; 501 for all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = self._object
+
+    def _object(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+        if (method, path) == ("POST", "/token"):
+            token = {"access_token": "a-token", "expires_in": 3600, "token_type": "Bearer"}
+            return 200, {"Content-Type": "application/json"}, json.dumps(token).encode()
+        found = re.fullmatch(r"/download/storage/v1/b/([^/]+)/o/(.+)", path)
+        if found is None:
+            return 501, {}, path.encode()
+        body = self.files.get(f"/{found[1]}/{found[2]}")
+        if body is None:
+            return 404, {}, b'{"error": {"code": 404, "message": "No such object"}}'
+        digest = base64.b64encode(hashlib.md5(body).digest()).decode()
+        return 200, {"X-Goog-Hash": f"md5={digest}"}, body
 
 
 class HubServer(FileServer):

@@ -72,13 +72,15 @@ def test_a_configuration_opens_only_what_it_names(tmp_path: Path, monkeypatch: p
         with pytest.raises(ConfigError, match="urls"):
             load_config({"adapters": {"urls": [bad]}})
     module = types.ModuleType("a_plugin")
-    module.get = print  # type: ignore[attr-defined]
+    asked: list[str] = []
+    module.get = lambda uri, _: asked.append(uri)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_plugin", module)
     sources = open_sources(config, {"LORA_DOWNLOADER_PLUGIN": "a_plugin:get"})
     for uri in ("hf://o/n@main", "models://anything/else"):
         place = sources.locate(uri)
         assert isinstance(place, RemotePlace)
-        assert isinstance(place.fetcher, PluginFetcher)
+        assert place.fetch(tmp_path) == uri
+    assert asked == ["hf://o/n@main", "models://anything/else"]
     for bad in ("a_plugin:put", "no_such_module:get", "get", ""):
         with pytest.raises(ConfigError, match="downloader"):
             PluginFetcher(bad)
