@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from app.deployments.eviction import EvictionPolicy
 from app.engine.adapters.trusted_keys import PUBLIC_KEY_PATTERN, TrustedKeys
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
+from app.engine.eviction import EvictionPolicy
 from app.engine.models import sources
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from app.deployments.adapter_library import LocatedAdapter
-from app.deployments.eviction import BoundedSet, EvictionPolicy
+from app.deployments.eviction import BoundedSet
 from app.deployments.quarantine import Quarantine
 from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter
 from app.deployments.tiers import TierCounts
@@ -27,6 +27,7 @@ from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterMismatch, AdapterTooLarge, PolyloraError
+from app.engine.eviction import EvictionPolicy
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -20,8 +20,9 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from app.deployments.eviction import BoundedSet, EvictionPolicy
+from app.deployments.eviction import BoundedSet
 from app.deployments.tiers import TierCounts
+from app.engine.eviction import EvictionPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,8 @@
 """A set of things with sizes that never exceeds a number of bytes: who stays, who goes.
 
-In: keys with their sizes and what loading them cost. Out: what must go to make room. Every policy is one
-priority, set when a thing is used; the lowest goes first, ties to the one used longest ago:
-
-    lru    the time of its last use
-    lfu    clock + uses                                    (LFU with dynamic ageing)
-    cost   clock + uses * load seconds / bytes             (GreedyDual-Size-Frequency, Cherkasova 1998)
-
-The clock is the priority of the last one that went, so that what was popular once grows old. A pinned thing
-is never given up, nor is a held one, here or yet to come. Storing the things themselves, and deleting them, is
-the caller's.
+In: keys with their sizes and what loading them cost. Out: what must go to make room, in the order of a policy
+(`app.engine.eviction`), cost being load seconds and room bytes. A pinned thing is never given up, nor is a held one,
+here or yet to come. Storing the things themselves, and deleting them, is the caller's.
 """
 
 from __future__ import annotations
@@ -17,9 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-EvictionPolicy = Literal["lru", "lfu", "cost"]
+from app.engine.eviction import NEVER, EvictionOrder, EvictionPolicy, Priority
 
 #: Below this a load time is noise.
 _MIN_LOAD_S = 1e-4
@@ -31,7 +23,7 @@ class _Kept:
     load_s: float
     uses: int = 0
     pins: int = 0
-    priority: tuple[float, int] = (0.0, 0)
+    priority: Priority = NEVER
 
 
 class BoundedSet:
@@ -39,12 +31,10 @@ class BoundedSet:
 
     def __init__(self, max_bytes: int, policy: EvictionPolicy) -> None:
         self.max_bytes = max_bytes
-        self.policy = policy
+        self._order = EvictionOrder(policy)
         self._kept: dict[str, _Kept] = {}
         self._held: frozenset[str] = frozenset()
-        self._queue: list[tuple[tuple[float, int], str]] = []  # may hold outdated priorities
-        self._clock = 0.0
-        self._num_uses = 0
+        self._queue: list[tuple[Priority, str]] = []  # may hold outdated priorities
         self._total_bytes = 0
 
     @property
@@ -64,9 +54,7 @@ class BoundedSet:
         """It was wanted and is here."""
         kept = self._kept[key]
         kept.uses += 1
-        self._num_uses += 1
-        worth = {"lru": 0.0, "lfu": 1.0, "cost": max(kept.load_s, _MIN_LOAD_S) / max(kept.size_bytes, 1)}[self.policy]
-        kept.priority = (self._clock + kept.uses * worth, self._num_uses)
+        kept.priority = self._order.used(kept.uses, max(kept.load_s, _MIN_LOAD_S) / max(kept.size_bytes, 1))
         heapq.heappush(self._queue, (kept.priority, key))
         if len(self._queue) > 4 * len(self._kept) + 64:
             self._queue = [(entry.priority, name) for name, entry in self._kept.items()]
@@ -89,7 +77,7 @@ class BoundedSet:
             if kept.pins or candidate in self._held:
                 skipped.append(entry)
                 continue
-            self._clock = max(self._clock, priority[0])
+            self._order.gave_up(priority)
             self.remove(candidate)
             evicted.append(candidate)
         for entry in skipped:

@@ -81,7 +81,7 @@ class AdapterOrders:
             grant = None
             try:
                 self._adapters.check_room(first.ref.name, digest, card.max_rank, card.extra_bytes)
-                grant = self._adapters.acquire(digest, card.max_rank, card.extra_bytes)
+                grant = self._adapters.acquire(digest, card.max_rank, card.extra_bytes, card.size_bytes)
                 if grant is None:
                     self._adapters.reserve(digest, card.max_rank, card.extra_bytes)
                     continue

@@ -5,7 +5,8 @@ modules). Out: an adapter slot, a run of rows and, sometimes, a write to perform
 model: rank 0, never given away, never written. Runs are buddies: their length is the alignment times
 a power of two and they start at a multiple of their length, so two freed neighbours always make one
 run of twice the rank. A pinned adapter is never moved or evicted; idle ones stay until their rows,
-slot or bytes are wanted, least recently used first. Those an operator keeps are never evicted at all.
+slot or bytes are wanted and leave in the order of a policy (`eviction`: cost is the bytes to write
+again, room the rows held). Those an operator keeps are never evicted at all.
 Moving bytes is the backend's job; this module keeps the books.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.errors import AdapterTooLarge, NotReady
+from app.engine.eviction import NEVER, EvictionOrder, EvictionPolicy, Priority
 
 
 class AdapterGrant(NamedTuple):
@@ -47,7 +49,9 @@ class _Resident:
     start: int  # in units of the alignment
     units: int
     pins: int
-    last_used: int
+    uses: int
+    size_bytes: int
+    priority: Priority
     extra_bytes: int
 
 
@@ -59,10 +63,15 @@ class _Reservation(NamedTuple):
 
 
 class AdapterPool:
-    """digest -> adapter slot -> run of rows, with pins and an LRU of the unpinned."""
+    """digest -> adapter slot -> run of rows, with pins and an order among the unpinned."""
 
     def __init__(
-        self, adapter_rank_rows: int, rank_alignment: int, max_adapter_slots: int, max_extra_bytes: int = 0
+        self,
+        adapter_rank_rows: int,
+        rank_alignment: int,
+        max_adapter_slots: int,
+        max_extra_bytes: int = 0,
+        policy: EvictionPolicy = "lru",
     ) -> None:
         self.max_extra_bytes = max_extra_bytes
         self.rank_alignment = rank_alignment
@@ -71,7 +80,7 @@ class AdapterPool:
         self._residents: dict[str, _Resident] = {}
         self._owner: list[_Resident | None] = [None] * self.num_units
         self._free_slots = list(range(max_adapter_slots - 1, 0, -1))
-        self._clock = 0
+        self._order = EvictionOrder(policy)
         self._kept: frozenset[str] = frozenset()
         self._reservation: _Reservation | None = None
         self._vacated: list[int] = []  # slots whose extras nobody has released yet
@@ -146,11 +155,12 @@ class AdapterPool:
     def is_resident(self, digest: str) -> bool:
         return digest in self._residents
 
-    def acquire(self, digest: str, rank: int, extra_bytes: int = 0) -> AdapterGrant | None:
+    def acquire(self, digest: str, rank: int, extra_bytes: int = 0, size_bytes: int = 0) -> AdapterGrant | None:
         """Pin an adapter, making room if need be; None if it must wait for pins to leave.
 
-        AdapterTooLarge if it never fits; `check_room` says if it cannot while others are kept.
-        Rows and bytes under another adapter's reservation are not touched.
+        `size_bytes`: what writing it takes, for the policy "cost". AdapterTooLarge if it never fits;
+        `check_room` says if it cannot while others are kept. Rows and bytes under another adapter's
+        reservation are not touched.
         """
         assert rank > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
         resident = self._residents.get(digest)
@@ -169,17 +179,18 @@ class AdapterPool:
                 start = self._cheapest_window(units, digest)
         if start is None:
             return None
-        evicted = [self._evict(entry) for entry in self._occupants(start, units)]
+        evicted = [self._give_up(entry) for entry in self._occupants(start, units)]
         if not self._free_slots:
-            idle = min((e for e in self._residents.values() if self._may_go(e)), key=lambda e: e.last_used)
-            evicted.append(self._evict(idle))
+            idle = min((e for e in self._residents.values() if self._may_go(e)), key=lambda e: e.priority)
+            evicted.append(self._give_up(idle))
         while extra_bytes and self.extra_bytes + extra_bytes > self.max_extra_bytes:
             idle = min(
-                (e for e in self._residents.values() if self._may_go(e) and e.extra_bytes), key=lambda e: e.last_used
+                (e for e in self._residents.values() if self._may_go(e) and e.extra_bytes), key=lambda e: e.priority
             )
-            evicted.append(self._evict(idle))
-        self._clock += 1
-        resident = _Resident(digest, rank, self._free_slots.pop(), start, units, 1, self._clock, extra_bytes)
+            evicted.append(self._give_up(idle))
+        priority = self._order.used(1, size_bytes / units)
+        slot = self._free_slots.pop()
+        resident = _Resident(digest, rank, slot, start, units, 1, 1, size_bytes, priority, extra_bytes)
         self._residents[digest] = resident
         self._owner[start : start + units] = [resident] * units
         self.cancel_reservation(digest)
@@ -191,8 +202,7 @@ class AdapterPool:
         resident = self._residents[digest]
         assert resident.pins > 0, "pin released twice"
         resident.pins -= 1
-        self._clock += 1
-        resident.last_used = self._clock
+        resident.priority = self._order.touched(resident.priority)
 
     def drop(self, digest: str) -> int:
         """Free an unpinned adapter's rows, kept or not; how many were freed (0 if it is absent or still pinned)."""
@@ -221,10 +231,10 @@ class AdapterPool:
         units = self._units(rank)
         slot_is_short = not self._free_slots and not any(map(self._may_go, self._residents.values()))
 
-        def pressure(start: int) -> tuple[bool, int, int]:
+        def pressure(start: int) -> tuple[bool, int, Priority]:
             entries = self._occupants(start, units)
-            newest = max((entry.last_used for entry in entries), default=0)
-            return (slot_is_short and not entries, sum(entry.pins for entry in entries), newest)
+            dearest = max((entry.priority for entry in entries), default=NEVER)
+            return (slot_is_short and not entries, sum(entry.pins for entry in entries), dearest)
 
         windows = [start for start in self._windows(units) if not self._is_kept_window(start, units)]
         if windows:  # else it is refused by `check_room`
@@ -272,8 +282,8 @@ class AdapterPool:
             if not self._may_hold(resident.digest, resident.extra_bytes):
                 return None
         resident.pins += 1
-        self._clock += 1
-        resident.last_used = self._clock
+        resident.uses += 1
+        resident.priority = self._order.used(resident.uses, resident.size_bytes / resident.units)
         return self._grant(resident, needs_write=False, evicted=())
 
     def _grant(self, resident: _Resident, *, needs_write: bool, evicted: tuple[str, ...]) -> AdapterGrant:
@@ -340,15 +350,15 @@ class AdapterPool:
         return best[1] if best is not None else None
 
     def _cheapest_window(self, units: int, digest: str) -> int | None:
-        """The window without pins whose most recently used adapter was used longest ago."""
-        best: tuple[int, int, int] | None = None
+        """The window without pins whose dearest adapter is the cheapest to give up."""
+        best: tuple[Priority, int, int] | None = None
         for start in self._windows(units):
             if self._is_reserved(start, units, digest):
                 continue
             entries = self._occupants(start, units)
             if not all(map(self._may_go, entries)):
                 continue
-            candidate = (max(entry.last_used for entry in entries), len(entries), start)
+            candidate = (max(entry.priority for entry in entries), len(entries), start)
             if best is None or candidate < best:
                 best = candidate
         return best[2] if best is not None else None
@@ -359,6 +369,11 @@ class AdapterPool:
             if all(map(self._may_go, self._occupants(start, units))) and not self._is_reserved(start, units, digest):
                 return start
         return None
+
+    def _give_up(self, resident: _Resident) -> str:
+        """As `_evict`, for room."""
+        self._order.gave_up(resident.priority)
+        return self._evict(resident)
 
     def _evict(self, resident: _Resident) -> str:
         assert resident.pins == 0, "an adapter in use is never evicted"

@@ -112,7 +112,8 @@ class Admission:
                     self._is_open = True  # the budget is new in the next step
                     refused_digests.add(digest)
                     continue
-                grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes)
+                card = sequence.adapter.card
+                grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes, card.size_bytes)
                 if grant is None:
                     refused_digests.add(digest)
                     if (refusal := self._refusal(sequence, digest)) is not None:

@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from app.engine.eviction import EvictionPolicy
+
 
 class EngineConfig(BaseModel):
     """Settings of one engine replica. Checked before anything is loaded."""
@@ -45,6 +47,10 @@ class EngineConfig(BaseModel):
         ge=0,
         description="Memory for what resident adapters hold beside rank rows: DoRA scales, biases, norms, token rows, "
         "whole modules; taken as needed.",
+    )
+    adapter_eviction: EvictionPolicy = Field(
+        "lru",
+        description="Who leaves the rank rows: lru, lfu or cost (fewest bytes to write again per row held, by use).",
     )
     max_adapter_slots: int = Field(256, ge=1, description="Adapters resident at once, the base included.")
     max_batch_tokens: int = Field(256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks.")

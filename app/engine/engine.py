@@ -73,7 +73,11 @@ class Engine:
         self._meter = Meter()
         self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.prefix_cache)
         self._adapters = AdapterPool(
-            limits.adapter_rank_rows, limits.rank_alignment, limits.max_adapter_slots, limits.adapter_extra_bytes
+            limits.adapter_rank_rows,
+            limits.rank_alignment,
+            limits.max_adapter_slots,
+            limits.adapter_extra_bytes,
+            config.adapter_eviction,
         )
         self._scheduler = Scheduler(
             self._blocks,

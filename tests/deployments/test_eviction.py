@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.deployments.eviction import BoundedSet, EvictionPolicy
+from app.deployments.eviction import BoundedSet
+from app.engine.eviction import EvictionPolicy
 
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from app.engine.adapter_pool import AdapterGrant, AdapterPool
 from app.engine.errors import AdapterTooLarge, NotReady
+from app.engine.eviction import EvictionPolicy
+
+POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 
 
 def rows_for(rank: int, alignment: int) -> int:
@@ -32,9 +35,17 @@ def must_succeed(pool: AdapterPool, rank: int, kept: frozenset[str]) -> bool:
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=st.integers(0, 100), alignment=st.sampled_from([1, 8, 16]), slots=st.integers(1, 7), data=st.data())
-def test_every_row_slot_and_pin_is_accounted_for(rows: int, alignment: int, slots: int, data: st.DataObject) -> None:
-    pool = AdapterPool(rows, alignment, slots)
+@given(
+    rows=st.integers(0, 100),
+    alignment=st.sampled_from([1, 8, 16]),
+    slots=st.integers(1, 7),
+    policy=st.sampled_from(POLICIES),
+    data=st.data(),
+)
+def test_every_row_slot_and_pin_is_accounted_for(
+    rows: int, alignment: int, slots: int, policy: EvictionPolicy, data: st.DataObject
+) -> None:
+    pool = AdapterPool(rows, alignment, slots, policy=policy)
     pins: dict[str, int] = {}
     where: dict[str, AdapterGrant] = {}
     kept: frozenset[str] = frozenset()
@@ -62,7 +73,7 @@ def test_every_row_slot_and_pin_is_accounted_for(rows: int, alignment: int, slot
                 pool.acquire(digest, rank)
         elif action == "acquire":
             expected = digest in where or must_succeed(pool, rank, kept)
-            grant = pool.acquire(digest, rank)
+            grant = pool.acquire(digest, rank, size_bytes=data.draw(st.integers(0, 1000)))
             assert (grant is not None) == expected
             if grant is None:
                 if not any(pins.values()):  # nothing will leave by itself
@@ -97,6 +108,69 @@ def test_least_recently_used_goes_first_and_no_more_than_needed() -> None:
     grant = pool.acquire("e", 8)
     assert grant is not None
     assert grant.evicted == ("b",)
+
+
+@settings(max_examples=100, deadline=None)
+@given(policy=st.sampled_from(POLICIES), wanted=st.lists(st.integers(0, 9), max_size=80), data=st.data())
+def test_each_policy_gives_up_what_it_says(policy: EvictionPolicy, wanted: list[int], data: st.DataObject) -> None:
+    """Ten adapters of one rank and of different bytes, room for three, beside the policies' formulas."""
+    sizes = data.draw(st.lists(st.integers(1, 1000), min_size=10, max_size=10))
+    busy = data.draw(st.integers(0, 9))
+    pool = AdapterPool(32, 8, 16, policy=policy)
+    assert pool.acquire(str(busy), 8, 0, sizes[busy]) is not None
+    held: dict[int, tuple[int, float, int]] = {}  # uses, value, last used
+    age = 0.0
+    for now, index in enumerate(wanted):
+        if index == busy:
+            continue
+        evicted = ()
+        if index not in held and len(held) == 3:
+            gone = min(held, key=lambda i: held[i][1:])
+            age = max(age, held.pop(gone)[1])
+            evicted = (str(gone),)
+        uses = held[index][0] + 1 if index in held else 1
+        held[index] = (uses, {"lru": 0.0, "lfu": age + uses, "cost": age + uses * sizes[index]}[policy], now)
+        grant = pool.acquire(str(index), 8, 0, sizes[index])
+        assert grant is not None
+        assert grant.evicted == evicted
+        pool.release(str(index))
+    assert {int(resident.digest) for resident in pool.residents()} == {*held, busy}
+
+
+def test_lfu_keeps_what_is_used_often_but_not_for_ever() -> None:
+    pool = AdapterPool(32, 8, 8, policy="lfu")
+
+    def use(digest: str) -> tuple[str, ...]:
+        grant = pool.acquire(digest, 8)
+        assert grant is not None
+        pool.release(digest)
+        return grant.evicted
+
+    for _ in range(20):
+        use("often")
+    assert not any("often" in use(f"once {number}") for number in range(20))
+    assert any("often" in use(f"later {number}") for number in range(100)), "its popularity is long past"
+
+
+def test_cost_counts_the_rows_that_an_adapter_holds() -> None:
+    """Of as many bytes to write again, the one that takes up twice the rows goes first."""
+    pool = AdapterPool(64, 8, 3, policy="cost")
+    for digest, rank in (("wide", 16), ("narrow", 8)):
+        pool.acquire(digest, rank, 0, 1000)
+        pool.release(digest)
+    for _ in range(3):
+        pool.acquire("narrow", 8, 0, 1000)
+        pool.release("narrow")
+    grant = pool.acquire("new", 8, 0, 1000)
+    assert grant is not None
+    assert grant.evicted == ("wide",)
+    pool = AdapterPool(64, 8, 3, policy="cost")
+    for digest, rank in (("narrow", 8), ("wide", 16)):
+        pool.acquire(digest, rank, 0, 1000)
+        pool.release(digest)
+    grant = pool.acquire("new", 8, 0, 1000)
+    assert grant is not None
+    assert grant.evicted == ("wide",), "though it was used last"
 
 
 def test_small_adapters_keep_large_runs_whole() -> None:

@@ -367,6 +367,21 @@ def test_kv_memory_limits_a_request() -> None:
         engine.submit(fake_request("too long", list(range(21)), sampling=sampling))
 
 
+@pytest.mark.parametrize(("policy", "stays"), [("lru", False), ("lfu", True), ("cost", True)])
+def test_the_configured_policy_decides_who_leaves_the_rows(policy: str, stays: bool) -> None:
+    engine = Engine(
+        FakeBackend(BackendLimits(64, 8, 16, 8, 8)),
+        EngineConfig.model_validate({"adapter_eviction": policy, "max_batch_sequences": 1}),
+    )
+    popular, *others = (fake_adapter(name, 8) for name in ("popular", "a", "b"))
+    for number, adapter in enumerate([popular] * 5 + others):
+        engine.submit(fake_request(f"r{number}", [9, 1], adapter), adapter)
+        run(engine)
+    residents = {resident.digest for resident in engine.stats().residents}
+    assert (popular.card.digest in residents) == stays
+    assert others[1].card.digest in residents
+
+
 def test_extras_are_bounded_and_released_with_their_adapter() -> None:
     backend = FakeBackend(BackendLimits(64, 8, 256, 8, 8, adapter_extra_bytes=100))
     engine = Engine(backend, EngineConfig(max_batch_sequences=2))

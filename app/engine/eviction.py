@@ -1,0 +1,53 @@
+"""Who of those that may leave a tier leaves first: one rule for files, host memory and rank rows.
+
+In: uses, with what getting the thing again costs per unit of room. Out: priorities; the lowest goes first, ties to
+the one used longest ago:
+
+    lru    the time of its last use
+    lfu    age + uses                                  (LFU with dynamic ageing)
+    cost   age + uses * cost / room                    (GreedyDual-Size-Frequency, Cherkasova 1998)
+
+The age is the priority of the last one that went, so that what was popular once grows old. Who may not leave at
+all (pinned, held, in use) is the tier's business.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+EvictionPolicy = Literal["lru", "lfu", "cost"]
+
+
+class Priority(NamedTuple):
+    """Compared as a tuple."""
+
+    value: float
+    last_used: int
+
+
+#: Before every priority that a use can give.
+NEVER = Priority(0.0, 0)
+
+
+class EvictionOrder:
+    """The priorities of one tier. Not for several threads at once."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self._age = 0.0
+        self._num_uses = 0
+
+    def used(self, uses: int, cost_per_room: float) -> Priority:
+        """Of a thing used now, for the `uses`-th time."""
+        self._num_uses += 1
+        worth = {"lru": 0.0, "lfu": 1.0, "cost": cost_per_room}[self.policy]
+        return Priority(self._age + uses * worth, self._num_uses)
+
+    def touched(self, priority: Priority) -> Priority:
+        """Of a thing that was in use until now: no use of its own, but as recent as one."""
+        self._num_uses += 1
+        return Priority(priority.value, self._num_uses)
+
+    def gave_up(self, priority: Priority) -> None:
+        """A thing of this priority went to make room."""
+        self._age = max(self._age, priority.value)
