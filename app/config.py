@@ -29,6 +29,9 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 DEFAULT_MODEL_URI = sources.DEFAULT_MODEL_URI
 
+#: Engine settings that the adapter store depends on.
+_STORE_ENGINE_FIELDS = ("backend", "device", "adapter_rank_rows", "max_adapter_slots", "adapter_extra_bytes")
+
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -174,10 +177,18 @@ class AppConfig(_Settings):
         return self
 
     @property
+    def for_store(self) -> AppConfig:
+        """What the adapter store is built from, everything else as by default.
+
+        Of the engine it matters what it can apply, and how much it holds: pins are checked against that.
+        """
+        engine = self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS))
+        return AppConfig(model=self.model, adapters=self.adapters, engine=EngineConfig().model_copy(update=engine))
+
+    @property
     def store_key(self) -> str:
-        """Changes when the adapter store must be a new one: another model, roots or database."""
-        text = self.model.model_dump_json() + self.adapters.model_dump_json()
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        """Changes when the adapter store must be a new one: it is built from `for_store` and nothing else."""
+        return hashlib.sha256(self.for_store.model_dump_json().encode()).hexdigest()[:12]
 
     @property
     def placement_key(self) -> str:

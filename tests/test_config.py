@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from app.config import AppConfig, load_config
+from app.deployments.steering import PinLimits
 from app.engine.errors import ConfigError
+from app.engine.loading import served_features
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,22 @@ def test_actors_are_renewed_only_by_what_concerns_them(tmp_path: Path) -> None:
     roots = load_config({"adapters": {"roots": [str(tmp_path)]}}, environ={})
     assert base.store_key == engine.store_key == placement.store_key != roots.store_key
     assert base.placement_key == engine.placement_key == roots.placement_key != placement.placement_key
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"adapter_rank_rows": 64}, {"max_adapter_slots": 9}, {"adapter_extra_bytes": 1}, {"backend": "jax"}],
+)
+def test_a_store_of_other_engine_settings_is_another_store(engine: dict[str, Any]) -> None:
+    """It decides what may be pinned, and what the engine can apply."""
+    base, changed = load_config({}, environ={}), load_config({"engine": engine}, environ={})
+    assert base.store_key != changed.store_key
+    assert PinLimits.of(changed.for_store) == PinLimits.of(changed)
+    assert served_features(changed.for_store.engine) == served_features(changed.engine)
+
+
+def test_a_store_knows_only_what_its_key_covers() -> None:
+    values = {"engine": {"num_kv_blocks": 64, "max_waiting": 3}, "limits": {"max_sequences": 2}}
+    config = load_config(values, environ={})
+    assert config.for_store == load_config({}, environ={}).for_store
+    assert AppConfig.model_validate_json(config.for_store.model_dump_json()) == config.for_store

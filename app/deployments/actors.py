@@ -163,8 +163,10 @@ class PlacementActor:
 
 
 def store_actor(config: AppConfig) -> NamedActor:
-    return NamedActor(f"adapter-store-{config.store_key}", AdapterStoreActor, config.model_dump_json())
+    """One per cluster and what it is built from: a service with other settings never finds an older one's store."""
+    return NamedActor(f"adapter-store-{config.store_key}", AdapterStoreActor, config.for_store.model_dump_json())
 
 
-def placement_actor(config: AppConfig) -> NamedActor:
-    return NamedActor(f"placement-{config.placement_key}", PlacementActor, config.model_dump_json())
+def placement_actor(config: AppConfig, app_name: str) -> NamedActor:
+    """One per application: replicas of two services must not stand on one table."""
+    return NamedActor(f"placement-{app_name}-{config.placement_key}", PlacementActor, config.model_dump_json())

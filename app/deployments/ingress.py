@@ -44,9 +44,10 @@ class Ingress:
         config = AppConfig.model_validate_json(config_json)
         self._config = config
         self.base_name = config.model.name
-        ingress_id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        ingress_id = context.replica_id.unique_id
         self._store = store_actor(config)
-        placement = placement_actor(config)
+        placement = placement_actor(config, context.app_name)
         self._metrics = IngressMetrics()
         self._registry = WatchedRegistry(self._store, ingress_id, self._count_adapters)
         placed: Watched[PlacementTable] = Watched(placement, ingress_id, PlacementTable())

@@ -55,9 +55,10 @@ class EngineReplica:
 
     async def __init__(self, config_json: str) -> None:  # type: ignore[misc]  # Serve awaits it
         config = AppConfig.model_validate_json(config_json)
-        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._replica_id = context.replica_id.unique_id
         self._store = store_actor(config)
-        self._placement = placement_actor(config)
+        self._placement = placement_actor(config, context.app_name)
         self._report_interval_s = config.placement.report_interval_s
         self._service = EngineService(self._fetch)
         checkpoint = await asyncio.to_thread(open_checkpoint, config.model)
