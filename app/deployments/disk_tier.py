@@ -2,9 +2,9 @@
 
 In: a folder that was downloaded and found good, and its digest. Out: that folder again, after any restart.
 A download lives under `staging/` until it is whole, flushed and renamed to `objects/<digest>`: what has a
-digest for a name is complete. Staging folders of processes that died, and objects that lost a byte, are
-removed at start. Bounded in bytes (`eviction`); an object is pinned while it is read. The digest is
-checked against the contents by whoever reads them.
+digest for a name is complete. Each process has a staging folder of its own; those of processes that died,
+and objects that lost a byte, are removed at start. Bounded in bytes (`eviction`); an object is pinned while
+it is read. The digest is checked against the contents by whoever reads them.
 """
 
 from __future__ import annotations
@@ -51,12 +51,15 @@ class DiskTier:
         self.deleted: Callable[[str], None] = lambda _: None
         self._kept = BoundedSet(max_bytes, policy)
         self._kept.hold(held)
-        _remove_leftovers(staging)
-        self._staging = staging / f"{os.getpid()}-{secrets.token_hex(6)}"
-        self._staging.mkdir()
-        # Held until this process ends, however it ends: the sign that its staging folder is in use.
-        self._alive = (staging / f"{self._staging.name}.lock").open("w")
-        fcntl.flock(self._alive, fcntl.LOCK_EX)
+        # One process at a time: none finds another's staging folder before the lock that says it is in use.
+        with (staging / "guard").open("w") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            _remove_leftovers(staging)
+            self._staging = staging / f"{os.getpid()}-{secrets.token_hex(6)}"
+            # Held until this process ends, however it ends.
+            self._alive = self._staging.with_suffix(".lock").open("w")
+            fcntl.flock(self._alive, fcntl.LOCK_EX)
+            self._staging.mkdir()
         self._take_stock()
 
     @property
@@ -198,8 +201,8 @@ def _read_entry(folder: Path) -> tuple[int, float] | None:
 
 
 def _remove_leftovers(staging: Path) -> None:
-    """Staging folders whose process is gone: nobody holds their lock."""
-    for lock in staging.glob("*.lock"):
+    """Staging folders whose process is gone: nobody holds their lock. The guard is held."""
+    for lock in {path.with_suffix(".lock") for path in staging.iterdir() if path.name != "guard"}:
         with lock.open("w") as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ def read(tier: DiskTier, digest: str) -> bytes | None:
 
 
 def everything_under(tier: DiskTier) -> list[Path]:
-    return [path for path in tier._objects.parent.rglob("*") if path.suffix != ".lock" and path.is_file()]
+    files = [path for path in tier._objects.parent.rglob("*") if path.is_file()]
+    return [path for path in files if path.suffix != ".lock" and path.name != "guard"]
 
 
 def test_what_is_kept_is_there_after_a_restart(open_tier: Open) -> None:
@@ -145,6 +147,47 @@ def test_another_processes_download_is_left_alone(open_tier: Open) -> None:
         open_tier()
         assert (folder / "file").exists()
         assert first.keep("a", folder, 1.0)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_process_that_starts_at_the_same_time_leaves_our_downloads_alone(
+    open_tier: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Another one starts before our step-th call that touches the disk: it may have to wait, and takes nothing."""
+    remaining = step
+    other = threading.Thread(target=lambda: DiskTier(tmp_path, 10_000, "lru", TierCounts()).close())
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal remaining
+            if threading.current_thread() is not other:
+                remaining -= 1
+                if remaining == -1:
+                    other.start()
+                    other.join(0.5)  # it is through, or waits for us
+            return call(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", counted(Path.mkdir))
+        patch.setattr(Path, "open", counted(Path.open))
+        patch.setattr(disk_tier.fcntl, "flock", counted(disk_tier.fcntl.flock))
+        tier = open_tier()
+    assert remaining < 0, "the step was reached"
+    other.join(120)
+    contents = add(tier, "a")
+    assert read(tier, "a") == contents
+
+
+def test_a_staging_folder_without_a_lock_is_litter(open_tier: Open) -> None:
+    first = open_tier()
+    litter = first._staging.with_name("1-dead")
+    litter.mkdir()
+    (litter / "file").write_bytes(bytes(10))
+    open_tier()
+    assert not litter.exists()
+    assert first._staging.is_dir()
 
 
 def test_two_processes_may_keep_the_same(open_tier: Open) -> None:
