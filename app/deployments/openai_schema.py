@@ -1,8 +1,9 @@
 """What clients may say: request bodies of the OpenAI routes and of /generate.
 
 In: a decoded JSON object. Out: a checked model, or an error that names the field. A field that would
-change the result and is not implemented is refused unless its value is the neutral one (null counts
-as absent); fields that cannot change the result are accepted and ignored by name (`INERT`).
+change the result and is not implemented is refused unless its value is the neutral one; fields that
+cannot change the result are accepted and ignored by name (`INERT`). As with OpenAI, null is as good as
+absent wherever a field may be absent, at any depth.
 Answers are assembled in `answers.py`.
 """
 
@@ -40,7 +41,17 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Body(BaseModel):
+    """A JSON object. Null means the default, and nothing at all for a field that is not known."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: item for name, item in value.items() if item is not None or name in required}
 
 
 class StreamOptions(Body):
@@ -96,10 +107,15 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    """`developer` is OpenAI's newer word for `system` and is treated as such."""
+    """`developer` is OpenAI's newer word for `system` and is treated as such.
+
+    Answers come back as clients got them: with `annotations`, which no prompt shows, and without tool calls.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    annotations: list[Any] = Field(default_factory=list)
+    tool_calls: list[Any] = Field(default_factory=list, max_length=0)
 
     @property
     def text(self) -> str:
@@ -192,9 +208,9 @@ def parse_body(kind: type[BodyT], value: object) -> BodyT:
     """Check a decoded JSON value against `kind`. Raises UnsupportedField or InvalidRequest naming the field."""
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {_json_type(value)}")
-    fields = {name: item for name, item in value.items() if item is not None or name in kind.model_fields}
-    for name in list(fields):
-        if name in kind.model_fields:
+    fields = dict(value)
+    for name in value:
+        if name in kind.model_fields or fields[name] is None:
             continue
         if name in INERT or any(_same(fields[name], neutral) for neutral in NEUTRAL.get(name, ())):
             del fields[name]
@@ -214,10 +230,11 @@ def _refusal(name: str) -> str:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """The first complaint, in words; a union reports each branch, so the shortest path names the field."""
+    """The first complaint, in words, and where: a union's complaint ends with the branch, which is no field."""
     items = error.errors(include_url=False, include_context=False, include_input=False)
     first = items[0]
-    where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
+    path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")]
+    where = ".".join(map(str, path))
     name = str(first["loc"][0]) if first["loc"] else None
     message = first["msg"].removeprefix("Value error, ")
     kind = UnsupportedField if first["type"] == "extra_forbidden" else InvalidRequest
