@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Frame = Sequence[TokenChunk]
 
-#: A request that loses this many replicas while running is blamed for it.
+#: A request that was on this many replicas when they died is blamed for it. Those that drain do not count.
 MAX_LOSSES = 4
 #: A replica that could not be reached is left alone for this long.
 AVOID_S = 0.5
@@ -81,10 +81,13 @@ class Placer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """Put in a stream's queue in place of a chunk: that placement came to nothing, the stream must be placed again."""
+    """Put in a stream's queue in place of a chunk: that placement came to nothing, the stream must be placed again.
+
+    `died`: the replica died with the stream on it.
+    """
 
     placement: int
-    was_running: bool = False
+    died: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -116,13 +119,17 @@ class Stream:
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """Our connection to one replica. `attached` is set by the first frame, or failed with the reader."""
+    """Our connection to one replica. `attached` is set by the first frame, or failed with the reader.
+
+    `draining`: the replica takes no new requests; sooner or later it is stopped.
+    """
 
     replica_id: str
     attached: asyncio.Future[None]
     link_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     streams: dict[str, Stream] = field(default_factory=dict)
     reader: asyncio.Task[None] | None = None
+    draining: bool = False
 
 
 class Dispatcher:
@@ -185,7 +192,7 @@ class Dispatcher:
                 stream.closed = item.finish_reason is not None
                 yield item
             elif item.placement == stream.placement:
-                stream.num_losses += item.was_running
+                stream.num_losses += item.died
                 return
 
     async def place(self, streams: Sequence[Stream]) -> list[Exception | None]:
@@ -228,7 +235,7 @@ class Dispatcher:
     async def _place(self, stream: Stream) -> None:
         if stream.num_losses >= MAX_LOSSES:
             raise EngineFailure(
-                f"request {stream.request.request_id} lost {MAX_LOSSES} replicas while running; giving up on it"
+                f"request {stream.request.request_id} lost {MAX_LOSSES} replicas, which died with it; giving up on it"
             )
         stream.placement += 1
         if error := await self._admit(stream):
@@ -256,8 +263,8 @@ class Dispatcher:
                 self._drop(link)
                 self._lose(placements)
         except (ReplicaGone, ReplicaUnreachable) as error:
-            self._lose(placements)
             self._avoid(replica_id, error)
+            self._lose(placements)  # unless they went with the link
         except Exception as error:
             for stream, placement in placements:
                 if stream.placement == placement:
@@ -298,6 +305,7 @@ class Dispatcher:
             # Not a death we know. The streams are moved all the same; the bug must be seen.
             logger.exception("reading frames of replica %s failed", link.replica_id)
             self._avoid(link.replica_id, ReplicaUnreachable(str(error)))
+            self._drop(link, died=True)
         finally:
             self._drop(link)
 
@@ -317,20 +325,22 @@ class Dispatcher:
         link = self._links.get(replica_id)
         was_attached = link is not None and link.attached.done() and link.attached.exception() is None
         if link is not None and isinstance(error, ReplicaGone):
-            self._drop(link)
+            self._drop(link, died=not link.draining)
+        elif link is not None:
+            link.draining = True
         self._avoid_until_s = {r: t for r, t in self._avoid_until_s.items() if r in self._placer.table.replicas}
         self._avoid_until_s[replica_id] = time.monotonic() + AVOID_S
         logger.info("replica %s: %s", replica_id, error)
         if isinstance(error, ReplicaGone) or was_attached:
             self._spawn(self._placer.gone(replica_id))
 
-    def _lose(self, placements: Sequence[tuple[Stream, int]]) -> None:
+    def _lose(self, placements: Sequence[tuple[Stream, int]], *, died: bool = False) -> None:
         for stream, placement in placements:
             if stream.placement == placement:
-                stream.queue.put_nowait(_Lost(placement, was_running=stream.link is not None))
+                stream.queue.put_nowait(_Lost(placement, died=died and stream.link is not None))
                 self._forget(stream)
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: _Link, *, died: bool = False) -> None:
         """End a link once: nobody submits to it any more, and all its streams are placed again."""
         if self._links.get(link.replica_id) is not link:
             return
@@ -338,7 +348,7 @@ class Dispatcher:
         if not link.attached.done():
             link.attached.set_exception(ReplicaUnreachable(f"replica {link.replica_id} closed the stream"))
             link.attached.exception()  # retrieved: nobody may be waiting
-        self._lose([(stream, stream.placement) for stream in link.streams.values()])
+        self._lose([(stream, stream.placement) for stream in link.streams.values()], died=died)
         if link.reader is not None and link.reader is not asyncio.current_task():
             link.reader.cancel()
 

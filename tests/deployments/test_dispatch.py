@@ -279,6 +279,43 @@ async def test_a_request_that_loses_every_replica_is_given_up(make_fleet: MakeFl
     await dispatcher.close()
 
 
+async def test_replicas_that_only_drain_are_no_request_s_fault(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(MAX_LOSSES + 2)
+    for replica in fleet.replicas.values():
+        replica.draining = True
+    dispatcher = fleet.dispatcher(replica_wait_s=120.0)
+    request = make_request("r", [1], max_tokens=5, ignore_eos=True)
+    task = asyncio.ensure_future(collect(dispatcher, request))
+    await until(lambda: len(fleet.known_gone) == MAX_LOSSES + 2)
+    assert not task.done()
+    fleet.add()
+    assert (await task)[0] == expected(request)
+    await dispatcher.close()
+
+
+async def test_a_stream_outlives_any_number_of_replicas_that_drained_and_were_stopped(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1)
+    dispatcher = fleet.dispatcher(replica_wait_s=120.0)
+    request = make_request("long", [1], max_tokens=300, ignore_eos=True)
+    stream = dispatcher.stream(request)
+    tokens: list[int] = []
+    for round_ in range(MAX_LOSSES + 1):
+        (replica,) = (item for item in fleet.replicas.values() if item.replica_id not in fleet.known_gone)
+        replica.backend.max_steps = replica.backend.num_steps + 5  # never to the end of the answer
+        while not any(item.request_id.startswith("long/") for item in replica.submitted):
+            tokens += (await anext(stream)).token_ids
+        replica.draining = True
+        other = make_request(f"other{round_}", [2], max_tokens=2, ignore_eos=True)
+        refused = asyncio.ensure_future(collect(dispatcher, other))
+        await until(lambda replica=replica: replica.replica_id in fleet.known_gone)
+        fleet.add()
+        assert (await refused)[0] == expected(other)
+        fleet.kill(replica.replica_id)
+    tokens += [token async for chunk in stream for token in chunk.token_ids]
+    assert tokens == expected(request)
+    await dispatcher.close()
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
