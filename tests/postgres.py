@@ -45,7 +45,7 @@ class PostgresServer:
             cwd=self._folder,
         )
         log.close()
-        self._wait(60)
+        self._wait(600)
 
     def new_database(self) -> str:
         """An empty database's URL."""
@@ -56,7 +56,7 @@ class PostgresServer:
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGQUIT)
-        self._process.wait(30)
+        self._process.wait(300)
         shutil.rmtree(self._folder)
 
     def _address(self, database: str) -> str:

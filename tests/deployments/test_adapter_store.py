@@ -43,7 +43,7 @@ class Sources:
     def from_source(self, source: str) -> LocatedAdapter:
         self.reads.append(source)
         if gate := self.gates.get(source):
-            assert gate.wait(60)
+            assert gate.wait(600)
         if source not in self.contents:
             raise AdapterFormatError(f"{source} is broken")
         uri = f"/canonical/{source}" if "/" not in source else source

@@ -68,7 +68,7 @@ async def test_a_load_answers_at_once_with_a_job(http: httpx.AsyncClient, servic
     assert (await http.get("/v1/loras/new")).json()["state"] in ("REQUESTED", "DOWNLOADING", "VALIDATING")
     assert (await http.post("/v1/completions", json=LEGACY | {"model": "new"})).status_code == 404
     gate.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while (job := (await http.get(answer.headers["location"])).json())["state"] != "LOADED":
             assert job["id"] == body["job"]["id"]
             await asyncio.sleep(0.005)
@@ -77,7 +77,7 @@ async def test_a_load_answers_at_once_with_a_job(http: httpx.AsyncClient, servic
     assert shown["job"] == job
     assert shown["residency"] == {"host": True, "replicas": []}
     assert (await http.post("/v1/completions", json=LEGACY | {"model": "new"})).headers[HEADER] == "new@1"
-    async with asyncio.timeout(60):  # the replica reports what it holds after its step
+    async with asyncio.timeout(600):  # the replica reports what it holds after its step
         while not (replicas := (await http.get("/v1/loras/new")).json()["residency"]["replicas"]):
             await asyncio.sleep(0.005)
     (replica,) = replicas

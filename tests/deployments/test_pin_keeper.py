@@ -67,7 +67,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while not condition():
             await asyncio.sleep(0.002)
 

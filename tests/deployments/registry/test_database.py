@@ -56,7 +56,7 @@ def test_processes_that_start_together_make_the_schema_once(empty_url: str) -> N
         starter.stdin.write("go\n")
         starter.stdin.flush()
     for starter in starters:
-        _, complaints = starter.communicate(timeout=120)
+        _, complaints = starter.communicate(timeout=600)
         assert starter.returncode == 0, complaints
     registry = Registry(empty_url, "base")
     assert [entry.name for entry in registry.catalog.entries()] == ["n0", "n1"]
@@ -124,11 +124,11 @@ def test_writers_take_turns_and_readers_do_not_wait(shared_url: str) -> None:
     with database.write():
         thread = threading.Thread(target=second)
         thread.start()
-        assert entered.wait(30)
+        assert entered.wait(600)
         with database.read() as connection:
             assert connection.scalar(text("SELECT 1")) == 1
         order.append("first")
-    thread.join(60)
+    thread.join(600)
     assert order == ["first", "second"]
     database.close()
 

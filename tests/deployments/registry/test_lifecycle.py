@@ -28,13 +28,13 @@ async def managed(registry: Registry) -> AsyncIterator[ManagedStore]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while not condition():
             await asyncio.sleep(0.002)
 
 
 async def end_of(managed: ManagedStore, job: Job) -> Job:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while not (now := await managed.lifecycle.job(job.id)).is_done:
             await asyncio.sleep(0.002)
     return now

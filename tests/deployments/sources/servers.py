@@ -46,7 +46,7 @@ class FileServer:
 
             def _answer(self, method: str, path: str) -> None:
                 if method != "HEAD" and (gate := outer.gates.get(path)):
-                    assert gate.wait(60)
+                    assert gate.wait(600)
                 status, headers, body = outer.answer(method, path)
                 self.send_response(status)
                 for name, value in ({"Content-Length": str(len(body))} | headers).items():

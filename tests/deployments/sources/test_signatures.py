@@ -106,8 +106,8 @@ def test_signatures_travel_with_every_source(
     server.files |= {f"/{path.name}": path.read_bytes(), f"/{path.name}.sig": line}
     hub.commit("o/folder", "main", files | {"adapter.sig": line})
     hub.commit("o/card", "main", {path.name: path.read_bytes(), f"{path.name}.sig": line})
-    options = {"max_bytes": 1 << 20, "timeout_s": 30.0}
-    url = UrlFetcher([f"{server.url}/"], options={}, signatures=True, max_bytes=1 << 20, timeout_s=30)
+    options = {"max_bytes": 1 << 20, "timeout_s": 120.0}
+    url = UrlFetcher([f"{server.url}/"], options={}, signatures=True, max_bytes=1 << 20, timeout_s=120)
     library = open_library(url, HubFetcher(hub.url, None, **options), signatures=True)  # type: ignore[arg-type]
     signed = [f"{server.url}/a", f"{server.url}/{path.name}", "hf://o/folder@main", "hf://o/card@main", path.name]
     for source in signed:

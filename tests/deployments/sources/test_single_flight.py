@@ -25,11 +25,11 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 def library(open_library: OpenLibrary, server: FileServer) -> AdapterLibrary:
-    return open_library(UrlFetcher([f"{server.url}/"], options={}, max_bytes=1 << 20, timeout_s=60))
+    return open_library(UrlFetcher([f"{server.url}/"], options={}, max_bytes=1 << 20, timeout_s=600))
 
 
 async def until(condition: object) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.002)
 

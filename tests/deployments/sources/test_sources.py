@@ -35,7 +35,7 @@ from tests.deployments.sources.servers import FileServer, HubServer
 LIMIT = 1 << 20
 
 
-def urls(*prefixes: str, timeout_s: float = 30.0, **options: dict[str, object]) -> UrlFetcher:
+def urls(*prefixes: str, timeout_s: float = 120.0, **options: dict[str, object]) -> UrlFetcher:
     return UrlFetcher(prefixes, options=options, max_bytes=LIMIT, timeout_s=timeout_s)
 
 
@@ -175,7 +175,7 @@ def test_an_object_store(open_library: OpenLibrary, s3: str, files: dict[str, by
 
 
 def test_a_hub(tmp_path: Path, open_library: OpenLibrary, hub: HubServer) -> None:
-    fetcher = HubFetcher(hub.url, None, max_bytes=LIMIT, timeout_s=10)
+    fetcher = HubFetcher(hub.url, None, max_bytes=LIMIT, timeout_s=120)
     library = open_library(fetcher)
     extra = {"README.md": b"x", "pytorch_model.bin": b"x" * 100, "checkpoint-5/adapter_config.json": b"{}"}
     first, first_card = new_adapter(tmp_path / "one")

@@ -55,7 +55,7 @@ def validator() -> Iterator[Validator]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not come true"
         time.sleep(0.01)

@@ -44,7 +44,7 @@ def test_a_step_runs_in_a_larger_bucket_while_its_own_is_compiling() -> None:
 
     def compile_one(bucket: Bucket) -> Bucket:
         if bucket == buckets[0]:
-            assert may_go_on.wait(30)
+            assert may_go_on.wait(600)
         return bucket
 
     programs = Programs(buckets, compile_one, skip_precompile=False)

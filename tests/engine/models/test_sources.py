@@ -151,7 +151,7 @@ def test_processes_that_want_the_same_file_fetch_it_once(index: Callable[..., by
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join()
         assert child.exitcode == 0
     assert resolve_model(URI, tmp_path / "cache").read_bytes() == content
     assert (tmp_path / "log").read_text().count("downloading") == 1
@@ -169,7 +169,7 @@ def test_a_killed_fetch_leaves_no_file_and_no_lock(index: Callable[..., bytes], 
     content = index()
     child = multiprocessing.get_context("spawn").Process(target=_die_while_unpacking, args=(tmp_path / "cache",))
     child.start()
-    child.join(60)
+    child.join()
     assert child.exitcode == -signal.SIGKILL
     assert not list((tmp_path / "cache").rglob("weights.gguf"))
     assert resolve_model(URI, tmp_path / "cache").read_bytes() == content
