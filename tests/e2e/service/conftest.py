@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,10 +44,10 @@ class Service:
         return self.process.url
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120)
+        return httpx.Client(base_url=self.url, timeout=600)
 
     def openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=600)
 
 
 #: The engine's settings by backend, beside its sizes. XLA takes the cores that the process may use.
@@ -88,21 +87,23 @@ def running_service(folder: Path, engine: dict[str, Any], num_replicas: int) -> 
 @pytest.fixture(scope="package")
 def handle(service: Service) -> Iterator[Callable[..., Any]]:
     """Calls of the application's handle from this process, as another Ray job makes them."""
-    os.environ["RAY_TMPDIR"] = str(service.process.folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
         import ray
         from ray import serve
         from ray.serve import schema  # noqa: F401
 
-    ray.init(address="auto", namespace="tests", log_to_driver=False, logging_level="ERROR")
+    service.process.announce_cluster()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(service.process.folder))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray.init(address="auto", namespace="tests", log_to_driver=False, logging_level="ERROR")
     app = serve.get_app_handle("polylora")
 
     def call(method: str, *args: Any, **kwargs: Any) -> Any:
         """Blocks; in a thread, because a handle refuses to block an event loop's."""
-        return threads.submit(lambda: getattr(app, method).remote(*args, **kwargs).result(timeout_s=60)).result()
+        return threads.submit(lambda: getattr(app, method).remote(*args, **kwargs).result(timeout_s=600)).result()
 
     with ThreadPoolExecutor(4) as threads:
         yield call
     ray.shutdown()
-    del os.environ["RAY_TMPDIR"]

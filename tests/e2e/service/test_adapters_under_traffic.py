@@ -25,7 +25,7 @@ async def test_load_and_unload_while_traffic_runs(service: Service) -> None:
     for index in range(6):
         save_adapter(service.loras / f"extra{index}", rank=4 + index, seed=100 + index)
     stop = asyncio.Event()
-    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=60) as http:
+    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=600) as http:
         expected = {name: await complete(client, name) for name in ["tiny", *RANKS]}
         num_answers = 0
 
@@ -58,7 +58,7 @@ async def test_load_and_unload_while_traffic_runs(service: Service) -> None:
 
 async def test_a_name_loaded_again_with_new_contents_means_the_new_ones(service: Service) -> None:
     folder = service.loras / "changing"
-    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=60) as http:
+    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=600) as http:
         seen = []
         for seed in (1, 2):
             shutil.rmtree(folder, ignore_errors=True)
@@ -80,7 +80,7 @@ async def test_a_name_loaded_again_with_new_contents_means_the_new_ones(service:
 
 
 async def test_more_adapters_than_rows_all_get_their_turn(service: Service) -> None:
-    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=60) as http:
+    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=600) as http:
         names = [f"wide{index}" for index in range(6)]  # 6 * 48 (64 after rounding) rows on replicas of 128
         for index, name in enumerate(names):
             save_adapter(service.loras / name, rank=48, seed=200 + index)
@@ -95,7 +95,7 @@ async def test_more_adapters_than_rows_all_get_their_turn(service: Service) -> N
 
 async def test_unloading_frees_the_rows(service: Service, handle: Callable[..., Any]) -> None:
     save_adapter(service.loras / "freed", rank=8, seed=77)
-    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=60) as http:
+    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=600) as http:
         digest = (await http.post("/v1/loras?wait=true", json={"name": "freed", "path": "freed"})).json()["digest"]
         await complete(client, "freed")
         assert sum(digest in stats["residents"] for stats in handle("replica_stats")) == 1, "on one replica"

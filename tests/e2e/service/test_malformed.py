@@ -74,7 +74,6 @@ def test_malformed_requests_are_answered(http: httpx.Client, request: tuple[str,
 @pytest.fixture(scope="module")
 def http(service: Service) -> Any:
     with service.http() as client:
-        client.timeout = httpx.Timeout(20)
         yield client
     assert httpx.get(f"{service.url}/health").status_code == 200, "and the service is still well"
 
