@@ -44,43 +44,23 @@ class Aliases:
     ) -> AliasEntry:
         """Send an alias's requests to these adapters, by weight. Raises InvalidRequest, NotFound."""
         _check_weights(targets)
-        key = named(aliases, self._base, tenant_id, name)
-        place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
         with self._database.write() as connection:
-            if _living(connection, self._base, tenant_id, [name]):
-                raise InvalidRequest(f"{name!r} is an adapter; choose another name for the alias", param="name")
-            self._check_targets(connection, tenant_id, targets)
-            old = connection.execute(select(aliases).where(*key)).mappings().first()
-            version = 1 if old is None else old["last_version"] + 1
-            values = {
-                "version": version,
-                "previous_version": None if old is None or old["removed"] else old["version"],
-                "last_version": version,
-                "removed": False,
-                "updated_s": time.time(),
-            }
-            if old is None:
-                connection.execute(insert(aliases).values(**place, **values))
-            else:
-                connection.execute(update(aliases).where(*key).values(**values))
-            rows = [
-                place | {"version": version, "target": target, "weight": weight} for target, weight in targets.items()
-            ]
-            connection.execute(insert(alias_targets), rows)
-            self._record(connection, who, "put alias", name, tenant_id, {"version": version, "targets": dict(targets)})
-            return self._entry(connection, tenant_id, name)
+            return self._put(connection, name, targets, tenant_id, who)
 
     def promote(
         self, name: str, target: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
     ) -> AliasEntry:
         """Send all of an alias's requests to one of its targets. Raises NotFound, InvalidRequest."""
-        entry = self.get(name, tenant_id=tenant_id)
-        if entry is None:
-            raise _absent(name)
-        if all(item.name != target for item in entry.targets):
-            known = ", ".join(repr(item.name) for item in entry.targets)
-            raise InvalidRequest(f"{target[:80]!r} is no target of alias {name!r}, which has {known}", param="target")
-        return self.put(name, {target: 1.0}, tenant_id=tenant_id, who=who)
+        with self._database.write() as connection:
+            if not is_alias(connection, self._base, tenant_id, name):
+                raise _absent(name)
+            targets = self._entry(connection, tenant_id, name).targets
+            if all(item.name != target for item in targets):
+                known = ", ".join(repr(item.name) for item in targets)
+                raise InvalidRequest(
+                    f"{target[:80]!r} is no target of alias {name!r}, which has {known}", param="target"
+                )
+            return self._put(connection, name, {target: 1.0}, tenant_id, who)
 
     def rollback(
         self, name: str, version: int | None = None, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
@@ -143,6 +123,32 @@ class Aliases:
             heads[key] = row
             targets[key].append(AliasTarget(row["target"], row["weight"]))
         return [_alias(row, tuple(targets[key])) for key, row in heads.items()]
+
+    def _put(
+        self, connection: Connection, name: str, targets: Mapping[str, float], tenant_id: str, who: str
+    ) -> AliasEntry:
+        key = named(aliases, self._base, tenant_id, name)
+        place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
+        if _living(connection, self._base, tenant_id, [name]):
+            raise InvalidRequest(f"{name!r} is an adapter; choose another name for the alias", param="name")
+        self._check_targets(connection, tenant_id, targets)
+        old = connection.execute(select(aliases).where(*key)).mappings().first()
+        version = 1 if old is None else old["last_version"] + 1
+        values = {
+            "version": version,
+            "previous_version": None if old is None or old["removed"] else old["version"],
+            "last_version": version,
+            "removed": False,
+            "updated_s": time.time(),
+        }
+        if old is None:
+            connection.execute(insert(aliases).values(**place, **values))
+        else:
+            connection.execute(update(aliases).where(*key).values(**values))
+        rows = [place | {"version": version, "target": target, "weight": weight} for target, weight in targets.items()]
+        connection.execute(insert(alias_targets), rows)
+        self._record(connection, who, "put alias", name, tenant_id, {"version": version, "targets": dict(targets)})
+        return self._entry(connection, tenant_id, name)
 
     def _entry(self, connection: Connection, tenant_id: str, name: str) -> AliasEntry:
         row = connection.execute(select(aliases).where(*named(aliases, self._base, tenant_id, name))).mappings().one()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -180,6 +183,32 @@ def test_what_an_alias_may_not_do(registry: Registry) -> None:
     for call in (aliases.remove, aliases.rollback, lambda name: aliases.promote(name, "v2")):
         with pytest.raises(NotFound, match="no alias 'absent'"):
             call("absent")
+
+
+def test_a_removed_alias_does_not_come_back_by_a_promotion(
+    registry: Registry, open_again: Callable[[], Registry]
+) -> None:
+    """Two processes on one database: one promotes, again and again, what the other removes."""
+    for name in ("v1", "v2"):
+        add(registry, name)
+    other, done = open_again().aliases, threading.Event()
+
+    def promote() -> None:
+        while not done.is_set():
+            with contextlib.suppress(NotFound):
+                other.promote("sql", "v2")
+
+    with ThreadPoolExecutor(1) as thread:
+        promoting = thread.submit(promote)
+        try:
+            for _ in range(40):
+                registry.aliases.put("sql", {"v1": 1, "v2": 1})
+                registry.aliases.remove("sql")
+                assert registry.aliases.get("sql") is None
+                assert registry.aliases.get("sql") is None
+        finally:
+            done.set()
+        promoting.result()
 
 
 def test_a_heavier_adapter_is_warmed_before_a_later_used_one(registry: Registry) -> None:
