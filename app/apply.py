@@ -151,18 +151,27 @@ def difference(
     prune: bool,
     reload: bool,
 ) -> list[Change]:
-    """What must be done, in the order in which it can be done."""
-    changes = [_adapter_change(entry, adapters.get(entry.name), reload=reload) for entry in wanted.adapters]
-    changes += [_alias_change(entry, aliases.get(entry.name)) for entry in wanted.aliases]
-    for route, kind, present, kept in (
-        ("/v1/aliases", "alias", aliases, {entry.name for entry in wanted.aliases}),
-        ("/v1/loras", "adapter", adapters, {entry.name for entry in wanted.adapters}),
-    ):
-        for name in sorted(set(present) - kept):
-            text = f"{kind}, not in the file" + ("" if prune else ": stays; --prune removes it")
-            request = ("DELETE", f"{route}/{name}", None) if prune else None
-            changes.append(Change("-" if prune else " ", name, text, request))
+    """What must be done, in the order in which it can be done: a name is free before it means the other kind."""
+    names, alias_names = ({entry.name for entry in entries} for entries in (wanted.adapters, wanted.aliases))
+    loads = [_adapter_change(entry, adapters.get(entry.name), reload=reload) for entry in wanted.adapters]
+    puts = [_alias_change(entry, aliases.get(entry.name)) for entry in wanted.aliases]
+    unalias = [_removal("alias", "/v1/aliases", name, prune=prune) for name in sorted(set(aliases) - alias_names)]
+    unload = [_removal("adapter", "/v1/loras", name, prune=prune) for name in sorted(set(adapters) - names)]
+    changes = [
+        *(change for change in unalias if change.name in names),
+        *loads,
+        *(change for change in puts if change.name not in adapters),
+        *(change for change in unalias if change.name not in names),
+        *unload,
+        *(change for change in puts if change.name in adapters),
+    ]
     return [change for change in changes if change.sign != "="]
+
+
+def _removal(kind: str, route: str, name: str, *, prune: bool) -> Change:
+    if prune:
+        return Change("-", name, f"{kind}, not in the file", ("DELETE", f"{route}/{name}", None))
+    return Change(" ", name, f"{kind}, not in the file: stays; --prune removes it", None)
 
 
 def carry_out(changes: Sequence[Change], call: Callable[..., Any], *, dry_run: bool) -> int:
