@@ -11,7 +11,9 @@ import time
 
 import pytest
 
-from tests.e2e.process import ServiceProcess, free_port
+from load_tests.process_tree import processes
+from load_tests.service import free_port
+from tests.e2e.process import ServiceProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -30,6 +32,9 @@ def test_the_default_service_starts_answers_and_stops() -> None:
         assert (
             f"Ready after \\d+ s: {process.url}".replace("\\d+", re.findall(r"after (\d+) s", greeting)[0]) in greeting
         )
+        found = processes(process.process.pid)
+        assert found.keys() >= {"store", "placement", "ingress", "engine", "haproxy", "controller"}
+        assert "dashboard" not in found  # a dozen processes; nobody asked for it
         # The line that is printed to be pasted works as it stands.
         curl = greeting[greeting.index("curl ") : greeting.index("\n\nctrl-C")].replace("\\\n", " ")
         answer = json.loads(subprocess.run([*shlex.split(curl), "-sS"], capture_output=True, check=True).stdout)

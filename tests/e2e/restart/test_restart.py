@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.process import ServiceProcess, free_port, serve_run, tiny_document
+from load_tests.service import free_port
+from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
 pytestmark = pytest.mark.e2e

@@ -18,7 +18,8 @@ import hypothesis  # noqa: F401  (imported only at the end, its plug-in fails: R
 import openai
 import pytest
 
-from tests.e2e.process import ServiceProcess, free_port, serve_run, tiny_document
+from load_tests.service import free_port
+from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
 RANKS = {"r1": 1, "r8": 8, "r16": 16, "r64": 64}

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.process import ROOT
+from load_tests.service import ROOT
 from tests.e2e.service.conftest import RANKS, Service
 from tests.e2e.service.test_openai_client import run
 

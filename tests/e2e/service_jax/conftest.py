@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.process import ROOT
+from load_tests.service import ROOT
 from tests.e2e.service.conftest import Service, running_service
 
 

@@ -1,0 +1,157 @@
+"""A service of its own for a measurement or a test: processes, ports, folders, and their end.
+
+In: arguments of `polylora`. Out: a running service in a session of its own, which shares no port, folder or Ray
+with another on the same machine, and of which nothing is left afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from load_tests.process_tree import session_processes
+
+ROOT = Path(__file__).parents[1]
+NUM_INGRESS_PORTS = 100
+
+
+class Line(NamedTuple):
+    """Something the service printed, and how long after its start."""
+
+    seconds: float
+    text: str
+
+
+def serve_arguments(config: str, port: int, host: str = "127.0.0.1") -> list[str]:
+    """`polylora` with these is what `make serve` runs."""
+    return ["serve", "--config", config, "--host", host, "--port", str(port)]
+
+
+class Service:
+    """`polylora serve`, from the start of its first process to the end of its last."""
+
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
+        # A short path: Ray makes Unix sockets in it, and their names are limited to 107 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="plb", dir="/tmp"))
+        self.lines: list[Line] = []
+        code = "import sys; from app.cli import main; sys.exit(main())"
+        environment = os.environ | own_environment(self.folder) | (environment or {})
+        environment.pop("RAY_ADDRESS", None)
+        self._started_s = time.perf_counter()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wait_for(self, text: str, timeout_s: float = 900.0) -> float:
+        """Seconds from the start to the first line that holds `text`. Raises RuntimeError with what was printed."""
+        deadline_s = time.perf_counter() + timeout_s
+        while time.perf_counter() < deadline_s:
+            is_over = not self._reader.is_alive()
+            for line in list(self.lines):
+                if text in line.text:
+                    return line.seconds
+            if is_over:
+                break
+            time.sleep(0.02)
+        printed = "\n".join(line.text for line in self.lines)
+        raise RuntimeError(f"{text!r} was not printed within {timeout_s:g} s; printed was:\n{printed}")
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Ask it to end, and end what is left."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        end_session(self.process.pid)
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None, "it is a pipe"
+        with self.process.stdout as stream:
+            for text in stream:
+                self.lines.append(Line(time.perf_counter() - self._started_s, text.rstrip()))
+
+
+def end_session(session_id: int) -> None:
+    """Whatever Ray started is in the session of who started it."""
+    for pid in session_processes(session_id):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def own_environment(folder: Path) -> dict[str, str]:
+    """Ray, HAProxy and the registry in this folder, on ports that nobody else has."""
+    haproxy = folder / "haproxy"
+    ingress_port = free_ports(NUM_INGRESS_PORTS)
+    return {
+        "RAY_TMPDIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+        "POLYLORA_STATE_DIR": str(folder / "state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ingress_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ingress_port + NUM_INGRESS_PORTS - 1),
+    }
+
+
+def free_port() -> int:
+    return free_ports(1)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports on which nobody listens.
+
+    Between those of Ray's workers (up to 19,999) and those that the kernel gives out (from 32,768 on): nobody else
+    takes one of them before the service does, which may be a minute from now.
+    """
+    while True:
+        first = random.randrange(20_000, 32_768 - count)
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
