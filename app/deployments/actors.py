@@ -16,22 +16,16 @@ from typing import Any
 import ray
 
 from app.config import AppConfig
-from app.deployments.adapter_library import open_library
-from app.deployments.adapter_store import AdapterStore
-from app.deployments.base_model import open_checkpoint
 from app.deployments.metrics import TierMetrics
 from app.deployments.placement import PlacementBooks, PlacementTable, ReplicaReport, make_policy
 from app.deployments.published import Changes, Published, Version
 from app.deployments.ray_calls import NamedActor
-from app.deployments.registry.books import open_registry
 from app.deployments.registry.entries import Generation
-from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.view import Entry, Key
 from app.deployments.steering import Steering
 from app.deployments.tiers import TIERS
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.packing import PackedAdapter
-from app.engine.loading import served_features
 
 REBALANCE_INTERVAL_S = 1.0
 
@@ -40,6 +34,14 @@ class AdapterStoreActor:
     """The registry and the machine's copies of the adapters (`Lifecycle`, `AdapterStore`)."""
 
     def __init__(self, config_json: str) -> None:
+        # A database and whatever reads adapters: heavy, and every process that only calls this actor starts without.
+        from app.deployments.adapter_library import open_library
+        from app.deployments.adapter_store import AdapterStore
+        from app.deployments.base_model import open_checkpoint
+        from app.deployments.registry.books import open_registry
+        from app.deployments.registry.lifecycle import Lifecycle
+        from app.engine.loading import served_features
+
         config = AppConfig.model_validate_json(config_json)
         checkpoint = open_checkpoint(config.model)
         spec = checkpoint.spec

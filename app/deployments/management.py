@@ -15,8 +15,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.deployments.dispatch import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement import PlacementTable
-from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, Generation, Job
-from app.deployments.registry.lifecycle import Description, Unload
+from app.deployments.registry.entries import (
+    AliasEntry,
+    AuditRecord,
+    CatalogEntry,
+    Description,
+    Event,
+    Generation,
+    Job,
+    Unload,
+)
 from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)

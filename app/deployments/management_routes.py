@@ -18,8 +18,7 @@ from app.deployments.frontend import Frontend
 from app.deployments.http_io import int_query, page_body, page_query, read_json
 from app.deployments.management import Management
 from app.deployments.openai_schema import Body, BodyT, parse_body
-from app.deployments.registry.entries import AliasEntry, CatalogEntry, Job, State
-from app.deployments.registry.lifecycle import Description
+from app.deployments.registry.entries import AliasEntry, CatalogEntry, Description, Job, State
 from app.deployments.registry.view import RegistryView
 from app.engine.errors import NotFound
 

@@ -37,6 +37,10 @@ class NamedActor:
         self._args = args
         self._handle: Any = None
 
+    def start(self) -> None:
+        """Have the actor made now if it is not there; nobody waits for it."""
+        self._actor()
+
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method. Raises RayActorError while the actor is away."""
         try:

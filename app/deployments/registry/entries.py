@@ -149,3 +149,19 @@ class AuditRecord:
     name: str
     detail: str
     time_s: float
+
+
+class Unload(NamedTuple):
+    """An unload that has begun. `is_shared`: another name means the same contents, so nothing is freed."""
+
+    job: Job
+    entry: CatalogEntry
+    is_shared: bool
+
+
+class Description(NamedTuple):
+    """All the registry knows of a name. `entry` is None for one that is not (or no longer) registered."""
+
+    entry: CatalogEntry | None
+    job: Job | None
+    is_on_host: bool

@@ -16,13 +16,22 @@ import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from app.config import NAME_PATTERN
 from app.deployments.published import Published, PublishedTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Move
-from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, CatalogEntry, Job, ReadAdapter, State
+from app.deployments.registry.entries import (
+    DEFAULT_TENANT,
+    AliasEntry,
+    CatalogEntry,
+    Description,
+    Job,
+    ReadAdapter,
+    State,
+    Unload,
+)
 from app.deployments.registry.view import Entry, Key
 from app.deployments.steering import Steerer, Steering
 from app.engine.errors import InvalidRequest, NotFound, NotReady, PolyloraError, UnsafeSource
@@ -56,22 +65,6 @@ class Store(Protocol):
     def hold(self, digests: Collection[str]) -> None:
         """Exactly these are pinned."""
         ...
-
-
-class Unload(NamedTuple):
-    """An unload that has begun. `is_shared`: another name means the same contents, so nothing is freed."""
-
-    job: Job
-    entry: CatalogEntry
-    is_shared: bool
-
-
-class Description(NamedTuple):
-    """All the registry knows of a name. `entry` is None for one that is not (or no longer) registered."""
-
-    entry: CatalogEntry | None
-    job: Job | None
-    is_on_host: bool
 
 
 class Lifecycle:

@@ -1,0 +1,146 @@
+"""`polylora serve` before anything runs: what Ray is told, and what of Ray's inside is relied on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app import serving
+from app.serve_environment import HA_PROXY, HA_PROXY_SWITCHES, RAY_SWITCHES, has_ha_proxy, set_ray_switches
+from load_tests.service import serve_arguments
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_switches_are_added_and_never_overruled() -> None:
+    environ: dict[str, str] = {}
+    assert set_ray_switches(environ) is has_ha_proxy()
+    expected = RAY_SWITCHES + (HA_PROXY_SWITCHES if has_ha_proxy() else ())
+    assert environ == {name: value for name, value, _ in expected}
+    own = {name: "own" for name, _, _ in RAY_SWITCHES + HA_PROXY_SWITCHES} | {HA_PROXY: "0"}
+    before = dict(own)
+    assert set_ray_switches(own) is False
+    assert own == before
+    assert set_ray_switches({HA_PROXY: "1"}) is True
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in RAY_SWITCHES + HA_PROXY_SWITCHES])
+def test_this_version_of_ray_knows_the_switch(name: str) -> None:
+    """A switch that is renamed is ignored in silence."""
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None
+    assert ray.submodule_search_locations is not None
+    folder = Path(ray.submodule_search_locations[0])
+    files = [*(folder / "serve" / "_private").rglob("*.py"), *(folder / "_common" / "usage").rglob("*.py")]
+    assert any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
+
+
+def test_the_private_parts_of_serve_are_there() -> None:
+    """`serving._deploy` uses them; Ray's version is pinned, so a change arrives with a new pin only."""
+    code = """if True:
+        import inspect
+        from ray.serve._private import api
+        from ray.serve._private.client import ServeControllerClient
+        from ray.serve.context import _set_global_client
+        names = {"http_options", "proxy_location", "grpc_options", "controller_options"}
+        names |= {"global_logging_config", "global_tracing_config"}
+        assert names <= set(inspect.signature(api._create_controller_and_proxy_refs).parameters)
+        api._coerce_controller_options(None)
+        assert callable(ServeControllerClient.deploy_apps) and callable(_set_global_client)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def ray_inits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda **options: calls.append(options)))
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_a_ray_of_our_own_has_a_dashboard_when_asked(ray_inits: list[dict[str, Any]], dashboard: bool) -> None:
+    serving._start_ray(dashboard)
+    (options,) = ray_inits
+    assert options["include_dashboard"] is dashboard
+    assert "runtime_env" not in options
+    assert os.environ["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/elsewhere"
+
+
+def test_a_cluster_that_is_joined_is_told_where_we_import_from(
+    ray_inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    serving._start_ray(dashboard=True)
+    (options,) = ray_inits
+    assert "include_dashboard" not in options  # Ray refuses it: the cluster is there
+    assert options["runtime_env"] == {"env_vars": {"PYTHONPATH": f"{os.getcwd()}{os.pathsep}/elsewhere"}}
+    assert os.environ["PYTHONPATH"] == "/elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("application", "file", "expected"),
+    [
+        ({}, {}, "http://h:1/health"),
+        ({"route_prefix": "/"}, {}, "http://h:1/health"),
+        ({"route_prefix": "/llm"}, {"proxy_location": "EveryNode"}, "http://h:1/llm/health"),
+        ({"route_prefix": None}, {}, None),
+        ({}, {"proxy_location": "Disabled"}, None),
+    ],
+)
+def test_ready_is_asked_where_clients_come_in(
+    application: dict[str, Any], file: dict[str, Any], expected: str | None
+) -> None:
+    others = [{"import_path": "another:app"}, {"import_path": "app.main:build"} | application]
+    assert serving._health_url(file | {"applications": others}, "http://h:1") == expected
+
+
+def test_only_a_200_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # never asked for this machine's own door
+    statuses = iter([503, 200])
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(next(statuses))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/health"
+            assert not serving._answers(url)
+            assert serving._answers(url)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert not serving._answers(url)
+
+
+def test_measurements_start_the_service_as_make_does() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.search(r"^serve:.*\n\t@exec \$\(BIN\)/polylora (.*)$", makefile, re.MULTILINE)
+    assert recipe is not None
+    words = recipe[1].replace("$(if $(DASHBOARD),--dashboard)", "")
+    for name, value in (("CONFIG", "configs/serve.yaml"), ("HOST", "127.0.0.1"), ("PORT", "8000")):
+        assert re.search(rf"^{name} \?= {re.escape(value)}$", makefile, re.MULTILINE)
+        words = words.replace(f"$({name})", value)
+    assert shlex.split(words) == serve_arguments("configs/serve.yaml", 8000)
