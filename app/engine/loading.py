@@ -35,4 +35,4 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
 
 def served_features(config: EngineConfig) -> frozenset[str]:
     """What the configured backend can apply beyond plain LoRA (`app.engine.adapters.lora.FEATURES`)."""
-    return FEATURES if config.backend == "torch" else frozenset()
+    return FEATURES if config.applies_extras else frozenset()

@@ -28,7 +28,7 @@ from app.kernels.team import _add
 
 NUM_SCALARS, _FIRST, _STRIDE = 16, 16, 6
 #: Phases a body may have, and buffers a call may have.
-MAX_PHASES, _MAX_BUFFERS = 4, 16
+MAX_PHASES, _MAX_BUFFERS = 4, 24
 #: Words of a call's record: references; the arguments of scheduling a helper and of asking for the number of
 #: threads; the team's counters; args.
 _SCHEDULE, _NUM_THREADS, _TEAM = 1, 8, 16
@@ -103,6 +103,12 @@ def floats(address, shape):
 def ints(address, shape):
     """The int32 array at an address."""
     return carray(_to_ints(address), shape)
+
+
+@compiled
+def words(address, shape):
+    """The int64 array at an address."""
+    return carray(_to_words(address), shape)
 
 
 @compiled

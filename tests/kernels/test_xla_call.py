@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from app.kernels import xla_call
-from app.kernels.matmul import _cpu as matmul_cpu
-from app.kernels.matmul import _ffi as matmul_ffi
+from app.kernels.linear import _ffi as linear
+from app.kernels.matmul._cpu import pack
 from app.kernels.paged_attention import _cpu as attention_cpu
 from app.kernels.paged_attention import _ffi as attention_ffi
 from app.kernels.rows import _cpu as rows_cpu
-from app.kernels.rows import _ffi as rows_ffi
 from app.kernels.team import Team
 from tests.kernels.cases import normal, rng
+from tests.kernels.test_linear_jax import no_adapters
 
 #: Bytes of what the header's structs are made of; everything else in them is a pointer or a 64-bit number.
 _SIZES = {"XLA_FFI_ExecutionStage": 8, "XLA_FFI_DataType": 8, "XLA_FFI_Api_Version": 24}
@@ -57,31 +57,17 @@ def test_offsets_are_those_of_the_installed_header() -> None:
     assert _offsets(header, "XLA_FFI_Metadata")["api_version"] + 16 == 24
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 31])
-def test_a_product_has_the_kernels_bits(num_rows: int) -> None:
-    generator = rng()
-    layers = [normal(generator, 100, 130) for _ in range(3)]
-    w = np.stack([np.pad(layer, ((0, 12), (0, 0))) for layer in layers])
-    x = normal(generator, 31, 130)
-    packed = np.stack([matmul_ffi.packed(layer) for layer in w])
-    out = np.asarray(jax.jit(matmul_ffi.product)(x, packed, jnp.int32(2), jnp.int32(num_rows)))
-    expected = np.empty((num_rows, 112), np.float32)
-    Team(1).run(matmul_cpu.matmul, 1, x[:num_rows], matmul_cpu.pack(layers[2]), expected, False)
-    assert np.array_equal(out[:num_rows], expected)
-    tokens = generator.integers(0, 100, 7)
-    assert np.array_equal(matmul_ffi.embedding_rows(jnp.array(packed[1]), tokens), layers[1][tokens])
-
-
 def test_calls_in_a_loop_see_each_others_results() -> None:
     """A hundred calls in one program, run many times: no helper that comes late touches another call's work."""
     generator = rng()
-    w = np.stack([matmul_ffi.packed(normal(generator, 256, 256) / 16) for _ in range(100)])
-    x = normal(generator, 9, 256)
+    w = np.stack([pack(normal(generator, 256, 256) / 16) for _ in range(100)])
+    x, adapted = normal(generator, 9, 256), no_adapters(1, 256, 256)
 
     def chain(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda h, layer: (matmul_ffi.product(h, w, layer, jnp.int32(9)), None), x, jnp.arange(100))[
-            0
-        ]
+        def add(h: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
+            return linear.add_product(h, h, w, None, layer, jnp.int32(9), adapted, linear.DOWN_PROJ), None
+
+        return jax.lax.scan(add, x, jnp.arange(100))[0]
 
     run = jax.jit(chain)
     first = np.asarray(run(x, w))
@@ -91,19 +77,10 @@ def test_calls_in_a_loop_see_each_others_results() -> None:
         assert np.array_equal(run(x, w), first)
 
 
-def test_norms_have_the_kernels_bits() -> None:
-    generator = rng()
-    x, weight = normal(generator, 5, 40), normal(generator, 2, 40)
-    out = np.asarray(jax.jit(rows_ffi.rms_norm, static_argnums=3)(x, weight, jnp.int32(1), 1e-5, jnp.int32(4)))
-    expected = np.empty((4, 40), np.float32)
-    Team(1).run(rows_cpu.rms_norm, 1, x[:4], weight[1], np.float32(1e-5), expected)
-    assert np.array_equal(out[:4], expected)
-
-
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rotation_and_attention_have_the_kernels_bits_and_write_memory_in_place(has_norm: bool) -> None:
     generator = rng()
-    heads = rows_ffi.Heads(4, 2, 24)
+    heads = attention_ffi.Heads(4, 2, 24, 96, 48)
     num_tokens, rows, width = 7, 6, 4 * 24 + 2 * 2 * 24 + 8  # some padding at the end of a row
     qkv = normal(generator, num_tokens, width)
     positions = np.array([3, 4, 5, 0, 1, 9, 63], np.int32)
@@ -116,20 +93,21 @@ def test_rotation_and_attention_have_the_kernels_bits_and_write_memory_in_place(
     tasks = np.zeros((9, 2), np.int32)
     num_tasks = attention_ffi.attention_tasks(starts, tasks)
 
+    adapted = no_adapters(2, 8, 8)
+    own = attention_ffi.OwnNorms(adapted.ranks, adapted.extras, jnp.int32(0), np.zeros(num_tokens, np.int32))
+
     def program(qkv: jax.Array, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
         layer = jnp.int32(1)
-        qkv, keys, values = rows_ffi.rotate_and_store(
-            qkv, keys, values, positions, kv_slots, cos, sin, *norms, layer, layer, 1e-5, jnp.int32(rows), heads
+        queries = attention_ffi.Queries(
+            positions, kv_slots, jnp.int32(rows), tasks, jnp.int32(num_tasks), starts, lens, tables
         )
-        out = attention_ffi.paged_attention(
-            qkv, keys, values, layer, tasks, jnp.int32(num_tasks), starts, lens, tables, jnp.float32(0.3), jnp.int32(4),
-            4, 24,
-        )  # fmt: skip
-        return qkv, keys, values, out
+        return attention_ffi.attend(
+            qkv, keys, values, queries, cos, sin, *norms, layer, layer, 1e-5, jnp.float32(0.3), jnp.int32(4), heads, own
+        )
 
     given = jnp.array(keys), jnp.array(values)  # copies: what NumPy owns cannot be given away
     places = [array.unsafe_buffer_pointer() for array in given]
-    turned, new_keys, new_values, out = jax.jit(program, donate_argnums=(1, 2))(qkv, *given)
+    out, new_keys, new_values = jax.jit(program, donate_argnums=(1, 2))(qkv, *given)
     assert [array.unsafe_buffer_pointer() for array in (new_keys, new_values)] == places
 
     none = np.empty(0, np.float32)
@@ -144,7 +122,6 @@ def test_rotation_and_attention_have_the_kernels_bits_and_write_memory_in_place(
         attention_cpu.paged_attention, 1, qkv[:rows], 24, np.float32(0.3), 4, attention_cpu.attention_tasks(starts),
         starts, lens, tables, keys[1], values[1], expected,
     )  # fmt: skip
-    assert np.array_equal(turned[:rows], qkv[:rows])
     assert np.array_equal(new_keys, keys)
     assert np.array_equal(new_values, values)
     assert np.array_equal(out[:rows], expected)

@@ -10,7 +10,7 @@ TENSOR_AXIS = "tensor"
 
 class AdapterTables(NamedTuple):
     """Rank rows per product. qkv, gate_up: a [L, R, modules * d_in], b [L, R, shards * d_out]; o, down: a [L, R,
-    shards * d_in], b [L, R, d_out]. In the CPU form a is [L, modules, R, d_in] in the memory order of `packed_a`.
+    shards * d_in], b [L, R, d_out]. The CPU form has its own (`cpu_tables`).
 
     Arrays; or, field by field, their shapes or shardings.
     """

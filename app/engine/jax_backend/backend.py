@@ -8,7 +8,7 @@ included, are compiled before they are called: no adapter, rank or batch ever co
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,15 @@ from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.errors import AdapterMismatch, ConfigError
-from app.engine.jax_backend import sharding
-from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables, KvMemory, Outcome
+from app.engine.jax_backend import cpu_tables, sharding, tables
+from app.engine.jax_backend.arrays import TENSOR_AXIS, KvMemory, Outcome
+from app.engine.jax_backend.cpu_tables import CpuAdapters
 from app.engine.jax_backend.decoder import forward
 from app.engine.jax_backend.programs import Programs, cpu_ladder, ladder
 from app.engine.jax_backend.sampling import sample
 from app.engine.jax_backend.sizes import Form, sizes_of
 from app.engine.jax_backend.step import Bucket, pack
-from app.engine.jax_backend.tables import adapter_rows, rank_classes, table_shapes, write_rows
+from app.engine.jax_backend.tables import XlaAdapters, rank_classes
 from app.engine.jax_backend.weights import read_weights
 from app.engine.models.spec import ModelSpec
 from app.kernels.paged_attention._jax import blocks_per_group
@@ -46,35 +47,38 @@ class JaxBackend:
         """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh`."""
         self._spec = spec
         self._mesh = mesh
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], _form(config, mesh), interpret=is_cpu)
         self._limits = BackendLimits(
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
             adapter_rank_rows=config.adapter_rank_rows // RANK_CHUNK * RANK_CHUNK,
             rank_alignment=RANK_CHUNK,
             max_adapter_slots=config.max_adapter_slots,
+            adapter_extra_bytes=config.adapter_extra_bytes if self._sizes.applies_extras else 0,
         )
         self._num_kv_slots = config.num_kv_blocks * config.block_size
         if self._num_kv_slots >= 1 << 31:
             raise ConfigError(f"{self._num_kv_slots} KV slots do not fit 32-bit indices; lower engine.num_kv_blocks")
         if config.compilation_cache_dir:
             _use_cache(config.compilation_cache_dir)
-        is_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], _form(config, mesh), interpret=is_cpu)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         weights = read_weights(spec, self._sizes, tensors, max_positions)
-        self._weights = self._put(weights, sharding.weight_specs(weights))
+        self._weights = self._put(weights, sharding.weight_specs(weights, self._sizes))
         kv_heads = self._sizes.num_shards * self._sizes.kv_heads
         blocks = (len(spec.layers), config.num_kv_blocks, kv_heads)
         values_shape = (*blocks, config.block_size, self._sizes.stored_dim)
         keys_shape = (*blocks, *reversed(values_shape[3:])) if self._sizes.form == "cpu" else values_shape
         self._kv = KvMemory(*(self._zeros(shape, sharding.KV_SPEC) for shape in (keys_shape, values_shape)))
-        shapes = table_shapes(self._sizes, self._limits.adapter_rank_rows)
-        self._table_specs = sharding.table_specs(self._sizes)
-        self._tables = AdapterTables(
-            *(self._zeros(shape, spec) for shape, spec in zip(shapes, self._table_specs, strict=True))
-        )
-        self._row_starts = np.zeros(config.max_adapter_slots, np.int32)
-        self._ranks = np.zeros(config.max_adapter_slots, np.int32)
+        self._adapters: Any = XlaAdapters(spec, self._sizes, config.max_adapter_slots)
+        self._write_rows: Any = tables.write_rows
+        if self._sizes.form == "cpu":
+            samples = config.max_batch_sequences
+            self._adapters = CpuAdapters(spec, self._sizes, self._weights, config.max_adapter_slots, samples, mesh)
+            self._write_rows = cpu_tables.write_rows
+        self._row_specs = self._adapters.specs()
+        self._rows = self._map_rows(self._zeros, self._limits.adapter_rank_rows)
+        self._table_shapes = jax.tree.map(_shape_of, self._adapters.tables(self._rows))
         num_blocks = min(-(-max_positions // config.block_size), config.num_kv_blocks)
         per_group = blocks_per_group(config.block_size)
         table_width = -(-num_blocks // per_group) * per_group
@@ -86,6 +90,8 @@ class JaxBackend:
         self._classes = rank_classes(self._limits.adapter_rank_rows)
         self._writers: dict[int, Any] = {}
         start = time.perf_counter()
+        if self._limits.adapter_rank_rows:
+            self._adapters.warm_up()
         for count in () if config.skip_precompile else self._classes:
             self._writers[count] = self._compile_writer(count)
         self.writers_compile_s = time.perf_counter() - start
@@ -102,8 +108,6 @@ class JaxBackend:
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
-        if adapter.features:
-            raise AdapterMismatch(f"the JAX engine cannot apply {' or '.join(sorted(adapter.features))}")
         for key in adapter.weights:
             if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
                 raise AdapterMismatch(
@@ -112,24 +116,24 @@ class JaxBackend:
         count = next(count for count in self._classes if count >= adapter.card.max_rank)
         if count not in self._writers:  # only with skip_precompile
             self._writers[count] = self._compile_writer(count)
-        rows = adapter_rows(adapter, self._spec, self._sizes, count)
-        self._tables = self._writers[count](self._tables, rows, np.int32(row_start))
-        self._row_starts[adapter_slot] = row_start
-        self._ranks[adapter_slot] = adapter.card.max_rank
+        self._adapters.assign(adapter_slot, row_start, adapter)
+        if adapter.weights:
+            self._rows = self._writers[count](self._rows, self._adapters.rows_of(adapter, count), np.int32(row_start))
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
         """See `Backend.is_ready`: a write has ended when it returns."""
         return True
 
     def release_adapter(self, adapter_slot: int) -> None:
-        """See `Backend.release_adapter`: adapters here have rank rows only."""
+        """See `Backend.release_adapter`."""
+        self._adapters.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
         num_tokens, num_sequences = len(batch.token_ids), len(batch.seq_lens)
         bucket, program = self.programs.find(num_tokens, num_sequences, decode=num_tokens == num_sequences)
-        flat = pack(batch, bucket, self._num_kv_slots, self._row_starts, self._ranks)
-        self._kv, self._last = program(self._weights, self._tables, self._kv, flat)
+        flat = pack(batch, bucket, self._num_kv_slots, self._adapters.fill)
+        self._kv, self._last = program(self._weights, self._adapters.tables(self._rows), self._kv, flat)
         return sample(self._last, batch.sampling)
 
     def logits(self, num_rows: int) -> NDArray[np.float32]:
@@ -146,30 +150,37 @@ class JaxBackend:
     def close(self) -> None:
         """Stop compiling and drop every array."""
         self.programs.stop()
-        for name in ("_weights", "_kv", "_tables", "_last", "_writers"):
+        self._adapters.close()
+        for name in ("_weights", "_kv", "_rows", "_last", "_writers", "_adapters"):
             if hasattr(self, name):
                 delattr(self, name)
 
     def _compile(self, bucket: Bucket) -> Any:
         step = partial(forward, bucket=bucket, sizes=self._sizes)
-        run = sharding.over_shards(step, self._mesh, self._weights, self._sizes)
+        specs = jax.tree.map(lambda shape: shape.sharding.spec, self._table_shapes)
+        run = sharding.over_shards(step, self._mesh, self._weights, specs, self._sizes)
         replicated = NamedSharding(self._mesh, sharding.REPLICATED)
         flat = jax.ShapeDtypeStruct((bucket.size,), np.int32, sharding=replicated)
-        shapes = jax.tree.map(_shape_of, (self._weights, self._tables, self._kv))
-        return jax.jit(run, donate_argnums=(2,)).lower(*shapes, flat).compile()
+        weights, kv = jax.tree.map(_shape_of, (self._weights, self._kv))
+        return jax.jit(run, donate_argnums=(2,)).lower(weights, self._table_shapes, kv, flat).compile()
 
     def _compile_writer(self, count: int) -> Any:
-        rows = AdapterTables(
-            *(
-                jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
-                for shape, spec in zip(table_shapes(self._sizes, count), self._table_specs, strict=True)
-            )
+        def described(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
+
+        start = described((), sharding.REPLICATED).update(dtype=np.int32)
+        write = jax.jit(
+            self._write_rows, donate_argnums=(0,), out_shardings=jax.tree.map(lambda array: array.sharding, self._rows)
         )
-        start = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(self._mesh, sharding.REPLICATED))
-        shapes = jax.tree.map(_shape_of, self._tables)
-        placed = AdapterTables(*(NamedSharding(self._mesh, spec) for spec in self._table_specs))
-        write = jax.jit(write_rows, donate_argnums=(0,), out_shardings=placed)
-        return write.lower(shapes, rows, start).compile()
+        shapes = jax.tree.map(_shape_of, self._rows)
+        return write.lower(shapes, self._map_rows(described, count), start).compile()
+
+    def _map_rows(self, make: Callable[[tuple[int, ...], jax.sharding.PartitionSpec], Any], num_rows: int) -> Any:
+        """A tree like the rank rows', made of each table's shape and PartitionSpec."""
+        shapes = self._adapters.shapes(num_rows)
+        return jax.tree.map(
+            make, shapes, self._row_specs, is_leaf=lambda node: type(node) is tuple and isinstance(node[0], int)
+        )
 
     def _put(self, tree: Any, specs: Any) -> Any:
         return jax.tree.map(lambda array, spec: jax.device_put(array, NamedSharding(self._mesh, spec)), tree, specs)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from app.engine.errors import ConfigError
-from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables, KvMemory, Outcome
+from app.engine.jax_backend.arrays import TENSOR_AXIS, KvMemory, Outcome
 from app.engine.jax_backend.sizes import Sizes
 from app.engine.jax_backend.weights import LayerWeights, Weights
 
@@ -38,22 +38,12 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
     return Mesh(np.array(devices[:tensor_parallel]).reshape(1, 1, tensor_parallel), AXES)
 
 
-def weight_specs(weights: Weights) -> Weights:
+def weight_specs(weights: Weights, sizes: Sizes) -> Weights:
     """A PartitionSpec for each array of `weights`; None stays None."""
     layers = {name: None if array is None else _layer_spec(name) for name, array in weights.layers._asdict().items()}
     embedding = None if weights.embedding is None else P()
-    head = None if weights.head is None else P(TENSOR_AXIS)
+    head = None if weights.head is None else P(None, TENSOR_AXIS) if sizes.form == "cpu" else P(TENSOR_AXIS)
     return Weights(embedding, head, P(), P(), P(), P(), LayerWeights(**layers))
-
-
-def table_specs(sizes: Sizes) -> AdapterTables:
-    """A of o and down is split like their input, B of the others like their output; the rest is replicated."""
-    split_input = P(*[None] * (3 if sizes.form == "cpu" else 2), TENSOR_AXIS)
-    split_output = P(None, None, TENSOR_AXIS)
-    return AdapterTables(
-        a_qkv=P(), a_o=split_input, a_gate_up=P(), a_down=split_input,
-        b_qkv=split_output, b_o=P(), b_gate_up=split_output, b_down=P(),
-    )  # fmt: skip
 
 
 def _layer_spec(name: str) -> P:
@@ -62,15 +52,20 @@ def _layer_spec(name: str) -> P:
     return P(None, None, TENSOR_AXIS) if name in _SPLIT_INPUT else P()
 
 
-def over_shards(step: Callable[..., Any], mesh: Mesh, weights: Weights, sizes: Sizes) -> Callable[..., Any]:
-    """`step(weights, tables, kv, flat)` run in every shard of `mesh`; as it is where there is only one."""
+def over_shards(
+    step: Callable[..., Any], mesh: Mesh, weights: Weights, tables: Any, sizes: Sizes
+) -> Callable[..., Any]:
+    """`step(weights, tables, kv, flat)` run in every shard of `mesh`; as it is where there is only one.
+
+    tables: a PartitionSpec for each array of the tables.
+    """
     if mesh.size == 1:
         return step
     kv = KvMemory(KV_SPEC, KV_SPEC)
     return jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(weight_specs(weights), table_specs(sizes), kv, REPLICATED),
+        in_specs=(weight_specs(weights, sizes), tables, kv, REPLICATED),
         out_specs=(kv, Outcome(REPLICATED, REPLICATED)),
         check_vma=False,
     )

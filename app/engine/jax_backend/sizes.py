@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError, ConfigError
 from app.engine.models.spec import ModelSpec
-from app.kernels.matmul._ffi import packed_size
+from app.kernels.matmul._cpu import PANEL
 
 #: Who computes products, deltas, attention and norms: the project's CPU kernels, XLA, or XLA with deltas by Pallas.
 Form = Literal["cpu", "xla", "pallas"]
@@ -55,10 +55,27 @@ class Sizes:
         return {"qkv": (q, kv, kv), "o": (hidden,), "gate_up": (mlp, mlp), "down": (hidden,)}
 
     @property
+    def module_widths(self) -> dict[str, tuple[int, ...]]:
+        """Product -> the columns it computes for each of its modules, in the CPU form rounded up to whole panels."""
+        outputs = self.group_outputs
+        if self.form != "cpu":
+            return outputs
+        return {group: tuple(map(packed_size, widths)) for group, widths in outputs.items()}
+
+    @property
     def group_widths(self) -> dict[str, int]:
-        """Product -> the columns it computes in one shard: its modules', in the CPU form rounded up to whole panels."""
-        sums = {group: sum(outputs) for group, outputs in self.group_outputs.items()}
-        return {group: packed_size(width) if self.form == "cpu" else width for group, width in sums.items()}
+        """Product -> the columns it computes in one shard."""
+        return {group: sum(widths) for group, widths in self.module_widths.items()}
+
+    @property
+    def applies_extras(self) -> bool:
+        """Whether adapters may go beyond plain LoRA: see `EngineConfig.applies_extras`."""
+        return self.form == "cpu" and self.num_shards == 1
+
+    @staticmethod
+    def module_index(target: str) -> int:
+        """A module's place in its product."""
+        return GROUPS[GROUP_OF[target]].index(target)
 
     @property
     def stored_dim(self) -> int:
@@ -80,6 +97,13 @@ GROUPS = {
     "down": ("down_proj",),
 }
 ROW_PARALLEL = frozenset({"o", "down"})
+#: Module -> its product.
+GROUP_OF = {module: group for group, modules in GROUPS.items() for module in modules}
+
+
+def packed_size(num_columns: int) -> int:
+    """Columns of a packed weight: whole panels."""
+    return -(-num_columns // PANEL) * PANEL
 
 
 def sizes_of(spec: ModelSpec, num_shards: int, form: Form, *, interpret: bool = True) -> Sizes:

@@ -9,18 +9,29 @@ padding tokens write their K and V nowhere and see no key. They have no adapter 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardBatch
+from app.kernels.linear._ffi import TASK_TOKENS as SHRINK_TOKENS
 from app.kernels.paged_attention._ffi import TASK_TOKENS, attention_tasks
-from app.kernels.sgmv._jax import Segments, max_segments, segment_arrays
+from app.kernels.sgmv._jax import Segments, max_segments
 
 A = TypeVar("A", NDArray[np.int32], Array)
+
+#: Writes what a step's adapters are into the fields of its bucket.
+FillAdapters = Callable[[ForwardBatch, dict[str, NDArray[np.int32]]], None]
+
+#: Numbers of a step in the CPU form.
+_COUNTS = (
+    "num_tasks", "num_tokens", "num_samples", "num_runs", "num_shrink_tasks", "num_extra_runs", "num_extra_samples",
+    "widest",
+)  # fmt: skip
 
 #: Queries per attention tile when some sequence computes more than one token.
 PREFILL_TILE = 16
@@ -50,31 +61,34 @@ class Bucket:
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of each array, in the order they are packed."""
-        attention: dict[str, tuple[int, ...]] = {
+        kind: dict[str, tuple[int, ...]] = {
             "tile_rows": (self.num_tiles, self.tile),
             "tile_sequences": (self.num_tiles,),
             "visible": (self.num_tiles, self.tile),
             "token_places": (self.tokens,),
+            "segments": (4, max_segments(self.tokens, self.sequences)),
+            "num_segments": (),
         }
         if self.is_cpu:
-            attention = {
+            kind = {
                 "query_starts": (self.sequences + 1,),
                 "seq_lens": (self.sequences,),
                 "tasks": (self.tokens // TASK_TOKENS + self.sequences, 2),
-                "num_tasks": (),
-                "num_tokens": (),
-                "num_samples": (),
-                "widest": (),
+                "runs": (self.sequences, 3),
+                "shrink_tasks": (self.tokens // SHRINK_TOKENS + self.sequences, 3),
+                "extra_runs": (self.sequences, 3),
+                "extra_samples": (self.sequences, 3),
+                "extra_slots": (self.tokens,),
+                "head_inputs": (3,),
+                **dict.fromkeys(_COUNTS, ()),
             }
         return {
             "token_ids": (self.tokens,),
             "positions": (self.tokens,),
             "kv_slots": (self.tokens,),
-            **attention,
             "block_tables": (self.sequences, self.table_width),
             "sample_rows": (self.sequences,),
-            "segments": (4, max_segments(self.tokens, self.sequences)),
-            "num_segments": (),
+            **kind,
         }
 
     @property
@@ -86,27 +100,39 @@ class Bucket:
 class Tiles(NamedTuple):
     """Queries in tiles of one sequence each. tile_rows: [W, Q] token rows. tile_sequences: [W]. visible: [W, Q].
 
-    token_places: [T], a token's place among the W * Q queries.
+    token_places: [T], a token's place among the W * Q queries. segments: tokens of one adapter each.
     """
 
     tile_rows: Array
     tile_sequences: Array
     visible: Array
     token_places: Array
+    segments: Segments
 
 
 class Rows(NamedTuple):
-    """What the CPU form's calls are told: query_starts: [B + 1]. seq_lens: [B]. tasks: [J, 2], of which num_tasks.
+    """What the CPU form's calls are told; of each list, how many lines are real.
 
-    num_tokens, num_samples: how many rows are real. widest: the most chunks of rank rows of any segment.
+    query_starts: [B + 1]. seq_lens: [B]. tasks: [J, 2]. num_tokens, num_samples: rows. The rest is of adapters:
+    `app.kernels.linear._ffi.Adapted`.
     """
 
     query_starts: Array
     seq_lens: Array
     tasks: Array
+    runs: Array
+    shrink_tasks: Array
+    extra_runs: Array
+    extra_samples: Array
+    extra_slots: Array
+    head_inputs: Array
     num_tasks: Array
     num_tokens: Array
     num_samples: Array
+    num_runs: Array
+    num_shrink_tasks: Array
+    num_extra_runs: Array
+    num_extra_samples: Array
     widest: Array
 
 
@@ -116,16 +142,13 @@ class Step(NamedTuple):
     token_ids: Array
     positions: Array
     kv_slots: Array
-    attention: Tiles | Rows
     block_tables: Array
     sample_rows: Array
-    segments: Segments
+    attention: Tiles | Rows
 
 
-def pack(
-    batch: ForwardBatch, bucket: Bucket, num_kv_slots: int, row_starts: NDArray[np.int32], ranks: NDArray[np.int32]
-) -> NDArray[np.int32]:
-    """The batch as one vector; row_starts, ranks: [S] per adapter slot, rank 0 for the base."""
+def pack(batch: ForwardBatch, bucket: Bucket, num_kv_slots: int, fill_adapters: FillAdapters) -> NDArray[np.int32]:
+    """The batch as one vector."""
     flat = np.zeros(bucket.size, np.int32)
     views = _views(flat, bucket)
     count, num_sequences = len(batch.token_ids), len(batch.seq_lens)
@@ -135,15 +158,13 @@ def pack(
     views["kv_slots"][:count] = batch.kv_slots
     views["block_tables"][:num_sequences, : batch.block_tables.shape[1]] = batch.block_tables
     views["sample_rows"][: len(batch.sample_rows)] = batch.sample_rows
-    num_segments = segment_arrays(batch.run_starts, batch.run_adapter_slots, row_starts, ranks, views["segments"])
-    views["num_segments"][...] = num_segments
+    fill_adapters(batch, views)
     if bucket.is_cpu:
         views["query_starts"][: num_sequences + 1] = batch.query_starts
         views["seq_lens"][:num_sequences] = batch.seq_lens
         views["num_tasks"][...] = attention_tasks(batch.query_starts, views["tasks"])
         views["num_tokens"][...] = count
         views["num_samples"][...] = len(batch.sample_rows)
-        views["widest"][...] = views["segments"][3, :num_segments].max(initial=0)
     else:
         _pack_tiles(batch, bucket, views)
     return flat
@@ -165,11 +186,12 @@ def _pack_tiles(batch: ForwardBatch, bucket: Bucket, views: dict[str, NDArray[np
 
 def unpack(flat: Array, bucket: Bucket) -> Step:
     """The vector as arrays, inside a program."""
-    views = _views(flat, bucket)
-    segments = Segments(views.pop("num_segments"), *views.pop("segments"))
+    views: dict[str, Any] = _views(flat, bucket)
+    if not bucket.is_cpu:
+        views["segments"] = Segments(views.pop("num_segments"), *views["segments"])
     kind = Rows if bucket.is_cpu else Tiles
     attention = kind(**{name: views.pop(name) for name in kind._fields})
-    return Step(segments=segments, attention=attention, **views)
+    return Step(attention=attention, **views)
 
 
 def _views(flat: A, bucket: Bucket) -> dict[str, A]:

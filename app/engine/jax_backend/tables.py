@@ -1,4 +1,4 @@
-"""Adapter tables as arrays: their shapes, an adapter's rows in that shape, and the write.
+"""Adapter tables of the forms other than the CPU's: their shapes, an adapter's rows in that shape, and the write.
 
 In: a `LoraAdapter` and a rank class. Out: rows of one fixed shape per class, zero wherever the adapter has
 nothing (modules it leaves alone, rows beyond a module's rank), so that a write erases what was there before.
@@ -10,16 +10,16 @@ from __future__ import annotations
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.jax_backend.arrays import AdapterTables
-from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes, shard_columns
+from app.engine.batch import ForwardBatch
+from app.engine.errors import AdapterMismatch
+from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables
+from app.engine.jax_backend.sizes import GROUP_OF, GROUPS, ROW_PARALLEL, Sizes, shard_columns
 from app.engine.models.spec import ModelSpec
-from app.kernels.sgmv._ffi import packed_a
-from app.kernels.sgmv._jax import RANK_CHUNK
-
-_GROUP_OF = {module: group for group, modules in GROUPS.items() for module in modules}
+from app.kernels.sgmv._jax import RANK_CHUNK, segment_arrays
 
 
 def rank_classes(num_rows: int) -> list[int]:
@@ -27,49 +27,82 @@ def rank_classes(num_rows: int) -> list[int]:
     return [RANK_CHUNK << k for k in range(32) if RANK_CHUNK << k <= num_rows]
 
 
-def table_shapes(sizes: Sizes, num_rows: int) -> AdapterTables:
-    """The shape of each table with `num_rows` rank rows."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    shards = sizes.num_shards
-    for group, modules in GROUPS.items():
-        d_in, d_out = sizes.group_inputs[group], sum(sizes.group_outputs[group])
-        is_row = group in ROW_PARALLEL
-        if sizes.form == "cpu":
-            shapes[f"a_{group}"] = (sizes.num_layers, len(modules), num_rows, shards * d_in if is_row else d_in)
-        else:
+def not_plain(adapter: LoraAdapter, setting: str) -> AdapterMismatch:
+    """The error for an adapter that is more than plain LoRA where a setting rules that out."""
+    return AdapterMismatch(f"the JAX engine with {setting} cannot apply {' or '.join(sorted(adapter.features))}")
+
+
+class XlaAdapters:
+    """What the programs are told of resident adapters: their rank rows, cut into segments of tokens."""
+
+    def __init__(self, spec: ModelSpec, sizes: Sizes, num_slots: int) -> None:
+        self._spec, self._sizes = spec, sizes
+        self._row_starts, self._ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
+
+    def warm_up(self) -> None:
+        """Nothing here is compiled."""
+
+    def shapes(self, num_rows: int) -> AdapterTables:
+        """The shape of each table with `num_rows` rank rows."""
+        sizes = self._sizes
+        shapes: dict[str, tuple[int, ...]] = {}
+        for group, modules in GROUPS.items():
+            d_in, d_out = sizes.group_inputs[group], sum(sizes.group_outputs[group])
+            is_row, shards = group in ROW_PARALLEL, sizes.num_shards
             shapes[f"a_{group}"] = (sizes.num_layers, num_rows, shards * d_in if is_row else len(modules) * d_in)
-        shapes[f"b_{group}"] = (sizes.num_layers, num_rows, d_out if is_row else shards * d_out)
-    return AdapterTables(**shapes)
+            shapes[f"b_{group}"] = (sizes.num_layers, num_rows, d_out if is_row else shards * d_out)
+        return AdapterTables(**shapes)
 
+    def specs(self) -> AdapterTables:
+        """A of o and down is split like their input, B of the others like their output; the rest is replicated."""
+        split = P(None, None, TENSOR_AXIS)
+        return AdapterTables(
+            a_qkv=P(), a_o=split, a_gate_up=P(), a_down=split, b_qkv=split, b_o=P(), b_gate_up=split, b_down=P()
+        )
 
-def adapter_rows(adapter: LoraAdapter, spec: ModelSpec, sizes: Sizes, num_rows: int) -> AdapterTables:
-    """The adapter's rows, `num_rows` of them, as NumPy arrays in the tables' layout."""
-    arrays: dict[str, NDArray[np.float32]] = {
-        name: np.zeros(shape, np.float32) for name, shape in table_shapes(sizes, num_rows)._asdict().items()
-    }
-    columns = shard_columns(spec, sizes.num_shards)
-    for key, pair in adapter.weights.items():
-        group = _GROUP_OF[key.target]
-        a, b = arrays[f"a_{group}"], arrays[f"b_{group}"]
-        mine, rank = columns[key.target], pair.rank
-        module = GROUPS[group].index(key.target)
-        if sizes.form != "cpu":
+    def rows_of(self, adapter: LoraAdapter, num_rows: int) -> AdapterTables:
+        """The adapter's rows, `num_rows` of them, as NumPy arrays in the tables' layout, zero where it has nothing."""
+        sizes = self._sizes
+        arrays: dict[str, NDArray[np.float32]] = {
+            name: np.zeros(shape, np.float32) for name, shape in self.shapes(num_rows)._asdict().items()
+        }
+        columns = shard_columns(self._spec, sizes.num_shards)
+        for key, pair in adapter.weights.items():
+            group, module = GROUP_OF[key.target], sizes.module_index(key.target)
+            a, b = arrays[f"a_{group}"], arrays[f"b_{group}"]
+            mine, rank = columns[key.target], pair.rank
             a = a.reshape(sizes.num_layers, num_rows, len(GROUPS[group]), -1).swapaxes(1, 2)  # a view
-        a[key.layer, module, :rank] = pair.a[:, mine.reshape(-1)] if group in ROW_PARALLEL else pair.a
-        if group in ROW_PARALLEL:
-            b[key.layer, :rank] = pair.b
-        else:
-            start = sum(sizes.group_outputs[group][:module])
-            by_shard = b[key.layer].reshape(num_rows, sizes.num_shards, -1)  # a view
-            by_shard[:rank, :, start : start + mine.shape[1]] = pair.b[:, mine]
-    if sizes.form == "cpu":
-        for group in GROUPS:
-            shards = sizes.num_shards if group in ROW_PARALLEL else 1
-            a = arrays[f"a_{group}"]
-            by_shard = a.reshape(*a.shape[:-1], shards, -1)
-            for shard in range(shards):
-                by_shard[..., shard, :] = packed_a(by_shard[..., shard, :])
-    return AdapterTables(**arrays)
+            a[key.layer, module, :rank] = pair.a[:, mine.reshape(-1)] if group in ROW_PARALLEL else pair.a
+            if group in ROW_PARALLEL:
+                b[key.layer, :rank] = pair.b
+            else:
+                start = sum(sizes.group_outputs[group][:module])
+                by_shard = b[key.layer].reshape(num_rows, sizes.num_shards, -1)  # a view
+                by_shard[:rank, :, start : start + mine.shape[1]] = pair.b[:, mine]
+        return AdapterTables(**arrays)
+
+    def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """From now on the slot's adapter is this one. Raises AdapterMismatch for one that is not plain LoRA."""
+        if adapter.features:
+            raise not_plain(adapter, f"engine.jax_form {self._sizes.form}")
+        self._row_starts[adapter_slot] = row_start
+        self._ranks[adapter_slot] = adapter.card.max_rank
+
+    def release(self, adapter_slot: int) -> None:
+        """Adapters here have rank rows only."""
+
+    def tables(self, rows: AdapterTables) -> AdapterTables:
+        """The programs' argument."""
+        return rows
+
+    def fill(self, batch: ForwardBatch, views: dict[str, NDArray[np.int32]]) -> None:
+        """Which adapters a step has, in the fields of its bucket."""
+        views["num_segments"][...] = segment_arrays(
+            batch.run_starts, batch.run_adapter_slots, self._row_starts, self._ranks, views["segments"]
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def write_rows(tables: AdapterTables, rows: AdapterTables, row_start: Array) -> AdapterTables:

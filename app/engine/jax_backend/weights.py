@@ -2,10 +2,10 @@
 
 In: a checkpoint's tensors, one at a time. Out: `Weights`, a pytree of NumPy arrays ready to be put on devices.
 Matrices keep the checkpoint's orientation [d_out, d_in]: contracting both last axes is the form in which XLA's
-CPU product gives a row the same bits for any number of rows from two on. In the CPU form a matrix of the same shape
-holds the panels its kernels read (`app.kernels.matmul._ffi.packed`), its outputs rounded up to whole ones. Axes
-that are split over tensor-parallel devices hold the shards one after the other; an axis of length 1 for them
-would cost copies (XLA gives it a layout of its own).
+CPU product gives a row the same bits for any number of rows from two on. In the CPU form they are the panels that its
+kernels read (`app.kernels.matmul._cpu.pack`), each module rounded up to whole ones. Axes that are split over
+tensor-parallel devices hold the shards one after the other; an axis of length 1 for them would cost copies (XLA
+gives it a layout of its own).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
-from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes, shard_columns
+from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes, packed_size, shard_columns
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
 from app.engine.models.spec import ModelSpec
-from app.kernels.matmul._ffi import packed, packed_size
+from app.kernels.matmul._cpu import PANEL, pack
 
 
 class LayerWeights(NamedTuple):
     """Weights of all layers, [L, ...]. What a model does not have is None.
 
     qkv, gate_up: [L, shards * d_out, d_in], in each shard the modules' rows side by side. o, down: [L, H,
-    shards * d_in]. qkv_bias, gate_up_bias: [L, shards * d_out]. o_bias, down_bias, norms: [L, H]. q_norm,
-    k_norm: [L, D].
+    shards * d_in]. In the CPU form panels: [L, shards * P, d_in, 16] and [L, P, shards * d_in, 16]. qkv_bias,
+    gate_up_bias: [L, shards * d_out], d_out padded likewise. o_bias, down_bias, norms: [L, H]. q_norm, k_norm: [L, D].
     rope, window: [L] int32, index into the rope tables and keys visible (0 is all). scale: [L].
     """
 
@@ -50,8 +50,9 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """embedding: [V, H]. head: [V padded to a multiple of shards, H]. With tied embeddings and one shard there is only
-    one of them: the head in the CPU form, the embedding in the others; the other one is None.
+    """embedding: [V, H]. head: [V padded to a multiple of shards, H], in the CPU form panels [1, shards * P, H, 16].
+    With tied embeddings and one shard there is only one of them: the head in the CPU form, the embedding in the others;
+    the other one is None.
 
     final_norm: [H]. cos, sin: [ropes, positions, D / 2]. ones: [8, max(H, D)].
     """
@@ -101,8 +102,6 @@ def read_weights(
             _place(arrays, columns, sizes, name, tensor)
     if missing:
         raise CheckpointError(f"{spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
-    if sizes.form == "cpu":
-        _pack(arrays, sizes)
     attentions = [layer.attention for layer in spec.layers]
     ropes = list(dict.fromkeys(attention.rope for attention in attentions))
     positions = np.arange(max_positions, dtype=np.float32)
@@ -133,8 +132,9 @@ def _empty_layers(sizes: Sizes) -> dict[str, Any]:
     arrays: dict[str, Any] = {name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")}
     for group in GROUPS:
         width, row_parallel = widths[group], group in ROW_PARALLEL
-        shape = (count, width, shards * inputs[group]) if row_parallel else (count, shards * width, inputs[group])
-        arrays[group] = np.zeros(shape, np.float32)
+        columns, depth = (width, shards * inputs[group]) if row_parallel else (shards * width, inputs[group])
+        shape = (count, columns // PANEL, depth, PANEL) if sizes.form == "cpu" else (count, columns, depth)
+        arrays[group] = np.empty(shape, np.float32)
         bias_width = hidden if row_parallel else shards * width
         arrays[f"{group}_bias"] = np.zeros((count, bias_width), np.float32) if biased[group] else None
     for name in ("q_norm", "k_norm"):
@@ -158,38 +158,48 @@ def _place(
         return
     group, module = _MODULES[path]
     index = GROUPS[group].index(module)
-    start = sum(sizes.group_outputs[group][:index])
+    start = sum(sizes.module_widths[group][:index])
     end = start + sizes.group_outputs[group][index]
-    if group in ROW_PARALLEL:
-        if kind == "bias":
-            arrays[f"{group}_bias"][layer] = tensor
+    if kind == "bias":
+        target = arrays[f"{group}_bias"][layer]
+        if group in ROW_PARALLEL:
+            target[:] = tensor
         else:
-            arrays[group][layer, : len(tensor)] = tensor[:, columns[module].reshape(-1)]
+            target.reshape(sizes.num_shards, -1)[:, start:end] = tensor[columns[module]]
+    elif sizes.form == "cpu":
+        _place_panels(arrays[group][layer], columns[module], sizes.num_shards, start, tensor, group in ROW_PARALLEL)
+    elif group in ROW_PARALLEL:
+        arrays[group][layer] = tensor[:, columns[module].reshape(-1)]
     else:
-        target = arrays[f"{group}_bias" if kind == "bias" else group][layer]
-        by_shard = target.reshape(sizes.num_shards, -1, *target.shape[1:])  # a view
-        by_shard[:, start:end] = tensor[columns[module]]
+        target = arrays[group][layer]
+        target.reshape(sizes.num_shards, -1, target.shape[1])[:, start:end] = tensor[columns[module]]
 
 
-def _pack(arrays: dict[str, Any], sizes: Sizes) -> None:
-    """Matrices to panels, in place, each shard's part by itself."""
-    shards = sizes.num_shards
-    for group in GROUPS:
-        for matrix in arrays[group]:
-            if group in ROW_PARALLEL:
-                parts = matrix.reshape(len(matrix), shards, -1).swapaxes(0, 1)  # views
-            else:
-                parts = matrix.reshape(shards, -1, matrix.shape[1])
-            for part in parts:
-                part[...] = packed(np.ascontiguousarray(part))
+def _place_panels(
+    panels: NDArray[np.float32],
+    columns: NDArray[np.int64],
+    num_shards: int,
+    start: int,
+    tensor: NDArray[np.float32],
+    row_parallel: bool,
+) -> None:
+    """A module's panels into those of a layer's product, each shard's part packed by itself."""
+    for shard, mine in enumerate(columns):
+        if row_parallel:
+            depth = panels.shape[1] // num_shards
+            panels[:, shard * depth : (shard + 1) * depth] = pack(np.ascontiguousarray(tensor[:, mine]))
+        else:
+            packed = pack(tensor[mine])
+            first = shard * (len(panels) // num_shards) + start // PANEL
+            panels[first : first + len(packed)] = packed
 
 
 def _split_vocabulary(head: NDArray[np.float32], sizes: Sizes) -> NDArray[np.float32]:
-    """[V, H] -> [V padded to a multiple of shards, H]; padding rows are zero and cut off the logits."""
+    """[V, H] -> [V padded to a multiple of shards, H], or its panels; padding rows are zero and cut off the logits."""
     per_shard = -(-len(head) // sizes.num_shards)
     per_shard = packed_size(per_shard) if sizes.form == "cpu" else per_shard
     padded = np.zeros((per_shard * sizes.num_shards, head.shape[1]), np.float32)
     padded[: len(head)] = head
     if sizes.form == "cpu":
-        padded = np.concatenate([packed(part) for part in np.split(padded, sizes.num_shards)])
+        return np.concatenate([pack(part) for part in np.split(padded, sizes.num_shards)])[None]
     return padded

@@ -6,12 +6,13 @@ give a row the same bits for any number of rows from two on.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from app.engine.jax_backend.arrays import AdapterTables, KvMemory
-from app.engine.jax_backend.sizes import Sizes
+from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables, KvMemory
+from app.engine.jax_backend.sizes import ROW_PARALLEL, Sizes
 from app.engine.jax_backend.step import Step, Tiles
 from app.engine.jax_backend.weights import LayerWeights, Weights
 from app.kernels.paged_attention._jax import paged_attention
@@ -32,28 +33,24 @@ class XlaForm:
         rows: Array = self._weights.embedding[token_ids]
         return rows
 
-    def norm(self, x: Array, weights: Array, layer: Array) -> Array:
-        """x: [T, H]; weights: [L, H]."""
-        return _rms_norm(x, weights[layer], self._sizes.eps, self._weights.ones)
+    def qkv(self, hidden: Array, layer: Array) -> Array:
+        """[T, H] -> [T, d_out]: q, k and v of the normed rows, side by side."""
+        return self._linear(self._norm(hidden, self._weights.layers.attention_norm[layer]), layer, "qkv")
 
-    def product(self, x: Array, layer: Array, group: str) -> Array:
-        """x: [T, d_in] -> [T, d_out], modules side by side."""
-        return _matmul(x, getattr(self._weights.layers, group)[layer])
+    def add_o(self, hidden: Array, attended: Array, layer: Array) -> Array:
+        """[T, H], with o of what was attended [T, heads * D] added."""
+        return hidden + self._linear(attended, layer, "o")
 
-    def add_deltas(self, x: Array, y: Array, layer: Array, group: str) -> Array:
-        """y with the deltas of x added, for the rows of each adapter."""
-        a, b = getattr(self._tables, f"a_{group}"), getattr(self._tables, f"b_{group}")
-        segments, outputs = self._step.segments, self._sizes.group_outputs[group]
-        if self._sizes.form == "xla" or not a.shape[1]:
-            return add_deltas(x, y, a, b, layer, segments, outputs)
-        a_parts = jnp.split(a[layer], len(outputs), axis=1)
-        b_parts = jnp.split(b[layer], np.cumsum(outputs)[:-1], axis=1)
-        num_chunks, interpret = a.shape[1] // RANK_CHUNK, self._sizes.interpret
-        deltas = [
-            lora_delta(x, *parts, segments, num_chunks, interpret=interpret)
-            for parts in zip(a_parts, b_parts, strict=True)
-        ]
-        return y + jnp.concatenate(deltas, axis=1)
+    def gated(self, hidden: Array, layer: Array) -> Array:
+        """[T, H] -> [T, mlp_size]: act(gate) * up of the normed rows."""
+        sizes = self._sizes
+        wide = self._linear(self._norm(hidden, self._weights.layers.mlp_norm[layer]), layer, "gate_up")
+        gate, up = wide[:, : sizes.mlp_size], wide[:, sizes.mlp_size :]
+        return (jax.nn.gelu(gate, approximate=True) if sizes.gelu else jax.nn.silu(gate)) * up
+
+    def add_down(self, hidden: Array, gated: Array, layer: Array) -> Array:
+        """[T, H], with down of the gated rows [T, mlp_size] added."""
+        return hidden + self._linear(gated, layer, "down")
 
     def attend(self, qkv: Array, kv: KvMemory, layer: Array) -> tuple[Array, KvMemory]:
         """Rotate, store keys and values, attend. Returns [T, heads * D] and the memory."""
@@ -65,11 +62,38 @@ class XlaForm:
         )
         return attended.reshape(-1, sizes.heads * sizes.head_dim)[tiles.token_places], kv
 
-    def logits(self, x: Array) -> Array:
-        """x: [B, H] hidden states -> [B, V]."""
-        weights = self._weights
-        normed = _rms_norm(x, weights.final_norm, self._sizes.eps, weights.ones)
+    def logits(self, hidden: Array, sample_rows: Array) -> Array:
+        """hidden states [T, H] -> [B, V] of the sampled rows."""
+        normed, weights = self._norm(hidden[sample_rows], self._weights.final_norm), self._weights
         return _matmul(normed, weights.embedding if weights.head is None else weights.head)
+
+    def _norm(self, x: Array, weight: Array) -> Array:
+        return _rms_norm(x, weight, self._sizes.eps, self._weights.ones)
+
+    def _linear(self, x: Array, layer: Array, group: str) -> Array:
+        """One base product for the whole batch, with the deltas of every adapter in it: [T, d_in] -> [T, d_out]."""
+        layers = self._weights.layers
+        y, biases = _matmul(x, getattr(layers, group)[layer]), getattr(layers, f"{group}_bias")
+        if group in ROW_PARALLEL:
+            y = self._add_deltas(x, y, layer, group)
+            y = y if self._sizes.num_shards == 1 else lax.psum(y, TENSOR_AXIS)
+            return y if biases is None else y + biases[layer]
+        return self._add_deltas(x, y if biases is None else y + biases[layer], layer, group)
+
+    def _add_deltas(self, x: Array, y: Array, layer: Array, group: str) -> Array:
+        """y with the deltas of x added, for the rows of each adapter."""
+        a, b = getattr(self._tables, f"a_{group}"), getattr(self._tables, f"b_{group}")
+        segments, outputs = self._tiles.segments, self._sizes.group_outputs[group]
+        if self._sizes.form == "xla" or not a.shape[1]:
+            return add_deltas(x, y, a, b, layer, segments, outputs)
+        a_parts = jnp.split(a[layer], len(outputs), axis=1)
+        b_parts = jnp.split(b[layer], np.cumsum(outputs)[:-1], axis=1)
+        num_chunks, interpret = a.shape[1] // RANK_CHUNK, self._sizes.interpret
+        deltas = [
+            lora_delta(x, *parts, segments, num_chunks, interpret=interpret)
+            for parts in zip(a_parts, b_parts, strict=True)
+        ]
+        return y + jnp.concatenate(deltas, axis=1)
 
 
 def _matmul(x: Array, w: Array) -> Array:

@@ -18,7 +18,9 @@ END = "<!-- end of options -->\n"
 def options_table() -> str:
     lines = ["| option | |", "|---|---|"]
     lines += [f"| {option} | served |" for option in OPTIONS]
-    lines += [f"| {option} | served; the JAX engine refuses {_features(option)} |" for option in BEYOND]
+    lines += [
+        f"| {option} | served; off its CPU form the JAX engine refuses {_features(option)} |" for option in BEYOND
+    ]
     lines += ["| targets saved fused (`qkv_proj`, `gate_up_proj`) | served |"]
     lines += ["| bf16, f16 and f32 tensors | served |"]
     lines += [f"| `{key}` | refused unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]

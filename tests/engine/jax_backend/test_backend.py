@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import FEATURES, TARGETS, LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch
 from app.engine.jax_backend.backend import JaxBackend
+from app.engine.loading import served_features
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
-from tests.engine.adapters.making import random_adapter, tiny_spec
+from tests.engine.adapters.making import random_adapter, tiny_spec, with_random_extras
 from tests.engine.jax_backend.making import counting_compilations, tiny_backend
 from tests.fakes import fake_request
 
@@ -49,6 +51,13 @@ def run(
     return out
 
 
+def with_extras(backend: JaxBackend, adapter: LoraAdapter, generator: np.random.Generator) -> LoraAdapter:
+    """With scales, biases, norms, whole modules or token rows of its own, where the form applies them."""
+    if not backend.limits.adapter_extra_bytes:
+        return adapter
+    return with_random_extras(adapter, SPEC, generator)
+
+
 def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> None:
     generator = np.random.default_rng()
     assert backend.programs.num_compiled == len(backend.programs.buckets)
@@ -59,6 +68,8 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
         targets = generator.choice(TARGETS, int(generator.integers(1, 8)), replace=False).tolist()
         prompt = generator.integers(0, 64, int(generator.integers(1, 30))).tolist()
         adapter = random_adapter(SPEC, rank, targets)
+        if number % 3 == 0:
+            adapter = with_extras(backend, adapter, generator)
         requests.append((fake_request(f"r{number}", prompt, adapter, sampling=sampling), adapter))
     requests += [(fake_request(f"base{n}", [n + 3], sampling=sampling), None) for n in range(5)]
     with counting_compilations() as count:
@@ -75,6 +86,7 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
 def test_a_request_has_the_same_bits_alone_and_in_any_company(backend: JaxBackend) -> None:
     generator = np.random.default_rng()
     adapters = [None, *(random_adapter(SPEC, rank) for rank in (1, 8, 21, 64))]
+    adapters += [with_extras(backend, random_adapter(SPEC, rank, ["v_proj"]), generator) for rank in (3, 16, 24)]
     for attempt in range(3):
         requests = []
         for number in range(14):
@@ -102,13 +114,38 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(backend: JaxBacken
 
 def test_writing_and_serving_reuse_the_same_memory(backend: JaxBackend) -> None:
     def places() -> list[int]:
-        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves((backend._tables, backend._kv))]
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves((backend._rows, backend._kv))]
 
     before = places()
     adapter = random_adapter(SPEC, 5)
     request = fake_request("r", [4, 5, 6], adapter, sampling=SamplingParams(max_tokens=4, temperature=0.0))
     run(backend, [(request, adapter)], None)
     assert places() == before
+
+
+def test_what_only_the_cpu_form_applies_is_refused_by_name_elsewhere() -> None:
+    generator = np.random.default_rng()
+    adapter = with_random_extras(random_adapter(SPEC, 4), SPEC, generator)
+    backend = tiny_backend(CONFIG.model_copy(update={"jax_form": "xla", "skip_precompile": True}), SPEC)
+    assert backend.limits.adapter_extra_bytes == 0
+    features = " or ".join(sorted(adapter.features))
+    with pytest.raises(AdapterMismatch, match=f"engine.jax_form xla cannot apply {features}"):
+        backend.write_adapter(1, 0, adapter)
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "applies"),
+    [
+        ({"backend": "torch"}, True),
+        ({"backend": "jax"}, True),
+        ({"backend": "jax", "jax_form": "xla"}, False),
+        ({"backend": "jax", "tensor_parallel": 2}, False),
+        ({"backend": "jax", "device": "tpu"}, False),
+    ],
+)
+def test_registration_knows_what_the_engine_applies(settings: dict[str, Any], applies: bool) -> None:
+    assert served_features(EngineConfig(**settings)) == (FEATURES if applies else frozenset())
 
 
 def test_an_adapter_for_a_deeper_model_is_refused_by_name(backend: JaxBackend) -> None:

@@ -17,7 +17,7 @@ from app.engine.jax_backend.decoder import forward
 from app.engine.jax_backend.sharding import make_mesh
 from app.engine.jax_backend.sizes import Form, sizes_of
 from app.engine.jax_backend.step import PREFILL_TILE, Bucket
-from app.engine.jax_backend.tables import table_shapes
+from app.engine.jax_backend.tables import XlaAdapters
 from app.engine.jax_backend.weights import read_weights
 from app.engine.models.checkpoint import Checkpoint
 from load_tests.steps import Piece, forward_batch
@@ -74,7 +74,9 @@ def test_a_whole_step_lowers_for_tpus(form: Form) -> None:
     spec = tiny_spec()
     sizes = sizes_of(spec, 1, form, interpret=False)
     weights = read_weights(spec, sizes, random_tensors(spec), 64)
-    tables = AdapterTables(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in table_shapes(sizes, 32)))
+    tables = AdapterTables(
+        *(jax.ShapeDtypeStruct(shape, np.float32) for shape in XlaAdapters(spec, sizes, 1).shapes(32))
+    )
     kv = jax.ShapeDtypeStruct((2, NUM_BLOCKS, 2, 16, 8), np.float32)
     bucket = Bucket(64, 8, PREFILL_TILE, 8)
     step = jax.jit(partial(forward, bucket=bucket, sizes=sizes), donate_argnums=(2,))

@@ -7,15 +7,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from app.engine.config import EngineConfig
 from app.engine.jax_backend.programs import Programs, cpu_ladder, ladder
-from app.engine.jax_backend.step import PREFILL_TILE, Bucket, pack
+from app.engine.jax_backend.step import PREFILL_TILE, Bucket, _views, pack
 from app.kernels.sgmv._jax import SEGMENT_TOKENS, max_segments
 from load_tests.steps import Piece, forward_batch
+from tests.engine.adapters.making import random_adapter, tiny_spec
+from tests.engine.jax_backend.making import tiny_backend
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,9 +72,13 @@ def test_a_failed_compilation_is_raised_by_the_next_step() -> None:
         programs.find(1, 1, decode=True)
 
 
-@pytest.mark.parametrize("is_cpu", [False, True])
-def test_any_division_of_tokens_fits_its_bucket(is_cpu: bool) -> None:
+@pytest.mark.parametrize("form", ["cpu", "xla"])
+def test_any_division_of_tokens_fits_its_bucket(form: Literal["cpu", "xla"]) -> None:
     generator = np.random.default_rng()
+    config = EngineConfig(num_kv_blocks=64, adapter_rank_rows=128, jax_form=form, skip_precompile=True)
+    adapters = tiny_backend(config)._adapters
+    for slot in range(1, 9):
+        adapters.assign(slot, slot * 8, random_adapter(tiny_spec(), 5, ["q_proj"]))
     for _ in range(200):
         count = int(generator.integers(1, 9))
         lengths = generator.multinomial(int(generator.integers(0, 64 - count)), np.ones(count) / count) + 1
@@ -79,15 +86,22 @@ def test_any_division_of_tokens_fits_its_bucket(is_cpu: bool) -> None:
             Piece(generator.integers(0, 9, n), int(generator.integers(0, 40)), generator.integers(0, 64, 8), number)
             for number, n in enumerate(lengths)
         ]
-        batch = forward_batch(pieces, 16)
-        bucket = Bucket(64, 8, PREFILL_TILE, 8, is_cpu)
-        ranks = np.array([0, *[5] * count], np.int32)
-        flat = pack(batch, bucket, 1024, np.arange(len(ranks), dtype=np.int32) * 8, ranks)
+        bucket = Bucket(64, 8, PREFILL_TILE, 8, form == "cpu")
+        flat = pack(forward_batch(pieces, 16), bucket, 1024, adapters.fill)
         assert len(flat) == bucket.size
-        # Every token of an adapter is in a segment, no base token is.
-        segments = flat[-1]
-        assert segments == sum(-(-int(n) // SEGMENT_TOKENS) for n in lengths[1:])
-        assert segments <= max_segments(64, 8)
+        packed = _views(flat, bucket)
+        # Every token of an adapter is in one piece of work, no base token is.
+        if form == "cpu":
+            starts = np.cumsum([0, *lengths])
+            assert packed["num_runs"] == count - 1
+            expected = [(starts[i], starts[i + 1], i) for i in range(1, count)]
+            np.testing.assert_array_equal(packed["runs"][: count - 1], np.reshape(expected, (-1, 3)))
+            tasks = packed["shrink_tasks"][: packed["num_shrink_tasks"]]
+            assert [t for first, end, _ in tasks for t in range(first, end)] == list(range(lengths[0], starts[-1]))
+        else:
+            segments = packed["num_segments"]
+            assert segments == sum(-(-int(n) // SEGMENT_TOKENS) for n in lengths[1:])
+            assert segments <= max_segments(64, 8)
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:

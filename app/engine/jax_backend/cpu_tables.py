@@ -1,0 +1,230 @@
+"""Adapters in the CPU form: rank rows as the CPU kernels read them, and what an adapter has beside them.
+
+In: an adapter, its slot and its rows. Out: arguments of the programs, of shapes that no adapter changes: rank rows,
+written by a donated update of one shape per rank class; per slot, where an adapter's rows begin, its ranks, and the
+addresses of its extras (`app.engine.cpu_extras`), put on the device anew when they have changed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.batch import ForwardBatch
+from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
+from app.engine.jax_backend.arrays import TENSOR_AXIS
+from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns
+from app.engine.jax_backend.tables import not_plain
+from app.engine.jax_backend.weights import Weights
+from app.engine.models.spec import ModelSpec
+from app.kernels.extras._ffi import packed_tables
+from app.kernels.matmul._cpu import PANEL
+from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
+from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.team import Team
+
+Floats = NDArray[np.float32]
+
+
+class CpuRows(NamedTuple):
+    """Rank rows by module, as in `app.kernels.sgmv._cpu`, for all layers: a [L, R / 8, d_in, 8], b [L, P, R, 16].
+
+    With several shards the d_in of o and down and the panels of the others are the shards', one after the other.
+    """
+
+    a: tuple[Any, ...]
+    b: tuple[Any, ...]
+
+
+class CpuTables(NamedTuple):
+    """rows; row_starts: [S] int32; ranks: [L, S, 7] int32; extras: `packed_tables`."""
+
+    rows: CpuRows
+    row_starts: Any
+    ranks: Any
+    extras: Any
+
+
+class CpuAdapters:
+    """What the programs are told of resident adapters; the same methods as `XlaAdapters`."""
+
+    def __init__(
+        self, spec: ModelSpec, sizes: Sizes, weights: Weights, num_slots: int, max_samples: int, mesh: Mesh
+    ) -> None:
+        """`max_samples`: rows that a step may sample. Extras are for one shard only."""
+        self._spec, self._sizes = spec, sizes
+        self._columns = shard_columns(spec, sizes.num_shards)
+        self._row_starts = np.zeros(num_slots, np.int32)
+        self._ranks = np.zeros((sizes.num_layers, num_slots, len(TARGETS)), np.int32)
+        self._team = Team(len(os.sched_getaffinity(0)))
+        self._extras = AdapterExtras(spec, _PackedModules(spec, sizes, weights), num_slots, self._team)
+        self._head_inputs = np.zeros((max_samples, 0), np.float32)
+        self._replicated = NamedSharding(mesh, P())
+        self._places_on_device: tuple[Array, Array] | None = None
+        self._extras_on_device: Array | None = None
+
+    def warm_up(self) -> None:
+        """Compile what writing an adapter calls."""
+        if self._sizes.applies_extras:
+            self._extras.warm_up()
+        key = LoraKey(0, TARGETS[0])
+        d_in, d_out = self._spec.target_shape(*key[:2])
+        self._pack([(key, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))], RANK_PANEL)
+
+    def shapes(self, num_rows: int) -> CpuRows:
+        """The shape of each table with `num_rows` rank rows."""
+        a, b = [], []
+        for target in TARGETS:
+            d_in, width = self._module(target)
+            shards, is_row = self._sizes.num_shards, GROUP_OF[target] in ROW_PARALLEL
+            a.append((self._sizes.num_layers, num_rows // RANK_PANEL, d_in * (shards if is_row else 1), RANK_PANEL))
+            b.append((self._sizes.num_layers, width // PANEL * (1 if is_row else shards), num_rows, PANEL))
+        return CpuRows(tuple(a), tuple(b))
+
+    def specs(self) -> CpuRows:
+        """A of o and down is split like their input, B of the others like their output; the rest is replicated."""
+        is_row = [GROUP_OF[target] in ROW_PARALLEL for target in TARGETS]
+        return CpuRows(
+            tuple(P(None, None, TENSOR_AXIS) if row else P() for row in is_row),
+            tuple(P() if row else P(None, TENSOR_AXIS) for row in is_row),
+        )
+
+    def rows_of(self, adapter: LoraAdapter, num_rows: int) -> CpuRows:
+        """The adapter's rows, `num_rows` of them; arbitrary where it has none, which nobody reads."""
+        return self._pack([(key, pair.a, pair.b) for key, pair in adapter.weights.items()], num_rows)
+
+    def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """From now on the slot's adapter is this one. Raises AdapterMismatch for extras with several shards."""
+        if adapter.features and not self._sizes.applies_extras:
+            raise not_plain(adapter, f"engine.tensor_parallel {self._sizes.num_shards}")
+        self.release(adapter_slot)
+        if adapter.features:
+            self._extras.write(adapter_slot, adapter)
+            self._extras_on_device = None
+        self._ranks[:, adapter_slot] = 0
+        for key, pair in adapter.weights.items():
+            self._ranks[key.layer, adapter_slot, TARGETS.index(key.target)] = pair.rank
+        self._row_starts[adapter_slot] = row_start
+        self._places_on_device = None
+        if self._extras.head_width > self._head_inputs.shape[1]:
+            self._head_inputs = np.zeros((len(self._head_inputs), self._extras.head_width), np.float32)
+
+    def release(self, adapter_slot: int) -> None:
+        """Free what the slot's adapter has beside rank rows."""
+        if self._extras.held_bytes(adapter_slot):
+            self._extras.release(adapter_slot)
+            self._extras_on_device = None
+
+    def tables(self, rows: CpuRows) -> CpuTables:
+        """The programs' argument."""
+        if self._places_on_device is None:
+            row_starts, ranks = self._row_starts.copy(), self._ranks.copy()  # what is given to JAX stays as it is
+            self._places_on_device = self._put(row_starts), self._put(ranks)
+        if self._extras_on_device is None:
+            self._extras_on_device = self._put(packed_tables(self._extras.tables))
+        return CpuTables(rows, *self._places_on_device, self._extras_on_device)
+
+    def fill(self, batch: ForwardBatch, views: dict[str, NDArray[np.int32]]) -> None:
+        """Which adapters a step has, in the fields of its bucket."""
+        runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
+        extra_runs = self._extras.runs(runs)
+        lists = {
+            "runs": runs,
+            "shrink_tasks": shrink_tasks(runs),
+            "extra_runs": extra_runs,
+            "extra_samples": sample_runs(extra_runs, batch.sample_rows) if len(extra_runs) else extra_runs,
+        }
+        for name, lines in lists.items():
+            views[name][: len(lines)] = lines
+            views[f"num_{name}"][...] = len(lines)
+        views["widest"][...] = self._ranks[:, runs[:, 2]].max(initial=0)
+        if len(extra_runs):
+            count = len(batch.token_ids)
+            views["extra_slots"][:count] = token_slots(extra_runs, count)
+        address = np.array([self._head_inputs.ctypes.data], np.int64).view(np.int32)
+        views["head_inputs"][...] = [*address, self._head_inputs.shape[1]]
+
+    def close(self) -> None:
+        """End the threads that write adapters."""
+        self._team.close()
+
+    def _put(self, array: NDArray[np.int32]) -> Array:
+        placed: Array = jax.device_put(array, self._replicated)
+        return placed
+
+    def _module(self, target: str) -> tuple[int, int]:
+        """A module's inputs and padded outputs in one shard."""
+        group, index = GROUP_OF[target], self._sizes.module_index(target)
+        return self._sizes.group_inputs[group], self._sizes.module_widths[group][index]
+
+    def _pack(self, modules: list[tuple[LoraKey, Floats, Floats]], num_rows: int) -> CpuRows:
+        parts = []
+        for shard in range(self._sizes.num_shards):
+            a_tables, b_tables = self._empty(num_rows)
+            lines = []
+            for key, a, b in modules:
+                mine = self._columns[key.target][shard]
+                whole = self._sizes.num_shards == 1
+                is_row = GROUP_OF[key.target] in ROW_PARALLEL
+                own_a = np.ascontiguousarray(a[:, mine] if is_row and not whole else a)
+                own_b = np.ascontiguousarray(b if is_row or whole else b[:, mine])
+                lines.append((key.layer, TARGETS.index(key.target), own_a, own_b))
+            self._team.run(write_plan, 1, WritePlans(a_tables, b_tables).plan(lines, 0))
+            parts.append((a_tables, b_tables))
+        if len(parts) == 1:
+            return CpuRows(*(tuple(tables) for tables in parts[0]))
+        all_a, all_b = [], []
+        for n, target in enumerate(TARGETS):
+            is_row = GROUP_OF[target] in ROW_PARALLEL
+            all_a.append(np.concatenate([part[0][n] for part in parts], axis=2) if is_row else parts[0][0][n])
+            all_b.append(parts[0][1][n] if is_row else np.concatenate([part[1][n] for part in parts], axis=1))
+        return CpuRows(tuple(all_a), tuple(all_b))
+
+    def _empty(self, num_rows: int) -> tuple[list[Floats], list[Floats]]:
+        """One shard's rows."""
+        a, b, layers = [], [], self._sizes.num_layers
+        for target in TARGETS:
+            d_in, width = self._module(target)
+            a.append(np.empty((layers, num_rows // RANK_PANEL, d_in, RANK_PANEL), np.float32))
+            b.append(np.empty((layers, width // PANEL, num_rows, PANEL), np.float32))
+        return a, b
+
+
+def write_rows(tables: CpuRows, rows: CpuRows, row_start: Array) -> CpuRows:
+    """The tables with `rows` at `row_start`; donated, so written in place."""
+    panel = row_start // RANK_PANEL
+    return CpuRows(
+        tuple(lax.dynamic_update_slice_in_dim(*pair, panel, axis=1) for pair in zip(tables.a, rows.a, strict=True)),
+        tuple(lax.dynamic_update_slice_in_dim(*pair, row_start, axis=2) for pair in zip(tables.b, rows.b, strict=True)),
+    )
+
+
+class _PackedModules:
+    """The base's modules for `AdapterExtras`; views of the arrays on the device, which is this CPU. One shard only."""
+
+    def __init__(self, spec: ModelSpec, sizes: Sizes, weights: Weights) -> None:
+        self._spec, self._sizes, self._layers = spec, sizes, weights.layers
+
+    def _columns(self, key: LoraKey) -> tuple[str, int, int]:
+        """Group, first column there, outputs."""
+        group, index = GROUP_OF[key.target], self._sizes.module_index(key.target)
+        first = sum(self._sizes.module_widths[group][:index])
+        return group, first, self._spec.target_shape(key.layer, key.target)[1]
+
+    def panels(self, key: LoraKey) -> Floats:
+        group, first, d_out = self._columns(key)
+        weights = np.asarray(getattr(self._layers, group))
+        return weights[key.layer, first // PANEL : -(-(first + d_out) // PANEL)]
+
+    def bias(self, key: LoraKey) -> Floats | None:
+        group, first, d_out = self._columns(key)
+        biases = getattr(self._layers, f"{group}_bias")
+        return None if biases is None else np.asarray(biases)[key.layer, first : first + d_out]

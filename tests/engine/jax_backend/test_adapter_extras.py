@@ -1,0 +1,74 @@
+"""Everything PEFT's LoRA can train, on the JAX engine's CPU form: PEFT's logits, and the torch engine's bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from app.engine.config import EngineConfig
+from app.engine.jax_backend.backend import JaxBackend
+from app.engine.jax_backend.sharding import make_mesh
+from app.engine.models.checkpoint import load_checkpoint
+from tests.engine.adapters.parity import peft_logits, random_tokens, tiny_model
+from tests.engine.adapters.test_peft_parity import ALL, BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
+from tests.engine.torch_backend.checkpoints import tiny_model as checkpoint_model
+from tests.engine.torch_backend.served import CONFIG, backend_of, served_logits
+from tests.engine.torch_backend.test_adapter_extras import TOGETHER, _read
+
+pytestmark = PEFT_WARNINGS
+
+#: Few KV blocks and one shape of step.
+JAX_CONFIG = CONFIG.model_copy(update={"backend": "jax", "skip_precompile": True})
+
+
+def jax_backend(folder: Path, config: EngineConfig = JAX_CONFIG) -> JaxBackend:
+    """For the checkpoint that `backend_of` has saved."""
+    checkpoint = load_checkpoint(folder)
+    return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_all_kinds_in_one_batch_are_pefts_and_have_the_torch_engines_bits(tmp_path: Path, tied: bool) -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=tied)
+    torch_backend = backend_of(model, tmp_path / "model")
+    backend = jax_backend(tmp_path / "model")
+    options = {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER | {"plain": OPTIONS["plain LoRA"]}
+    names = [str(name) for name in np.random.default_rng().permutation(list(options))]
+    folders = {name: tmp_path / str(index) for index, name in enumerate(names)}
+    adapters = {name: _read(model, torch_backend, folders[name], options[name]) for name in names}
+    tokens = random_tokens(model, 1, 21)
+
+    served, theirs = (
+        dict(zip([*names, "base"], served_logits(one, [*adapters.values(), None], tokens), strict=True))
+        for one in (backend, torch_backend)
+    )
+    for name in names:
+        expected = peft_logits(model, folders[name], tokens)
+        np.testing.assert_allclose(served[name], expected, rtol=0, atol=TOLERANCE, err_msg=name)
+        np.testing.assert_array_equal(served[name], theirs[name], err_msg=name)
+        # Each is alone what it is in company.
+        (alone,) = served_logits(backend, [adapters[name]], tokens)
+        np.testing.assert_array_equal(alone, served[name], err_msg=name)
+    np.testing.assert_array_equal(served["base"], theirs["base"])
+    # A slot forgets the extras of the adapter before.
+    (plain,) = served_logits(backend, [adapters["plain"]], tokens)
+    np.testing.assert_array_equal(plain, served["plain"])
+
+
+def test_own_norms_of_heads_have_the_torch_engines_bits(tmp_path: Path) -> None:
+    model = checkpoint_model("qwen3")
+    torch_backend = backend_of(model, tmp_path / "model")
+    tokens = random_tokens(model, 1, 21)
+    options = (
+        {"target_modules": ALL, "modules_to_save": ["q_norm"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["q_norm", "k_norm"]},
+    )
+    adapters = [_read(model, torch_backend, tmp_path / str(i), settings) for i, settings in enumerate(options)]
+    theirs = served_logits(torch_backend, [None, *adapters], tokens)
+    served = served_logits(jax_backend(tmp_path / "model"), [None, *adapters], tokens)
+    for one, other in zip(served, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert np.abs(served[1] - served[0]).max() > 1e-2

@@ -1,0 +1,160 @@
+"""Linear modules as calls of XLA programs: the definition's product, bias, deltas and extras, on the real rows only."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from app.kernels.extras._cpu import ATTENTION_NORM, MLP_NORM, ExtraTables, empty_tables
+from app.kernels.extras._ffi import packed_tables
+from app.kernels.linear import _ffi
+from app.kernels.matmul._cpu import pack
+from app.kernels.sgmv._cpu import adapter_runs, shrink_tasks
+from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.team import Team
+from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+from tests.kernels.test_sgmv import CASES, PLACES, ROWS
+
+Floats = NDArray[np.float32]
+
+#: One shape for every case, as in a program. Seven modules: q, k, v, o, gate, up, down.
+TOKENS, RUNS, LAYERS, HIDDEN, INNER = 112, 16, 2, 40, 24
+WIDTHS = (48, 16, 16, 48, 32, 32, 48)
+DEPTHS = (HIDDEN, HIDDEN, HIDDEN, INNER, HIDDEN, HIDDEN, INNER)
+EPS = 1e-5
+
+
+def no_adapters(num_layers: int, d_in: int, d_out: int) -> _ffi.Adapted:
+    """Of a step of base tokens."""
+    a = tuple(np.zeros((num_layers, 1, d_in, 8), np.float32) for _ in range(7))
+    b = tuple(np.zeros((num_layers, d_out // 16, 8, 16), np.float32) for _ in range(7))
+    return _adapted(a, b, np.zeros((num_layers, 1, 7), np.int32), np.zeros(1, np.int32), "no tokens", None)
+
+
+def _adapted(
+    a: tuple[Floats, ...], b: tuple[Floats, ...], ranks: NDArray[np.int32], row_starts: NDArray[np.int32], case: str,
+    extras: ExtraTables | None,
+) -> _ffi.Adapted:  # fmt: skip
+    counts, adapter_slots = [n for n, _ in CASES[case]], [s for _, s in CASES[case]]
+    runs = adapter_runs(np.cumsum([0, *counts]).astype(np.int32), np.array(adapter_slots, np.int32))
+
+    def lines(rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        out = np.zeros((RUNS, 3), np.int32)
+        out[: len(rows)] = rows
+        return out
+
+    slots = np.zeros(TOKENS, np.int32)
+    for first, end, adapter_slot in runs:
+        slots[first:end] = adapter_slot
+    tables = empty_tables(*ranks.shape) if extras is None else extras
+    num_extra = jnp.int32(0 if extras is None else len(runs))
+    tasks = shrink_tasks(runs)
+    return _ffi.Adapted(
+        a, b, row_starts, ranks, packed_tables(tables), lines(runs), jnp.int32(len(runs)), lines(tasks),
+        jnp.int32(len(tasks)), jnp.int32(ranks.max()), lines(runs), num_extra, lines(runs[:0]), jnp.int32(0), slots,
+        np.zeros(3, np.int32),
+    )  # fmt: skip
+
+
+class _Model:
+    """Random weights, rank rows and extras, and the definition of what modules give with them."""
+
+    def __init__(self, *, with_extras: bool) -> None:
+        generator = self.generator = rng()
+        self.w = [[normal(generator, width, depth) for width, depth in zip(WIDTHS, DEPTHS, strict=True)] for _ in "12"]
+        self.bias = [[normal(generator, width) for width in WIDTHS] for _ in "12"]
+        self.norm = normal(generator, LAYERS, HIDDEN)
+        self.pairs: dict[tuple[int, ...], tuple[Floats, Floats]] = {}
+        self.own: dict[tuple[str | int, ...], Floats] = {}
+        self.ranks = np.zeros((LAYERS, len(PLACES), 7), np.int32)
+        self.row_starts = np.array([start for start, _ in PLACES], np.int32)
+        a = tuple(np.full((LAYERS, ROWS // 8, depth, 8), np.nan, np.float32) for depth in DEPTHS)
+        b = tuple(np.full((LAYERS, width // 16, ROWS, 16), np.nan, np.float32) for width in WIDTHS)
+        self.tables = a, b
+        self.extras = empty_tables(LAYERS, len(PLACES), 7) if with_extras else None
+        self.held: list[Floats] = []
+        for slot, (start, rank) in enumerate(PLACES[1:], start=1):
+            for layer in range(LAYERS):
+                for n in range(7):
+                    if generator.integers(5) == 0:
+                        continue  # a module that the adapter leaves alone
+                    pair = normal(generator, rank, DEPTHS[n]), normal(generator, rank, WIDTHS[n])
+                    self.pairs[layer, slot, n] = pair
+                    self.ranks[layer, slot, n] = rank
+                    Team(1).run(write_plan, 1, WritePlans(a, b).plan([(layer, n, *pair)], start))
+        if self.extras is not None:
+            for name, odds in (("scales", 2), ("shifts", 2), ("weights", 4)):
+                for place in np.argwhere(generator.integers(odds, size=self.ranks[:, 1:].shape) == 0):
+                    layer, slot, n = place[0], place[1] + 1, place[2]
+                    self._keep(name, (layer, slot, n), normal(generator, WIDTHS[n], *[DEPTHS[n]] * (name == "weights")))
+            for slot in range(1, len(PLACES), 2):
+                for norm in (ATTENTION_NORM, MLP_NORM):
+                    self._keep("norms", (1, slot, norm), normal(generator, HIDDEN))
+
+    def _keep(self, name: str, place: tuple[int, ...], values: Floats) -> None:
+        self.own[name, *map(int, place)] = values
+        self.held.append(pack(values) if name == "weights" else values)
+        getattr(self.extras, name)[place] = self.held[-1].ctypes.data
+
+    def adapted(self, case: str) -> _ffi.Adapted:
+        return _adapted(*self.tables, self.ranks, self.row_starts, case, self.extras)
+
+    def normed(self, x: Floats, slot: int, norm: int) -> NDArray[np.float64]:
+        weight = self.own.get(("norms", 1, slot, norm), self.norm[1])
+        return x / np.sqrt((x.astype(np.float64) ** 2).mean() + EPS) * weight
+
+    def module(self, x: NDArray[np.float64], slot: int, n: int) -> NDArray[np.float64]:
+        """Of layer 1."""
+        place = 1, slot, n
+        y = self.w[1][n].astype(np.float64) @ x + self.bias[1][n]
+        if place in self.pairs:
+            a, b = self.pairs[place]
+            y += b.T.astype(np.float64) @ (a.astype(np.float64) @ x)
+        if ("weights", *place) in self.own:
+            y = self.own["weights", *place].astype(np.float64) @ x
+        return y * self.own.get(("scales", *place), 1.0) + self.own.get(("shifts", *place), 0.0)
+
+    def packed(self, modules: tuple[int, ...]) -> tuple[Floats, Floats]:
+        """Panels and biases of both layers, modules side by side."""
+        w = np.stack([np.concatenate([pack(layer[n]) for n in modules]) for layer in self.w])
+        return w, np.stack([np.concatenate([layer[n] for n in modules]) for layer in self.bias])
+
+
+def _slots(case: str) -> list[int]:
+    return [slot for count, slot in CASES[case] for _ in range(count)]
+
+
+_norm_qkv = jax.jit(_ffi.norm_qkv, static_argnums=5)
+_norm_gated = jax.jit(_ffi.norm_gated, static_argnums=(5, 8, 9))
+_add_product = jax.jit(_ffi.add_product, static_argnums=7)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("with_extras", [False, True])
+def test_modules_of_a_layer_are_the_definitions_row_by_row(case: str, with_extras: bool) -> None:
+    model, slots, layer = _Model(with_extras=with_extras), _slots(case), jnp.int32(1)
+    adapted, count = model.adapted(case), len(slots)
+    hidden = normal(model.generator, TOKENS, HIDDEN + 8)  # as wide as its panels
+    wide = np.asarray(_norm_qkv(hidden, model.norm, *model.packed((0, 1, 2)), layer, EPS, jnp.int32(count), adapted))[
+        :count
+    ]
+    gated = np.asarray(
+        _norm_gated(hidden, model.norm, *model.packed((4, 5)), layer, EPS, jnp.int32(count), adapted, 32, False)
+    )[:count]
+    inner, w_o = normal(model.generator, TOKENS, INNER), model.packed((_ffi.O_PROJ,))
+    added = np.asarray(_add_product(hidden, inner, *w_o, layer, jnp.int32(count), adapted, _ffi.O_PROJ))[:count]
+    expected: list[list[NDArray[np.float64]]] = [[], [], []]
+    for t, slot in enumerate(slots):
+        x = model.normed(hidden[t, :HIDDEN], slot, ATTENTION_NORM)
+        expected[0].append(np.concatenate([model.module(x, slot, n) for n in (0, 1, 2)]))
+        x = model.normed(hidden[t, :HIDDEN], slot, MLP_NORM)
+        gate, up = model.module(x, slot, 4), model.module(x, slot, 5)
+        expected[1].append(gate / (1 + np.exp(-gate)) * up)
+        expected[2].append(hidden[t] + model.module(inner[t].astype(np.float64), slot, _ffi.O_PROJ))
+    for found, rows in zip((wide, gated, added), expected, strict=True):
+        assert np.isfinite(found).all()
+        # A norm, a product and an activation follow each other.
+        assert relative_error(found, np.array(rows).reshape(found.shape)) < 3 * TOLERANCE["float32"]
