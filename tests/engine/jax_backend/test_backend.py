@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,6 +122,16 @@ def test_writing_and_serving_reuse_the_same_memory(backend: JaxBackend) -> None:
     request = fake_request("r", [4, 5, 6], adapter, sampling=SamplingParams(max_tokens=4, temperature=0.0))
     run(backend, [(request, adapter)], None)
     assert places() == before
+
+
+def test_a_layer_is_five_calls_of_kernels() -> None:
+    """In the loop's body, once for all layers; the embedding and the logits are one each."""
+    backend = tiny_backend(CONFIG.model_copy(update={"jax_form": "cpu", "skip_precompile": True}), SPEC)
+    calls = re.findall(r'custom_call_target="polylora_(\w+)"', backend.hlo(backend.programs.buckets[0]))
+    assert sorted(calls) == [
+        "add_product", "add_product", "attend", "embed", "logits", "norm_gated", "norm_qkv",
+    ]  # fmt: skip
+    backend.close()
 
 
 def test_what_only_the_cpu_form_applies_is_refused_by_name_elsewhere() -> None:
