@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from app.engine.config import EngineConfig
 from app.engine.torch_backend.gpu_backend import GpuBackend
 from app.engine.torch_backend.gpu_graphs import Bucket
 from app.engine.torch_backend.gpu_memory import kv_block_bytes, rank_row_bytes
+from app.kernels import tuning
 from load_tests.llama_shapes import BLOCK_SIZE, RANK, SHAPES, RandomAdapters, batch_of, model_spec, random_tensors
 from load_tests.measuring import Spread, ratios, rounds, spread
 
@@ -342,23 +344,32 @@ def _percentiles(times: list[float]) -> dict[str, float]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Steps of the GPU engine on Llama-shaped models of random weights.")
-    parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default="1b")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", choices=list(SHAPES), default="1b")
+    parser.add_argument("--device", default="cuda", help="cpu: kernels are plain torch, and times mean nothing")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512, help="tokens before the one that is decoded")
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--prefill", type=int, default=2048, help="prompt tokens of a prefill step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--loads", type=int, default=40, help="adapters written while steps are timed")
+    parser.add_argument("--tuned", type=Path, help="configurations of this device, put where the kernels read them")
     parser.add_argument("--out", type=Path, default=Path("results/bench_gpu.json"))
     given = parser.parse_args()
-    sizes = Sizes(given.streams, given.prompt, given.adapters, given.prefill, 8, given.rounds, given.steps, 40)
+    if given.tuned is not None:
+        shutil.copy(given.tuned, tuning.FOLDER / tuning.file_name(torch.cuda.get_device_name()))
+    sizes = Sizes(
+        given.streams, given.prompt, given.adapters, given.prefill, min(8, given.adapters), given.rounds, given.steps,
+        given.loads,
+    )  # fmt: skip
+    device = torch.device(given.device)
+    form = "triton" if device.type == "cuda" else "torch"
     given.out.parent.mkdir(parents=True, exist_ok=True)
 
     def save(found: dict[str, Any]) -> None:
         given.out.write_text(json.dumps(found, indent=1))
 
-    print(table(run(given.shape, torch.device(given.device), sizes, save=save)))
+    print(table(run(given.shape, device, sizes, form, save=save)))
 
 
 if __name__ == "__main__":
