@@ -227,7 +227,7 @@ def _attend(
         for key_start in range(first, tl.minimum(first + span, high), BLOCK_KEYS):
             key = key_start + tl.arange(0, BLOCK_KEYS)
             block = tl.load(table + key // BLOCK_SIZE, mask=key < high, other=0).to(tl.int64)
-            offset = key % BLOCK_SIZE
+            offset = (key % BLOCK_SIZE).to(tl.int64)
             # Below the window of every query of the tile blocks may be somebody else's by now.
             ours = key < high
             if WINDOW > 0:

@@ -147,7 +147,7 @@ def _rotate_and_write(
 ):  # fmt: skip
     """Grid: (T, tiles of heads); the heads of a row are its queries, then keys, then values."""
     t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+    head = tl.program_id(1).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
     is_query = head < NUM_HEADS
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
