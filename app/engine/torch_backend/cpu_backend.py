@@ -1,7 +1,8 @@
-"""The CPU form of the torch engine's backend: packs weights, owns KV memory and adapter tables.
+"""The CPU form of the torch engine's backend: owns weights, KV memory and adapter tables.
 
 In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. It
-moves bytes and calls `cpu_decoder.forward`; which rows and blocks are used is decided elsewhere.
+moves bytes and calls `cpu_decoder.forward`; which rows and blocks are used is decided elsewhere, and how
+weights lie in memory by `cpu_weights`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.adapters.lora import TARGETS, LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import EngineConfig
 from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
-from app.engine.errors import AdapterMismatch, CheckpointError
-from app.engine.models.spec import ModelSpec, RopeSpec
+from app.engine.errors import AdapterMismatch
+from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend import cpu_decoder
+from app.engine.torch_backend.cpu_weights import PackedModules, WeightPacker, decoder_sizes, padded
 from app.engine.torch_backend.sampling import sample
 from app.kernels.matmul._cpu import PANEL
-from app.kernels.matmul._quantised import Quantised, Stack, dequantise, empty_stack, store
 from app.kernels.paged_attention._cpu import attention_tasks
 from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
 from app.kernels.sgmv._writing import WritePlans, write_plan
@@ -52,24 +53,24 @@ class CpuBackend:
             adapter_extra_bytes=config.adapter_extra_bytes,
         )
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
-        self._sizes = _sizes(spec)
+        self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         quantised = config.weight_storage == "int8"
         # The pages of the tables are touched while weights are unpacked: seconds, where memory is new to the machine.
         with ThreadPoolExecutor(1) as aside:
             tables = aside.submit(self._new_tables)
-            self._weights = _WeightPacker(spec, self._sizes, max_positions, quantised=quantised).pack_all(tensors)
+            self._weights = WeightPacker(spec, self._sizes, max_positions, quantised=quantised).pack_all(tensors)
         self._tables = tables.result()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
         self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
         first = spec.layers[0].attention
-        num_layers, width = len(spec.layers), _padded(first.head_dim)
+        num_layers, width = len(spec.layers), padded(first.head_dim)
         blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
         self._k_memory = np.zeros((*blocks, width, config.block_size), np.float32)
         self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
         self._work = self._new_workspace()
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
-        base = _PackedModules(spec, self._weights, self._sizes)
+        base = PackedModules(spec, self._weights, self._sizes)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
         self._warm_up()
 
@@ -130,7 +131,7 @@ class CpuBackend:
         )
         work = self._work
         if widest_rank > work.shrunk.shape[2]:
-            shape = (self._config.max_batch_tokens, 3, _padded(widest_rank))
+            shape = (self._config.max_batch_tokens, 3, padded(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
         if has_extras and self._extras.head_width > work.head_inputs.shape[1]:
             head_inputs = np.empty((self._config.max_batch_sequences, self._extras.head_width), np.float32)
@@ -202,191 +203,15 @@ class CpuBackend:
         tokens, sequences = self._config.max_batch_tokens, self._config.max_batch_sequences
         mlp_width = spec.layers[0].mlp.intermediate_size
         return cpu_decoder.Workspace(
-            hidden=np.zeros((tokens, _padded(spec.hidden_size)), np.float32),
+            hidden=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
             normed=np.zeros((tokens, spec.hidden_size), np.float32),
             qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
             attended=np.zeros((tokens, sizes.num_heads * sizes.head_dim), np.float32),
             gate_up=np.zeros((tokens, 2 * sizes.mlp_size), np.float32),
             gated=np.zeros((tokens, mlp_width), np.float32),
             shrunk=np.zeros((tokens, 3, 64), np.float32),
-            kept=np.zeros((tokens, _padded(spec.hidden_size)), np.float32),
+            kept=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
             head_inputs=np.zeros((sequences, 0), np.float32),
             sampled=np.zeros((sequences, spec.hidden_size), np.float32),
-            logits=np.zeros((sequences, _padded(spec.vocab_size)), np.float32),
+            logits=np.zeros((sequences, padded(spec.vocab_size)), np.float32),
         )
-
-
-def _padded(size: int) -> int:
-    """The next multiple of a panel's width."""
-    return -(-size // PANEL) * PANEL
-
-
-def _sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
-    first = spec.layers[0]
-    for index, layer in enumerate(spec.layers):
-        same = (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim, layer.mlp)
-        if same != (first.attention.num_heads, first.attention.num_kv_heads, first.attention.head_dim, first.mlp):
-            raise CheckpointError(
-                f"layer {index} of {spec.name} differs in size from layer 0: not supported on the CPU"
-            )
-    attention = first.attention
-    return cpu_decoder.Sizes(
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        q_size=_padded(attention.num_heads * attention.head_dim),
-        kv_size=_padded(attention.num_kv_heads * attention.head_dim),
-        mlp_size=_padded(first.mlp.intermediate_size),
-        gelu=first.mlp.activation == "gelu_tanh",
-        eps=np.float32(spec.norm_eps),
-    )
-
-
-def _module_columns(sizes: cpu_decoder.Sizes) -> dict[str, tuple[str, int]]:
-    """Linear module of a layer -> (field of `Weights`, first column in it)."""
-    return {
-        "self_attn.q_proj": ("qkv", 0),
-        "self_attn.k_proj": ("qkv", sizes.q_size),
-        "self_attn.v_proj": ("qkv", sizes.q_size + sizes.kv_size),
-        "self_attn.o_proj": ("out", 0),
-        "mlp.gate_proj": ("gate_up", 0),
-        "mlp.up_proj": ("gate_up", sizes.mlp_size),
-        "mlp.down_proj": ("down", 0),
-    }
-
-
-class _PackedModules:
-    """The base's modules for `AdapterExtras`."""
-
-    def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights, sizes: cpu_decoder.Sizes) -> None:
-        self._spec, self._weights = spec, weights
-        self._columns = {module.rpartition(".")[2]: place for module, place in _module_columns(sizes).items()}
-
-    def panels(self, key: LoraKey) -> Floats:
-        name, column = self._columns[key.target]
-        stack: Stack = getattr(self._weights, name)
-        columns = slice(column // PANEL, (column + _padded(self._spec.target_shape(key.layer, key.target)[1])) // PANEL)
-        if isinstance(stack, Quantised):
-            return dequantise(Quantised._make(part[key.layer, columns] for part in stack))
-        return stack[key.layer, columns]
-
-    def bias(self, key: LoraKey) -> Floats | None:
-        name, column = self._columns[key.target]
-        biases: Floats = getattr(self._weights, f"{name}_bias")
-        d_out = self._spec.target_shape(key.layer, key.target)[1]
-        return biases[key.layer, column : column + d_out] if biases.shape[1] else None
-
-
-class _WeightPacker:
-    """Fills the stacked arrays tensor by tensor, so that at most one unpacked tensor is in memory."""
-
-    def __init__(self, spec: ModelSpec, sizes: cpu_decoder.Sizes, max_positions: int, *, quantised: bool) -> None:
-        self._spec, self._sizes = spec, sizes
-        count, hidden = len(spec.layers), spec.hidden_size
-        attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
-        qkv_width, q_width = sizes.q_size + 2 * sizes.kv_size, attention.num_heads * attention.head_dim
-        any_layer = [layer.attention for layer in spec.layers]
-        norm_width = attention.head_dim if attention.qk_norm else 0
-        ropes = list(dict.fromkeys(a.rope for a in any_layer))
-        cos, sin = _rope_tables(ropes, max_positions)
-
-        def zeros(*shape: int) -> Floats:
-            return np.zeros(shape, np.float32)
-
-        self._arrays: dict[str, Floats] = {
-            "embedding": zeros(0 if spec.tie_embeddings else spec.vocab_size, hidden),
-            "final_norm": zeros(hidden),
-            "attention_norm": zeros(count, hidden),
-            "mlp_norm": zeros(count, hidden),
-            "qkv_bias": zeros(count, qkv_width if attention.qkv_bias else 0),
-            "q_norm": zeros(count, norm_width),
-            "k_norm": zeros(count, norm_width),
-            "out_bias": zeros(count, hidden if attention.o_bias else 0),
-            "gate_up_bias": zeros(count, 2 * sizes.mlp_size if mlp.bias else 0),
-            "down_bias": zeros(count, hidden if mlp.bias else 0),
-        }
-        self._stacks: dict[str, Stack] = {
-            "head": empty_stack(1, spec.vocab_size, hidden, quantised=quantised),
-            "qkv": empty_stack(count, qkv_width, hidden, quantised=quantised),
-            "out": empty_stack(count, hidden, q_width, quantised=quantised),
-            "gate_up": empty_stack(count, 2 * sizes.mlp_size, hidden, quantised=quantised),
-            "down": empty_stack(count, hidden, mlp.intermediate_size, quantised=quantised),
-        }
-        self._constants: dict[str, NDArray[Any]] = {
-            "cos": cos,
-            "sin": sin,
-            "layer_rope": np.array([ropes.index(a.rope) for a in any_layer], np.int64),
-            "layer_window": np.array([a.window or 0 for a in any_layer], np.int64),
-            "scales": np.array([a.scale for a in any_layer], np.float32),
-        }
-        self._columns = _module_columns(sizes)
-        self._vectors = {
-            "input_layernorm": "attention_norm",
-            "post_attention_layernorm": "mlp_norm",
-            "self_attn.q_norm": "q_norm",
-            "self_attn.k_norm": "k_norm",
-        }
-
-    def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
-        """Consume every tensor; CheckpointError for one that has no place or is missing."""
-        expected = self._expected()
-        for name, tensor in tensors:
-            if name not in expected:
-                raise CheckpointError(f"tensor {name!r} has no place in {self._spec.name}")
-            expected.discard(name)
-            self._place(name, np.asarray(tensor).astype(np.float32, copy=False))
-        if expected:
-            raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
-        return cpu_decoder.Weights(**self._arrays, **self._stacks, **self._constants)  # type: ignore[arg-type]
-
-    def _expected(self) -> set[str]:
-        attention, mlp = self._spec.layers[0].attention, self._spec.layers[0].mlp
-        names = {"model.embed_tokens.weight", "model.norm.weight"}
-        if not self._spec.tie_embeddings:
-            names.add("lm_head.weight")
-        for layer in range(len(self._spec.layers)):
-            prefix = f"model.layers.{layer}."
-            for module in self._columns:
-                names.add(f"{prefix}{module}.weight")
-                is_qkv = module.startswith("self_attn") and not module.endswith("o_proj")
-                if attention.qkv_bias if is_qkv else attention.o_bias if "self_attn" in module else mlp.bias:
-                    names.add(f"{prefix}{module}.bias")
-            for module in self._vectors:
-                if attention.qk_norm or "self_attn" not in module:
-                    names.add(f"{prefix}{module}.weight")
-        return names
-
-    def _place(self, name: str, tensor: Floats) -> None:
-        if name == "model.embed_tokens.weight":
-            if self._spec.tie_embeddings:
-                store(self._stacks["head"], 0, 0, tensor)
-            else:
-                self._arrays["embedding"][:] = tensor
-        elif name == "lm_head.weight":
-            store(self._stacks["head"], 0, 0, tensor)
-        elif name == "model.norm.weight":
-            self._arrays["final_norm"][:] = tensor
-        else:
-            _, _, layer_text, rest = name.split(".", 3)
-            module, kind = rest.rsplit(".", 1)
-            layer = int(layer_text)
-            if module in self._vectors:
-                self._arrays[self._vectors[module]][layer] = tensor
-            elif kind == "bias":
-                array, column = self._columns[module]
-                self._arrays[f"{array}_bias"][layer, column : column + len(tensor)] = tensor
-            else:
-                array, column = self._columns[module]
-                store(self._stacks[array], layer, column, tensor)
-
-
-def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:
-    """cos and sin [ropes, positions, rotary / 2], angles in float32 as transformers computes them."""
-    positions = np.arange(max_positions, dtype=np.float32)
-    tables = []
-    for rope in ropes:
-        angles = positions[:, None] * np.array(rope.inv_freq, np.float32)[None]
-        tables.append(
-            (np.cos(angles) * np.float32(rope.attention_factor), np.sin(angles) * np.float32(rope.attention_factor))
-        )
-    return np.stack([c for c, _ in tables]), np.stack([s for _, s in tables])
