@@ -67,7 +67,7 @@ class Settings:
     seed: int
     num_threads: int
     with_reference: bool
-    weight_storage: Literal["float32", "int8"] = "float32"
+    weight_storage: Literal["auto", "float32", "int8"] = "auto"
     device: str = "cpu"
     vllm: Path | None = None
 
@@ -234,7 +234,7 @@ def _header(settings: Settings, machine: dict[str, object], load_after: object) 
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {load_after}. {settings.num_prompt_tokens} prompt tokens, "
         f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks {ranks} in turn over "
-        f"all seven projections, engine weights in {settings.weight_storage}, {settings.num_rounds} interleaved rounds."
+        f"all seven projections, weight_storage {settings.weight_storage}, {settings.num_rounds} interleaved rounds."
     )
 
 
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="for everybody; 0 takes every core")
-    parser.add_argument("--weight-storage", choices=("float32", "int8"), default="float32", help="of the engine")
+    parser.add_argument("--weight-storage", choices=("auto", "float32", "int8"), default="auto")
     parser.add_argument("--device", default="cpu", help="of the engine; cuda needs --no-reference")
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
     parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to measure it too")

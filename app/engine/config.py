@@ -29,9 +29,10 @@ class EngineConfig(BaseModel):
         "the CPU engine's always are; slower.",
     )
     num_threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 takes every core allowed.")
-    weight_storage: Literal["float32", "int8"] = Field(
-        "float32",
-        description="How base weights lie in memory; int8 (groups of 32) reads a third of the bytes, CPU only.",
+    weight_storage: Literal["auto", "float32", "int8"] = Field(
+        "auto",
+        description="How base weights lie in memory (torch engine, CPU): auto takes 8 bits for the projections that "
+        "lose nothing by it, float32 for the others; int8 (groups of 32) is always 8 bits, a third of the bytes.",
     )
     block_size: int = Field(16, ge=16, le=256, multiple_of=16, description="Tokens per KV block.")
     num_kv_blocks: int = Field(

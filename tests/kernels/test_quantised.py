@@ -1,14 +1,18 @@
-"""8-bit weights: the products of the expanded values to the bit, on a grid as fine as promised."""
+"""8-bit weights: the products of the expanded values to the bit, on the weights' own grid or a fine one."""
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
-from app.kernels.matmul import _cpu, _quantised
+from app.kernels.matmul import _cpu, _quantised, _storing
 from app.kernels.team import Team
 from tests.kernels.cases import normal, rng
+
+Floats = NDArray[np.float32]
 
 
 @compiled
@@ -20,8 +24,8 @@ def _multiply(x, w, first, end, out, accumulate):  # type: ignore[no-untyped-def
 def test_products_equal_those_of_the_expanded_weights_to_the_bit(shape: tuple[int, int]) -> None:
     generator = rng()
     num_columns, depth = shape
-    w = _quantised.quantise(normal(generator, num_columns, depth))
-    panels = _quantised.dequantise(w)
+    w = _storing.quantise(normal(generator, num_columns, depth))
+    panels = _storing.dequantise(w)
     for num_rows in (0, 1, 2, 3, 4, 7, 32, 65):
         x = normal(generator, num_rows, depth)
         for accumulate in (False, True):
@@ -36,22 +40,66 @@ def test_products_equal_those_of_the_expanded_weights_to_the_bit(shape: tuple[in
 
 def test_the_error_is_at_most_half_a_step_of_each_group() -> None:
     w = normal(rng(), 48, 100) * 3
-    error = np.abs(_quantised.dequantise(_quantised.quantise(w)) - _cpu.pack(w))
+    error = np.abs(_storing.dequantise(_storing.quantise(w)) - _cpu.pack(w))
     for first in range(0, 100, _quantised.GROUP):
         group = _cpu.pack(w)[:, first : first + _quantised.GROUP]
         step = (group.max(axis=1) - group.min(axis=1)) / 255
         assert (error[:, first : first + _quantised.GROUP] <= step[:, None] * 0.5001 + 1e-6).all()
 
 
-def test_weights_on_a_four_bit_grid_come_through_up_to_rounding() -> None:
+def _on_a_grid(generator: np.random.Generator, kind: str, shape: tuple[int, int]) -> Floats:
+    """Weights that came through one of GGUF's formats with groups of 32, padded columns included."""
+    num_columns, depth = shape
+    padded = normal(generator, num_columns, -(-depth // 32) * 32) * np.float32(0.05)
+    type_of = gguf.GGMLQuantizationType[kind]
+    return np.ascontiguousarray(gguf.dequantize(gguf.quantize(padded, type_of), type_of)[:, :depth], np.float32)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("shape", [(16, 256), (35, 100), (3, 33), (1, 1)])
+def test_weights_on_a_grid_come_back_to_the_bit(kind: str, shape: tuple[int, int]) -> None:
+    w = _on_a_grid(rng(), kind, shape)
+    assert np.array_equal(_storing.dequantise(_storing.quantise(w)), _cpu.pack(w))
+
+
+def test_a_grid_is_found_from_any_of_its_levels() -> None:
+    """Distances whose divisor only shows in the last of them, ends that are not the grid's, a grid far from zero."""
     generator = rng()
-    levels = generator.integers(0, 16, (16, 8, 32)).astype(np.float32)
-    levels[:, :, 0], levels[:, :, 1] = 0, 15
-    scale, offset = generator.uniform(0.001, 0.1, (2, 16, 8, 1)).astype(np.float32)
-    w = (levels * scale - offset * 8).reshape(16, 256).astype(np.float32)
-    assert np.abs(_quantised.dequantise(_quantised.quantise(w)) - _cpu.pack(w)).max() < 5e-7
+    for _ in range(300):
+        num_steps = int(generator.integers(1, 256))
+        levels = generator.integers(0, num_steps + 1, 32)
+        if generator.integers(2):
+            levels = levels // 6 * 6
+            levels[-1] += 1
+        scale, offset = np.float16(generator.uniform(1e-3, 1e-1)), np.float16(generator.uniform(-4, 4))
+        w = (levels * np.float32(scale) + np.float32(offset)).astype(np.float32)[None]
+        exact = (levels * np.float64(scale) + np.float64(offset)).astype(np.float32)[None]
+        assert np.array_equal(w, exact)
+        assert np.array_equal(_storing.dequantise(_storing.quantise(w)), _cpu.pack(w)), (levels, scale, offset)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_weight_beside_its_grid_is_refused(num_threads: int) -> None:
+    generator, team = rng(), Team(num_threads)
+    w = _on_a_grid(generator, "Q4_1", (70, 96))
+    stack = _storing.empty_stack(3, 128, 96, quantised=True)
+    assert isinstance(stack, _quantised.Quantised)
+    assert _storing.store(team, stack, 1, 16, w, only_exact=True)
+    kept = _storing.widened(team, stack, [(1, 16, 16 + len(w))])
+    assert np.array_equal(kept[1, 1:6], _cpu.pack(w))
+    assert _storing.store(team, kept, 1, 16, w)
+    assert np.array_equal(kept[1, 1:6], _cpu.pack(w))
+
+    beside = w.copy()
+    at = int(generator.integers(w.shape[0])), int(generator.integers(w.shape[1]))
+    beside[at] = np.nextafter(w[at], np.float32(np.inf))
+    for only_exact in (True, False):
+        assert not _storing.store(team, stack, 1, 16, beside, only_exact=only_exact)
+    beside[at] = np.nan
+    assert not _storing.store(team, stack, 1, 16, beside, only_exact=True)
+    team.close()
 
 
 def test_constant_weights_are_exact() -> None:
     w = np.full((16, 40), -2.5, np.float32)
-    assert np.array_equal(_quantised.dequantise(_quantised.quantise(w)), _cpu.pack(w))
+    assert np.array_equal(_storing.dequantise(_storing.quantise(w)), _cpu.pack(w))

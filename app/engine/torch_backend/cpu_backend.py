@@ -55,11 +55,12 @@ class CpuBackend:
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
-        quantised = config.weight_storage == "int8"
+        self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
         # The pages of the tables are touched while weights are unpacked: seconds, where memory is new to the machine.
         with ThreadPoolExecutor(1) as aside:
             tables = aside.submit(self._new_tables)
-            self._weights = WeightPacker(spec, self._sizes, max_positions, quantised=quantised).pack_all(tensors)
+            packer = WeightPacker(spec, self._sizes, max_positions, config.weight_storage, self._team)
+            self._weights = packer.pack_all(tensors)
         self._tables = tables.result()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
         self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
@@ -69,7 +70,6 @@ class CpuBackend:
         self._k_memory = np.zeros((*blocks, width, config.block_size), np.float32)
         self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
         self._work = self._new_workspace()
-        self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
         base = PackedModules(spec, self._weights, self._sizes)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
         self._warm_up()

@@ -1,13 +1,16 @@
 """A checkpoint's tensors in the layout of the CPU decoder: panels, stacked over layers.
 
 In: tensors by their Hugging Face names, in any order. Out: `cpu_decoder.Weights`. Every tensor has one place and
-must come; one unpacked tensor is in memory at a time.
+must come; one unpacked tensor is in memory at a time. With `weight_storage` "auto" a projection is in 8 bits exactly
+where the products are those of float32 weights to the bit, for all layers alike; a stack that turns out not to be is
+taken back to float32.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +20,15 @@ from app.engine.errors import CheckpointError
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.engine.torch_backend import cpu_decoder
 from app.kernels.matmul._cpu import PANEL
-from app.kernels.matmul._quantised import Quantised, Stack, dequantise, empty_stack, store
+from app.kernels.matmul._quantised import Quantised, Stack
+from app.kernels.matmul._storing import dequantise, empty_stack, store, widened
+from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
+
+WeightStorage = Literal["auto", "float32", "int8"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def padded(size: int) -> int:
@@ -86,7 +95,9 @@ class PackedModules:
 class WeightPacker:
     """Fills the stacked arrays tensor by tensor, so that at most one unpacked tensor is in memory."""
 
-    def __init__(self, spec: ModelSpec, sizes: cpu_decoder.Sizes, max_positions: int, *, quantised: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, sizes: cpu_decoder.Sizes, max_positions: int, storage: WeightStorage, team: Team
+    ) -> None:
         self._spec, self._sizes = spec, sizes
         count, hidden = len(spec.layers), spec.hidden_size
         attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
@@ -111,13 +122,14 @@ class WeightPacker:
             "gate_up_bias": zeros(count, 2 * sizes.mlp_size if mlp.bias else 0),
             "down_bias": zeros(count, hidden if mlp.bias else 0),
         }
-        self._stacks: dict[str, Stack] = {
-            "head": empty_stack(1, spec.vocab_size, hidden, quantised=quantised),
-            "qkv": empty_stack(count, qkv_width, hidden, quantised=quantised),
-            "out": empty_stack(count, hidden, q_width, quantised=quantised),
-            "gate_up": empty_stack(count, 2 * sizes.mlp_size, hidden, quantised=quantised),
-            "down": empty_stack(count, hidden, mlp.intermediate_size, quantised=quantised),
+        shapes = {
+            "head": (1, spec.vocab_size, hidden),
+            "qkv": (count, qkv_width, hidden),
+            "out": (count, hidden, q_width),
+            "gate_up": (count, 2 * sizes.mlp_size, hidden),
+            "down": (count, hidden, mlp.intermediate_size),
         }
+        self._stacks = {name: _StackWriter(shape, storage, team) for name, shape in shapes.items()}
         self._constants: dict[str, NDArray[Any]] = {
             "cos": cos,
             "sin": sin,
@@ -143,7 +155,12 @@ class WeightPacker:
             self._place(name, np.asarray(tensor).astype(np.float32, copy=False))
         if expected:
             raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
-        return cpu_decoder.Weights(**self._arrays, **self._stacks, **self._constants)  # type: ignore[arg-type]
+        stacks = {name: writer.stack for name, writer in self._stacks.items()}
+        wide = [name for name, stack in stacks.items() if not isinstance(stack, Quantised)]
+        _LOGGER.info(
+            "%s: base weights in float32: %s; the others in 8 bits", self._spec.name, ", ".join(wide) or "none"
+        )
+        return cpu_decoder.Weights(**self._arrays, **stacks, **self._constants)  # type: ignore[arg-type]
 
     def _expected(self) -> set[str]:
         attention, mlp = self._spec.layers[0].attention, self._spec.layers[0].mlp
@@ -165,11 +182,11 @@ class WeightPacker:
     def _place(self, name: str, tensor: Floats) -> None:
         if name == "model.embed_tokens.weight":
             if self._spec.tie_embeddings:
-                store(self._stacks["head"], 0, 0, tensor)
+                self._stacks["head"].store(0, 0, tensor)
             else:
                 self._arrays["embedding"][:] = tensor
         elif name == "lm_head.weight":
-            store(self._stacks["head"], 0, 0, tensor)
+            self._stacks["head"].store(0, 0, tensor)
         elif name == "model.norm.weight":
             self._arrays["final_norm"][:] = tensor
         else:
@@ -183,7 +200,27 @@ class WeightPacker:
                 self._arrays[f"{array}_bias"][layer, column : column + len(tensor)] = tensor
             else:
                 array, column = self._columns[module]
-                store(self._stacks[array], layer, column, tensor)
+                self._stacks[array].store(layer, column, tensor)
+
+
+class _StackWriter:
+    """One stack while it is filled."""
+
+    def __init__(self, shape: tuple[int, int, int], storage: WeightStorage, team: Team) -> None:
+        """shape: layers, columns, depth."""
+        self._team = team
+        self._only_exact = storage == "auto"
+        self._stored: list[tuple[int, int, int]] = []
+        self.stack: Stack = empty_stack(*shape, quantised=storage != "float32")
+
+    def store(self, layer: int, first_column: int, w: Floats) -> None:
+        """Place w [N, K] in columns first_column and up of one layer."""
+        exact = store(self._team, self.stack, layer, first_column, w, only_exact=self._only_exact)
+        if self._only_exact and not exact:
+            assert isinstance(self.stack, Quantised)  # float32 is exact
+            self.stack = widened(self._team, self.stack, self._stored)
+            store(self._team, self.stack, layer, first_column, w)
+        self._stored.append((layer, first_column, first_column + len(w)))
 
 
 def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:

@@ -16,7 +16,7 @@ from app.engine.torch_backend.gpu_backend import GpuBackend
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """Read the weights, plan and take memory, capture graphs. ConfigError for a device or setting not to be had."""
     device = cuda_device(config.device)
-    if config.weight_storage != "float32":
+    if config.weight_storage == "int8":
         raise ConfigError(
             f"engine.weight_storage is {config.weight_storage!r}, which is for the CPU; on CUDA choose "
             "engine.cuda_dtype: bfloat16 or float32"

@@ -5,8 +5,7 @@ and one byte per weight: w = scale * q + offset, one fused multiply-add. A panel
 scratch of its own thread and multiplied by the same tiles as float32 weights, so bits are as independent of
 company as there (`app.kernels.simd`), and equal to those of float32 storage of the expanded values.
 
-A checkpoint that was quantised to 4 bits in groups of 32 (GGUF Q4_1, Q4_0) comes through almost unchanged:
-its sixteen levels lie on the 256 of this grid.
+How weights come into this form, and which lose nothing by it: `_storing`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
-from app.kernels.matmul._cpu import PANEL, multiply_columns, multiply_panels, pack, pack_into
+from app.kernels.matmul._cpu import PANEL, multiply_columns, multiply_panels
 from app.kernels.simd import CHUNK, add_floats, expand_bytes, multiply_bytes_tile
 from app.kernels.team import leave, take
 
@@ -38,30 +37,6 @@ class Quantised(NamedTuple):
     levels: NDArray[np.uint8]
     scales: NDArray[np.float32]
     offsets: NDArray[np.float32]
-
-
-def quantise(w: NDArray[np.float32]) -> Quantised:
-    """[N, K] -> 8-bit panels. The grid of a group spans its smallest to its largest weight."""
-    panels = pack(w)  # [P, K, 16]
-    num_panels, depth, _ = panels.shape
-    num_groups = -(-depth // GROUP)
-    padded = np.concatenate([panels, np.repeat(panels[:, -1:], num_groups * GROUP - depth, axis=1)], axis=1)
-    groups = padded.reshape(num_panels, num_groups, GROUP, PANEL)
-    low, high = groups.min(axis=2), groups.max(axis=2)
-    scales = ((high.astype(np.float64) - low) / 255).astype(np.float32)
-    steps = np.where(scales == 0, np.float32(1), scales)[:, :, None]
-    levels = np.rint((groups - low[:, :, None]) / steps).clip(0, 255).astype(np.uint8)
-    return Quantised(
-        np.ascontiguousarray(levels.reshape(num_panels, -1, PANEL)[:, :depth]), scales, low.astype(np.float32)
-    )
-
-
-def dequantise(w: Quantised) -> NDArray[np.float32]:
-    """The float32 panels [P, K, 16] that a product with `w` uses, to the bit."""
-    out = np.empty(w.levels.shape, np.float32)
-    for panel in range(len(out)):
-        expand_panel(w.levels[panel], w.scales[panel], w.offsets[panel], out[panel])
-    return out
 
 
 @compiled
@@ -130,32 +105,6 @@ def multiply_quantised_panels(x, w, first, end, out, accumulate):
 
 #: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis.
 Stack = NDArray[np.float32] | Quantised
-
-
-def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: bool) -> Stack:
-    """Room for `num_layers` weights [num_columns, depth]: what it holds before `store` is arbitrary.
-
-    Not zeros(): NumPy asks for huge pages only for memory that it does not want zeroed.
-    """
-    shape = (num_layers, -(-num_columns // PANEL))
-    if not quantised:
-        return np.empty((*shape, depth, PANEL), np.float32)
-    groups = (*shape, -(-depth // GROUP), PANEL)
-    return Quantised(
-        np.empty((*shape, depth, PANEL), np.uint8), np.empty(groups, np.float32), np.empty(groups, np.float32)
-    )
-
-
-def store(stack: Stack, layer: int, first_column: int, w: NDArray[np.float32]) -> None:
-    """Pack w [N, K] into columns first_column (a multiple of 16) and up of one layer."""
-    first = first_column // PANEL
-    if isinstance(stack, Quantised):
-        packed = quantise(w)
-        columns = slice(first, first + len(packed.levels))
-        stack.levels[layer, columns] = packed.levels
-        stack.scales[layer, columns], stack.offsets[layer, columns] = packed.scales, packed.offsets
-    else:
-        pack_into(w, stack[layer, first : first - (-w.shape[0] // PANEL)])
 
 
 def layer_panels(stack, layer):

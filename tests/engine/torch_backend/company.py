@@ -24,6 +24,7 @@ from app.engine.engine import Engine
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from tests.engine.adapters.making import random_adapter, with_random_extras
+from tests.engine.torch_backend.grids import on_grids
 
 RANKS = (1, 3, 8, 16, 24, 40)
 
@@ -53,7 +54,9 @@ def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     generator = np.random.default_rng(seed)
 
     def weight(*shape: int, centre: float = 0.0) -> np.ndarray:
-        return (centre + generator.standard_normal(shape) * 0.3).astype(np.float32)
+        """Matrices lie on grids, as quantised checkpoints' do: the CPU engine may store them in 8 bits."""
+        values = (centre + generator.standard_normal(shape) * 0.3).astype(np.float32)
+        return on_grids(values, 4) if values.ndim == 2 else values
 
     yield "model.embed_tokens.weight", weight(spec.vocab_size, spec.hidden_size)
     yield "model.norm.weight", weight(spec.hidden_size, centre=1.0)
