@@ -70,6 +70,7 @@ class Settings:
     weight_storage: Literal["auto", "float32", "int8"] = "auto"
     device: str = "cpu"
     vllm: Path | None = None
+    bf16_adapters: bool = False
 
 
 ENGINE, LORA_OFF, TRANSFORMERS, PEFT = "engine", "engine, LoRA off", "transformers", "PEFT mixed batch"
@@ -97,7 +98,9 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
 def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path, closing: ExitStack) -> dict[str, Decoder]:
     """Everybody who is measured, loaded; `closing` ends processes."""
     most, most_streams = max(settings.adapters, default=0), max(settings.streams)
-    folders = write_random_adapters(folder, checkpoint.spec, most, settings.ranks, settings.seed)
+    folders = write_random_adapters(
+        folder, checkpoint.spec, most, settings.ranks, settings.seed, settings.bf16_adapters
+    )
     adapters = [read_peft(path, checkpoint.spec) for path in folders]
     # Ranks are rounded up to powers of two; twice their sum always fits.
     rank_rows = max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters))
@@ -234,7 +237,8 @@ def _header(settings: Settings, machine: dict[str, object], load_after: object) 
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {load_after}. {settings.num_prompt_tokens} prompt tokens, "
         f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks {ranks} in turn over "
-        f"all seven projections, weight_storage {settings.weight_storage}, {settings.num_rounds} interleaved rounds."
+        f"all seven projections in {'bfloat16' if settings.bf16_adapters else 'float32'}, weight_storage "
+        f"{settings.weight_storage}, {settings.num_rounds} interleaved rounds."
     )
 
 
@@ -289,6 +293,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="for everybody; 0 takes every core")
     parser.add_argument("--weight-storage", choices=("auto", "float32", "int8"), default="auto")
+    parser.add_argument("--adapter-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="in their files")
     parser.add_argument("--device", default="cpu", help="of the engine; cuda needs --no-reference")
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
     parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to measure it too")
@@ -312,6 +317,7 @@ def main() -> None:
         with_reference=not arguments.no_reference,
         weight_storage=arguments.weight_storage,
         device=arguments.device,
+        bf16_adapters=arguments.adapter_dtype == "bfloat16",
         vllm=arguments.vllm,
     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

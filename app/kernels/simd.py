@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from app.kernels.vectors import LANES, spread
+from app.kernels.vectors import LANES, load_bf16, spread
 
 #: Terms of one chain. A multiple of the group of `app.kernels.matmul._quantised`.
 CHUNK = 128
@@ -43,7 +43,7 @@ def multiply_tile(rows: int, panels: int, vectors: int) -> Callable[..., None]:
         signature = types.void(*([types.intp] * 9), types.boolean)
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _emit_tile(builder, rows, panels, vectors, args)
+            _emit_tile(builder, rows, panels, vectors, args, in_bf16=False)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -51,20 +51,53 @@ def multiply_tile(rows: int, panels: int, vectors: int) -> Callable[..., None]:
     return tile
 
 
-def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any) -> None:
+@cache
+def multiply_either_tile(rows: int, panels: int, vectors: int) -> Callable[..., None]:
+    """As `multiply_tile`, with a last argument `in_bf16` (boolean): w holds bfloat16 values, two bytes each.
+
+    They are widened in registers, which is exact, and added in the same order: the same bits as from float32.
+    """
+
+    @intrinsic
+    def tile(
+        typingctx: Any, x: Any, x_row: Any, w: Any, w_k: Any, w_panel: Any, k: Any, out: Any, out_row: Any,
+        out_panel: Any, accumulate: Any, in_bf16: Any,
+    ) -> Any:  # fmt: skip
+        signature = types.void(*([types.intp] * 9), types.boolean, types.boolean)
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            *rest, in_bf16 = args
+            with builder.if_else(in_bf16) as (narrow, wide):
+                with narrow:
+                    _emit_tile(builder, rows, panels, vectors, rest, in_bf16=True)
+                with wide:
+                    _emit_tile(builder, rows, panels, vectors, rest, in_bf16=False)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any, *, in_bf16: bool) -> None:
     x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, accumulate = args
     word, lane = ir.IntType(64), ir.FloatType()
     vector = ir.VectorType(lane, LANES)
     fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{LANES}f32")
 
-    def address(base: Any, *offsets: Any) -> Any:
+    def address(base: Any, *offsets: Any, size_bits: int = 2) -> Any:
         total = base
         for offset in offsets:
-            total = builder.add(total, builder.shl(offset, word(2)))
+            total = builder.add(total, builder.shl(offset, word(size_bits)))
         return total
 
     def load(at: Any, kind: Any) -> Any:
         return builder.load(builder.inttoptr(at, kind.as_pointer()), align=4)
+
+    def load_weights(base: Any, *offsets: Any) -> Any:
+        if in_bf16:
+            return load_bf16(builder, address(base, *offsets, size_bits=1))
+        return load(address(base, *offsets), vector)
 
     columns = [(p, v) for p in range(panels) for v in range(vectors)]
     targets = {
@@ -75,7 +108,7 @@ def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any) ->
     zero = ir.Constant(vector, [0.0] * LANES)
     sums = {key: cgutils.alloca_once(builder, vector) for key in targets}
     x_rows = [address(x, builder.mul(x_row, word(i))) for i in range(rows)]
-    w_panels = [address(w, builder.mul(w_panel, word(p))) for p in range(panels)]
+    w_panels = [builder.mul(w_panel, word(p)) for p in range(panels)]
     num_chunks = builder.lshr(builder.add(k, word(CHUNK - 1)), word(CHUNK.bit_length() - 1))
     # With nothing to sum, the result must still be written.
     num_chunks = builder.select(builder.icmp_signed("==", num_chunks, word(0)), word(1), num_chunks)
@@ -88,7 +121,7 @@ def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any) ->
         with cgutils.for_range(builder, count, intp=word) as loop:
             at_k = builder.add(first, loop.index)
             step = builder.mul(w_k, at_k)
-            weights = {(p, v): load(address(w_panels[p], step, word(v * LANES)), vector) for p, v in columns}
+            weights = {(p, v): load_weights(w, w_panels[p], step, word(v * LANES)) for p, v in columns}
             for i in range(rows):
                 value = spread(builder, load(address(x_rows[i], at_k), lane))
                 for p, v in columns:
@@ -102,6 +135,21 @@ def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any) ->
             with starts:
                 for key, at in targets.items():
                     _store(builder, builder.load(sums[key]), at)
+
+
+@intrinsic
+def expand_bf16(typingctx: Any, values: Any, count: Any, out: Any) -> Any:
+    """out[i] = values[i], i < count, a multiple of LANES; addresses of bfloat16 and float32."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        values, count, out = args
+        word = ir.IntType(64)
+        with cgutils.for_range(builder, builder.lshr(count, word(3)), intp=word) as loop:
+            wide = load_bf16(builder, builder.add(values, builder.shl(loop.index, word(4))))
+            _store(builder, wide, builder.add(out, builder.shl(loop.index, word(5))))
+        return context.get_dummy_value()
+
+    return types.void(*([types.intp] * 3)), codegen
 
 
 def _store(builder: Any, value: Any, at: Any) -> None:

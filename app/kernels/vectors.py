@@ -45,6 +45,14 @@ def load(builder: Any, base: Any, index: Any) -> Any:
     return builder.load(place(builder, base, index, VECTOR), align=4)
 
 
+def load_bf16(builder: Any, address: Any) -> Any:
+    """LANES bfloat16 values at `address`, as float32: their bits are the upper halves of those."""
+    small = ir.VectorType(ir.IntType(16), LANES)
+    values = builder.load(builder.inttoptr(address, small.as_pointer()), align=2)
+    wide = builder.shl(builder.zext(values, INTS), ir.Constant(INTS, [16] * LANES))
+    return builder.bitcast(wide, VECTOR)
+
+
 def store(builder: Any, value: Any, base: Any, index: Any) -> None:
     """LANES floats, aligned as floats are."""
     builder.store(value, place(builder, base, index, VECTOR), align=4)

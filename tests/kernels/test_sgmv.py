@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from app.kernels.sgmv import _cpu, reference
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import WritePlans, write_narrow_plan, write_plan
 from app.kernels.team import Team
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
@@ -15,6 +18,8 @@ DEPTH, WIDTH, ROWS = 72, 48, 256
 Floats = NDArray[np.float32]
 #: Adapter slot -> (row start, rank): the base, small, odd, a whole panel, large.
 PLACES = [(0, 0), (8, 1), (16, 5), (24, 8), (32, 16), (64, 37), (128, 128)]
+#: Adapter slots whose values are bfloat16's.
+NARROW = (2, 4, 6)
 CASES = {
     "no tokens": [],
     "one token": [(1, 3)],
@@ -27,50 +32,65 @@ CASES = {
 }
 
 
-def _tables(generator: np.random.Generator) -> tuple[Floats, Floats, Floats, Floats]:
-    """(a rows, a panels, b rows, b panels); rows no adapter owns are NaN, tails of an adapter's last panel zero."""
+class Tables(NamedTuple):
+    """Rows and panels of a and b; rows no adapter owns are NaN, tails of an adapter's last panel zero."""
+
+    a: Floats
+    a_panels: Floats
+    b: Floats
+    b_panels: Floats
+    places: _cpu.RowPlaces | NDArray[np.int64]
+
+
+def _tables(generator: np.random.Generator, *, wide: bool = False) -> Tables:
+    """`wide`: all in float32; else adapters of `NARROW` in two bytes per value."""
     a, b = np.full((ROWS, DEPTH), np.nan, np.float32), np.full((ROWS, WIDTH), np.nan, np.float32)
     b_panels = np.full((WIDTH // 16, ROWS, 16), np.nan, np.float32)
     panels = np.full((ROWS // 8, DEPTH, 8), np.nan, np.float32)
-    for start, rank in PLACES[1:]:
-        a[start : start + rank], b[start : start + rank] = (
-            normal(generator, rank, DEPTH),
-            normal(generator, rank, WIDTH),
-        )
-        rows = (0, 0, a[start : start + rank], b[start : start + rank])
-        Team(2).run(write_plan, 1, WritePlans([panels[None]], [b_panels[None]]).plan([rows], start))
-    return a, panels, b, b_panels
+    places = _cpu.RowPlaces(np.array([start for start, _ in PLACES]), np.zeros(len(PLACES), np.bool_))
+    for adapter_slot, (start, rank) in enumerate(PLACES[1:], 1):
+        dtype = ml_dtypes.bfloat16 if adapter_slot in NARROW else np.float32
+        for rows, size in ((a, DEPTH), (b, WIDTH)):
+            rows[start : start + rank] = normal(generator, rank, size).astype(dtype)
+        module = (0, 0, a[start : start + rank], b[start : start + rank])
+        plan, too_fine = WritePlans([panels[None]], [b_panels[None]]).plan([module], start), np.zeros(1, np.bool_)
+        if wide:
+            Team(2).run(write_plan, 1, plan)
+        else:
+            Team(2).run(write_narrow_plan, 2, plan, too_fine)
+            places.in_bf16[adapter_slot] = not too_fine[0]
+    return Tables(a, panels, b, b_panels, places.starts if wide else places)
 
 
 def _run(
-    x: NDArray[np.float32],
-    panels: NDArray[np.float32],
-    b_panels: NDArray[np.float32],
-    case: list[tuple[int, int]],
-    out: NDArray[np.float32],
+    x: NDArray[np.float32], tables: Tables, case: list[tuple[int, int]], out: NDArray[np.float32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     run_starts = np.cumsum([0, *(n for n, _ in case)]).astype(np.int32)
     adapter_slots = np.array([s for _, s in case], np.int32)
-    row_starts, ranks = np.array([p[0] for p in PLACES]), np.array([p[1] for p in PLACES], np.int32)
+    ranks = np.array([p[1] for p in PLACES], np.int32)
     runs = _cpu.adapter_runs(run_starts, adapter_slots)
     shrunk = np.full((len(x), 2, 128), np.nan, np.float32)
     both = np.stack([np.zeros_like(ranks), ranks], axis=1)
     team = Team(3)
-    team.run(_cpu.shrink, 1, x, (panels, panels), both, _cpu.shrink_tasks(runs), 128, row_starts, shrunk)
-    team.run(_cpu.expand, 1, shrunk, 1, (b_panels, b_panels), both, runs, row_starts, out)
+    panels, tasks = (tables.a_panels, tables.a_panels), _cpu.shrink_tasks(runs)
+    team.run(_cpu.shrink, 1, x, panels, both, tasks, 128, tables.places, shrunk)
+    team.run(_cpu.expand, 1, shrunk, 1, (tables.b_panels, tables.b_panels), both, runs, tables.places, out)
     return run_starts, adapter_slots
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_loop_over_rows(name: str) -> None:
     generator, case = rng(), CASES[name]
-    a, panels, b, b_panels = _tables(generator)
+    tables = _tables(generator)
+    assert isinstance(tables.places, _cpu.RowPlaces)
+    assert tuple(np.flatnonzero(tables.places.in_bf16)) == NARROW
     x = normal(generator, sum(n for n, _ in case), DEPTH)
     base = normal(generator, len(x), WIDTH)
     out = base.copy()
-    run_starts, adapter_slots = _run(x, panels, b_panels, case, out)
+    run_starts, adapter_slots = _run(x, tables, case, out)
     row_starts, ranks = np.array([p[0] for p in PLACES]), np.array([p[1] for p in PLACES], np.int32)
-    delta = reference.lora_delta(x, np.nan_to_num(a), np.nan_to_num(b), run_starts, adapter_slots, row_starts, ranks)
+    a, b = np.nan_to_num(tables.a), np.nan_to_num(tables.b)
+    delta = reference.lora_delta(x, a, b, run_starts, adapter_slots, row_starts, ranks)
     assert relative_error(out, base + delta) < TOLERANCE["float32"]
     of_base = np.repeat(adapter_slots, np.diff(run_starts)) == 0
     assert np.array_equal(out[of_base], base[of_base])
@@ -78,11 +98,11 @@ def test_equals_the_loop_over_rows(name: str) -> None:
 
 def test_a_token_has_the_same_bits_alone_and_in_any_batch() -> None:
     generator = rng()
-    _, panels, _, b_panels = _tables(generator)
+    tables = _tables(generator)
     for adapter_slot in range(1, len(PLACES)):
         row, base = normal(generator, DEPTH), normal(generator, WIDTH)
         alone = base[None].copy()
-        _run(row[None], panels, b_panels, [(1, adapter_slot)], alone)
+        _run(row[None], tables, [(1, adapter_slot)], alone)
         for _ in range(20):
             case = [(int(generator.integers(1, 30)), int(generator.integers(0, 7))) for _ in range(5)]
             case.insert(int(generator.integers(6)), (int(generator.integers(1, 20)), adapter_slot))
@@ -92,5 +112,18 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch() -> None:
             x[at] = row
             out = normal(generator, len(x), WIDTH)
             out[at] = base
-            _run(x, panels, b_panels, case, out)
+            _run(x, tables, case, out)
             assert np.array_equal(out[at], alone[0])
+
+
+def test_rows_in_two_bytes_give_the_bits_of_rows_in_four() -> None:
+    seed = int(rng().integers(2**31))
+    narrow, wide = (_tables(np.random.default_rng(seed), wide=wide) for wide in (False, True))
+    generator = np.random.default_rng(seed)
+    for case in (*CASES.values(), [(n, s) for s in NARROW for n in (1, 2, 3, 4, 7)]):
+        x = normal(generator, sum(n for n, _ in case), DEPTH)
+        base = normal(generator, len(x), WIDTH)
+        results = [base.copy(), base.copy()]
+        for tables, out in zip((narrow, wide), results, strict=True):
+            _run(x, tables, case, out)
+        assert np.array_equal(*results), (seed, case)

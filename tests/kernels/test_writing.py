@@ -1,11 +1,13 @@
-"""Rank rows are where the layout says, and nothing beside them is touched."""
+"""Rank rows are where the layout says, as narrow as their values allow, and nothing beside them is touched."""
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import WritePlans, write_narrow_plan, write_plan
 from app.kernels.team import Team
 from tests.kernels.cases import normal
 
@@ -14,9 +16,24 @@ ROWS, LAYERS = 64, 3
 SHAPES = [(64, 96), (41, 33), (8, 16), (7, 5), (1, 1), (24, 130)]
 
 
+def _read(memory: NDArray[np.float32], num_values: int, in_bf16: bool) -> NDArray[np.float32]:
+    """The first values of contiguous memory, which is then made NaN: what is left is what nobody wrote."""
+    flat = memory.reshape(-1)
+    assert np.shares_memory(flat, memory)
+    if in_bf16:
+        values = flat.view(ml_dtypes.bfloat16)[:num_values].astype(np.float32)
+        flat[: -(-num_values // 2)] = np.nan
+    else:
+        values = flat[:num_values].copy()
+        flat[:num_values] = np.nan
+    return values
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("kind", ["wide", "narrow", "too fine"])
 @pytest.mark.parametrize("rank", [1, 7, 8, 9, 16, 40])
-def test_every_value_has_its_place(rank: int, num_threads: int) -> None:
+def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> None:
+    """Too fine: one value that needs more than bfloat16's bits, anywhere, takes all rows to float32."""
     generator = np.random.default_rng()
     a_tables = [np.full((LAYERS, ROWS // 8, d_in, 8), np.nan, np.float32) for d_in, _ in SHAPES]
     b_tables = [np.full((LAYERS, -(-d_out // 16), ROWS, 16), np.nan, np.float32) for _, d_out in SHAPES]
@@ -24,25 +41,39 @@ def test_every_value_has_its_place(rank: int, num_threads: int) -> None:
     for layer in (0, 2):
         for n, (d_in, d_out) in enumerate(SHAPES):
             if (layer, n) != (2, 1):
-                a, b = normal(generator, rank, d_in), normal(generator, rank, d_out)
-                a.flags.writeable = b.flags.writeable = False
+                a, b = (
+                    normal(generator, rank, size).astype(ml_dtypes.bfloat16).astype(np.float32)
+                    for size in (d_in, d_out)
+                )
                 modules.append((layer, n, a, b))
+    if kind == "too fine":
+        matrix = modules[int(generator.integers(len(modules)))][int(generator.integers(2, 4))]
+        at = int(generator.integers(matrix.shape[0])), int(generator.integers(matrix.shape[1]))
+        matrix[at] = np.float32(1.00390625)  # type: ignore[index]
+    for _, _, a, b in modules:
+        a.flags.writeable = b.flags.writeable = False
     row_start = 16
     team = Team(num_threads)
-    team.run(write_plan, 1, WritePlans(a_tables, b_tables).plan(modules, row_start))
+    too_fine = np.zeros(1, np.bool_)
+    plan = WritePlans(a_tables, b_tables).plan(modules, row_start)
+    if kind == "wide":
+        team.run(write_plan, 1, plan)
+    else:
+        team.run(write_narrow_plan, 2, plan, too_fine)
     team.close()
+    assert too_fine[0] == (kind == "too fine")
+    in_bf16, padded = kind == "narrow", -(-rank // 8) * 8
     for layer, n, a, b in modules:
         d_in, d_out = SHAPES[n]
-        padded = -(-rank // 8) * 8
-        found = a_tables[n][layer].transpose(0, 2, 1).reshape(ROWS, d_in)  # [R, d_in]
-        np.testing.assert_array_equal(found[row_start : row_start + rank], a)
-        assert (found[row_start + rank : row_start + padded] == 0).all()
-        found = b_tables[n][layer].transpose(1, 0, 2).reshape(ROWS, -1)  # [R, d_out and a rest]
-        np.testing.assert_array_equal(found[row_start : row_start + rank, :d_out], b)
-        found[row_start : row_start + rank, :d_out] = np.nan
-        assert np.isnan(found).all()
-        b_tables[n][layer] = np.nan
-        a_tables[n][layer, row_start // 8 : (row_start + padded) // 8] = np.nan
+        rows = _read(a_tables[n][layer, row_start // 8 :], padded * d_in, in_bf16)
+        found = rows.reshape(-1, d_in, 8).transpose(0, 2, 1).reshape(padded, d_in)
+        np.testing.assert_array_equal(found[:rank], a)
+        assert (found[rank:] == 0).all()
+        for panel in range(-(-d_out // 16)):
+            columns = b[:, panel * 16 : panel * 16 + 16]
+            found = _read(b_tables[n][layer, panel, row_start:], rank * 16, in_bf16).reshape(rank, 16)
+            np.testing.assert_array_equal(found[:, : columns.shape[1]], columns)
+            assert (found[:, columns.shape[1] :] == 0).all()
     assert all(np.isnan(table).all() for table in (*a_tables, *b_tables))
 
 
@@ -51,3 +82,4 @@ def test_an_empty_plan_writes_nothing() -> None:
     plan = WritePlans([table], [b_table]).plan([], 0)
     assert plan.shape == (0, 8)
     Team(1).run(write_plan, 1, plan)
+    Team(1).run(write_narrow_plan, 2, plan, np.zeros(1, np.bool_))

@@ -27,8 +27,8 @@ from app.engine.torch_backend.cpu_weights import PackedModules, WeightPacker, de
 from app.engine.torch_backend.sampling import sample
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.paged_attention._cpu import attention_tasks
-from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._cpu import RANK_PANEL, RowPlaces, adapter_runs, shrink_tasks
+from app.kernels.sgmv._writing import WritePlans, write_narrow_plan
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -94,10 +94,12 @@ class CpuBackend:
             n = TARGETS.index(key.target)
             modules.append((key.layer, n, np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)))
             ranks[key.layer, n] = pair.rank
-        self._team.run(write_plan, 1, self._plans.plan(modules, row_start))
+        too_fine = np.zeros(1, np.bool_)
+        self._team.run(write_narrow_plan, 2, self._plans.plan(modules, row_start), too_fine)
         self._extras.write(adapter_slot, adapter)
         self._tables.ranks[:, adapter_slot] = ranks
-        self._tables.row_starts[adapter_slot] = row_start
+        self._tables.places.starts[adapter_slot] = row_start
+        self._tables.places.in_bf16[adapter_slot] = not too_fine[0]
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
         """See `Backend.is_ready`: a write has ended when it returns."""
@@ -186,7 +188,7 @@ class CpuBackend:
         if self._limits.adapter_rank_rows:
             d_in, d_out = self._spec.target_shape(0, TARGETS[0])
             nothing = (0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
-            self._team.run(write_plan, 1, self._plans.plan([nothing], 0))
+            self._team.run(write_narrow_plan, 2, self._plans.plan([nothing], 0), np.zeros(1, np.bool_))
 
     def _new_tables(self) -> cpu_decoder.AdapterTables:
         num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows
@@ -194,9 +196,10 @@ class CpuBackend:
         # full(), not zeros(): the pages are touched now, not by the first adapters while streams wait.
         a = [np.full((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), 0, np.float32) for d_in, _ in shapes]
         b = [np.full((num_layers, -(-d_out // PANEL), rows, PANEL), 0, np.float32) for _, d_out in shapes]
-        row_starts = np.zeros(self._limits.max_adapter_slots, np.int64)
-        ranks = np.zeros((num_layers, self._limits.max_adapter_slots, len(TARGETS)), np.int32)
-        return cpu_decoder.AdapterTables._make([*a, *b, row_starts, ranks])
+        num_slots = self._limits.max_adapter_slots
+        places = RowPlaces(np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_))
+        ranks = np.zeros((num_layers, num_slots, len(TARGETS)), np.int32)
+        return cpu_decoder.AdapterTables._make([*a, *b, places, ranks])
 
     def _new_workspace(self) -> cpu_decoder.Workspace:
         spec, sizes = self._spec, self._sizes

@@ -32,7 +32,7 @@ from app.kernels.linear._cpu import Own, gate_and_up, project
 from app.kernels.matmul._quantised import Stack, embed, layer_panels
 from app.kernels.paged_attention._cpu import paged_attention
 from app.kernels.rows._cpu import gather_normed, rms_norm, rotate_and_store
-from app.kernels.sgmv._cpu import shrink
+from app.kernels.sgmv._cpu import RowPlaces, shrink
 
 Floats = NDArray[np.float32]
 
@@ -83,7 +83,7 @@ class Sizes(NamedTuple):
 class AdapterTables(NamedTuple):
     """Rank rows of the seven modules: a as panels [L, R / 8, d_in, 8], b as panels [L, P, R, 16].
 
-    row_starts: [S] int64. ranks: [L, S, 7] int32 in the order of `app.engine.adapters.lora.TARGETS`.
+    ranks: [L, S, 7] int32 in the order of `app.engine.adapters.lora.TARGETS`.
     """
 
     a_q: Floats
@@ -100,7 +100,7 @@ class AdapterTables(NamedTuple):
     b_gate: Floats
     b_up: Floats
     b_down: Floats
-    row_starts: NDArray[np.int64]
+    places: RowPlaces
     ranks: NDArray[np.int32]
 
 
@@ -164,7 +164,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
     qkv, attended = work.qkv[:num_tokens], work.attended[:num_tokens]
     gate_up, gated = work.gate_up[:num_tokens], work.gated[:num_tokens]
     shrunk = work.shrunk[:num_tokens]
-    runs, row_starts, tasks = step.runs, tables.row_starts, step.shrink_tasks
+    runs, places, tasks = step.runs, tables.places, step.shrink_tasks
     adapted = runs.shape[0] > 0
     width = weights.final_norm.shape[0]
     none = np.empty(0, np.float32)
@@ -184,10 +184,10 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
             phase = rms_norm(team, phase, hidden, weights.attention_norm[layer], sizes.eps, normed)
         if adapted:
             a = (tables.a_q[layer], tables.a_k[layer], tables.a_v[layer])
-            phase = shrink(team, phase, normed, a, ranks[:, 0:3], tasks, step.widest_rank, row_starts, shrunk)
+            phase = shrink(team, phase, normed, a, ranks[:, 0:3], tasks, step.widest_rank, places, shrunk)
         phase = project(
             team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
-            (tables.b_q[layer], tables.b_k[layer], tables.b_v[layer]), ranks[:, 0:3], runs, row_starts,
+            (tables.b_q[layer], tables.b_k[layer], tables.b_v[layer]), ranks[:, 0:3], runs, places,
             Own(extras, layer, q, extra_runs, kept), qkv,
         )  # fmt: skip
         rope = weights.layer_rope[layer]
@@ -209,12 +209,12 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         )  # fmt: skip
         if adapted:
             phase = shrink(
-                team, phase, attended, (tables.a_o[layer],), ranks[:, 3:4], tasks, step.widest_rank, row_starts, shrunk
+                team, phase, attended, (tables.a_o[layer],), ranks[:, 3:4], tasks, step.widest_rank, places, shrunk
             )
         # The residual is where the sums of o and down start: no separate addition.
         phase = project(
             team, phase, attended, layer_panels(weights.out, layer), weights.out_bias[layer], True, shrunk,
-            (tables.b_o[layer],), ranks[:, 3:4], runs, row_starts, Own(extras, layer, o, extra_runs, kept), hidden,
+            (tables.b_o[layer],), ranks[:, 3:4], runs, places, Own(extras, layer, o, extra_runs, kept), hidden,
         )  # fmt: skip
         if has_extras:
             norms = extras.norms[layer, :, MLP_NORM]
@@ -223,19 +223,19 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
             phase = rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, normed)
         if adapted:
             a_pair = (tables.a_gate[layer], tables.a_up[layer])
-            phase = shrink(team, phase, normed, a_pair, ranks[:, 4:6], tasks, step.widest_rank, row_starts, shrunk)
+            phase = shrink(team, phase, normed, a_pair, ranks[:, 4:6], tasks, step.widest_rank, places, shrunk)
         phase = gate_and_up(
             team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
-            (tables.b_gate[layer], tables.b_up[layer]), ranks[:, 4:6], runs, row_starts,
+            (tables.b_gate[layer], tables.b_up[layer]), ranks[:, 4:6], runs, places,
             Own(extras, layer, gate, extra_runs, kept), sizes.gelu, gate_up, gated,
         )  # fmt: skip
         if adapted:
             phase = shrink(
-                team, phase, gated, (tables.a_down[layer],), ranks[:, 6:7], tasks, step.widest_rank, row_starts, shrunk
+                team, phase, gated, (tables.a_down[layer],), ranks[:, 6:7], tasks, step.widest_rank, places, shrunk
             )
         phase = project(
             team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
-            (tables.b_down[layer],), ranks[:, 6:7], runs, row_starts, Own(extras, layer, down, extra_runs, kept),
+            (tables.b_down[layer],), ranks[:, 6:7], runs, places, Own(extras, layer, down, extra_runs, kept),
             hidden,
         )  # fmt: skip
     num_sampled = step.sample_rows.shape[0]
@@ -253,6 +253,6 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
             phase = gather_normed(team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, sampled)
             phase = project(
                 team, phase, sampled, head, none, False, shrunk, (tables.b_down[0],), tables.ranks[0][:, 6:7], runs[:0],
-                row_starts, Own(extras, np.int64(0), q, extra_runs, kept), logits,
+                places, Own(extras, np.int64(0), q, extra_runs, kept), logits,
             )  # fmt: skip
     return phase

@@ -45,7 +45,7 @@ def _fill(out, bias, first, end, accumulate):
 
 
 @compiled
-def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, row_starts, own, out):
+def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places, own, out):
     """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
 
     The modules lie side by side in w and out. One phase.
@@ -67,7 +67,7 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, row_sta
                 width = tables[n].shape[0]
                 low, high = max(first - at, 0), min(end - at, width)
                 if low < high:
-                    expand_panels(h, n, tables, ranks, runs, row_starts, low, high, out, at)
+                    expand_panels(h, n, tables, ranks, runs, places, low, high, out, at)
                     if has_own:
                         own_columns(x, own.tables, own.layer, own.module + n, own.runs, low, high, out, at)
                 at += width
@@ -79,7 +79,7 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, row_sta
 
 
 @compiled
-def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, row_starts, own, gelu, gate_up, gated):
+def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, own, gelu, gate_up, gated):
     """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
 
     w holds the panels of gate, then those of up; the rest as in `project`.
@@ -97,7 +97,7 @@ def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, row_starts, own
             adds = _fill(gate_up, bias, (at + first) * PANEL, last, False)
             multiply_any_panels(x, w, at + first, at + end, gate_up, adds)
             if runs.shape[0] > 0:
-                expand_panels(h, n, tables, ranks, runs, row_starts, first, end, gate_up, at)
+                expand_panels(h, n, tables, ranks, runs, places, first, end, gate_up, at)
             if own.runs.shape[0] > 0:
                 own_columns(x, own.tables, own.layer, own.module + n, own.runs, first, end, gate_up, at)
         activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)

@@ -2,7 +2,9 @@
 
 In: addresses of matrices and of their places in the tables (`sgmv._cpu` says how those are laid out). Out: the
 tables' rows. b is copied in runs of sixteen columns; a is turned from rows to panels of eight in blocks that stay in
-registers. It costs the memory's bandwidth: 19.5 MB for rank 16 on every module of a 135M model.
+registers. An adapter whose values are all bfloat16's can be written in two bytes per value, without looking first: the
+first value that does not fit starts it over in float32. It costs the memory's bandwidth: 19.5 MB are read for rank
+16 on every module of a 135M model.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.team import leave, take
-from app.kernels.vectors import LANES
+from app.kernels.vectors import INT, INTS, LANES, WORD, across
 
 #: Panels of b that are filled together.
 _PANELS_AT_ONCE = 4
@@ -29,19 +32,21 @@ PLAN_WIDTH = 8
 
 
 @intrinsic
-def _turn_block(typingctx: Any, source: Any, stride: Any, to: Any) -> Any:
-    """to[k * 8 + lane] = source[lane * stride + k] for k and lane below 8; addresses, stride in bytes."""
+def _turn_block(typingctx: Any, source: Any, stride: Any, to: Any, in_bf16: Any) -> Any:
+    """to[k * 8 + lane] = source[lane * stride + k] for k and lane below 8; addresses, stride in bytes.
+
+    `in_bf16` (boolean): two bytes each; returns what these cut off, as bits of any of the values.
+    """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, stride, to = args
-        word, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
+        source, stride, to, in_bf16 = args
         rows = []
         for lane in range(LANES):
-            at = builder.add(source, builder.mul(stride, word(lane)))
-            rows.append(builder.load(builder.inttoptr(at, vector.as_pointer()), align=4))
+            at = builder.add(source, builder.mul(stride, WORD(lane)))
+            rows.append(builder.load(builder.inttoptr(at, INTS.as_pointer()), align=4))
 
         def mixed(one: Any, other: Any, order: list[int]) -> Any:
-            mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), order)
+            mask = ir.Constant(INTS, order)
             return builder.shuffle_vector(one, other, mask)
 
         # Three rounds of interleaving: rows r and r + 4, each time, give rows 2 r and 2 r + 1.
@@ -49,67 +54,96 @@ def _turn_block(typingctx: Any, source: Any, stride: Any, to: Any) -> Any:
         for _ in range(3):
             pairs = [(rows[r], rows[r + 4]) for r in range(4)]
             rows = [mixed(*pair, [i + half for i in low]) for pair in pairs for half in (0, 4)]
-        for k, row in enumerate(rows):
-            builder.store(row, builder.inttoptr(builder.add(to, word(k * 4 * LANES)), vector.as_pointer()), align=4)
-        return context.get_dummy_value()
+        return _store_vectors(builder, rows, to, in_bf16)
 
-    return types.void(*([types.intp] * 3)), codegen
+    return types.int32(*([types.intp] * 3), types.boolean), codegen
 
 
 @intrinsic
-def _copy_panel(typingctx: Any, source: Any, to: Any) -> Any:
-    """to[i] = source[i] for i below 16; addresses."""
+def _copy_panel(typingctx: Any, source: Any, to: Any, in_bf16: Any) -> Any:
+    """to[i] = source[i] for i below 16; addresses, `in_bf16` and the result as in `_turn_block`."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        word, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
-        for part in range(PANEL // LANES):
-            source, to = (builder.add(address, word(part * 4 * LANES)) for address in args)
-            value = builder.load(builder.inttoptr(source, vector.as_pointer()), align=4)
-            builder.store(value, builder.inttoptr(to, vector.as_pointer()), align=4)
+        source, to, in_bf16 = args
+        parts = [builder.add(source, WORD(part * 4 * LANES)) for part in range(PANEL // LANES)]
+        values = [builder.load(builder.inttoptr(at, INTS.as_pointer()), align=4) for at in parts]
+        return _store_vectors(builder, values, to, in_bf16)
+
+    return types.int32(types.intp, types.intp, types.boolean), codegen
+
+
+def _store_vectors(builder: Any, vectors: list[Any], to: Any, in_bf16: Any) -> Any:
+    """Bits of LANES float32 each, one after the other at `to`; the bits cut off, of all of them together."""
+    small = ir.VectorType(ir.IntType(16), LANES)
+    cut = cgutils.alloca_once_value(builder, INT(0))
+    builder.store(INT(0), cut)
+    with builder.if_else(in_bf16) as (narrow, wide):
+        with narrow:
+            bits = vectors[0]
+            for index, vector in enumerate(vectors):
+                bits = builder.or_(bits, vector)
+                half = builder.trunc(builder.lshr(vector, ir.Constant(INTS, [16] * LANES)), small)
+                at = builder.add(to, WORD(index * 2 * LANES))
+                builder.store(half, builder.inttoptr(at, small.as_pointer()), align=2)
+            together = across(builder, bits, lambda builder, a, b: builder.or_(a, b))
+            builder.store(builder.and_(together, INT(0xFFFF)), cut)
+        with wide:
+            for index, vector in enumerate(vectors):
+                at = builder.add(to, WORD(index * 4 * LANES))
+                builder.store(vector, builder.inttoptr(at, INTS.as_pointer()), align=4)
+    return builder.load(cut)
+
+
+@intrinsic
+def _copy_one(typingctx: Any, source: Any, to: Any, in_bf16: Any) -> Any:
+    """One value; `in_bf16` and the result as in `_turn_block`."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        source, to, in_bf16 = args
+        bits = builder.load(builder.inttoptr(source, INT.as_pointer()))
+        with builder.if_else(in_bf16) as (narrow, wide):
+            with narrow:
+                half = builder.trunc(builder.lshr(bits, INT(16)), ir.IntType(16))
+                builder.store(half, builder.inttoptr(to, ir.IntType(16).as_pointer()))
+            with wide:
+                builder.store(bits, builder.inttoptr(to, INT.as_pointer()))
+        return builder.select(in_bf16, builder.and_(bits, INT(0xFFFF)), INT(0))
+
+    return types.int32(types.intp, types.intp, types.boolean), codegen
+
+
+@intrinsic
+def _zero_bytes(typingctx: Any, to: Any, count: Any) -> Any:
+    """`count` bytes, from the address on."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        to, count = args
+        cgutils.memset(builder, builder.inttoptr(to, ir.IntType(8).as_pointer()), count, 0)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), codegen
-
-
-@intrinsic
-def _copy_one(typingctx: Any, source: Any, to: Any) -> Any:
-    """One float32."""
-
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, to = (builder.inttoptr(address, ir.FloatType().as_pointer()) for address in args)
-        builder.store(builder.load(source), to)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), codegen
-
-
-@intrinsic
-def _zero_one(typingctx: Any, to: Any) -> Any:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        builder.store(ir.Constant(ir.FloatType(), 0.0), builder.inttoptr(args[0], ir.FloatType().as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.intp), codegen
 
 
 @compiled
-def write_module(a, b, rank, d_in, d_out, to_a, to_b, table_rows):
-    """a [r, d_in] to panels of eight rows at `to_a`, zero-filled; b [r, d_out] to panels of 16 columns at `to_b`."""
-    row = d_in * 4
-    first = 0
+def write_module(a, b, rank, d_in, d_out, to_a, to_b, table_rows, in_bf16):
+    """a [r, d_in] to panels of eight rows at `to_a`, b [r, d_out] to panels of 16 columns at `to_b`, zero-filled.
+
+    `in_bf16`: in two bytes per value; returns whether these hold all values.
+    """
+    row, width = d_in * 4, 2 if in_bf16 else 4
+    first, cut = 0, np.int32(0)
     while first < rank:
         count = min(LANES, rank - first)
-        source, to = a + first * row, to_a + first * row
+        source, to = a + first * row, to_a + first * d_in * width
         k = 0
         if count == LANES:
             while k + LANES <= d_in:
-                _turn_block(source + k * 4, row, to + k * LANES * 4)
+                cut |= _turn_block(source + k * 4, row, to + k * LANES * width, in_bf16)
                 k += LANES
         while k < d_in:
             for lane in range(count):
-                _copy_one(source + lane * row + k * 4, to + (k * LANES + lane) * 4)
-            for lane in range(count, LANES):
-                _zero_one(to + (k * LANES + lane) * 4)
+                cut |= _copy_one(source + lane * row + k * 4, to + (k * LANES + lane) * width, in_bf16)
+            _zero_bytes(to + (k * LANES + count) * width, (LANES - count) * width)
             k += 1
         first += LANES
     num_whole = d_out // PANEL
@@ -118,25 +152,55 @@ def write_module(a, b, rank, d_in, d_out, to_a, to_b, table_rows):
         end = min(panel + _PANELS_AT_ONCE, num_whole)
         for i in range(rank):
             for p in range(panel, end):
-                _copy_panel(b + (i * d_out + p * PANEL) * 4, to_b + (p * table_rows + i) * PANEL * 4)
+                to = to_b + (p * table_rows * 4 + i * width) * PANEL
+                cut |= _copy_panel(b + (i * d_out + p * PANEL) * 4, to, in_bf16)
         panel = end
-    for i in range(rank):
-        for column in range(num_whole * PANEL, d_out):
-            to = to_b + (num_whole * table_rows + i) * PANEL * 4
-            _copy_one(b + (i * d_out + column) * 4, to + (column - num_whole * PANEL) * 4)
+    left = d_out - num_whole * PANEL
+    if left > 0:
+        for i in range(rank):
+            source, to = (
+                b + (i * d_out + num_whole * PANEL) * 4,
+                to_b + (num_whole * table_rows * 4 + i * width) * PANEL,
+            )
+            for column in range(left):
+                cut |= _copy_one(source + column * 4, to + column * width, in_bf16)
+            _zero_bytes(to + left * width, (PANEL - left) * width)
+    return cut == 0
+
+
+@compiled
+def _write_line(m, in_bf16):
+    return write_module(m[A], m[B], m[RANK], m[D_IN], m[D_OUT], m[TO_A], m[TO_B], m[TABLE_ROWS], in_bf16)
 
 
 @compiled
 def write_plan(team, phase, plan):
-    """Every module of a plan [M, 8] int64, see `WritePlans`. One phase."""
+    """Every module of a plan [M, 8] int64, see `WritePlans`, in float32. One phase."""
     done = 0
     index = take(team, phase)
     while index < plan.shape[0]:
-        m = plan[index]
-        write_module(m[A], m[B], m[RANK], m[D_IN], m[D_OUT], m[TO_A], m[TO_B], m[TABLE_ROWS])
+        _write_line(plan[index], False)
         done += 1
         index = take(team, phase)
     return leave(team, phase, plan.shape[0], done)
+
+
+@compiled
+def write_narrow_plan(team, phase, plan, too_fine):
+    """Every module of a plan, as `write_plan`, but in bfloat16 if that holds all values of all modules.
+
+    too_fine: [1] bool, False before; afterwards it says whether the rows are float32 after all. Two phases.
+    """
+    for attempt in range(2):
+        done = 0
+        index = take(team, phase)
+        while index < plan.shape[0]:
+            if too_fine[0] == (attempt == 1) and not _write_line(plan[index], attempt == 0):
+                too_fine[0] = True
+            done += 1
+            index = take(team, phase)
+        phase = leave(team, phase, plan.shape[0], done)
+    return phase
 
 
 class WritePlans:

@@ -87,9 +87,15 @@ def random_adapter(
     *,
     alpha: float | None = None,
     size: float = 0.2,
+    dtype: str = "F32",
 ) -> LoraAdapter:
-    """Every layer's `targets` at one rank. `size` is the standard deviation of A and B."""
-    return adapter_from_arrays(random_arrays(spec, rank, targets, seed, size), spec, alpha)
+    """Every layer's `targets` at one rank, as stored in `dtype`. `size` is the standard deviation of A and B."""
+    arrays = random_arrays(spec, rank, targets, seed, size)
+    stored = {
+        key: (a.astype(DTYPES[dtype]).astype(np.float32), b.astype(DTYPES[dtype]).astype(np.float32))
+        for key, (a, b) in arrays.items()
+    }
+    return adapter_from_arrays(stored, spec, alpha)
 
 
 def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Generator) -> LoraAdapter:

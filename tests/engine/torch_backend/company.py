@@ -2,8 +2,8 @@
 
 Requests of all kinds are first run alone: one at a time, in an engine with room for everything and one
 thread. Then they run together in engines of random shape: blocks, chunks and batches of random
-sizes, one or two threads, memory tight enough for preemption and for adapters (plain, and with whole
-matrices, norms, scales, biases or token rows of their own) to evict each other, prefix caches that hit,
+sizes, one or two threads, memory tight enough for preemption and for adapters (in float32 and in bfloat16, plain, and
+with whole matrices, norms, scales, biases or token rows of their own) to evict each other, prefix caches that hit,
 aborts and unloads in between, and streams that resume in the middle. Zero differing bits are
 allowed.
 """
@@ -93,12 +93,12 @@ def _sampling(generator: np.random.Generator) -> SamplingParams:
 
 def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[Case]:
     adapters: list[LoraAdapter | None] = [None, None]
-    for rank in RANKS:
+    for rank, dtype in zip(RANKS, ("F32", "BF16", "BF16", "F32", "BF16", "F32"), strict=True):
         targets = TARGETS if rank % 3 else [t for t in TARGETS if generator.integers(2)] or ["v_proj"]
-        adapters.append(random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3))
-    for rank in (1, 8, 16, 24):
+        adapters.append(random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3, dtype=dtype))
+    for rank, dtype in ((1, "BF16"), (8, "F32"), (16, "BF16"), (24, "F32")):
         targets = [t for t in TARGETS if generator.integers(2)] or ["o_proj"]
-        plain = random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3)
+        plain = random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3, dtype=dtype)
         adapters.append(with_random_extras(plain, spec, generator))
     prefixes = [tuple(generator.integers(3, 120, n).tolist()) for n in (0, 16, 40, 64)]
     cases = []
