@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What the suite's own configuration asks of plug-ins that such a machine may not have is left out.
 _PYTEST_INI = "[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\nmarkers =\n    e2e: not run here\n"
 _KERNELS, _ENGINE = "tests/kernels/triton", "tests/engine/torch_backend"
-_ENGINE_TESTS = ("decoder", "extras", "graphs", "adapters", "sampling", "memory", "loading", "triton")
+_ENGINE_TESTS = ("decoder", "extras", "graphs", "adapters", "sampling", "memory", "loading", "order", "triton")
 #: One test of each, for a run without a GPU.
 _SMALL_TESTS = {
     "kernel tests": (_KERNELS, f"{_KERNELS}/test_interpreting.py"),
