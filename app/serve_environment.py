@@ -15,7 +15,11 @@ from collections.abc import MutableMapping
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 
 #: Switch, value, and what it is for.
-RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (("RAY_USAGE_STATS_ENABLED", "0", "nothing is sent anywhere"),)
+RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
+    ("RAY_USAGE_STATS_ENABLED", "0", "nothing is sent anywhere"),
+    ("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0", "no hop between threads per frame: nothing of ours blocks"),
+    ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25", "the controller's idle loop takes cores from the engine"),
+)
 
 #: With HAProxy only.
 HA_PROXY_SWITCHES: tuple[tuple[str, str, str], ...] = (

@@ -1,11 +1,12 @@
 """What HTTP, text and Ray cost: the same requests through a running service and into an engine alone.
 
-In: the URL of a service started from a configuration file, and that file, from which the engine alone is
-built in this process. Out: tokens/s of both, first request to last token, and their ratio within a round;
-rounds are interleaved (`measuring.py`) and the idle one uses no CPU. Prompts are fresh in every round, so
-nobody profits from a prefix cache. The client runs on the same machine and is part of what HTTP costs.
+In: a configuration file, from which a service is started as `make serve` does, and the engine alone is built in
+this process. Out: tokens/s of both, first request to last token, and their ratio within a round; rounds are
+interleaved (`measuring.py`) and the idle one uses no CPU. Prompts are fresh in every round, so nobody profits from a
+prefix cache. The client runs on the same machine and is part of what HTTP costs. Beside it, the CPU time per token
+of each of the service's processes. With `--url` the service is one that runs already, and its processes are not known.
 
-    python -m load_tests.bench_http --url http://127.0.0.1:8000/v1 --config configs/serve.yaml --streams 1,8,32
+    python -m load_tests.bench_http --config configs/serve.yaml --streams 1,8,32
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +37,8 @@ from load_tests.client import Endpoint, closed_loop
 from load_tests.decoding import EngineDecoder
 from load_tests.lengths import words
 from load_tests.measuring import environment, ratios, rounds, spread
+from load_tests.process_tree import cpu_seconds
+from load_tests.service import Service, free_port, serve_arguments
 from load_tests.workload import PlannedRequest
 
 
@@ -49,7 +53,9 @@ class Case(NamedTuple):
 class Bench:
     """Both sides, ready to be asked the same. Raises PolyloraError for a configuration that does not load."""
 
-    def __init__(self, config: AppConfig, url: str, num_prompt_words: int, num_tokens: int, seed: int) -> None:
+    def __init__(
+        self, config: AppConfig, url: str, session_id: int | None, num_prompt_words: int, num_tokens: int, seed: int
+    ) -> None:
         checkpoint = load_checkpoint(resolve_model(config.model.uri), config.model.name)
         roots = [Path(root) for root in config.adapters.roots]
         adapters = [
@@ -59,6 +65,9 @@ class Bench:
         self._decoder = EngineDecoder(Engine(load_backend(checkpoint, config.engine), config.engine), adapters)
         self._tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         self._endpoint = Endpoint(url, extra_body={"ignore_eos": True})
+        self._session_id = session_id
+        #: CPU microseconds per token of each kind of process, by number of streams: one value per run over HTTP.
+        self.cpu_us: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self._base_name = config.model.name
         self._names = [adapter.name for adapter in config.adapters.preload]
         self._num_prompt_words, self._num_tokens = num_prompt_words, num_tokens
@@ -73,10 +82,17 @@ class Bench:
             adapters = [kinds[i % len(kinds)] for i in range(case.num_streams)]
         num_tokens = case.num_streams * self._num_tokens
         if case.over_http:
-            return num_tokens / self._http_s(prompts, adapters)
+            before = self._cpu_seconds()
+            seconds = self._http_s(prompts, adapters)
+            for role, used in self._cpu_seconds().items():
+                self.cpu_us[case.num_streams][role].append((used - before.get(role, 0.0)) / num_tokens * 1e6)
+            return num_tokens / seconds
         started = time.perf_counter()
         self._decoder.decode([self._tokenizer.encode(prompt) for prompt in prompts], adapters, self._num_tokens)
         return num_tokens / (time.perf_counter() - started)
+
+    def _cpu_seconds(self) -> Mapping[str, float]:
+        return {} if self._session_id is None else cpu_seconds(self._session_id)
 
     def _http_s(self, prompts: Sequence[str], adapters: Sequence[int | None]) -> float:
         requests = [
@@ -108,6 +124,7 @@ def run(bench: Bench, streams: Sequence[int], num_rounds: int, log: Callable[[di
 
     for case in cases[-4:]:
         bench.measure(case)  # connections, adapters, compiled code
+    bench.cpu_us.clear()
     values = rounds({case: partial(measure, case) for case in cases}, num_rounds)
     lines = [
         "| streams | adapters | engine alone, tokens/s | over HTTP, tokens/s | HTTP / engine alone |",
@@ -120,14 +137,21 @@ def run(bench: Bench, streams: Sequence[int], num_rounds: int, log: Callable[[di
             log({"kind": "ratio", "num_streams": n, "with_adapters": lora, **ratio._asdict()})
             used = "base and the adapters of the configuration in turn" if lora else "base"
             lines.append(f"| {n} | {used} | {spread(alone).median:.1f} | {spread(http).median:.1f} | {ratio} |")
+    if roles := sorted({role for n in streams for role in bench.cpu_us[n]}):
+        log({"kind": "cpu_us_per_token", "by_num_streams": bench.cpu_us})
+        lines += ["", "| CPU per token, microseconds | " + " | ".join(f"{n} streams" for n in streams) + " |"]
+        lines.append("|---|" + "---:|" * len(streams))
+        for role in roles:
+            used = [spread(bench.cpu_us[n][role]).median for n in streams]
+            lines.append(f"| {role} | " + " | ".join(f"{value:.0f}" for value in used) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="The same requests over HTTP and into an engine alone.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the running service, ending in /v1")
-    parser.add_argument("--config", type=Path, default=Path("configs/serve.yaml"), help="what it was started from")
+    parser.add_argument("--url", help="a service that runs already, ending in /v1; otherwise one is started")
+    parser.add_argument("--config", type=Path, default=Path("configs/serve.yaml"), help="what it is started from")
     parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
     parser.add_argument("--prompt-words", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=64)
@@ -135,8 +159,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/bench_http.jsonl"))
     arguments = parser.parse_args()
+    if arguments.url is not None:
+        print(measured(arguments, arguments.url, None))
+        return
+    port = free_port()
+    with Service(serve_arguments(str(arguments.config), port)) as service:
+        service.wait_for("Ready after")
+        print(measured(arguments, f"http://127.0.0.1:{port}/v1", service.process.pid))
+
+
+def measured(arguments: argparse.Namespace, url: str, session_id: int | None) -> str:
+    """Everything that is printed; the JSON lines are written on the way."""
     config = read_settings(arguments.config)
-    bench = Bench(config, arguments.url, arguments.prompt_words, arguments.tokens, arguments.seed)
+    bench = Bench(config, url, session_id, arguments.prompt_words, arguments.tokens, arguments.seed)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     machine = environment()
     with arguments.out.open("w") as file:
@@ -150,7 +185,7 @@ def main() -> None:
         table = run(bench, arguments.streams, arguments.rounds, log)
         after = environment()["load_average"]
         log({"kind": "end", "load_average": after})
-    print(
+    return (
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {after}. {arguments.prompt_words} words of prompt, {arguments.tokens} "
         f"tokens, {arguments.rounds} interleaved rounds.\n\n{table}"

@@ -47,7 +47,7 @@ def test_this_version_of_ray_knows_the_switch(name: str) -> None:
 
 
 def test_the_private_parts_of_serve_are_there() -> None:
-    """`serving._deploy` uses them; Ray's version is pinned, so a change arrives with a new pin only."""
+    """`serving._deploy` and the ingress use them; Ray's version is pinned, so a change arrives with a new pin only."""
     code = """if True:
         import inspect
         from ray.serve._private import api
@@ -58,6 +58,9 @@ def test_the_private_parts_of_serve_are_there() -> None:
         assert names <= set(inspect.signature(api._create_controller_and_proxy_refs).parameters)
         api._coerce_controller_options(None)
         assert callable(ServeControllerClient.deploy_apps) and callable(_set_global_client)
+        from ray.serve._private.handle_options import InitHandleOptions
+        from ray.serve.handle import DeploymentHandle
+        assert InitHandleOptions(_run_router_in_separate_loop=False) and callable(DeploymentHandle._init)
     """
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -9,12 +9,12 @@ its work, streaming or not.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -130,14 +130,14 @@ async def _respond(
     events = _events(job, answer_format, include_usage, usages)
     first = await while_connected(request, anext(events))
 
-    async def stream() -> AsyncGenerator[str]:
+    async def stream() -> AsyncGenerator[bytes]:
         status = 200
         try:
             async with aclosing(events):
                 yield first
                 async for event in events:
                     yield event
-                yield "data: [DONE]\n\n"
+                yield b"data: [DONE]\n\n"
         except Exception as error:
             # The status line is out: OpenAI's clients look for an error object in the stream.
             answer = error_answer(error)
@@ -152,17 +152,17 @@ async def _respond(
 
 async def _events(
     job: Job, answer_format: AnswerFormat, include_usage: bool, usages: list[Usage | None]
-) -> AsyncGenerator[str]:
+) -> AsyncGenerator[bytes]:
     offsets = [0] * len(job.requests)
     started = [not answer_format.is_chat] * len(job.requests)
     async with aclosing(job.deltas()) as deltas:
         async for index, delta in deltas:
-            text = ""
+            event = b""
             if not started[index]:
                 started[index] = True
-                text = _sse(answer_format.role_event(index))
+                event = _sse(answer_format.role_event(index))
             usages[index] = delta.usage or usages[index]
-            yield text + _sse(answer_format.event(index, delta, offsets[index]))
+            yield event + _sse(answer_format.event(index, delta, offsets[index]))
             offsets[index] += len(delta.text)
     if include_usage:
         yield _sse(answer_format.usage_event(usages, job.num_per_prompt))
@@ -255,8 +255,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _sse(body: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _sse(body: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % to_json(body)
 
 
 async def _http_exception(_: Request, error: Exception) -> Response:

@@ -51,6 +51,8 @@ class Ingress:
         self._metrics = IngressMetrics()
         self._registry = WatchedRegistry(self._store, ingress_id, self._count_adapters)
         placed: Watched[PlacementTable] = Watched(placement, ingress_id, PlacementTable())
+        # The router in this event loop: no hop between threads per frame. Other handles stay as Ray makes them.
+        engines._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
         self._transport = ServeTransport(engines)
         self._placer = ServePlacer(placement, placed)
         self._dispatcher = Dispatcher(

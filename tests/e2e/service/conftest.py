@@ -18,6 +18,7 @@ import hypothesis  # noqa: F401  (imported only at the end, its plug-in fails: R
 import openai
 import pytest
 
+from app.serve_environment import RAY_SWITCHES
 from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
@@ -77,7 +78,7 @@ def running_service(folder: Path, engine: dict[str, Any], num_replicas: int) -> 
         preload=list(RANKS),
         limits={"max_body_bytes": 200_000},
     )
-    process = serve_run(document, port)
+    process = serve_run(document, port, {name: value for name, value, _ in RAY_SWITCHES})  # as `polylora serve` does
     try:
         process.wait_until_healthy(600)
         yield Service(process, document, folder / "loras")
