@@ -168,7 +168,7 @@ class AdapterStore(Generic[T]):
                 self.moved("fetched again", kept.card.digest)
             if kept.card.digest != ref.digest:
                 raise AdapterMismatch(
-                    f"adapter {ref.name!r} was registered with contents {ref.digest[:12]} but {ref.uri} now holds "
+                    f"adapter {ref.name!r} was registered with contents {ref.digest[:12]} but its source now holds "
                     f"{kept.card.digest[:12]}; register it again"
                 )
         except Exception as error:

@@ -219,11 +219,14 @@ def base_model(service: HttpService) -> dict[str, Any]:
 
 
 def model_of(service: HttpService, entry: Entry) -> dict[str, Any]:
-    """As vLLM lists them: an adapter's `parent` is the base, `root` its contents; an alias's, its main target."""
+    """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
+
+    A place on this server is no client's business: the root of an adapter from there is its name.
+    """
     if isinstance(entry, AliasEntry):
         created, root = entry.updated_s, max(entry.targets, key=lambda target: target.weight).name
     else:
-        created, root = entry.registered_s, entry.ref.uri
+        created, root = entry.registered_s, entry.source if "://" in entry.source else entry.name
     return {
         "id": entry.name,
         "object": "model",

@@ -141,6 +141,21 @@ async def test_lists_have_pages(http: httpx.AsyncClient, service: Service) -> No
     assert (await http.get("/v1/models/x")).status_code == 404
 
 
+async def test_models_tell_remote_sources_and_no_path_of_the_server(http: httpx.AsyncClient, service: Service) -> None:
+    contents = service.managed.store.contents
+    contents["hf://org/sql@v1"] = contents["new"]
+    contents["/srv/secret/sql"] = contents["two"]
+    for name, source in (("far", "hf://org/sql@v1"), ("near", "/srv/secret/sql")):
+        assert (await http.post("/v1/loras?wait=true", json={"name": name, "path": source})).status_code == 201
+    await http.put("/v1/aliases/app", json={"targets": {"near": 1, "far": 3}})
+    models = await http.get("/v1/models")
+    roots = {model["id"]: model["root"] for model in models.json()["data"]}
+    assert roots == {"base": "base", "far": "hf://org/sql@v1", "near": "near", "sql": "sql", "app": "far"}
+    assert "/srv" not in models.text
+    assert (await http.get("/v1/models/near")).json()["root"] == "near"
+    assert "/srv/secret/sql" in (await http.get("/v1/loras/near")).text, "operators see it"
+
+
 async def test_a_canary_is_promoted_and_rolled_back(http: httpx.AsyncClient, service: Service) -> None:
     for name, source in (("v1", "new"), ("v2", "two")):
         await service.management.load_and_wait(name, source)
