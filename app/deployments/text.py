@@ -32,7 +32,10 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """One piece of an answer. `token_ids` and `logprobs` belong to the text so far; the last piece has a reason."""
+    """One piece of an answer. `token_ids` and `logprobs` belong to the text so far; the last piece has a reason.
+
+    `usage` counts all tokens so far, those without text too.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -86,10 +89,16 @@ async def text_deltas(
     matcher = StopMatcher(stops)
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    usage: Usage | None = None
     async with aclosing(chunks) as source:  # type: ignore[type-var]  # every source is a generator
         async for chunk in source:
             if chunk.finish_reason == "error":
                 raise chunk.error or EngineFailure("the engine ended the request without saying why")
+            if chunk.usage is not None:
+                usage = chunk.usage
+            elif usage is not None:
+                num_tokens = usage.completion_tokens + len(chunk.token_ids)
+                usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
             visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
             token_ids += visible
             logprobs += chunk.logprobs[: len(visible)]
@@ -100,7 +109,7 @@ async def text_deltas(
                 text += tail if stopped else tail + matcher.finish()
                 reason = "stop" if stopped else reason
             if text or reason is not None:
-                yield TextDelta(text, tuple(token_ids), tuple(logprobs), reason, chunk.usage)
+                yield TextDelta(text, tuple(token_ids), tuple(logprobs), reason, usage)
                 token_ids, logprobs = [], []
             if reason is not None:
                 return

@@ -83,6 +83,7 @@ class Usage:
 class TokenChunk:
     """What one step produced for one request. The last chunk of a request has `finish_reason` set.
 
+    The first and the last with tokens have `usage`: whoever has enough of an answer knows its cost so far.
     `matched_stop` is the stop or end-of-sequence token id that ended it (that id is the last of
     `token_ids`; the text layer hides it). `error` is set only with finish_reason "error".
     """

@@ -177,7 +177,8 @@ class Scheduler:
                 self._forget(sequence)
                 chunks.append(self._last_chunk(sequence, reason, (token_id,), logprobs))
             else:
-                chunks.append(TokenChunk(sequence.request_id, (token_id,), logprobs))
+                usage = sequence.usage() if sequence.num_tokens == sequence.num_given + 1 else None
+                chunks.append(TokenChunk(sequence.request_id, (token_id,), logprobs, usage=usage))
         assert row == len(drawn), "the backend drew a token for every sample row and no other"
         if num_finished:
             self._running = [sequence for sequence in self._running if sequence.status is Status.RUNNING]

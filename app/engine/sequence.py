@@ -34,7 +34,7 @@ class Sequence:
     `num_tokens` count. `block_table` [blocks for all of them] int32; the first `num_blocks` count.
     `order` is the number of its first admission, kept through preemption: the older of two
     sequences is never preempted for the younger. `bypassed` counts admissions of others made while
-    this one was first in fair order and had to wait. `num_charged` prompt tokens were priced to the tenant.
+    this one was first in fair order and had to wait. `num_given` tokens came with the request.
     """
 
     __slots__ = (
@@ -49,8 +49,8 @@ class Sequence:
         "max_tokens",
         "num_blocks",
         "num_cached",
-        "num_charged",
         "num_computed",
+        "num_given",
         "num_prompt",
         "num_tokens",
         "order",
@@ -81,7 +81,7 @@ class Sequence:
         self.bypassed = 0
 
         self.num_prompt = len(request.token_ids)
-        self.num_tokens = self.num_prompt + len(request.resume_token_ids)
+        self.num_given = self.num_tokens = self.num_prompt + len(request.resume_token_ids)
         self.max_tokens = sampling.max_tokens
         capacity = max(self.num_prompt + sampling.max_tokens, self.num_tokens)
         self.token_ids: NDArray[np.int32] = np.empty(capacity, np.int32)
@@ -89,7 +89,6 @@ class Sequence:
         self.token_ids[self.num_prompt : self.num_tokens] = request.resume_token_ids
         self.num_computed = 0
         self.num_cached: int | None = None
-        self.num_charged = 0
 
         self.block_size = block_size
         self.block_table: NDArray[np.int32] = np.zeros(-(-capacity // block_size), np.int32)

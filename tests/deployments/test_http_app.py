@@ -53,6 +53,21 @@ async def test_answers_and_streams_of_both_routes(http: httpx.AsyncClient) -> No
         assert whole["usage"]["completion_tokens"] == 12
 
 
+async def test_an_answer_that_ends_at_a_stop_string_is_counted(http: httpx.AsyncClient) -> None:
+    body = LEGACY | {"temperature": 0, "max_tokens": 20}
+    text = (await http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    stop = text[4:7]
+    length = text.index(stop) + len(stop)
+    for changes in ({}, {"n": 2}):
+        stopped = (await http.post("/v1/completions", json=body | {"stop": stop} | changes)).json()
+        assert stopped["choices"][0]["text"] == text[: text.index(stop)]
+        num_completion = length * len(stopped["choices"])
+        assert (stopped["usage"]["prompt_tokens"], stopped["usage"]["completion_tokens"]) == (2, num_completion)
+    streamed = body | {"stop": stop, "stream": True, "stream_options": {"include_usage": True}}
+    usage = events((await http.post("/v1/completions", json=streamed)).text)[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, length)
+
+
 async def test_adapters_are_chosen_by_any_spelling(http: httpx.AsyncClient) -> None:
     async def text(**fields: Any) -> str:
         body = LEGACY | {"temperature": 0, "max_tokens": 20} | fields

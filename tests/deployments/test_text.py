@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -34,9 +35,10 @@ def chunks_of(
     borders = [0, *sorted({cut % (len(data) + 1) for cut in cuts}), len(data)]
     pieces = [data[a:b] for a, b in itertools.pairwise(borders)]
     chunks = [
-        TokenChunk("r", tuple(piece), tuple(TokenLogprobs(token, -0.5) for token in piece), usage=Usage(1, 0, 1))
-        for piece in pieces[:-1]
+        TokenChunk("r", tuple(piece), tuple(TokenLogprobs(token, -0.5) for token in piece)) for piece in pieces[:-1]
     ]
+    if chunks:  # as engines tell it: with the first tokens and the last
+        chunks[0] = replace(chunks[0], usage=Usage(1, 0, len(pieces[0])))
     last = (*pieces[-1], *([] if matched_stop is None else [matched_stop]))
     logprobs = tuple(TokenLogprobs(token, -0.5) for token in last)
     return [*chunks, TokenChunk("r", last, logprobs, reason, matched_stop, Usage(1, 0, len(data)))]  # type: ignore[arg-type]
@@ -76,6 +78,8 @@ async def test_any_chunking_gives_the_text_before_the_first_stop(text: str, stop
     assert result[-1].finish_reason == ("stop" if found else "length")
     assert all(delta.finish_reason is None for delta in result[:-1])
     assert source.closed
+    num_read = sum(len(chunk.token_ids) for chunk in source.chunks[: source.num_read])
+    assert result[-1].usage == Usage(1, 0, num_read), "what was computed for an answer is counted, however it ends"
     if not found:
         assert [token for delta in result for token in delta.token_ids] == list(text.encode())
         assert sum(len(delta.logprobs) for delta in result) == len(text.encode())
