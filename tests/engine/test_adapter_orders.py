@@ -7,11 +7,13 @@ from collections import deque
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterFormatError, EngineFailure, NotReady
-from app.engine.request import SamplingParams
-from tests.engine.driving import ADAPTERS, assert_as_alone, assert_empty, make_engine, run
+from app.engine.request import SamplingParams, TokenChunk
+from tests.engine.driving import ADAPTERS, Submitted, assert_as_alone, assert_empty, collect, make_engine, run
 from tests.fakes import fake_adapter, fake_request
 
 
@@ -196,3 +198,67 @@ def test_orders_of_many_threads_at_the_end_are_all_answered() -> None:
         thread.join(120)
     assert len(answers) == 1600
     assert all(answer.done() for answer in answers)
+
+
+#: Submit, abort, drop, bring: an index of ADAPTERS (None: the base). Keep: several of them. Step: how many.
+EVENTS = st.one_of(
+    st.tuples(st.just("submit"), st.sampled_from([None, *range(len(ADAPTERS))])),
+    st.tuples(st.just("submit"), st.sampled_from([None, *range(len(ADAPTERS))])),
+    st.tuples(st.just("abort"), st.integers(0, 40)),
+    st.tuples(st.sampled_from(["drop", "bring"]), st.integers(0, len(ADAPTERS) - 1)),
+    st.tuples(st.just("keep"), st.frozensets(st.integers(0, len(ADAPTERS) - 1), max_size=3)),
+    st.tuples(st.just("step"), st.integers(1, 6)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    events=st.lists(EVENTS, min_size=1, max_size=40),
+    rows=st.sampled_from([32, 48, 64]),
+    slots=st.integers(2, 6),
+    write_bytes=st.sampled_from([1, 10_000]),
+    max_sequences=st.integers(1, 4),
+)
+def test_orders_in_any_company_end_and_nothing_is_left(
+    events: list[tuple[str, Any]], rows: int, slots: int, write_bytes: int, max_sequences: int
+) -> None:
+    engine, _ = make_engine(
+        rows=rows,
+        max_adapter_slots=slots,
+        adapter_write_bytes_per_step=write_bytes,
+        max_batch_sequences=max_sequences,
+    )
+    submitted: dict[str, Submitted] = {}
+    out: dict[str, list[TokenChunk]] = {}
+    answers: list[Any] = []
+    for number, (what, which) in enumerate(events):
+        if what == "submit":
+            adapter = None if which is None else ADAPTERS[which]
+            sampling = SamplingParams(max_tokens=1 + number % 9, temperature=0.0)
+            request = fake_request(f"r{number}", [number % 60, 3, 5], adapter, sampling=sampling)
+            engine.submit(request, adapter)
+            submitted[request.request_id] = (request, adapter)
+        elif what == "abort":
+            engine.abort(f"r{which}")
+        elif what == "drop":
+            answers.append(engine.drop_adapter(ADAPTERS[which].card.digest))
+        elif what == "bring":
+            answers.append(engine.bring_adapter(ADAPTERS[which], ref_of(which)))
+        elif what == "keep":
+            engine.keep_adapters([ADAPTERS[index].card.digest for index in which])
+        else:
+            for _ in range(which):
+                collect(out, engine.step())
+                engine.check()
+    for request_id, chunks in run(engine).items():
+        out.setdefault(request_id, []).extend(chunks)
+    assert engine.failure is None
+    assert all(answer.done() for answer in answers)
+    assert {type(answer.exception()) for answer in answers} <= {type(None), NotReady}
+    assert set(out) == set(submitted)
+    for request_id, chunks in out.items():
+        if chunks[-1].finish_reason == "error":
+            assert isinstance(chunks[-1].error, NotReady), "kept ones leave no room"
+        elif chunks[-1].finish_reason != "abort":
+            assert_as_alone(submitted[request_id], chunks)
+    assert_empty(engine)
