@@ -195,9 +195,9 @@ async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make_fleet:
     await asyncio.gather(*tasks, return_exceptions=True)
     for replica in fleet.replicas.values():
         await until(lambda replica=replica: not replica.engine.has_work)
+        await until(lambda replica=replica: replica.service.num_waiting_for_adapters == 0)
         stats = replica.thread.stats()
         assert stats.num_blocks_free == stats.num_blocks
-        assert replica.service.num_waiting_for_adapters == 0
     assert dispatcher.num_streams == 0
     assert dispatcher._inflight == {}
     await dispatcher.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,7 +138,7 @@ class Stuck:
 
     def fetch(self, uri: str, folder: Path) -> str:  # noqa: ARG002
         self.asked.append(uri)
-        assert self.gate.wait(60)
+        assert self.gate.wait(600)
         return uri
 
 
@@ -151,14 +152,18 @@ def test_a_source_that_hangs_is_left_alone_and_taken_up_again(tmp_path: Path, mo
             fetch("models://a/x")
     with pytest.raises(SourceError, match="models://a is not asked for models://a/y: 2 earlier fetches"):
         fetch("models://a/y")
+    deadline_s = time.monotonic() + 600
+    while len(stuck.asked) < 2:  # the caller's time may be up before its thread has begun
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
     assert len(stuck.asked) == 2
     with pytest.raises(SourceError, match="within"):
         fetch("models://b/x")
     stuck.gate.set()
-    patient = Sources([tmp_path], [TimedFetcher(stuck, 60.0)])
+    patient = Sources([tmp_path], [TimedFetcher(stuck, 600.0)])
     place = patient.locate("models://a/z")
     assert place.fetch(tmp_path) == "models://a/z"  # type: ignore[union-attr]
     for thread in threading.enumerate():
         if thread.name == "adapter-source":
-            thread.join(60)
+            thread.join(600)
     assert not +sources._fetchers[0]._hanging  # type: ignore[attr-defined]

@@ -84,8 +84,10 @@ def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: 
     for split in found[1:4]:
         assert split["lines"].keys() == whole["lines"].keys()
         for name, lines in whole["lines"].items():
-            assert [line[0] for line in split["lines"][name]] == [line[0] for line in lines]
-            assert np.allclose([line[1] for line in split["lines"][name]], [line[1] for line in lines], atol=1e-4)
+            for (token, logprob), (found_token, found_logprob) in zip(lines, split["lines"][name], strict=True):
+                assert abs(logprob - found_logprob) <= 1e-4
+                if token != found_token:
+                    break  # both are likeliest: a tie, after which the answers are two
     assert whole["collectives"] == []
     # The layers share one loop body: a sum after o, one after down, and the logits' parts put together. The last
     # program was built without adapter tables; it has the same.

