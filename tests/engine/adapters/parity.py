@@ -52,6 +52,24 @@ def tiny_model(family: str, **changes: object) -> Any:
     return model_class(config_class(**(_SIZES | changes))).eval()
 
 
+def fused_twin(model: Any) -> Any:
+    """A Phi-3 that computes what a tiny Qwen2 does: the same weights, with q/k/v and gate/up in one module each."""
+    config = {name: getattr(model.config, name) for name in (*_SIZES, "tie_word_embeddings", "rope_parameters")}
+    twin = Phi3ForCausalLM(Phi3Config(**config, rms_norm_eps=model.config.rms_norm_eps)).eval()
+    state = model.state_dict()
+    for layer in range(model.config.num_hidden_layers):
+        for suffix, targets in _FUSED_TARGETS.items():
+            parent, name = f"model.layers.{layer}.{suffix}".rsplit(".", 1)
+            for kind in ("weight", "bias"):
+                parts = [state.pop(f"{parent}.{target}.{kind}", None) for target in targets]
+                if parts[0] is not None:
+                    module = twin.get_submodule(f"{parent}.{name}")
+                    setattr(module, kind, torch.nn.Parameter(torch.cat(parts)))
+                    state[f"{parent}.{name}.{kind}"] = torch.cat(parts)
+    twin.load_state_dict(state)
+    return twin
+
+
 def spec_of(model: Any) -> ModelSpec:
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.engine.adapters.peft_config import INERT_KEYS, OFF_VALUES
-from tests.engine.adapters.test_peft_parity import BEYOND, OPTIONS
+from tests.engine.adapters.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
 START = "<!-- options: written by tests/engine/adapters/test_docs.py -->\n"
@@ -17,12 +17,10 @@ END = "<!-- end of options -->\n"
 
 def options_table() -> str:
     lines = ["| option | |", "|---|---|"]
-    lines += [f"| {option} | served |" for option in OPTIONS]
+    lines += [f"| {option} | served |" for option in (*OPTIONS, *FUSED, *HALVES)]
     lines += [
         f"| {option} | served; off its CPU form the JAX engine refuses {_features(option)} |" for option in BEYOND
     ]
-    lines += ["| targets saved fused (`qkv_proj`, `gate_up_proj`) | served |"]
-    lines += ["| bf16, f16 and f32 tensors | served |"]
     lines += [f"| `{key}` | refused unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]
     lines += [f"| {', '.join(f'`{key}`' for key in sorted(INERT_KEYS))} | ignored: no effect once trained |"]
     lines += ["| any other key | refused |"]

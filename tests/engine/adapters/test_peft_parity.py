@@ -133,6 +133,16 @@ BEYOND: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
 }
 
+#: Targets saved fused: what is asked of PEFT on a model that has them so.
+FUSED: dict[str, dict[str, Any]] = {
+    "targets saved fused: qkv_proj": {"target_modules": ["qkv_proj"]},
+    "targets saved fused: gate_up_proj": {"target_modules": ["gate_up_proj"]},
+    "targets saved fused: all": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
+    "targets saved fused: all-linear": {"target_modules": "all-linear"},
+}
+#: Types that tensors are saved in, beside float32.
+HALVES = {"bf16 tensors": torch.bfloat16, "f16 tensors": torch.float16}
+
 
 @cache
 def _model(family: str) -> Any:
@@ -215,26 +225,28 @@ def test_option_gives_pefts_logits(tmp_path: Path, family: str, option: str) -> 
     assert moved == 0 or moved > 1e-3
 
 
-@pytest.mark.parametrize("target", ["qkv_proj", "gate_up_proj", "all", "all-linear"])
-def test_fused_targets_give_pefts_logits(tmp_path: Path, target: str) -> None:
-    names = {"all": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "all-linear": "all-linear"}
-    options = {"target_modules": names.get(target, [target]), "alpha_pattern": {r"layers.1.*_proj": 7}}
+@pytest.mark.parametrize("option", FUSED)
+def test_fused_targets_give_pefts_logits(tmp_path: Path, option: str) -> None:
+    options = FUSED[option] | {"alpha_pattern": {r"layers.1.*_proj": 7}}
     save_random_adapter(_model("phi3"), tmp_path, _config(options))
     assert _check("phi3", tmp_path) > 1e-3
     adapter = read_peft(tmp_path, spec_of(_model("phi3")))
-    if target != "gate_up_proj":
+    if LoraKey(0, "q_proj") in adapter.weights:
         shared = [adapter.weights[LoraKey(0, name)].a for name in ("q_proj", "k_proj", "v_proj")]
         assert shared[0] is shared[1] is shared[2]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_tensors_give_pefts_logits(tmp_path: Path, dtype: str) -> None:
-    import torch
-
+@pytest.mark.parametrize("option", HALVES)
+def test_half_precision_tensors_give_pefts_logits(tmp_path: Path, option: str) -> None:
     save_random_adapter(_model("llama"), tmp_path, _config({"target_modules": ALL}))
-    path = tmp_path / "adapter_model.safetensors"
-    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(path).items()}, path)
+    halve(tmp_path, HALVES[option])
     assert _check("llama", tmp_path) > 1e-3
+
+
+def halve(folder: Path, dtype: torch.dtype) -> None:
+    """Round a saved adapter's tensors."""
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
 
 
 def test_a_module_left_out_would_be_noticed(tmp_path: Path) -> None:

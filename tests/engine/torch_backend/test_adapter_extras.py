@@ -13,8 +13,24 @@ from app.engine.adapters.lora import FEATURES, LoraAdapter
 from app.engine.adapters.packing import pack_adapter, unpack_adapter
 from app.engine.adapters.peft import read_peft
 from app.engine.torch_backend.cpu_backend import CpuBackend
-from tests.engine.adapters.parity import peft_logits, random_tokens, save_random_adapter, tiny_model
-from tests.engine.adapters.test_peft_parity import ALL, BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
+from tests.engine.adapters.parity import (
+    base_logits,
+    fused_twin,
+    peft_logits,
+    random_tokens,
+    save_random_adapter,
+    tiny_model,
+)
+from tests.engine.adapters.test_peft_parity import (
+    ALL,
+    BEYOND,
+    FUSED,
+    HALVES,
+    OPTIONS,
+    PEFT_WARNINGS,
+    TOLERANCE,
+    halve,
+)
 from tests.engine.torch_backend.checkpoints import tiny_model as checkpoint_model
 from tests.engine.torch_backend.served import CONFIG, backend_of, served_logits
 
@@ -47,24 +63,32 @@ def _read(model: Any, backend: CpuBackend, folder: Path, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_all_kinds_in_one_batch_are_pefts_and_leave_the_others_alone(tmp_path: Path, tied: bool) -> None:
+def test_every_option_in_one_batch_is_pefts_and_leaves_the_others_alone(tmp_path: Path, tied: bool) -> None:
     model = tiny_model("qwen2", tie_word_embeddings=tied)
+    twin = fused_twin(model)
     backend = backend_of(model, tmp_path / "model")
-    options = {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER
-    options |= {name: OPTIONS[name] for name in ("plain LoRA", "one target", "rsLoRA")}
+    options = OPTIONS | {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER | FUSED
+    options |= dict.fromkeys(HALVES, OPTIONS["plain LoRA"])
     names = [str(name) for name in np.random.default_rng().permutation(list(options))]
     folders = {name: tmp_path / str(index) for index, name in enumerate(names)}
-    adapters = {name: _read(model, backend, folders[name], options[name]) for name in names}
+    trained = {name: twin if name in FUSED else model for name in names}
+    adapters = {}
+    for name in names:
+        adapters[name] = _read(trained[name], backend, folders[name], options[name])
+        if name in HALVES:
+            halve(folders[name], HALVES[name])
+            adapters[name] = read_peft(folders[name], backend.spec)
     tokens = random_tokens(model, 1, 21)
+    np.testing.assert_allclose(base_logits(twin, tokens), base_logits(model, tokens), rtol=0, atol=TOLERANCE)
 
     served = dict(zip([*names, "base"], served_logits(backend, [*adapters.values(), None], tokens), strict=True))
     for name in names:
         np.testing.assert_allclose(
-            served[name], peft_logits(model, folders[name], tokens), rtol=0, atol=TOLERANCE, err_msg=name
+            served[name], peft_logits(trained[name], folders[name], tokens), rtol=0, atol=TOLERANCE, err_msg=name
         )
     # Rows without extras are computed as if there were none: the bits of a batch that has none.
     plain = [name for name in names if not adapters[name].features]
-    assert len(plain) == 3
+    assert len(plain) == len(OPTIONS) + len(FUSED) + len(HALVES)
     without = served_logits(backend, [*(adapters[name] for name in plain), None], tokens)
     for name, logits in zip([*plain, "base"], without, strict=True):
         np.testing.assert_array_equal(logits, served[name], err_msg=name)
