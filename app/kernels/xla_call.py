@@ -83,14 +83,16 @@ def _address_of(kind: Any) -> Any:
     @intrinsic
     def pointer(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(kind).as_pointer())
+            return builder.inttoptr(args[0], context.get_data_type(kind).as_pointer())
 
         return types.CPointer(kind)(types.intp), codegen
 
     return pointer
 
 
-_to_words, _to_ints, _to_floats = (_address_of(kind) for kind in (types.int64, types.int32, types.float32))
+_to_words, _to_ints, _to_floats, _to_bools = (
+    _address_of(kind) for kind in (types.int64, types.int32, types.float32, types.boolean)
+)
 
 
 @compiled
@@ -103,6 +105,12 @@ def floats(address, shape):
 def ints(address, shape):
     """The int32 array at an address."""
     return carray(_to_ints(address), shape)
+
+
+@compiled
+def bools(address, shape):
+    """The array of truth values at an address, a byte each."""
+    return carray(_to_bools(address), shape)
 
 
 @compiled

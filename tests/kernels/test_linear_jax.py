@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -12,11 +13,11 @@ from app.kernels.extras._cpu import ATTENTION_NORM, MLP_NORM, ExtraTables, empty
 from app.kernels.extras._ffi import packed_tables
 from app.kernels.linear import _ffi
 from app.kernels.matmul._cpu import pack
-from app.kernels.sgmv._cpu import adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._cpu import RowPlaces, adapter_runs, shrink_tasks
+from app.kernels.sgmv._writing import WritePlans, write_narrow_plan
 from app.kernels.team import Team
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
-from tests.kernels.test_sgmv import CASES, PLACES, ROWS
+from tests.kernels.test_sgmv import CASES, NARROW, PLACES, ROWS
 
 Floats = NDArray[np.float32]
 
@@ -31,11 +32,15 @@ def no_adapters(num_layers: int, d_in: int, d_out: int) -> _ffi.Adapted:
     """Of a step of base tokens."""
     a = tuple(np.zeros((num_layers, 1, d_in, 8), np.float32) for _ in range(7))
     b = tuple(np.zeros((num_layers, d_out // 16, 8, 16), np.float32) for _ in range(7))
-    return _adapted(a, b, np.zeros((num_layers, 1, 7), np.int32), np.zeros(1, np.int32), "no tokens", None)
+    return _adapted(a, b, np.zeros((num_layers, 1, 7), np.int32), _places(1), "no tokens", None)
+
+
+def _places(num_slots: int) -> RowPlaces:
+    return RowPlaces(np.zeros(num_slots, np.int32), np.zeros(num_slots, np.bool_))
 
 
 def _adapted(
-    a: tuple[Floats, ...], b: tuple[Floats, ...], ranks: NDArray[np.int32], row_starts: NDArray[np.int32], case: str,
+    a: tuple[Floats, ...], b: tuple[Floats, ...], ranks: NDArray[np.int32], places: RowPlaces, case: str,
     extras: ExtraTables | None,
 ) -> _ffi.Adapted:  # fmt: skip
     counts, adapter_slots = [n for n, _ in CASES[case]], [s for _, s in CASES[case]]
@@ -53,7 +58,7 @@ def _adapted(
     num_extra = jnp.int32(0 if extras is None else len(runs))
     tasks = shrink_tasks(runs)
     return _ffi.Adapted(
-        a, b, row_starts, ranks, packed_tables(tables), lines(runs), jnp.int32(len(runs)), lines(tasks),
+        a, b, *places, ranks, packed_tables(tables), lines(runs), jnp.int32(len(runs)), lines(tasks),
         jnp.int32(len(tasks)), jnp.int32(ranks.max()), lines(runs), num_extra, lines(runs[:0]), jnp.int32(0), slots,
         np.zeros(3, np.int32),
     )  # fmt: skip
@@ -70,21 +75,28 @@ class _Model:
         self.pairs: dict[tuple[int, ...], tuple[Floats, Floats]] = {}
         self.own: dict[tuple[str | int, ...], Floats] = {}
         self.ranks = np.zeros((LAYERS, len(PLACES), 7), np.int32)
-        self.row_starts = np.array([start for start, _ in PLACES], np.int32)
+        self.places = _places(len(PLACES))
+        self.places.starts[:] = [start for start, _ in PLACES]
         a = tuple(np.full((LAYERS, ROWS // 8, depth, 8), np.nan, np.float32) for depth in DEPTHS)
         b = tuple(np.full((LAYERS, width // 16, ROWS, 16), np.nan, np.float32) for width in WIDTHS)
         self.tables = a, b
         self.extras = empty_tables(LAYERS, len(PLACES), 7) if with_extras else None
         self.held: list[Floats] = []
         for slot, (start, rank) in enumerate(PLACES[1:], start=1):
-            for layer in range(LAYERS):
-                for n in range(7):
-                    if generator.integers(5) == 0:
-                        continue  # a module that the adapter leaves alone
-                    pair = normal(generator, rank, DEPTHS[n]), normal(generator, rank, WIDTHS[n])
-                    self.pairs[layer, slot, n] = pair
-                    self.ranks[layer, slot, n] = rank
-                    Team(1).run(write_plan, 1, WritePlans(a, b).plan([(layer, n, *pair)], start))
+            modules, dtype = [], ml_dtypes.bfloat16 if slot in NARROW else np.float32
+            for layer, n in np.ndindex(LAYERS, 7):
+                if generator.integers(5) == 0:
+                    continue  # a module that the adapter leaves alone
+                a_n, b_n = (
+                    normal(generator, rank, size).astype(dtype).astype(np.float32) for size in (DEPTHS[n], WIDTHS[n])
+                )
+                self.pairs[layer, slot, n] = a_n, b_n
+                self.ranks[layer, slot, n] = rank
+                modules.append((layer, n, a_n, b_n))
+            too_fine = np.zeros(1, np.bool_)
+            Team(1).run(write_narrow_plan, 2, WritePlans(a, b).plan(modules, start), too_fine)
+            self.places.in_bf16[slot] = not too_fine[0]
+        assert tuple(np.flatnonzero(self.places.in_bf16)) == NARROW
         if self.extras is not None:
             for name, odds in (("scales", 2), ("shifts", 2), ("weights", 4)):
                 for place in np.argwhere(generator.integers(odds, size=self.ranks[:, 1:].shape) == 0):
@@ -100,7 +112,7 @@ class _Model:
         getattr(self.extras, name)[place] = self.held[-1].ctypes.data
 
     def adapted(self, case: str) -> _ffi.Adapted:
-        return _adapted(*self.tables, self.ranks, self.row_starts, case, self.extras)
+        return _adapted(*self.tables, self.ranks, self.places, case, self.extras)
 
     def normed(self, x: Floats, slot: int, norm: int) -> NDArray[np.float64]:
         weight = self.own.get(("norms", 1, slot, norm), self.norm[1])

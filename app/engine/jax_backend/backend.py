@@ -116,9 +116,9 @@ class JaxBackend:
         count = next(count for count in self._classes if count >= adapter.card.max_rank)
         if count not in self._writers:  # only with skip_precompile
             self._writers[count] = self._compile_writer(count)
-        self._adapters.assign(adapter_slot, row_start, adapter)
+        rows = self._adapters.assign(adapter_slot, row_start, adapter, count)
         if adapter.weights:
-            self._rows = self._writers[count](self._rows, self._adapters.rows_of(adapter, count), np.int32(row_start))
+            self._rows = self._writers[count](self._rows, rows, np.int32(row_start))
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
         """See `Backend.is_ready`: a write has ended when it returns."""

@@ -1,8 +1,9 @@
 """Adapters in the CPU form: rank rows as the CPU kernels read them, and what an adapter has beside them.
 
 In: an adapter, its slot and its rows. Out: arguments of the programs, of shapes that no adapter changes: rank rows,
-written by a donated update of one shape per rank class; per slot, where an adapter's rows begin, its ranks, and the
-addresses of its extras (`app.engine.cpu_extras`), put on the device anew when they have changed.
+written by a donated update of one shape per rank class; per slot, where an adapter's rows begin, whether they have two
+bytes per value, its ranks, and the addresses of its extras (`app.engine.cpu_extras`), put on the device anew when they
+have changed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from app.engine.models.spec import ModelSpec
 from app.kernels.extras._ffi import packed_tables
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import WritePlans, write_narrow_plan
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -45,10 +46,11 @@ class CpuRows(NamedTuple):
 
 
 class CpuTables(NamedTuple):
-    """rows; row_starts: [S] int32; ranks: [L, S, 7] int32; extras: `packed_tables`."""
+    """starts: [S] int32; in_bf16: [S] bool; ranks: [L, S, 7] int32; extras: `packed_tables`."""
 
     rows: CpuRows
-    row_starts: Any
+    starts: Any
+    in_bf16: Any
     ranks: Any
     extras: Any
 
@@ -62,13 +64,13 @@ class CpuAdapters:
         """`max_samples`: rows that a step may sample. Extras are for one shard only."""
         self._spec, self._sizes = spec, sizes
         self._columns = shard_columns(spec, sizes.num_shards)
-        self._row_starts = np.zeros(num_slots, np.int32)
+        self._starts, self._in_bf16 = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.bool_)
         self._ranks = np.zeros((sizes.num_layers, num_slots, len(TARGETS)), np.int32)
         self._team = Team(len(os.sched_getaffinity(0)))
         self._extras = AdapterExtras(spec, _PackedModules(spec, sizes, weights), num_slots, self._team)
         self._head_inputs = np.zeros((max_samples, 0), np.float32)
         self._replicated = NamedSharding(mesh, P())
-        self._places_on_device: tuple[Array, Array] | None = None
+        self._places_on_device: tuple[Array, Array, Array] | None = None
         self._extras_on_device: Array | None = None
 
     def warm_up(self) -> None:
@@ -97,12 +99,11 @@ class CpuAdapters:
             tuple(P() if row else P(None, TENSOR_AXIS) for row in is_row),
         )
 
-    def rows_of(self, adapter: LoraAdapter, num_rows: int) -> CpuRows:
-        """The adapter's rows, `num_rows` of them; arbitrary where it has none, which nobody reads."""
-        return self._pack([(key, pair.a, pair.b) for key, pair in adapter.weights.items()], num_rows)
+    def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, num_rows: int) -> CpuRows:
+        """From now on the slot's adapter is this one; its rows, `num_rows` of them, are to be written at `row_start`.
 
-    def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
-        """From now on the slot's adapter is this one. Raises AdapterMismatch for extras with several shards."""
+        They are arbitrary where it has none, which nobody reads. Raises AdapterMismatch for extras with several shards.
+        """
         if adapter.features and not self._sizes.applies_extras:
             raise not_plain(adapter, f"engine.tensor_parallel {self._sizes.num_shards}")
         self.release(adapter_slot)
@@ -112,10 +113,13 @@ class CpuAdapters:
         self._ranks[:, adapter_slot] = 0
         for key, pair in adapter.weights.items():
             self._ranks[key.layer, adapter_slot, TARGETS.index(key.target)] = pair.rank
-        self._row_starts[adapter_slot] = row_start
+        modules = [(key, pair.a, pair.b) for key, pair in adapter.weights.items()]
+        rows, self._in_bf16[adapter_slot] = self._pack(modules, num_rows)
+        self._starts[adapter_slot] = row_start
         self._places_on_device = None
         if self._extras.head_width > self._head_inputs.shape[1]:
             self._head_inputs = np.zeros((len(self._head_inputs), self._extras.head_width), np.float32)
+        return rows
 
     def release(self, adapter_slot: int) -> None:
         """Free what the slot's adapter has beside rank rows."""
@@ -126,8 +130,8 @@ class CpuAdapters:
     def tables(self, rows: CpuRows) -> CpuTables:
         """The programs' argument."""
         if self._places_on_device is None:
-            row_starts, ranks = self._row_starts.copy(), self._ranks.copy()  # what is given to JAX stays as it is
-            self._places_on_device = self._put(row_starts), self._put(ranks)
+            starts, in_bf16, ranks = self._starts.copy(), self._in_bf16.copy(), self._ranks.copy()  # JAX may keep them
+            self._places_on_device = self._put(starts), self._put(in_bf16), self._put(ranks)
         if self._extras_on_device is None:
             self._extras_on_device = self._put(packed_tables(self._extras.tables))
         return CpuTables(rows, *self._places_on_device, self._extras_on_device)
@@ -156,7 +160,7 @@ class CpuAdapters:
         """End the threads that write adapters."""
         self._team.close()
 
-    def _put(self, array: NDArray[np.int32]) -> Array:
+    def _put(self, array: NDArray[np.int32 | np.bool_]) -> Array:
         placed: Array = jax.device_put(array, self._replicated)
         return placed
 
@@ -165,8 +169,9 @@ class CpuAdapters:
         group, index = GROUP_OF[target], self._sizes.module_index(target)
         return self._sizes.group_inputs[group], self._sizes.module_widths[group][index]
 
-    def _pack(self, modules: list[tuple[LoraKey, Floats, Floats]], num_rows: int) -> CpuRows:
-        parts = []
+    def _pack(self, modules: list[tuple[LoraKey, Floats, Floats]], num_rows: int) -> tuple[CpuRows, bool]:
+        """The rows, and whether they are bfloat16's: in every shard or in none."""
+        parts, own, plans = [], [], []
         for shard in range(self._sizes.num_shards):
             a_tables, b_tables = self._empty(num_rows)
             lines = []
@@ -177,16 +182,20 @@ class CpuAdapters:
                 own_a = np.ascontiguousarray(a[:, mine] if is_row and not whole else a)
                 own_b = np.ascontiguousarray(b if is_row or whole else b[:, mine])
                 lines.append((key.layer, TARGETS.index(key.target), own_a, own_b))
-            self._team.run(write_plan, 1, WritePlans(a_tables, b_tables).plan(lines, 0))
             parts.append((a_tables, b_tables))
+            own.append(lines)  # must live until the plans have been carried out
+            plans.append(WritePlans(a_tables, b_tables).plan(lines, 0))
+        too_fine = np.zeros(1, np.bool_)
+        self._team.run(write_narrow_plan, 2, np.concatenate(plans), too_fine)
+        in_bf16 = not too_fine[0]
         if len(parts) == 1:
-            return CpuRows(*(tuple(tables) for tables in parts[0]))
+            return CpuRows(*(tuple(tables) for tables in parts[0])), in_bf16
         all_a, all_b = [], []
         for n, target in enumerate(TARGETS):
             is_row = GROUP_OF[target] in ROW_PARALLEL
             all_a.append(np.concatenate([part[0][n] for part in parts], axis=2) if is_row else parts[0][0][n])
             all_b.append(parts[0][1][n] if is_row else np.concatenate([part[1][n] for part in parts], axis=1))
-        return CpuRows(tuple(all_a), tuple(all_b))
+        return CpuRows(tuple(all_a), tuple(all_b)), in_bf16
 
     def _empty(self, num_rows: int) -> tuple[list[Floats], list[Floats]]:
         """One shard's rows."""

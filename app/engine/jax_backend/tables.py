@@ -60,8 +60,8 @@ class XlaAdapters:
             a_qkv=P(), a_o=split, a_gate_up=P(), a_down=split, b_qkv=split, b_o=P(), b_gate_up=split, b_down=P()
         )
 
-    def rows_of(self, adapter: LoraAdapter, num_rows: int) -> AdapterTables:
-        """The adapter's rows, `num_rows` of them, as NumPy arrays in the tables' layout, zero where it has nothing."""
+    def _rows_of(self, adapter: LoraAdapter, num_rows: int) -> AdapterTables:
+        """As NumPy arrays in the tables' layout, zero where it has nothing."""
         sizes = self._sizes
         arrays: dict[str, NDArray[np.float32]] = {
             name: np.zeros(shape, np.float32) for name, shape in self.shapes(num_rows)._asdict().items()
@@ -81,12 +81,16 @@ class XlaAdapters:
                 by_shard[:rank, :, start : start + mine.shape[1]] = pair.b[:, mine]
         return AdapterTables(**arrays)
 
-    def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
-        """From now on the slot's adapter is this one. Raises AdapterMismatch for one that is not plain LoRA."""
+    def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, num_rows: int) -> AdapterTables:
+        """From now on the slot's adapter is this one; its rows, `num_rows` of them, are to be written at `row_start`.
+
+        Raises AdapterMismatch for one that is not plain LoRA.
+        """
         if adapter.features:
             raise not_plain(adapter, f"engine.jax_form {self._sizes.form}")
         self._row_starts[adapter_slot] = row_start
         self._ranks[adapter_slot] = adapter.card.max_rank
+        return self._rows_of(adapter, num_rows)
 
     def release(self, adapter_slot: int) -> None:
         """Adapters here have rank rows only."""

@@ -32,24 +32,25 @@ from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import embed as embed_rows
 from app.kernels.rows._cpu import _float_from_bits, gather_normed, rms_norm
 from app.kernels.sgmv import _cpu as sgmv_cpu
-from app.kernels.sgmv._cpu import shrink
-from app.kernels.xla_call import args_of, buffer, floats, ints, leave_record, register, size, task, team_of
+from app.kernels.sgmv._cpu import RowPlaces, shrink
+from app.kernels.xla_call import args_of, bools, buffer, floats, ints, leave_record, register, size, task, team_of
 
 
 class Adapted(NamedTuple):
-    """Adapters of a step. M modules of a layer: q, k, v, o, gate, up, down; S adapter slots; all int32 but a and b.
+    """Adapters of a step. M modules of a layer: q, k, v, o, gate, up, down; S adapter slots; int32 but for the rows.
 
-    a: per module panels [L, R / 8, d_in, 8], b: [L, P, R, 16], see `app.kernels.sgmv._cpu`. row_starts: [S]. ranks:
-    [L, S, M]. extras: `packed_tables`. runs [G, 3], of which num_runs, and tasks [J, 3], of which num_tasks: as
-    `project` and `shrink` take them. widest: the largest rank in the batch. extra_runs [E, 3], of which num_extra_runs:
-    runs whose adapters have extras; extra_samples, num_extra_samples: the same over sampled rows. slots: [T], the
-    adapter slots of those runs' tokens. head_inputs: [3], the scratch of `own_head_inputs`: its address in two halves,
-    its width.
+    a: per module panels [L, R / 8, d_in, 8], b: [L, P, R, 16], float32; starts: [S]; in_bf16: [S] bool: see
+    `app.kernels.sgmv._cpu`. ranks: [L, S, M]. extras: `packed_tables`. runs [G, 3], of which num_runs, and tasks
+    [J, 3], of which num_tasks: as `project` and `shrink` take them. widest: the largest rank in the batch. extra_runs
+    [E, 3], of which num_extra_runs: runs whose adapters have extras; extra_samples, num_extra_samples: the same over
+    sampled rows. slots: [T], the adapter slots of those runs' tokens. head_inputs: [3], the scratch of
+    `own_head_inputs`: its address in two halves, its width.
     """
 
     a: tuple[Array, ...]
     b: tuple[Array, ...]
-    row_starts: Array
+    starts: Array
+    in_bf16: Array
     ranks: Array
     extras: Array
     runs: Array
@@ -174,8 +175,8 @@ def _operands(
     counts = num_rows, adapted.num_runs, adapted.num_tasks, adapted.widest, adapted.num_extra_runs
     return (
         _scalars(layer, *counts, modules[0], _bits(eps), gelu), x, w,
-        jnp.zeros((1, 0), jnp.float32) if bias is None else bias, other, adapted.row_starts, adapted.ranks,
-        adapted.runs, adapted.tasks, adapted.extras, adapted.extra_runs, adapted.slots,
+        jnp.zeros((1, 0), jnp.float32) if bias is None else bias, other, adapted.starts, adapted.in_bf16,
+        adapted.ranks, adapted.runs, adapted.tasks, adapted.extras, adapted.extra_runs, adapted.slots,
         *(adapted.a[n] for n in modules), *(adapted.b[n] for n in modules),
     )  # fmt: skip
 
@@ -183,7 +184,7 @@ def _operands(
 # -- in the kernels: scalars and buffers back into arrays -----------------------------------------
 
 _LAYER, _NUM_ROWS, _NUM_RUNS, _NUM_TASKS, _WIDEST, _NUM_EXTRA, _MODULE, _EPS, _GELU = range(9)
-_X, _W, _BIAS, _OTHER, _STARTS, _RANKS, _RUNS, _TASKS, _EXTRAS, _EXTRA_RUNS, _SLOTS, _TABLES = range(12)
+_X, _W, _BIAS, _OTHER, _STARTS, _IN_BF16, _RANKS, _RUNS, _TASKS, _EXTRAS, _EXTRA_RUNS, _SLOTS, _TABLES = range(13)
 
 
 @compiled
@@ -218,6 +219,12 @@ def _runs_of(args, b, count):
 @compiled
 def _indices_of(args, b):
     return ints(buffer(args, b), (size(args, b, 0),))
+
+
+@compiled
+def _places_of(args):
+    shape = (size(args, _STARTS, 0),)
+    return RowPlaces(ints(buffer(args, _STARTS), shape), bools(buffer(args, _IN_BF16), shape))
 
 
 @compiled
@@ -259,15 +266,15 @@ def _run_qkv(team, args):
     layer, num_rows, result = args[_LAYER], args[_NUM_ROWS], _TABLES + 6
     normed, h = _matrix(args, result + 1, num_rows), _cube(args, result + 2, num_rows)
     ranks = _ranks_of(args, _RANKS, layer)[:, 0:3]
-    runs, row_starts = _runs_of(args, _RUNS, args[_NUM_RUNS]), _indices_of(args, _STARTS)
+    runs, places = _runs_of(args, _RUNS, args[_NUM_RUNS]), _places_of(args)
     _normed(team, args, ATTENTION_NORM, normed)
     if runs.shape[0] > 0:
         a = _panels_of(args, _TABLES, layer), _panels_of(args, _TABLES + 1, layer), _panels_of(args, _TABLES + 2, layer)
-        shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], row_starts, h)
+        shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
     b = _panels_of(args, _TABLES + 3, layer), _panels_of(args, _TABLES + 4, layer), _panels_of(args, _TABLES + 5, layer)
     project(
         team, 2, normed, _panels_of(args, _W, layer), _vector_of(args, _BIAS, layer), False, h, b, ranks, runs,
-        row_starts, _own(args, normed), _matrix(args, result, num_rows),
+        places, _own(args, normed), _matrix(args, result, num_rows),
     )  # fmt: skip
 
 
@@ -277,14 +284,14 @@ def _run_gated(team, args):
     layer, num_rows, result = args[_LAYER], args[_NUM_ROWS], _TABLES + 4
     normed, h = _matrix(args, result + 1, num_rows), _cube(args, result + 2, num_rows)
     ranks = _ranks_of(args, _RANKS, layer)[:, 4:6]
-    runs, row_starts = _runs_of(args, _RUNS, args[_NUM_RUNS]), _indices_of(args, _STARTS)
+    runs, places = _runs_of(args, _RUNS, args[_NUM_RUNS]), _places_of(args)
     _normed(team, args, MLP_NORM, normed)
     if runs.shape[0] > 0:
         a = _panels_of(args, _TABLES, layer), _panels_of(args, _TABLES + 1, layer)
-        shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], row_starts, h)
+        shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
     b = _panels_of(args, _TABLES + 2, layer), _panels_of(args, _TABLES + 3, layer)
     gate_and_up(
-        team, 2, normed, _panels_of(args, _W, layer), _vector_of(args, _BIAS, layer), h, b, ranks, runs, row_starts,
+        team, 2, normed, _panels_of(args, _W, layer), _vector_of(args, _BIAS, layer), h, b, ranks, runs, places,
         _own(args, normed), args[_GELU] != 0, _matrix(args, result + 3, num_rows), _matrix(args, result, num_rows),
     )  # fmt: skip
 
@@ -295,13 +302,13 @@ def _run_add(team, args):
     layer, num_rows, module, result = args[_LAYER], args[_NUM_ROWS], args[_MODULE], _TABLES + 2
     x, h = _matrix(args, _X, num_rows), _cube(args, result + 1, num_rows)
     ranks = _ranks_of(args, _RANKS, layer)[:, module : module + 1]
-    runs, row_starts = _runs_of(args, _RUNS, args[_NUM_RUNS]), _indices_of(args, _STARTS)
+    runs, places = _runs_of(args, _RUNS, args[_NUM_RUNS]), _places_of(args)
     if runs.shape[0] > 0:
         a = (_panels_of(args, _TABLES, layer),)
-        shrink(team, 0, x, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], row_starts, h)
+        shrink(team, 0, x, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
     project(
         team, 1, x, _panels_of(args, _W, layer), _vector_of(args, _BIAS, layer), True, h,
-        (_panels_of(args, _TABLES + 1, layer),), ranks, runs, row_starts,
+        (_panels_of(args, _TABLES + 1, layer),), ranks, runs, places,
         _own(args, _matrix(args, result + 2, num_rows)), _matrix(args, result, num_rows),
     )  # fmt: skip
 

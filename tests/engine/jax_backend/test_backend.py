@@ -69,7 +69,7 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
     for number, rank in enumerate(ranks):
         targets = generator.choice(TARGETS, int(generator.integers(1, 8)), replace=False).tolist()
         prompt = generator.integers(0, 64, int(generator.integers(1, 30))).tolist()
-        adapter = random_adapter(SPEC, rank, targets)
+        adapter = random_adapter(SPEC, rank, targets, dtype=["F32", "BF16"][number % 2])
         if number % 3 == 0:
             adapter = with_extras(backend, adapter, generator)
         requests.append((fake_request(f"r{number}", prompt, adapter, sampling=sampling), adapter))
@@ -87,8 +87,10 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
 
 def test_a_request_has_the_same_bits_alone_and_in_any_company(backend: JaxBackend) -> None:
     generator = np.random.default_rng()
-    adapters = [None, *(random_adapter(SPEC, rank) for rank in (1, 8, 21, 64))]
-    adapters += [with_extras(backend, random_adapter(SPEC, rank, ["v_proj"]), generator) for rank in (3, 16, 24)]
+    kinds = [(1, "BF16"), (8, "F32"), (21, "BF16"), (64, "F32")]
+    adapters = [None, *(random_adapter(SPEC, rank, dtype=dtype) for rank, dtype in kinds)]
+    for rank, dtype in ((3, "F32"), (16, "BF16"), (24, "F32")):
+        adapters.append(with_extras(backend, random_adapter(SPEC, rank, ["v_proj"], dtype=dtype), generator))
     for attempt in range(3):
         requests = []
         for number in range(14):

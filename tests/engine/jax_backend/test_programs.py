@@ -78,7 +78,7 @@ def test_any_division_of_tokens_fits_its_bucket(form: Literal["cpu", "xla"]) -> 
     config = EngineConfig(num_kv_blocks=64, adapter_rank_rows=128, jax_form=form, skip_precompile=True)
     adapters = tiny_backend(config)._adapters
     for slot in range(1, 9):
-        adapters.assign(slot, slot * 8, random_adapter(tiny_spec(), 5, ["q_proj"]))
+        adapters.assign(slot, slot * 8, random_adapter(tiny_spec(), 5, ["q_proj"]), 8)
     for _ in range(200):
         count = int(generator.integers(1, 9))
         lengths = generator.multinomial(int(generator.integers(0, 64 - count)), np.ones(count) / count) + 1

@@ -5,18 +5,21 @@ XLA makes host devices only when a process starts, so the comparison runs in a p
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import jax
 import numpy as np
 import pytest
 
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import ConfigError
@@ -39,6 +42,15 @@ def spec() -> ModelSpec:
     return ModelSpec("tiny", "llama", "base", 61, 24, 64, 1e-5, True, (layer,) * 3, 1, (2,))
 
 
+def with_a_fine_value(adapter: LoraAdapter) -> LoraAdapter:
+    """With one value that has more bits than bfloat16, in the last shard only."""
+    key = LoraKey(2, "o_proj")
+    pair = adapter.weights[key]
+    a = pair.a.copy()
+    a[0, -1] = 0.1
+    return dataclasses.replace(adapter, weights=MappingProxyType({**adapter.weights, key: LoraPair(a, pair.b)}))
+
+
 def observe(form: Literal["cpu", "xla"], shards: int, rank_rows: int, seed: int) -> dict[str, object]:
     """Tokens and log-probabilities of a few requests, and the collectives in the program that computed them."""
     model = spec()
@@ -55,7 +67,10 @@ def observe(form: Literal["cpu", "xla"], shards: int, rank_rows: int, seed: int)
     backend = JaxBackend(model, random_tensors(model, seed), config, make_mesh(jax.devices("cpu"), shards))
     engine = Engine(backend, config)
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_logprobs=0)
-    adapters = [None, *(random_adapter(model, rank, seed=rank) for rank in (3, 8) if rank_rows)]
+    adapters: list[LoraAdapter | None] = [None]
+    if rank_rows:
+        narrow, other = (random_adapter(model, rank, seed=rank, dtype="BF16") for rank in (3, 8))
+        adapters += [narrow, with_a_fine_value(other)]
     for number, adapter in enumerate(adapters):
         engine.submit(fake_request(f"r{number}", [5 + number, 7, 9], adapter, sampling=sampling), adapter)
     lines = {}

@@ -15,7 +15,7 @@ from tests.engine.adapters.making import random_adapter, random_tensors, tiny_sp
 from tests.engine.torch_backend.served import CONFIG, served_logits
 
 
-def _with_a_fine_zero(adapter: LoraAdapter) -> LoraAdapter:
+def with_a_fine_zero(adapter: LoraAdapter) -> LoraAdapter:
     """The same adapter with one more module, whose delta is zero and whose A needs more bits than bfloat16 has."""
     d_in, d_out = tiny_spec().target_shape(0, "v_proj")
     pair = LoraPair(np.full((8, d_in), 0.1, np.float32), np.zeros((8, d_out), np.float32))
@@ -33,7 +33,7 @@ def test_narrow_and_wide_rows_give_the_same_bits() -> None:
     tokens = torch.randint(3, spec.vocab_size, (3, 9))
     mixed = served_logits(backend, [None, *narrow, *others], tokens)
     assert in_bf16[2:8].tolist() == [True] * 4 + [False] * 2
-    wide = served_logits(backend, [None, *map(_with_a_fine_zero, narrow), *others], tokens)
+    wide = served_logits(backend, [None, *map(with_a_fine_zero, narrow), *others], tokens)
     assert not in_bf16[2:8].any()
     np.testing.assert_array_equal(mixed, wide)
     assert all(np.any(logits != mixed[0]) for logits in mixed[1:])
