@@ -198,7 +198,8 @@ class Dispatcher:
     async def place(self, streams: Sequence[Stream]) -> list[Exception | None]:
         """Place requests that arrived together: one decision, one call per replica. None means placed.
 
-        A stream whose replica turns out to be gone is told through its queue, and asks again.
+        Nobody waits for a replica that is slow to answer: what becomes of its group each stream hears through its
+        queue, and if the replica turns out to be gone it asks again.
         """
         living = [stream for stream in streams if not stream.closed]
         try:
@@ -215,9 +216,9 @@ class Dispatcher:
             assert replica_id is not None, "loads was not empty"
             loads[replica_id] += 1
             groups.setdefault(replica_id, []).append(stream)
-        # Tasks of our own: a caller that leaves must not cancel what the others share.
-        submissions = [self._spawn(self._submit(replica_id, group)) for replica_id, group in groups.items()]
-        await asyncio.shield(asyncio.gather(*submissions))
+        for replica_id, group in groups.items():
+            self._count(replica_id, len(group))
+            self._spawn(self._submit(replica_id, group))
         return [None for _ in streams]
 
     async def close(self) -> None:
@@ -250,14 +251,15 @@ class Dispatcher:
         return loads
 
     async def _submit(self, replica_id: str, group: list[Stream]) -> None:
-        """Give one replica its group. Whatever goes wrong, every stream hears of it."""
+        """Give one replica its group, which is counted there. Whatever goes wrong, every stream hears of it."""
         placements = [(stream, stream.placement) for stream in group]
+        num_counted = len(group)
         try:
             link = await self._attached_link(replica_id)
             for stream in group:
                 stream.link, stream.submitting = link, True
                 link.streams[stream.placement_id] = stream
-            self._count(replica_id, len(group))
+            num_counted = 0  # by their links from here on
             requests = [stream.placed_request() for stream in group if not stream.closed]
             if not await self._transport.submit(replica_id, link.link_id, requests):
                 self._drop(link)
@@ -270,6 +272,7 @@ class Dispatcher:
                 if stream.placement == placement:
                     stream.queue.put_nowait(TokenChunk(stream.placement_id, finish_reason="error", error=error))
                     self._forget(stream)
+        self._count(replica_id, -num_counted)
         for stream, placement in placements:
             if stream.placement == placement:
                 stream.submitting = False
@@ -282,11 +285,10 @@ class Dispatcher:
             link = _Link(replica_id, asyncio.get_running_loop().create_future())
             self._links[replica_id] = link
             link.reader = self._spawn(self._read(link))
-        try:
-            async with asyncio.timeout(ATTACH_TIMEOUT_S):
-                await asyncio.shield(link.attached)
-        except TimeoutError as error:
-            raise ReplicaUnreachable(f"{replica_id} did not attach within {ATTACH_TIMEOUT_S:g} s") from error
+        await asyncio.wait([link.attached], timeout=ATTACH_TIMEOUT_S)
+        if not link.attached.done():
+            raise ReplicaUnreachable(f"{replica_id} did not attach within {ATTACH_TIMEOUT_S:g} s")
+        link.attached.result()
         return link
 
     async def _read(self, link: _Link) -> None:

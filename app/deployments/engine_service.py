@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
+from app.deployments.dispatch import ReplicaUnreachable
 from app.deployments.frames import FrameHub
 from app.deployments.placement import ReplicaReport
 from app.engine.adapters.card import AdapterRef
@@ -93,8 +94,11 @@ class EngineService:
     def submit(self, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
         """Take requests whose chunks go to this link. False, and nothing taken, if it is not attached.
 
-        Errors of single requests arrive as their last chunk.
+        Errors of single requests arrive as their last chunk. Raises ReplicaUnreachable, and nothing is taken,
+        if the engine has failed: another replica can serve them.
         """
+        if (failure := self.engine.failure) is not None:
+            raise ReplicaUnreachable(str(failure))
         if not self._hub.is_attached(link_id):
             return False
         for request in requests:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ray import serve
@@ -33,7 +34,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import unpack_adapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.errors import NotReady
+from app.engine.errors import EngineFailure, NotReady
 from app.engine.loading import load_backend
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.worker import EngineThread
@@ -68,12 +69,16 @@ class EngineReplica:
         self._steering = Watched(self._store, self._replica_id, Steering(), "watch_steering")
         self._steering.take(*await self._store.call("watch_steering", None, self._replica_id, WATCH_TIMEOUT_S))
         await self._warm_adapters(engine, config.engine)
-        self._thread = EngineThread(engine, self._service.on_step)
+        loop = asyncio.get_running_loop()
+
+        def failed(_: EngineFailure) -> None:
+            loop.call_soon_threadsafe(self._service.changed.set)  # a report is due: the last one
+
+        self._thread = EngineThread(engine, self._service.on_step, failed)
         self._metrics = DeviceMetrics(TierMetrics(), checkpoint.spec)
         self._service.start(self._thread)
         self._thread.start()
         self._pins = PinKeeper(self._thread, self._fetch, self._brought)
-        loop = asyncio.get_running_loop()
         forever = (self._report_forever(), self._observe_forever(), self._steer_forever(), self._steering.follow())
         self._reporters = [loop.create_task(work) for work in forever]
 
@@ -145,8 +150,13 @@ class EngineReplica:
         except (OwnerDiedError, ObjectLostError, RayActorError) as error:
             logger.info("adapter %s: asking the store again after %s", ref.name, type(error).__name__)
         await asyncio.sleep(1.0)  # a store that restarts needs about two seconds; Ray queues the call meanwhile
-        await self._store.call("lost", ref.digest)
-        return await self._fetch_once(ref)
+        try:
+            await self._store.call("lost", ref.digest)
+            return await self._fetch_once(ref)
+        except (OwnerDiedError, ObjectLostError, RayActorError) as error:
+            raise NotReady(
+                f"adapter {ref.name!r} cannot be had while the adapter store restarts; ask again", retry_after_s=2
+            ) from error
 
     async def _fetch_once(self, ref: AdapterRef) -> LoraAdapter:
         header, refs = await self._store.call("fetch", ref)
@@ -230,8 +240,11 @@ class EngineReplica:
                 told, used_s = resident, {}
 
     async def _report_forever(self) -> None:
-        """Tell placement what is here: at once when it changed, at intervals otherwise."""
-        while True:
+        """Tell placement what is here: at once when it changed, at intervals otherwise.
+
+        A failed engine's adapters would keep their homes here, so placement is told at once that it is gone.
+        """
+        while self._thread.failure is None:
             stats = self._thread.stats()
             resident = tuple(sorted(item.digest for item in stats.residents))
             report = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, resident)
@@ -245,3 +258,5 @@ class EngineReplica:
             except TimeoutError:
                 pass
             self._service.changed.clear()
+        with suppress(RayActorError):  # whoever is away hears no more reports, and forgets us
+            await self._placement.call("gone", self._replica_id)

@@ -46,6 +46,8 @@ class FakeReplica:
         self.replica_id = replica_id
         self.dead = asyncio.Event()
         self.draining = False
+        self.attaches = asyncio.Event()  # cleared: a reader hears nothing for now
+        self.attaches.set()
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
         self.service = EngineService(fleet.fetch, idle_s=idle_s)
@@ -126,6 +128,7 @@ class Fleet:
 
     async def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
         replica = self._reach(replica_id)
+        await replica.attaches.wait()
         source = replica.service.frames(link_id)
         dead = asyncio.ensure_future(replica.dead.wait())
         try:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 import pytest_asyncio
 
-from app.deployments.dispatch import MAX_LOSSES, Dispatcher
+from app.deployments.dispatch import MAX_LOSSES, Dispatcher, Stream
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, InvalidRequest, NotReady, QueueFull
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
@@ -90,12 +90,11 @@ async def test_many_streams_over_two_replicas_each_get_their_own_tokens(make_fle
 
 
 async def test_requests_placed_together_are_one_call_per_replica(make_fleet: MakeFleet) -> None:
-    from app.deployments.dispatch import Stream
-
     fleet = make_fleet(2)
     dispatcher = fleet.dispatcher()
     streams = [Stream(make_request(f"r{i}", [1, 2, 3], max_tokens=3)) for i in range(10)]
     assert await dispatcher.place(streams) == [None] * 10
+    await until(lambda: all(replica.calls for replica in fleet.replicas.values()))
     assert [replica.calls for replica in fleet.replicas.values()] == [[5], [5]]
     await dispatcher.close()
 
@@ -313,6 +312,70 @@ async def test_a_stream_outlives_any_number_of_replicas_that_drained_and_were_st
         fleet.kill(replica.replica_id)
     tokens += [token async for chunk in stream for token in chunk.token_ids]
     assert tokens == expected(request)
+    await dispatcher.close()
+
+
+async def test_a_replica_that_is_slow_to_answer_delays_only_its_own(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2)
+    dispatcher = fleet.dispatcher()
+    slow, quick = fleet.replicas.values()
+    slow.attaches.clear()
+    quick.backend.max_steps = 0
+    streams = [Stream(make_request(f"r{i}", [i], max_tokens=4, ignore_eos=True)) for i in range(6)]
+    assert await dispatcher.place(streams) == [None] * 6
+    await until(lambda: len(quick.submitted) == 3)
+    assert dispatcher.usable_loads() == {"replica-0": 3, "replica-1": 3}, "those that wait count as load"
+    leaver = asyncio.ensure_future(collect(dispatcher, make_request("leaver", [7])))
+    await until(lambda: dispatcher.usable_loads() == {"replica-0": 4, "replica-1": 3})
+    leaver.cancel()
+    await asyncio.wait([leaver])
+    assert slow.submitted == []
+    slow.attaches.set()
+    quick.backend.resumed.set()
+    await until(lambda: len(slow.submitted) == 3)
+    await until(lambda: dispatcher.num_streams == 0)
+    await until(lambda: dispatcher._inflight == {})
+    assert [request.request_id for request in slow.submitted] == ["r0/0", "r2/0", "r4/0"], "not of one who left"
+    await dispatcher.close()
+
+
+async def test_a_replica_that_never_answers_gives_its_requests_up(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.deployments.dispatch.ATTACH_TIMEOUT_S", 0.05)
+    fleet = make_fleet(1)
+    dispatcher = fleet.dispatcher()
+    (silent,) = fleet.replicas.values()
+    silent.attaches.clear()
+    request = make_request("r", [1], max_tokens=4, ignore_eos=True)
+    answer = asyncio.ensure_future(collect(dispatcher, request))
+    await until(lambda: dispatcher.usable_loads() == {})
+    assert dispatcher._inflight == {}
+    fleet.add()
+    assert (await answer)[0] == expected(request)
+    assert silent.submitted == []
+    assert dispatcher._inflight == {}
+    await dispatcher.close()
+
+
+async def test_a_failed_engine_takes_no_more_requests(make_fleet: MakeFleet) -> None:
+    """Adapters whose home it is would go on failing there until its health check ends it."""
+    fleet = make_fleet(2)
+    dispatcher = fleet.dispatcher()
+    adapter = fake_adapter("a", 8)
+    digest = adapter.card.digest
+    fleet.adapters[digest] = adapter
+    await fleet.assign([digest])
+    failing = fleet.replicas[fleet.homes[digest][0]]
+    failing.backend.fail_at = 0
+    _, last = await collect(dispatcher, make_request("first", [1], adapter, max_tokens=4))
+    assert isinstance(last.error, EngineFailure)
+    for index, with_adapter in enumerate([adapter, None] * 4):
+        request = make_request(f"r{index}", [index], with_adapter, max_tokens=4, ignore_eos=True)
+        assert (await collect(dispatcher, request))[0] == expected(request, with_adapter)
+    assert [request.request_id for request in failing.submitted] == ["first/1", "r0/1"]
+    assert fleet.known_gone == [failing.replica_id]
+    assert dispatcher._inflight == {}
     await dispatcher.close()
 
 
