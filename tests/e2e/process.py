@@ -69,6 +69,9 @@ class ServiceProcess:
             "OMP_NUM_THREADS": "1",
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            # A proxy that a busy machine starts slowly is waited for; Ray would replace it after three times 5 s.
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",
+            "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
             **environment,
         }
         self.environment.pop("RAY_ADDRESS", None)
@@ -136,6 +139,8 @@ def serve_run(document: dict[str, Any], port: int, environment: dict[str, str] |
     folder = Path(tempfile.mkdtemp(prefix="plc", dir="/tmp"))
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(document))
+    # `serve run` itself gives up on its proxies after a minute, which a busy machine may need.
+    code = "from ray.serve._private import api; api.HTTP_PROXY_TIMEOUT = 600; from ray.serve.scripts import cli; cli()"
     # Without an address it would join whatever Ray runs on this machine, with that one's environment.
-    command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", "--address", "local", str(path)]
+    command = [sys.executable, "-c", code, "run", "--address", "local", str(path)]
     return ServiceProcess(command, port, environment or {})
