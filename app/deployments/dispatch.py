@@ -15,68 +15,23 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from app.deployments.placement import PlacementPolicy, PlacementTable, choose_replica
+from app.deployments.placement import PlacementPolicy, choose_replica
+from app.deployments.transport import Placer, ReplicaGone, ReplicaUnreachable, Transport
 from app.engine.errors import EngineFailure, NotReady
 from app.engine.request import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
-
-Frame = Sequence[TokenChunk]
 
 #: A request that was on this many replicas when they died is blamed for it. Those that drain do not count.
 MAX_LOSSES = 4
 #: A replica that could not be reached is left alone for this long.
 AVOID_S = 0.5
 ATTACH_TIMEOUT_S = 10.0
-
-
-class ReplicaGone(Exception):
-    """The replica died."""
-
-
-class ReplicaUnreachable(Exception):
-    """No way to the replica at the moment: not announced yet, draining, or already replaced."""
-
-
-class Transport(Protocol):
-    """How this process talks to engine replicas. Every method raises ReplicaGone or ReplicaUnreachable.
-
-    A `link_id` names one reader for its whole life and is never used again.
-    """
-
-    def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
-        """The first frame is empty: we are attached. Ends when the replica has had nothing for us for a while."""
-        ...
-
-    async def submit(self, replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
-        """Hand requests over; False if that link is not attached. A request id that is known is not taken twice."""
-        ...
-
-    async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None: ...
-
-
-class Placer(Protocol):
-    """What the dispatcher asks of placement: the table, and homes for adapters that have none."""
-
-    @property
-    def table(self) -> PlacementTable: ...
-
-    async def assign(self, digests: Sequence[str]) -> None:
-        """Find homes for these adapters; returns (not raises) when nobody can be asked."""
-        ...
-
-    async def changed(self, timeout_s: float) -> None:
-        """Wait for a new table, at most this long."""
-        ...
-
-    async def gone(self, replica_id: str) -> None:
-        """Tell the others that a replica is not to be used any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from app.deployments.dispatch import ReplicaUnreachable
 from app.deployments.frames import FrameHub
 from app.deployments.placement import ReplicaReport
+from app.deployments.transport import ReplicaUnreachable
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, PolyloraError

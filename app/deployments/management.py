@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from app.deployments.dispatch import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement import PlacementTable
 from app.deployments.registry.entries import (
     AliasEntry,
@@ -25,6 +24,7 @@ from app.deployments.registry.entries import (
     Job,
     Unload,
 )
+from app.deployments.transport import ReplicaGone, ReplicaUnreachable
 from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)

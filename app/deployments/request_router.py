@@ -12,7 +12,7 @@ import random
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from app.deployments.dispatch import ReplicaUnreachable
+from app.deployments.transport import ReplicaUnreachable
 
 TARGET_KEYWORD = "target_replica_id"
 

@@ -15,11 +15,11 @@ from typing import Any, Generic, TypeVar
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from app.deployments.dispatch import Frame, ReplicaGone
 from app.deployments.placement import PlacementTable
 from app.deployments.published import Changes, Version
 from app.deployments.ray_calls import NamedActor, unwrapped
 from app.deployments.registry.view import Entry, Key, RegistryView
+from app.deployments.transport import Frame, ReplicaGone
 from app.engine.request import GenerateRequest
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,10 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 
 from app.config import PlacementConfig
-from app.deployments.dispatch import Dispatcher, Frame, ReplicaGone, ReplicaUnreachable
+from app.deployments.dispatch import Dispatcher
 from app.deployments.engine_service import EngineService
 from app.deployments.placement import PlacementTable, ReplicaReport, make_policy
+from app.deployments.transport import Frame, ReplicaGone, ReplicaUnreachable
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits

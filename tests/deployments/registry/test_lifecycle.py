@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from app.deployments.dispatch import ReplicaGone
 from app.deployments.management import Management
 from app.deployments.placement import PlacementTable, ReplicaReport
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import Job, State
 from app.deployments.steering import Steering
+from app.deployments.transport import ReplicaGone
 from app.engine.errors import AdapterBusy, AdapterFormatError, EngineFailure, InvalidRequest, NotFound, NotReady
 from tests.deployments.managed import FakeStore, ManagedStore, fails
 
