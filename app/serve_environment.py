@@ -19,6 +19,7 @@ RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_USAGE_STATS_ENABLED", "0", "nothing is sent anywhere"),
     ("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0", "no hop between threads per frame: nothing of ours blocks"),
     ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25", "the controller's idle loop takes cores from the engine"),
+    ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60", "Ray ends a proxy that is not ready after three times 5 s"),
 )
 
 #: With HAProxy only.

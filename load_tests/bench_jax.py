@@ -75,6 +75,7 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
     adapters = [read_peft(path, checkpoint.spec) for path in folders]
     most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
     config = EngineConfig(
+        weight_storage="float32",  # what both engines can keep weights in
         adapter_rank_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
         max_batch_sequences=most,

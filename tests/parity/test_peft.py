@@ -19,6 +19,7 @@ from app.engine.config import EngineConfig
 from app.engine.request import SamplingParams
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
+from tests.engine.adapters.test_peft_parity import BEYOND, OPTIONS
 
 # PEFT 0.21 still asks transformers 5.23 for a name it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -113,8 +114,8 @@ def test_random_adapters_of_any_rank_over_every_module_answer_as_under_peft(
                 _assert_equal_but_for_ties(reference, prompt, a, b)
 
 
-#: Beyond plain LoRA, as PEFT's options.
-BEYOND: dict[str, dict[str, Any]] = {
+#: Several options beyond plain LoRA together, over whole modules of the demo model.
+COMBINED: dict[str, dict[str, Any]] = {
     "DoRA and norms": {
         "target_modules": list(TARGETS),
         "use_dora": True,
@@ -139,7 +140,9 @@ def test_adapters_beyond_plain_lora_answer_as_under_peft_in_one_batch(
     llm: LLM, demo_transformers: PreTrainedModel, tmp_path: Path
 ) -> None:
     prompts = [llm.chat_prompt(text) for text in ("Name three colours.", "What is 2 + 2?")]
-    folders = [_save_beyond(demo_transformers, name, tmp_path / name) for name in BEYOND]
+    folders = [tmp_path / name for name in COMBINED]
+    for folder, options in zip(folders, COMBINED.values(), strict=True):
+        _trained(demo_transformers, options).save_pretrained(str(folder), save_embedding_layers=False)
     sampling = SamplingParams(max_tokens=12, temperature=0)
     answers = llm.generate([p for p in prompts for _ in folders], [f for _ in prompts for f in folders], sampling)
     base = [list(a.token_ids) for a in llm.generate(prompts, None, sampling)]
@@ -154,11 +157,39 @@ def test_adapters_beyond_plain_lora_answer_as_under_peft_in_one_batch(
             _assert_equal_but_for_ties(reference, prompt, a, b)
 
 
-def _save_beyond(model: PreTrainedModel, name: str, folder: Path) -> Path:
-    """Every trained number moved at random, enough to change answers."""
-    adapted = get_peft_model(
-        copy.deepcopy(model), LoraConfig(r=8, lora_alpha=16, init_lora_weights=False, **BEYOND[name])
-    )
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning")
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. [0-9]* LoRA tensor")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning")
+def test_every_option_answers_as_under_peft_in_one_batch(
+    llm: LLM, demo_transformers: PreTrainedModel, tmp_path: Path
+) -> None:
+    prompt = llm.chat_prompt("Name three colours.")
+    options = OPTIONS | {name: settings for name, (settings, _) in BEYOND.items()}
+    del options["trainable_token_indices by module"]  # for untied heads
+    options["trainable_token_indices"] = {"target_modules": ["q_proj"], "trainable_token_indices": sorted(set(prompt))}
+    folders = [tmp_path / str(index) for index in range(len(options))]
+    sampling = SamplingParams(max_tokens=6, temperature=0)
+    expected = []
+    for folder, settings in zip(folders, options.values(), strict=True):
+        reference = _trained(demo_transformers, settings)
+        reference.save_pretrained(str(folder), save_embedding_layers=False)
+        expected += _reference_answers(reference, [prompt], llm.spec.eos_token_ids[0], sampling.max_tokens)
+    (base,) = llm.generate([prompt], None, sampling)
+    answers = llm.generate([prompt] * len(options), folders, sampling)
+    changed = {name for name, answer in zip(options, answers, strict=True) if answer.token_ids != base.token_ids}
+    assert "zero alpha" not in changed
+    assert len(changed) > len(options) // 2, changed
+    for folder, answer, theirs in zip(folders, answers, expected, strict=True):
+        if list(answer.token_ids) != theirs:
+            reference = PeftModel.from_pretrained(copy.deepcopy(demo_transformers), str(folder)).eval()
+            _assert_equal_but_for_ties(reference, prompt, list(answer.token_ids), theirs)
+
+
+def _trained(model: PreTrainedModel, options: dict[str, Any]) -> PeftModel:
+    """A copy with an adapter whose every trained number moved at random, enough to change answers."""
+    settings = {"task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "init_lora_weights": False} | options
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**settings)).eval()
     with torch.no_grad():
         for key, parameter in adapted.named_parameters():
             if "lora_B" in key or "lora_embedding_B" in key:
@@ -167,8 +198,7 @@ def _save_beyond(model: PreTrainedModel, name: str, folder: Path) -> Path:
                 parameter.mul_(1 + 0.2 * torch.randn_like(parameter))
             elif "lora_magnitude_vector" in key:
                 parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
-    adapted.save_pretrained(str(folder), save_embedding_layers=False)
-    return folder
+    return adapted
 
 
 def _save_random(model: PreTrainedModel, rank: int, folder: Path) -> Path:
