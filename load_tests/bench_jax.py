@@ -23,6 +23,7 @@ import numpy as np
 
 from app.engine.adapters.peft import read_peft
 from app.engine.config import EngineConfig
+from app.engine.cpu_stacks import WeightStorage
 from app.engine.engine import Engine
 from app.engine.jax_backend.backend import JaxBackend
 from app.engine.jax_backend.sizes import Form
@@ -61,6 +62,7 @@ class Settings:
     seed: int
     forms: tuple[Form, ...]
     with_reference: bool
+    weight_storage: WeightStorage = "auto"
 
 
 def jax_name(form: Form) -> str:
@@ -75,7 +77,7 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
     adapters = [read_peft(path, checkpoint.spec) for path in folders]
     most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
     config = EngineConfig(
-        weight_storage="float32",  # what both engines can keep weights in
+        weight_storage=settings.weight_storage,
         adapter_rank_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
         max_batch_sequences=most,
@@ -136,7 +138,8 @@ def run(settings: Settings) -> str:
         f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}; load average before "
         f"{before['load_average']}, after {environment()['load_average']}. {settings.num_prompt_tokens} prompt tokens, "
         f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks "
-        f"{', '.join(map(str, settings.ranks))} in turn, {settings.num_rounds} interleaved rounds."
+        f"{', '.join(map(str, settings.ranks))} in turn, weight_storage {settings.weight_storage}, "
+        f"{settings.num_rounds} interleaved rounds."
     )
     parts = [header, "\n".join(compiling), _rates(settings, values), _ratios(settings, values)]
     return "\n\n".join([*parts, _agreement(tokens)])
@@ -202,6 +205,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--forms", default="cpu", help="forms of the JAX engine: cpu, xla")
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
+    parser.add_argument("--weight-storage", choices=("auto", "float32", "int8"), default="auto")
     given = parser.parse_args()
     settings = Settings(
         model=resolve_model(given.model),
@@ -215,6 +219,7 @@ def main() -> None:
         seed=given.seed,
         forms=tuple(given.forms.split(",")),
         with_reference=not given.no_reference,
+        weight_storage=given.weight_storage,
     )
     print(run(settings))
 

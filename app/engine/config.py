@@ -31,8 +31,8 @@ class EngineConfig(BaseModel):
     num_threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 takes every core allowed.")
     weight_storage: Literal["auto", "float32", "int8"] = Field(
         "auto",
-        description="How base weights lie in memory (torch engine, CPU): auto takes 8 bits for the projections that "
-        "lose nothing by it, float32 for the others; int8 (groups of 32) is always 8 bits, a third of the bytes.",
+        description="How base weights lie in memory on a CPU: auto takes 8 bits for the projections that lose nothing "
+        "by it, float32 for the others; int8 (groups of 32) is always 8 bits, a third of the bytes.",
     )
     block_size: int = Field(16, ge=16, le=256, multiple_of=16, description="Tokens per KV block.")
     num_kv_blocks: int = Field(

@@ -90,8 +90,8 @@ def _address_of(kind: Any) -> Any:
     return pointer
 
 
-_to_words, _to_ints, _to_floats, _to_bools = (
-    _address_of(kind) for kind in (types.int64, types.int32, types.float32, types.boolean)
+_to_words, _to_ints, _to_floats, _to_bools, _to_octets = (
+    _address_of(kind) for kind in (types.int64, types.int32, types.float32, types.boolean, types.uint8)
 )
 
 
@@ -111,6 +111,12 @@ def ints(address, shape):
 def bools(address, shape):
     """The array of truth values at an address, a byte each."""
     return carray(_to_bools(address), shape)
+
+
+@compiled
+def octets(address, shape):
+    """The uint8 array at an address."""
+    return carray(_to_octets(address), shape)
 
 
 @compiled

@@ -43,7 +43,10 @@ def test_the_configured_backend_is_loaded(name: str) -> None:
     [
         ({"backend": "torch", "tensor_parallel": 2}, "tensor_parallel is 2 but the torch engine"),
         ({"backend": "jax", "num_threads": 2}, "num_threads is 2 but XLA"),
-        ({"backend": "jax", "weight_storage": "int8"}, "weight_storage is 'int8' but the JAX"),
+        (
+            {"backend": "jax", "jax_form": "xla", "weight_storage": "int8"},
+            "weight_storage is 'int8' .* form 'xla' keeps",
+        ),
         ({"backend": "jax", "device": "abacus"}, "'abacus' is not one of"),
         ({"backend": "jax", "device": "tpu"}, "no such device here"),
         ({"backend": "jax", "tensor_parallel": 3}, "tensor_parallel is 3 but JAX sees"),

@@ -13,9 +13,12 @@ from app.kernels.extras._cpu import ATTENTION_NORM, MLP_NORM, ExtraTables, empty
 from app.kernels.extras._ffi import packed_tables
 from app.kernels.linear import _ffi
 from app.kernels.matmul._cpu import pack
+from app.kernels.matmul._quantised import Quantised, Stack
+from app.kernels.matmul._storing import dequantise, quantise
 from app.kernels.sgmv._cpu import RowPlaces, adapter_runs, shrink_tasks
 from app.kernels.sgmv._writing import WritePlans, write_narrow_plan
 from app.kernels.team import Team
+from tests.engine.torch_backend.grids import on_grids
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 from tests.kernels.test_sgmv import CASES, NARROW, PLACES, ROWS
 
@@ -67,9 +70,12 @@ def _adapted(
 class _Model:
     """Random weights, rank rows and extras, and the definition of what modules give with them."""
 
-    def __init__(self, *, with_extras: bool) -> None:
-        generator = self.generator = rng()
+    def __init__(self, *, with_extras: bool, in_8_bits: bool) -> None:
+        generator, self.in_8_bits = rng(), in_8_bits
+        self.generator = generator
         self.w = [[normal(generator, width, depth) for width, depth in zip(WIDTHS, DEPTHS, strict=True)] for _ in "12"]
+        if in_8_bits:
+            self.w = [[on_grids(w, 4) for w in layer] for layer in self.w]
         self.bias = [[normal(generator, width) for width in WIDTHS] for _ in "12"]
         self.norm = normal(generator, LAYERS, HIDDEN)
         self.pairs: dict[tuple[int, ...], tuple[Floats, Floats]] = {}
@@ -129,9 +135,13 @@ class _Model:
             y = self.own["weights", *place].astype(np.float64) @ x
         return y * self.own.get(("scales", *place), 1.0) + self.own.get(("shifts", *place), 0.0)
 
-    def packed(self, modules: tuple[int, ...]) -> tuple[Floats, Floats]:
+    def packed(self, modules: tuple[int, ...]) -> tuple[Stack, Floats]:
         """Panels and biases of both layers, modules side by side."""
-        w = np.stack([np.concatenate([pack(layer[n]) for n in modules]) for layer in self.w])
+        w: Stack = np.stack([np.concatenate([pack(layer[n]) for n in modules]) for layer in self.w])
+        if self.in_8_bits:
+            layers = [quantise(np.concatenate([layer[n] for n in modules])) for layer in self.w]
+            np.testing.assert_array_equal(np.stack([dequantise(layer) for layer in layers]), w)
+            w = Quantised(*(np.stack(parts) for parts in zip(*layers, strict=True)))
         return w, np.stack([np.concatenate([layer[n] for n in modules]) for layer in self.bias])
 
 
@@ -145,9 +155,9 @@ _add_product = jax.jit(_ffi.add_product, static_argnums=7)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("with_extras", [False, True])
-def test_modules_of_a_layer_are_the_definitions_row_by_row(case: str, with_extras: bool) -> None:
-    model, slots, layer = _Model(with_extras=with_extras), _slots(case), jnp.int32(1)
+@pytest.mark.parametrize(("with_extras", "in_8_bits"), [(False, False), (True, False), (True, True)])
+def test_modules_of_a_layer_are_the_definitions_row_by_row(case: str, with_extras: bool, in_8_bits: bool) -> None:
+    model, slots, layer = _Model(with_extras=with_extras, in_8_bits=in_8_bits), _slots(case), jnp.int32(1)
     adapted, count = model.adapted(case), len(slots)
     hidden = normal(model.generator, TOKENS, HIDDEN + 8)  # as wide as its panels
     wide = np.asarray(_norm_qkv(hidden, model.norm, *model.packed((0, 1, 2)), layer, EPS, jnp.int32(count), adapted))[

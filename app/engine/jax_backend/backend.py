@@ -22,6 +22,7 @@ from app.engine.adapters.lora import TARGETS, LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
+from app.engine.cpu_stacks import WeightStorage
 from app.engine.errors import AdapterMismatch, ConfigError
 from app.engine.jax_backend import cpu_tables, sharding, tables
 from app.engine.jax_backend.arrays import TENSOR_AXIS, KvMemory, Outcome
@@ -39,12 +40,13 @@ from app.kernels.sgmv._jax import RANK_CHUNK
 
 
 class JaxBackend:
-    """Float32 weights on one device or split over several."""
+    """Weights on one device or split over several, in float32; in the CPU form as `engine.weight_storage` says."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Iterable[tuple[str, NDArray[Any]]], config: EngineConfig, mesh: Mesh
     ) -> None:
-        """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh`."""
+        """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh` and
+        for a weight storage that the form does not have."""
         self._spec = spec
         self._mesh = mesh
         is_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -63,7 +65,7 @@ class JaxBackend:
         if config.compilation_cache_dir:
             _use_cache(config.compilation_cache_dir)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
-        weights = read_weights(spec, self._sizes, tensors, max_positions)
+        weights = read_weights(spec, self._sizes, tensors, max_positions, _storage(config, self._sizes.form))
         self._weights = self._put(weights, sharding.weight_specs(weights, self._sizes))
         kv_heads = self._sizes.num_shards * self._sizes.kv_heads
         blocks = (len(spec.layers), config.num_kv_blocks, kv_heads)
@@ -201,6 +203,18 @@ def _form(config: EngineConfig, mesh: Mesh) -> Form:
     if config.jax_form == "cpu" and platform != "cpu":
         raise ConfigError(f"engine.jax_form is 'cpu' but the device is a {platform}; set auto")
     return config.jax_form
+
+
+def _storage(config: EngineConfig, form: Form) -> WeightStorage:
+    """How base weights lie in memory; ConfigError for what the form cannot do."""
+    if form == "cpu":
+        return config.weight_storage
+    if config.weight_storage == "int8":
+        raise ConfigError(
+            f"engine.weight_storage is {config.weight_storage!r} but the JAX engine's form {form!r} keeps float32 "
+            "weights; set auto or float32, or on a CPU engine.jax_form: cpu"
+        )
+    return "float32"
 
 
 def _use_cache(folder: str) -> None:

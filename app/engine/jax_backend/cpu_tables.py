@@ -28,6 +28,8 @@ from app.engine.jax_backend.weights import Weights
 from app.engine.models.spec import ModelSpec
 from app.kernels.extras._ffi import packed_tables
 from app.kernels.matmul._cpu import PANEL
+from app.kernels.matmul._quantised import Quantised
+from app.kernels.matmul._storing import dequantise
 from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
 from app.kernels.sgmv._writing import WritePlans, write_narrow_plan
 from app.kernels.team import Team
@@ -230,8 +232,9 @@ class _PackedModules:
 
     def panels(self, key: LoraKey) -> Floats:
         group, first, d_out = self._columns(key)
-        weights = np.asarray(getattr(self._layers, group))
-        return weights[key.layer, first // PANEL : -(-(first + d_out) // PANEL)]
+        columns = slice(first // PANEL, -(-(first + d_out) // PANEL))
+        stack = jax.tree.map(lambda array: np.asarray(array)[key.layer, columns], getattr(self._layers, group))
+        return dequantise(stack) if isinstance(stack, Quantised) else stack
 
     def bias(self, key: LoraKey) -> Floats | None:
         group, first, d_out = self._columns(key)

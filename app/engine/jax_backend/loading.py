@@ -21,11 +21,6 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
             f"engine.num_threads is {config.num_threads} but XLA takes every core the process may use; "
             "set 0 and limit the process instead (taskset, or the container)"
         )
-    if config.weight_storage == "int8":
-        raise ConfigError(
-            f"engine.weight_storage is {config.weight_storage!r} but the JAX engine keeps float32 weights; "
-            "set auto or float32"
-        )
     platform = _PLATFORMS.get(config.device)
     if platform is None:
         raise ConfigError(f"engine.device {config.device!r} is not one of {', '.join(_PLATFORMS)}")

@@ -39,11 +39,14 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
 
 
 def weight_specs(weights: Weights, sizes: Sizes) -> Weights:
-    """A PartitionSpec for each array of `weights`; None stays None."""
-    layers = {name: None if array is None else _layer_spec(name) for name, array in weights.layers._asdict().items()}
-    embedding = None if weights.embedding is None else P()
-    head = None if weights.head is None else P(None, TENSOR_AXIS) if sizes.form == "cpu" else P(TENSOR_AXIS)
-    return Weights(embedding, head, P(), P(), P(), P(), LayerWeights(**layers))
+    """A PartitionSpec for each array of `weights`; None stays None. Arrays of an 8-bit stack are split alike."""
+    layers = {name: _each(field, _layer_spec(name)) for name, field in weights.layers._asdict().items()}
+    head = _each(weights.head, P(None, TENSOR_AXIS) if sizes.form == "cpu" else P(TENSOR_AXIS))
+    return Weights(_each(weights.embedding, P()), head, P(), P(), P(), P(), LayerWeights(**layers))
+
+
+def _each(field: Any, spec: P) -> Any:
+    return jax.tree.map(lambda _: spec, field)
 
 
 def _layer_spec(name: str) -> P:

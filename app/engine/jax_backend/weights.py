@@ -2,32 +2,37 @@
 
 In: a checkpoint's tensors, one at a time. Out: `Weights`, a pytree of NumPy arrays ready to be put on devices.
 Matrices keep the checkpoint's orientation [d_out, d_in]: contracting both last axes is the form in which XLA's
-CPU product gives a row the same bits for any number of rows from two on. In the CPU form they are the panels that its
-kernels read (`app.kernels.matmul._cpu.pack`), each module rounded up to whole ones. Axes that are split over
-tensor-parallel devices hold the shards one after the other; an axis of length 1 for them would cost copies (XLA
-gives it a layout of its own).
+CPU product gives a row the same bits for any number of rows from two on. In the CPU form they are the stacks of panels
+that its kernels read, each module rounded up to whole panels, in float32 or in 8 bits (`app.engine.cpu_stacks`). Axes
+that are split over tensor-parallel devices hold the shards one after the other, each packed by itself; an axis of
+length 1 for them would cost copies (XLA gives it a layout of its own).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.cpu_stacks import StackWriter, WeightStorage, log_storage
 from app.engine.errors import CheckpointError
 from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes, packed_size, shard_columns
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
 from app.engine.models.spec import ModelSpec
-from app.kernels.matmul._cpu import PANEL, pack
+from app.kernels.matmul._cpu import PANEL
+from app.kernels.matmul._quantised import Quantised, Stack
+from app.kernels.team import Team
 
 
 class LayerWeights(NamedTuple):
     """Weights of all layers, [L, ...]. What a model does not have is None.
 
     qkv, gate_up: [L, shards * d_out, d_in], in each shard the modules' rows side by side. o, down: [L, H,
-    shards * d_in]. In the CPU form panels: [L, shards * P, d_in, 16] and [L, P, shards * d_in, 16]. qkv_bias,
+    shards * d_in]. In the CPU form a `Stack`: [L, shards * P, d_in, 16] and [L, P, shards * d_in, 16]. qkv_bias,
     gate_up_bias: [L, shards * d_out], d_out padded likewise. o_bias, down_bias, norms: [L, H]. q_norm, k_norm: [L, D].
     rope, window: [L] int32, index into the rope tables and keys visible (0 is all). scale: [L].
     """
@@ -50,7 +55,7 @@ class LayerWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """embedding: [V, H]. head: [V padded to a multiple of shards, H], in the CPU form panels [1, shards * P, H, 16].
+    """embedding: [V, H]. head: [V padded to a multiple of shards, H], in the CPU form a `Stack` [1, shards * P, H, 16].
     With tied embeddings and one shard there is only one of them: the head in the CPU form, the embedding in the others;
     the other one is None.
 
@@ -84,10 +89,22 @@ _VECTORS = {
 
 
 def read_weights(
-    spec: ModelSpec, sizes: Sizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int
-) -> Weights:
-    """Consume every tensor, as float32. CheckpointError for one that has no place, or is missing."""
-    arrays = _empty_layers(sizes)
+    spec: ModelSpec, sizes: Sizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int,
+    storage: WeightStorage = "float32",
+) -> Weights:  # fmt: skip
+    """Consume every tensor, as float32. CheckpointError for one that has no place, or is missing.
+
+    storage: of the CPU form's products; the other forms have float32 only.
+    """
+    with closing(Team(len(os.sched_getaffinity(0)))) as team:
+        return _read(spec, sizes, tensors, max_positions, storage, team)
+
+
+def _read(
+    spec: ModelSpec, sizes: Sizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int,
+    storage: WeightStorage, team: Team,
+) -> Weights:  # fmt: skip
+    arrays = _empty_layers(sizes, storage, team)
     top: dict[str, NDArray[np.float32]] = {}
     columns = shard_columns(spec, sizes.num_shards)
     missing = set(expected_tensors(spec))
@@ -111,9 +128,17 @@ def read_weights(
     arrays["window"] = np.array([attention.window or 0 for attention in attentions], np.int32)
     arrays["scale"] = np.array([attention.scale for attention in attentions], np.float32)
     is_cpu, one_matrix = sizes.form == "cpu", spec.tie_embeddings and sizes.num_shards == 1
-    head = None
+    head: Any = None
     if is_cpu or not one_matrix:
         head = _split_vocabulary(top[EMBEDDING if spec.tie_embeddings else LM_HEAD], sizes)
+    if is_cpu:
+        writer = StackWriter((sizes.num_shards, len(head) // sizes.num_shards, sizes.hidden_size), storage, team)
+        for shard, part in enumerate(np.split(head, sizes.num_shards)):
+            writer.store(shard, 0, part)
+        head = _joined(writer.stack, sizes.num_shards, row_parallel=False)
+        for group in GROUPS:
+            arrays[group] = _joined(arrays[group].stack, sizes.num_shards, row_parallel=group in ROW_PARALLEL)
+        log_storage(spec.name, {"head": head, **{group: arrays[group] for group in GROUPS}})
     return Weights(
         embedding=None if is_cpu and one_matrix else top[EMBEDDING],
         head=head,
@@ -125,16 +150,18 @@ def read_weights(
     )
 
 
-def _empty_layers(sizes: Sizes) -> dict[str, Any]:
+def _empty_layers(sizes: Sizes, storage: WeightStorage, team: Team) -> dict[str, Any]:
     count, shards, hidden = sizes.num_layers, sizes.num_shards, sizes.hidden_size
     widths, inputs = sizes.group_widths, sizes.group_inputs
     biased = {"qkv": sizes.qkv_bias, "o": sizes.o_bias, "gate_up": sizes.mlp_bias, "down": sizes.mlp_bias}
     arrays: dict[str, Any] = {name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")}
     for group in GROUPS:
         width, row_parallel = widths[group], group in ROW_PARALLEL
-        columns, depth = (width, shards * inputs[group]) if row_parallel else (shards * width, inputs[group])
-        shape = (count, columns // PANEL, depth, PANEL) if sizes.form == "cpu" else (count, columns, depth)
-        arrays[group] = np.empty(shape, np.float32)
+        if sizes.form == "cpu":
+            arrays[group] = StackWriter((count * shards, width, inputs[group]), storage, team)
+        else:
+            columns, depth = (width, shards * inputs[group]) if row_parallel else (shards * width, inputs[group])
+            arrays[group] = np.empty((count, columns, depth), np.float32)
         bias_width = hidden if row_parallel else shards * width
         arrays[f"{group}_bias"] = np.zeros((count, bias_width), np.float32) if biased[group] else None
     for name in ("q_norm", "k_norm"):
@@ -167,7 +194,9 @@ def _place(
         else:
             target.reshape(sizes.num_shards, -1)[:, start:end] = tensor[columns[module]]
     elif sizes.form == "cpu":
-        _place_panels(arrays[group][layer], columns[module], sizes.num_shards, start, tensor, group in ROW_PARALLEL)
+        for shard, mine in enumerate(columns[module]):
+            part = tensor[:, mine] if group in ROW_PARALLEL else tensor[mine]
+            arrays[group].store(layer * sizes.num_shards + shard, start, np.ascontiguousarray(part))
     elif group in ROW_PARALLEL:
         arrays[group][layer] = tensor[:, columns[module].reshape(-1)]
     else:
@@ -175,31 +204,26 @@ def _place(
         target.reshape(sizes.num_shards, -1, target.shape[1])[:, start:end] = tensor[columns[module]]
 
 
-def _place_panels(
-    panels: NDArray[np.float32],
-    columns: NDArray[np.int64],
-    num_shards: int,
-    start: int,
-    tensor: NDArray[np.float32],
-    row_parallel: bool,
-) -> None:
-    """A module's panels into those of a layer's product, each shard's part packed by itself."""
-    for shard, mine in enumerate(columns):
-        if row_parallel:
-            depth = panels.shape[1] // num_shards
-            panels[:, shard * depth : (shard + 1) * depth] = pack(np.ascontiguousarray(tensor[:, mine]))
-        else:
-            packed = pack(tensor[mine])
-            first = shard * (len(panels) // num_shards) + start // PANEL
-            panels[first : first + len(packed)] = packed
+def _joined(stack: Stack, num_shards: int, *, row_parallel: bool) -> Stack:
+    """[L * shards, P, d_in, 16] -> [L, shards * P, d_in, 16], or [L, P, shards * d_in, 16]; in 8 bits each of three."""
+    if num_shards == 1:
+        return stack
+    if isinstance(stack, Quantised):
+        return Quantised(*(_joined(part, num_shards, row_parallel=row_parallel) for part in stack))  # type: ignore[arg-type]
+    split = stack.reshape(-1, num_shards, *stack.shape[1:])
+    if row_parallel:
+        split = split.swapaxes(1, 2)  # [L, P, shards, d_in, 16]
+        return np.ascontiguousarray(split).reshape(*split.shape[:2], -1, PANEL)
+    return split.reshape(len(split), -1, *stack.shape[2:])
 
 
 def _split_vocabulary(head: NDArray[np.float32], sizes: Sizes) -> NDArray[np.float32]:
-    """[V, H] -> [V padded to a multiple of shards, H], or its panels; padding rows are zero and cut off the logits."""
+    """[V, H] -> [V padded to a multiple of shards (in the CPU form of whole panels), H]; what is added is zero and cut
+    off the logits."""
     per_shard = -(-len(head) // sizes.num_shards)
     per_shard = packed_size(per_shard) if sizes.form == "cpu" else per_shard
+    if per_shard * sizes.num_shards == len(head):
+        return head
     padded = np.zeros((per_shard * sizes.num_shards, head.shape[1]), np.float32)
     padded[: len(head)] = head
-    if sizes.form == "cpu":
-        return np.concatenate([pack(part) for part in np.split(padded, sizes.num_shards)])[None]
     return padded

@@ -1,34 +1,28 @@
 """A checkpoint's tensors in the layout of the CPU decoder: panels, stacked over layers.
 
 In: tensors by their Hugging Face names, in any order. Out: `cpu_decoder.Weights`. Every tensor has one place and
-must come; one unpacked tensor is in memory at a time. With `weight_storage` "auto" a projection is in 8 bits exactly
-where the products are those of float32 weights to the bit, for all layers alike; a stack that turns out not to be is
-taken back to float32.
+must come; one unpacked tensor is in memory at a time. Which stacks are in 8 bits: `app.engine.cpu_stacks`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraKey
+from app.engine.cpu_stacks import StackWriter, WeightStorage, log_storage
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.engine.torch_backend import cpu_decoder
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Quantised, Stack
-from app.kernels.matmul._storing import dequantise, empty_stack, store, widened
+from app.kernels.matmul._storing import dequantise
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
-
-WeightStorage = Literal["auto", "float32", "int8"]
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def padded(size: int) -> int:
@@ -129,7 +123,7 @@ class WeightPacker:
             "gate_up": (count, 2 * sizes.mlp_size, hidden),
             "down": (count, hidden, mlp.intermediate_size),
         }
-        self._stacks = {name: _StackWriter(shape, storage, team) for name, shape in shapes.items()}
+        self._stacks = {name: StackWriter(shape, storage, team) for name, shape in shapes.items()}
         self._constants: dict[str, NDArray[Any]] = {
             "cos": cos,
             "sin": sin,
@@ -156,10 +150,7 @@ class WeightPacker:
         if expected:
             raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
         stacks = {name: writer.stack for name, writer in self._stacks.items()}
-        wide = [name for name, stack in stacks.items() if not isinstance(stack, Quantised)]
-        _LOGGER.info(
-            "%s: base weights in float32: %s; the others in 8 bits", self._spec.name, ", ".join(wide) or "none"
-        )
+        log_storage(self._spec.name, stacks)
         return cpu_decoder.Weights(**self._arrays, **stacks, **self._constants)  # type: ignore[arg-type]
 
     def _expected(self) -> set[str]:
@@ -201,26 +192,6 @@ class WeightPacker:
             else:
                 array, column = self._columns[module]
                 self._stacks[array].store(layer, column, tensor)
-
-
-class _StackWriter:
-    """One stack while it is filled."""
-
-    def __init__(self, shape: tuple[int, int, int], storage: WeightStorage, team: Team) -> None:
-        """shape: layers, columns, depth."""
-        self._team = team
-        self._only_exact = storage == "auto"
-        self._stored: list[tuple[int, int, int]] = []
-        self.stack: Stack = empty_stack(*shape, quantised=storage != "float32")
-
-    def store(self, layer: int, first_column: int, w: Floats) -> None:
-        """Place w [N, K] in columns first_column and up of one layer."""
-        exact = store(self._team, self.stack, layer, first_column, w, only_exact=self._only_exact)
-        if self._only_exact and not exact:
-            assert isinstance(self.stack, Quantised)  # float32 is exact
-            self.stack = widened(self._team, self.stack, self._stored)
-            store(self._team, self.stack, layer, first_column, w)
-        self._stored.append((layer, first_column, first_column + len(w)))
 
 
 def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:

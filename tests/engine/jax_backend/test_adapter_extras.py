@@ -12,9 +12,11 @@ from app.engine.config import EngineConfig
 from app.engine.jax_backend.backend import JaxBackend
 from app.engine.jax_backend.sharding import make_mesh
 from app.engine.models.checkpoint import load_checkpoint
+from app.kernels.matmul._quantised import Quantised
 from tests.engine.adapters.parity import peft_logits, random_tokens, tiny_model
 from tests.engine.adapters.test_peft_parity import ALL, BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
 from tests.engine.torch_backend.checkpoints import tiny_model as checkpoint_model
+from tests.engine.torch_backend.grids import put_on_grids
 from tests.engine.torch_backend.served import CONFIG, backend_of, served_logits
 from tests.engine.torch_backend.test_adapter_extras import TOGETHER, _read
 
@@ -30,11 +32,14 @@ def jax_backend(folder: Path, config: EngineConfig = JAX_CONFIG) -> JaxBackend:
     return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_all_kinds_in_one_batch_are_pefts_and_have_the_torch_engines_bits(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "in_8_bits"), [(True, False), (False, False), (True, True)])
+def test_all_kinds_in_one_batch_are_pefts_and_have_the_torch_engines_bits(
+    tmp_path: Path, tied: bool, in_8_bits: bool
+) -> None:
     model = tiny_model("qwen2", tie_word_embeddings=tied)
-    torch_backend = backend_of(model, tmp_path / "model")
+    torch_backend = backend_of(put_on_grids(model) if in_8_bits else model, tmp_path / "model")
     backend = jax_backend(tmp_path / "model")
+    assert isinstance(backend._weights.layers.down, Quantised) == in_8_bits
     options = {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER | {"plain": OPTIONS["plain LoRA"]}
     names = [str(name) for name in np.random.default_rng().permutation(list(options))]
     folders = {name: tmp_path / str(index) for index, name in enumerate(names)}

@@ -19,6 +19,7 @@ from app.engine.errors import AdapterMismatch
 from app.engine.jax_backend.backend import JaxBackend
 from app.engine.loading import served_features
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
+from app.kernels.matmul._quantised import Quantised
 from tests.engine.adapters.making import random_adapter, tiny_spec, with_random_extras
 from tests.engine.jax_backend.making import counting_compilations, tiny_backend
 from tests.fakes import fake_request
@@ -29,10 +30,12 @@ CONFIG = EngineConfig(
 )
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla"])
+@pytest.fixture(scope="module", params=[("cpu", "float32"), ("cpu", "int8"), ("xla", "float32")], ids="-".join)
 def backend(request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
-    """One backend per form for the module: compiling it is the expensive part."""
-    made = tiny_backend(CONFIG.model_copy(update={"jax_form": request.param}), SPEC)
+    """One backend per form and weight storage for the module: compiling it is the expensive part."""
+    form, storage = request.param
+    made = tiny_backend(CONFIG.model_copy(update={"jax_form": form, "weight_storage": storage}), SPEC)
+    assert isinstance(made._weights.layers.qkv, Quantised) == (storage == "int8")
     made.programs.wait()
     yield made
     made.close()

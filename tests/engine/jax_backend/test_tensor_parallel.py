@@ -28,6 +28,7 @@ from app.engine.jax_backend.sharding import make_mesh
 from app.engine.jax_backend.sizes import sizes_of
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.request import SamplingParams
+from app.kernels.matmul._quantised import Quantised
 from tests.engine.adapters.making import random_adapter, random_tensors
 from tests.fakes import fake_request
 
@@ -51,8 +52,17 @@ def with_a_fine_value(adapter: LoraAdapter) -> LoraAdapter:
     return dataclasses.replace(adapter, weights=MappingProxyType({**adapter.weights, key: LoraPair(a, pair.b)}))
 
 
-def observe(form: Literal["cpu", "xla"], shards: int, rank_rows: int, seed: int) -> dict[str, object]:
-    """Tokens and log-probabilities of a few requests, and the collectives in the program that computed them."""
+def tensors_on_a_grid(model: ModelSpec, seed: int) -> list[tuple[str, np.ndarray]]:
+    """Multiples of 1/64, which `weight_storage: auto` keeps in 8 bits in whole groups of 32 and in parts of them."""
+    tensors = random_tensors(model, seed)
+    return [(name, np.rint(tensor * 64) / 64 if tensor.ndim == 2 else tensor) for name, tensor in tensors]
+
+
+def observe(
+    form: Literal["cpu", "xla"], shards: int, rank_rows: int, seed: int, storage: Literal["auto", "float32"]
+) -> dict[str, object]:
+    """Tokens and log-probabilities of a few requests, the collectives in the program that computed them, and which
+    products are in 8 bits."""
     model = spec()
     config = EngineConfig(
         num_kv_blocks=16,
@@ -63,8 +73,9 @@ def observe(form: Literal["cpu", "xla"], shards: int, rank_rows: int, seed: int)
         skip_precompile=True,
         tensor_parallel=shards,
         jax_form=form,
+        weight_storage=storage,
     )
-    backend = JaxBackend(model, random_tensors(model, seed), config, make_mesh(jax.devices("cpu"), shards))
+    backend = JaxBackend(model, tensors_on_a_grid(model, seed), config, make_mesh(jax.devices("cpu"), shards))
     engine = Engine(backend, config)
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_logprobs=0)
     adapters: list[LoraAdapter | None] = [None]
@@ -78,7 +89,16 @@ def observe(form: Literal["cpu", "xla"], shards: int, rank_rows: int, seed: int)
         for chunk in engine.step():
             lines.setdefault(chunk.request_id, []).extend((line.token_id, line.logprob) for line in chunk.logprobs)
     text = backend.hlo(backend.programs.buckets[-1])  # the bucket of the prompts
-    return {"lines": lines, "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text))}
+    in_8_bits = [name for name in ("qkv", "o", "gate_up", "down") if _in_8_bits(getattr(backend._weights.layers, name))]
+    return {
+        "lines": lines,
+        "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text)),
+        "in_8_bits": in_8_bits + ["head"] * _in_8_bits(backend._weights.head),
+    }
+
+
+def _in_8_bits(stack: object) -> bool:
+    return isinstance(stack, Quantised)
 
 
 @pytest.mark.parametrize("form", ["cpu", "xla"])
@@ -88,13 +108,17 @@ def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: 
         "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
     )
     seed = int(np.random.default_rng().integers(1 << 30))
-    cases = [(form, shards, rows, seed) for shards, rows in [(1, 16), (2, 16), (4, 16), (8, 16), (8, 0)]]
+    shapes = [(1, 16, "float32"), (2, 16, "auto"), (4, 16, "float32"), (8, 16, "auto"), (8, 0, "float32")]
+    cases = [(form, shards, rows, seed, storage) for shards, rows, storage in shapes]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, json.dumps(cases)]
     process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
     whole = found[0]
+    for (*_, storage), observed in zip(cases, found, strict=True):
+        products = ["qkv", "o", "gate_up", "down", "head"] if (form, storage) == ("cpu", "auto") else []
+        assert observed["in_8_bits"] == products
     assert len(whole["lines"]) == 3
     for split in found[1:4]:
         assert split["lines"].keys() == whole["lines"].keys()

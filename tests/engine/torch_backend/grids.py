@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 
@@ -15,3 +18,13 @@ def on_grids(w: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
     levels = np.rint((padded - low) / np.where(steps > 0, steps, 1)).clip(0, 2**bits - 1)
     rounded = (levels.astype(np.float64) * steps + low).astype(np.float32)
     return np.ascontiguousarray(rounded.reshape(num_columns, -1)[:, :depth])
+
+
+def put_on_grids(model: Any) -> Any:
+    """A transformers model's embeddings on grids of 8 bits, its linear weights on grids of 4; in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                bits = 8 if "embed" in name or "lm_head" in name else 4
+                parameter.copy_(torch.from_numpy(on_grids(parameter.numpy(), bits)))
+    return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,21 +18,10 @@ from app.kernels.matmul._quantised import Quantised
 from tests.engine.adapters.making import random_adapter
 from tests.engine.adapters.parity import random_tokens
 from tests.engine.torch_backend.checkpoints import tiny_model
-from tests.engine.torch_backend.grids import on_grids
+from tests.engine.torch_backend.grids import put_on_grids
 from tests.engine.torch_backend.served import CONFIG, served_logits
 
 STACKS = {"head", "qkv", "out", "gate_up", "down"}
-
-
-def _model(family: str) -> Any:
-    """Embeddings on grids of 8 bits, linear weights on grids of 4."""
-    model = tiny_model(family)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                bits = 8 if "embed" in name or "lm_head" in name else 4
-                parameter.copy_(torch.from_numpy(on_grids(parameter.numpy(), bits)))
-    return model
 
 
 def _config(storage: Literal["auto", "float32", "int8"]) -> EngineConfig:
@@ -50,7 +39,7 @@ def _logits(backend: CpuBackend, tokens: torch.Tensor) -> list[NDArray[np.float3
 
 @pytest.mark.parametrize("family", ["llama", "qwen2 window on upper layers"])
 def test_auto_loses_no_bit_of_weights_on_grids(family: str, tmp_path: Path) -> None:
-    model = _model(family)
+    model = put_on_grids(tiny_model(family))
     model.save_pretrained(tmp_path)
     checkpoint = load_checkpoint(tmp_path)
     tokens = random_tokens(model, 2, 37)
@@ -66,7 +55,7 @@ def test_auto_loses_no_bit_of_weights_on_grids(family: str, tmp_path: Path) -> N
 
 def test_one_weight_beside_its_grid_keeps_its_projection_in_float32(tmp_path: Path) -> None:
     """The last tensor of its stack: what was stored in 8 bits before it is taken back."""
-    model = _model("llama")
+    model = put_on_grids(tiny_model("llama"))
     model.save_pretrained(tmp_path)
     checkpoint = load_checkpoint(tmp_path)
     off = {f"model.layers.{len(checkpoint.spec.layers) - 1}.mlp.up_proj.weight", "lm_head.weight"}
