@@ -3,6 +3,8 @@
 In: a kernel `body(team, args)` in Numba, wrapped in a `task`. Out: a target that `jax.ffi.ffi_call` names. The call
 runs on the thread that runs the program and on the threads of XLA's own pool, phase by phase as in
 `app.kernels.team`: a helper that comes late finds its pieces taken and touches nothing but the call's own record.
+A helper that has left a call lingers: the next call of a step comes within microseconds, and to wake a sleeping thread
+for each takes longer than many of them do.
 
 The first operand of every call is a vector of up to `NUM_SCALARS` int32; its values are copied, so a late helper may
 read them. `args`: those scalars, then per buffer, operands before results, its address and up to five sizes:
@@ -14,6 +16,7 @@ Offsets are those of `xla/ffi/api/c_api.h`, which a test reads again for the jax
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -24,14 +27,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from app.kernels.compiled import compiled
-from app.kernels.team import _add
+from app.kernels.team import _add, _load, _offer_core, _pause
 
 NUM_SCALARS, _FIRST, _STRIDE = 16, 16, 6
 #: Phases a body may have, and buffers a call may have.
 MAX_PHASES, _MAX_BUFFERS = 4, 24
-#: Words of a call's record: references; the arguments of scheduling a helper and of asking for the number of
-#: threads; the team's counters; args.
-_SCHEDULE, _NUM_THREADS, _TEAM = 1, 8, 16
+#: Words of a call's record: references; the arguments of scheduling a helper; its task and the places where helpers
+#: linger; the arguments of asking for the number of threads; the team's counters; args.
+_SCHEDULE, _TASK, _PLACES, _NUM_THREADS, _TEAM = 1, 6, 7, 8, 16
 _ARGS = _TEAM + 16 * MAX_PHASES
 _RECORD = _ARGS + _FIRST + _STRIDE * _MAX_BUFFERS
 #: Byte offsets in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Metadata and XLA_FFI_Api.
@@ -54,6 +57,12 @@ _NUM_OPERANDS, _OPERANDS, _NUM_RESULTS, _RESULTS = (
 _DATA, _RANK, _DIMS = BUFFER["data"], BUFFER["rank"], BUFFER["dims"]
 _FN_SCHEDULE, _FN_NUM_THREADS = API["XLA_FFI_ThreadPool_Schedule"], API["XLA_FFI_ThreadPool_NumThreads"]
 _MAJOR, _MINOR = VERSION
+#: Helpers that may linger at once, each at a cache line of its own; what a place holds where nobody is and where a
+#: helper waits, beside the record that it is handed.
+_NUM_PLACES, _LINE = 64, 64
+_NOBODY, _WAITS = 0, 1
+#: Looks at its place before a helper goes back to sleep, and how many of them keep the core: some 0.1 ms in all.
+_LOOKS, _SPINS = 600, 400
 
 
 #: Decorates the C function of a call: `def run(record)`, which calls its body and then `leave_record`.
@@ -62,21 +71,35 @@ task = numba.cfunc(types.void(types.intp), nopython=True, cache=True)
 
 def register(name: str, run: Any) -> Any:
     """Make `run`, a `task`, the target `name` on the CPU. Returns what must live as long as programs may call it."""
-    address = run.address
+    address, places, helper = run.address, _places(), _helper()
+    helper_address = helper.address
 
     @numba.cfunc(types.intp(types.intp), nopython=True)
     def handler(frame: int) -> int:
         if _describe(frame):
             return 0
-        record = _new_record(frame)
+        record = _new_record(frame, address, places)
         for _ in range(_num_helpers(frame, record)):
             _add(record, 1)
-            _schedule(frame, record, address)
+            if not _hand_over(places, record):
+                _schedule(frame, record, helper_address)
         _call(address, record)
         return 0
 
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.address), platform="cpu")
-    return run, handler
+    return run, handler, helper
+
+
+@cache
+def _places() -> int:
+    """Address of the process's places, which are never freed: a helper may linger while Python is ending."""
+    places: int = _new_places()
+    return places
+
+
+@cache
+def _helper() -> Any:
+    return task(_help)
 
 
 def _address_of(kind: Any) -> Any:
@@ -154,12 +177,12 @@ def _describe(frame):
 
 
 @compiled
-def _new_record(frame):
+def _new_record(frame, task, places):
     """The call's own memory, with one reference: its counters, and all it needs to know of the call."""
     record = _allocate(_RECORD * 8)
     words = carray(_to_words(record), _RECORD)
     words[:_ARGS] = 0
-    words[0] = 1
+    words[0], words[_TASK], words[_PLACES] = 1, task, places
     num_operands, num_results = _word(frame + _NUM_OPERANDS), _word(frame + _NUM_RESULTS)
     operands, results = _word(frame + _OPERANDS), _word(frame + _RESULTS)
     scalars = _word(operands)
@@ -209,11 +232,69 @@ def _num_helpers(frame, record):
 
 
 @compiled
-def _schedule(frame, record, task):
+def _schedule(frame, record, helper):
     words = carray(_to_words(record + _SCHEDULE * 8), 5)
-    words[0], words[1], words[2], words[3], words[4] = 40, 0, _word(frame + _CTX), task, record
+    words[0], words[1], words[2], words[3], words[4] = 40, 0, _word(frame + _CTX), helper, record
     if _call(_word(_word(frame + _API) + _FN_SCHEDULE), record + _SCHEDULE * 8) != 0:
         _add(record, -1)
+
+
+def _help(record: int) -> None:
+    """What XLA's pool runs: this call, and those that are handed over while the thread lingers."""
+    while record != 0:
+        places = _word(record + _PLACES * 8)
+        _call(_word(record + _TASK * 8), record)  # which may free it
+        record = _linger(places)
+
+
+@compiled
+def _new_places():
+    places = _allocate(_NUM_PLACES * _LINE)
+    carray(_to_words(places), _NUM_PLACES * _LINE // 8)[:] = 0
+    return places
+
+
+@compiled
+def _hand_over(places, record):
+    """Give the call to a helper that lingers; False if there is none."""
+    for n in range(_NUM_PLACES):
+        place = places + n * _LINE
+        if _load(place) == _WAITS and _exchange(place, _WAITS, record):
+            return True
+    return False
+
+
+@compiled
+def _linger(places):
+    """Wait a moment for a call; 0 if none comes."""
+    for n in range(_NUM_PLACES):
+        place = places + n * _LINE
+        if _load(place) == _NOBODY and _exchange(place, _NOBODY, _WAITS):
+            looks = 0
+            while looks < _LOOKS and _load(place) == _WAITS:
+                if looks < _SPINS:
+                    _pause()
+                else:
+                    _offer_core()
+                looks += 1
+            if _exchange(place, _WAITS, _NOBODY):
+                return 0
+            record = _load(place)
+            _exchange(place, record, _NOBODY)
+            return record
+    return 0
+
+
+@intrinsic
+def _exchange(typingctx: Any, address: Any, old: Any, new: Any) -> Any:
+    """Atomically replace `old` by `new` at an address; whether `old` was there."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        found = builder.cmpxchg(pointer, args[1], args[2], "acq_rel", "acquire")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.intp, types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -6,6 +6,9 @@ That each kernel computes what it should is tested beside it; here is the way in
 from __future__ import annotations
 
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -75,6 +78,53 @@ def test_calls_in_a_loop_see_each_others_results() -> None:
     assert np.ptp(first) > 0
     for _ in range(20):
         assert np.array_equal(run(x, w), first)
+
+
+def test_calls_handed_to_lingering_threads_reach_each_exactly_once() -> None:
+    address, records, stop = xla_call._new_places(), range(10, 310), 10**6
+    received: list[int] = []
+
+    def wait() -> None:
+        while not received or received[-1] != stop:
+            record = xla_call._linger(address)
+            if record:
+                received.append(record)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for record in records:
+        while not xla_call._hand_over(address, record):
+            time.sleep(0)
+    while len(received) < len(records):
+        time.sleep(0)
+    received.append(stop)
+    for thread in threads:
+        thread.join()
+    assert sorted(received) == [*records, stop]
+    assert not xla_call._hand_over(address, 5), "nobody lingers"
+    assert xla_call._linger(address) == 0
+
+
+def test_programs_on_several_threads_at_once_have_their_own_results() -> None:
+    generator = rng()
+    w = np.stack([pack(normal(generator, 64, 64) / 8) for _ in range(20)])
+    adapted = no_adapters(1, 64, 64)
+
+    def chain(x: jax.Array, w: jax.Array) -> jax.Array:
+        def add(h: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
+            return linear.add_product(h, h, w, None, layer, jnp.int32(9), adapted, linear.DOWN_PROJ), None
+
+        return jax.lax.scan(add, x, jnp.arange(20))[0]
+
+    run = jax.jit(chain)
+    inputs = [normal(generator, 9, 64) for _ in range(4)]
+    alone = [np.asarray(run(x, w)) for x in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(50):
+            together = threads.map(lambda x: np.asarray(run(x, w)), inputs)
+            for found, expected in zip(together, alone, strict=True):
+                np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
