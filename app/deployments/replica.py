@@ -22,6 +22,7 @@ from app.config import AppConfig
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_checkpoint
 from app.deployments.engine_service import EngineService
+from app.deployments.frames import PackedFrame, pack_frame
 from app.deployments.metrics import DeviceMetrics, TierMetrics
 from app.deployments.pin_keeper import PinKeeper
 from app.deployments.ray_calls import unwrapped
@@ -36,7 +37,7 @@ from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, NotReady
 from app.engine.loading import load_backend
-from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.request import GenerateRequest
 from app.engine.worker import EngineThread
 
 logger = logging.getLogger(__name__)
@@ -82,11 +83,11 @@ class EngineReplica:
         forever = (self._report_forever(), self._observe_forever(), self._steer_forever(), self._steering.follow())
         self._reporters = [loop.create_task(work) for work in forever]
 
-    async def frames(self, link_id: str, target_replica_id: str | None = None) -> AsyncGenerator[list[TokenChunk]]:
+    async def frames(self, link_id: str, target_replica_id: str | None = None) -> AsyncGenerator[PackedFrame]:
         """A reader attaches; its first frame is empty."""
         self._must_be(target_replica_id)
         async for frame in self._service.frames(link_id):
-            yield frame
+            yield pack_frame(frame)
 
     async def submit(
         self, link_id: str, requests: Sequence[GenerateRequest], target_replica_id: str | None = None

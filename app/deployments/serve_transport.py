@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
+from app.deployments.frames import unpack_frame
 from app.deployments.placement import PlacementTable
 from app.deployments.published import Changes, Version
 from app.deployments.ray_calls import NamedActor, unwrapped
@@ -41,8 +42,8 @@ class ServeTransport:
     async def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
         call: Any = self._engines.frames.options(stream=True).remote(link_id, target_replica_id=replica_id)
         try:
-            async for frame in call:
-                yield frame
+            async for packed in call:
+                yield unpack_frame(packed)
         except RayActorError as error:
             raise ReplicaGone(f"replica {replica_id}: {type(error).__name__}") from error
         except RayTaskError as error:
