@@ -1,7 +1,7 @@
 """A service of its own for a measurement or a test: processes, ports, folders, and their end.
 
 In: arguments of `polylora`. Out: a running service in a session of its own, which shares no port, folder or Ray
-with another on the same machine, and of which nothing is left afterwards.
+with another on the same machine, and of which nothing is left afterwards, also when a SIGTERM ends this process.
 """
 
 from __future__ import annotations
@@ -64,12 +64,17 @@ class Service:
         self._reader.start()
 
     def __enter__(self) -> Self:
+        """From the main thread: until the exit a SIGTERM raises SystemExit, which would otherwise leave it running."""
+        self._on_sigterm = signal.signal(signal.SIGTERM, _exit)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            self.stop()
+        finally:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def wait_for(self, text: str, timeout_s: float = 900.0) -> float:
         """Seconds from the start to the first line that holds `text`. Raises RuntimeError with what was printed."""
@@ -87,19 +92,25 @@ class Service:
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Ask it to end, and end what is left."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-        end_session(self.process.pid)
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)  # a shell's background jobs, and their children, ignore SIGINT
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+        finally:
+            end_session(self.process.pid)
+            self.process.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _read(self) -> None:
         assert self.process.stdout is not None, "it is a pipe"
         with self.process.stdout as stream:
             for text in stream:
                 self.lines.append(Line(time.perf_counter() - self._started_s, text.rstrip()))
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def end_session(session_id: int) -> None:
