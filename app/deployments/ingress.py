@@ -25,7 +25,7 @@ from app.deployments.dispatch import Dispatcher, Stream
 from app.deployments.frontend import Frontend, Job
 from app.deployments.http_app import generate_result, make_app
 from app.deployments.management import Management
-from app.deployments.management_routes import adapter_body
+from app.deployments.management_bodies import adapter_body
 from app.deployments.metrics import IngressMetrics
 from app.deployments.openai_schema import GenerateBody, parse_body
 from app.deployments.placement import PlacementTable, make_policy

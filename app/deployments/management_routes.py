@@ -6,7 +6,7 @@ they cost no call whatever their length; what is said of one adapter is asked of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -17,8 +17,9 @@ from starlette.responses import JSONResponse, Response
 from app.deployments.frontend import Frontend
 from app.deployments.http_io import int_query, page_body, page_query, read_json
 from app.deployments.management import Management
+from app.deployments.management_bodies import adapter_body, alias_body, description_body, job_body
 from app.deployments.openai_schema import Body, BodyT, parse_body
-from app.deployments.registry.entries import AliasEntry, CatalogEntry, Description, Job, State
+from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import RegistryView
 from app.engine.errors import NotFound
 
@@ -288,65 +289,3 @@ def _add_alias_routes(app: FastAPI, service: ManagedService) -> None:
 
 async def _is_empty(request: Request) -> bool:
     return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
-
-
-def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
-    """One adapter as the management routes show it."""
-    return {
-        "id": entry.name,
-        "object": "lora",
-        "state": State.LOADED,
-        "digest": entry.ref.digest,
-        "generation": entry.ref.generation,
-        "path": entry.ref.uri,
-        "source": entry.source,
-        "max_rank": entry.max_rank,
-        "size_bytes": entry.size_bytes,
-        "created": int(entry.registered_s),
-        "owner": entry.owner,
-        "pinned": entry.pinned,
-        "traffic_weight": entry.traffic_weight,
-        "status": "registered",
-    }
-
-
-def description_body(name: str, description: Description, management: Management) -> dict[str, Any]:
-    """`state` and `reason` are the name's: those of its last job if it is not being served."""
-    entry, job = description.entry, description.job
-    body: dict[str, Any] = {"id": name, "object": "lora"}
-    if entry is not None:
-        replicas = [replica._asdict() for replica in management.residency(entry.ref.digest)]
-        residency = {"host": description.is_on_host, "replicas": replicas}
-        body |= adapter_body(entry) | {"reason": None, "last_used": entry.last_used_s, "residency": residency}
-    elif job is not None:
-        body |= {"state": job.state, "reason": job.reason, "status": "not registered"}
-    return body | {"job": None if job is None else job_body(job)}
-
-
-def job_body(job: Job) -> dict[str, Any]:
-    return {
-        "id": job.id,
-        "object": "lora.job",
-        "name": job.name,
-        "kind": job.kind,
-        "path": job.source,
-        "state": job.state,
-        "reason": job.reason,
-        "generation": job.generation,
-        "digest": job.digest,
-        "requested_by": job.requested_by,
-        "created": job.created_s,
-        "updated": job.updated_s,
-    }
-
-
-def alias_body(entry: AliasEntry) -> dict[str, Any]:
-    targets: Mapping[str, float] = {target.name: target.weight for target in entry.targets}
-    return {
-        "id": entry.name,
-        "object": "alias",
-        "targets": targets,
-        "version": entry.version,
-        "previous_version": entry.previous_version,
-        "updated": entry.updated_s,
-    }

@@ -1,15 +1,18 @@
-"""What the registry says: frozen values, one kind per table.
+"""What the registry says: frozen values, one kind per table; and what may be a name.
 
 These travel from the database to every process that serves requests. Times are Unix seconds.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+from app.config import NAME_PATTERN
 from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.errors import InvalidRequest
 
 DEFAULT_TENANT = "default"
 
@@ -165,3 +168,18 @@ class Description(NamedTuple):
     entry: CatalogEntry | None
     job: Job | None
     is_on_host: bool
+
+
+def is_name(text: str) -> bool:
+    """Whether an adapter or an alias may be called this."""
+    return re.fullmatch(NAME_PATTERN, text) is not None
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidRequest for what cannot be an adapter's or an alias's name."""
+    if not is_name(name):
+        raise InvalidRequest(
+            f"adapter name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit",
+            param="name",
+        )

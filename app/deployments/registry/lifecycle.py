@@ -12,13 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from app.config import NAME_PATTERN
 from app.deployments.published import Published, PublishedTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Move
@@ -31,6 +29,8 @@ from app.deployments.registry.entries import (
     ReadAdapter,
     State,
     Unload,
+    check_name,
+    is_name,
 )
 from app.deployments.registry.view import Entry, Key
 from app.deployments.steering import Steerer, Steering
@@ -189,7 +189,7 @@ class Lifecycle:
 
     async def describe(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> Description:
         """Raises NotFound for a name that nobody ever asked for."""
-        if not re.fullmatch(NAME_PATTERN, name):
+        if not is_name(name):
             raise _unknown(name)
         entry, job = await asyncio.gather(
             asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id),
@@ -341,16 +341,6 @@ class Lifecycle:
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of our own: it goes on when the call that began it is cancelled."""
         return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
-
-
-def check_name(name: str) -> None:
-    """Raises InvalidRequest for what cannot be an adapter's or an alias's name."""
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise InvalidRequest(
-            f"adapter name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
-            "beginning with a letter or digit",
-            param="name",
-        )
 
 
 def _unknown(name: str) -> NotFound:

@@ -13,8 +13,7 @@ from app.deployments.adapter_store import AdapterStore
 from app.deployments.disk_tier import DiskTier
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry
-from app.deployments.registry.lifecycle import check_name
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, check_name
 from app.deployments.sources.places import Fetcher, Sources
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterCard
