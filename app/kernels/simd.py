@@ -18,10 +18,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from app.kernels.vectors import LANES, load_bf16, spread
+from app.kernels.vectors import FLOAT, LANES, WORD, fma, load_bf16, prefetch, spread
 
-#: Terms of one chain. A multiple of the group of `app.kernels.matmul._quantised`.
+#: Terms of one chain, a multiple of GROUP.
 CHUNK = 128
+#: Weights of a column that share a scale and an offset where weights are stored in bytes.
+GROUP = 32
+#: How far ahead of a product its weights are fetched: about what it takes while memory answers.
+BYTES_AHEAD = 2048
+#: The columns of one panel of weights, and their levels in bytes. LLVM splits them where vectors are shorter, which
+#: costs nothing; two vectors of half the length are a fifth slower with AVX-512.
+PANEL, _LEVELS = ir.VectorType(FLOAT, 2 * LANES), ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
 @cache
@@ -29,41 +36,20 @@ def multiply_tile(rows: int, panels: int, vectors: int) -> Callable[..., None]:
     """A compiled-in function for a tile of `rows` x (`panels` * `vectors` * LANES) float32.
 
     The function takes addresses (integers) and strides counted in elements:
-    `(x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, accumulate)`.
+    `(x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)`.
     x[i, kk] is at x + i * x_row + kk; w's vector for panel p at w + p * w_panel + kk * w_k; the result
-    row i of panel p at out + i * out_row + p * out_panel. `accumulate` (boolean): start from what
-    `out` holds, else from zero. Nothing is read or written outside the tile.
+    row i of panel p at out + i * out_row + p * out_panel. `ahead`: bytes behind each weight at which memory is asked
+    for what comes next. `accumulate` (boolean): start from what `out` holds, else from zero. `in_bf16` (boolean): w
+    holds bfloat16 values, two bytes each, which are widened in registers: the same bits as from float32. Nothing
+    else is read, and nothing written, outside the tile.
     """
 
     @intrinsic
     def tile(
         typingctx: Any, x: Any, x_row: Any, w: Any, w_k: Any, w_panel: Any, k: Any, out: Any, out_row: Any,
-        out_panel: Any, accumulate: Any,
+        out_panel: Any, ahead: Any, accumulate: Any, in_bf16: Any,
     ) -> Any:  # fmt: skip
-        signature = types.void(*([types.intp] * 9), types.boolean)
-
-        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _emit_tile(builder, rows, panels, vectors, args, in_bf16=False)
-            return context.get_dummy_value()
-
-        return signature, codegen
-
-    return tile
-
-
-@cache
-def multiply_either_tile(rows: int, panels: int, vectors: int) -> Callable[..., None]:
-    """As `multiply_tile`, with a last argument `in_bf16` (boolean): w holds bfloat16 values, two bytes each.
-
-    They are widened in registers, which is exact, and added in the same order: the same bits as from float32.
-    """
-
-    @intrinsic
-    def tile(
-        typingctx: Any, x: Any, x_row: Any, w: Any, w_k: Any, w_panel: Any, k: Any, out: Any, out_row: Any,
-        out_panel: Any, accumulate: Any, in_bf16: Any,
-    ) -> Any:  # fmt: skip
-        signature = types.void(*([types.intp] * 9), types.boolean, types.boolean)
+        signature = types.void(*([types.intp] * 10), types.boolean, types.boolean)
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             *rest, in_bf16 = args
@@ -80,76 +66,48 @@ def multiply_either_tile(rows: int, panels: int, vectors: int) -> Callable[..., 
 
 
 def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any, *, in_bf16: bool) -> None:
-    x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, accumulate = args
-    word, lane = ir.IntType(64), ir.FloatType()
-    vector = ir.VectorType(lane, LANES)
-    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{LANES}f32")
+    x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate = args
+    vector = ir.VectorType(FLOAT, vectors * LANES)
+    weight_bits = 1 if in_bf16 else 2
 
     def address(base: Any, *offsets: Any, size_bits: int = 2) -> Any:
         total = base
         for offset in offsets:
-            total = builder.add(total, builder.shl(offset, word(size_bits)))
+            total = builder.add(total, builder.shl(offset, WORD(size_bits)))
         return total
 
     def load(at: Any, kind: Any) -> Any:
         return builder.load(builder.inttoptr(at, kind.as_pointer()), align=4)
 
-    def load_weights(base: Any, *offsets: Any) -> Any:
-        if in_bf16:
-            return load_bf16(builder, address(base, *offsets, size_bits=1))
-        return load(address(base, *offsets), vector)
-
-    columns = [(p, v) for p in range(panels) for v in range(vectors)]
     targets = {
-        (i, p, v): address(out, builder.mul(out_row, word(i)), builder.mul(out_panel, word(p)), word(v * LANES))
+        (i, p): address(out, builder.mul(out_row, WORD(i)), builder.mul(out_panel, WORD(p)))
         for i in range(rows)
-        for p, v in columns
+        for p in range(panels)
     }
-    zero = ir.Constant(vector, [0.0] * LANES)
     sums = {key: cgutils.alloca_once(builder, vector) for key in targets}
-    x_rows = [address(x, builder.mul(x_row, word(i))) for i in range(rows)]
-    w_panels = [builder.mul(w_panel, word(p)) for p in range(panels)]
-    num_chunks = builder.lshr(builder.add(k, word(CHUNK - 1)), word(CHUNK.bit_length() - 1))
+    x_rows = [address(x, builder.mul(x_row, WORD(i))) for i in range(rows)]
+    w_panels = [builder.mul(w_panel, WORD(p)) for p in range(panels)]
+    num_chunks = builder.lshr(builder.add(k, WORD(CHUNK - 1)), WORD(CHUNK.bit_length() - 1))
     # With nothing to sum, the result must still be written.
-    num_chunks = builder.select(builder.icmp_signed("==", num_chunks, word(0)), word(1), num_chunks)
-    with cgutils.for_range(builder, num_chunks, intp=word) as chunk:
+    num_chunks = builder.select(builder.icmp_signed("==", num_chunks, WORD(0)), WORD(1), num_chunks)
+    with cgutils.for_range(builder, num_chunks, intp=WORD) as chunk:
         for total in sums.values():
-            builder.store(zero, total)
-        first = builder.mul(chunk.index, word(CHUNK))
+            builder.store(ir.Constant(vector, [0.0] * vector.count), total)
+        first = builder.mul(chunk.index, WORD(CHUNK))
         left = builder.sub(k, first)
-        count = builder.select(builder.icmp_signed("<", left, word(CHUNK)), left, word(CHUNK))
-        with cgutils.for_range(builder, count, intp=word) as loop:
+        count = builder.select(builder.icmp_signed("<", left, WORD(CHUNK)), left, WORD(CHUNK))
+        with cgutils.for_range(builder, count, intp=WORD) as loop:
             at_k = builder.add(first, loop.index)
-            step = builder.mul(w_k, at_k)
-            weights = {(p, v): load_weights(w, w_panels[p], step, word(v * LANES)) for p, v in columns}
+            places = [address(w, at, builder.mul(w_k, at_k), size_bits=weight_bits) for at in w_panels]
+            for at in places:
+                prefetch(builder, builder.add(at, ahead))
+            weights = [load_bf16(builder, at, vector) if in_bf16 else load(at, vector) for at in places]
             for i in range(rows):
-                value = spread(builder, load(address(x_rows[i], at_k), lane))
-                for p, v in columns:
-                    total = builder.load(sums[i, p, v])
-                    builder.store(builder.call(fma, [value, weights[p, v], total]), sums[i, p, v])
-        held = builder.or_(accumulate, builder.icmp_signed(">", chunk.index, word(0)))
-        with builder.if_else(held) as (adds, starts):
-            with adds:
-                for key, at in targets.items():
-                    _store(builder, builder.fadd(load(at, vector), builder.load(sums[key])), at)
-            with starts:
-                for key, at in targets.items():
-                    _store(builder, builder.load(sums[key]), at)
-
-
-@intrinsic
-def expand_bf16(typingctx: Any, values: Any, count: Any, out: Any) -> Any:
-    """out[i] = values[i], i < count, a multiple of LANES; addresses of bfloat16 and float32."""
-
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        values, count, out = args
-        word = ir.IntType(64)
-        with cgutils.for_range(builder, builder.lshr(count, word(3)), intp=word) as loop:
-            wide = load_bf16(builder, builder.add(values, builder.shl(loop.index, word(4))))
-            _store(builder, wide, builder.add(out, builder.shl(loop.index, word(5))))
-        return context.get_dummy_value()
-
-    return types.void(*([types.intp] * 3)), codegen
+                value = spread(builder, load(address(x_rows[i], at_k), FLOAT), vector)
+                for p in range(panels):
+                    total = sums[i, p]
+                    builder.store(fma(builder, value, weights[p], builder.load(total)), total)
+        _finish(builder, builder.or_(accumulate, builder.icmp_signed(">", chunk.index, WORD(0))), sums, targets)
 
 
 def _store(builder: Any, value: Any, at: Any) -> None:
@@ -166,46 +124,39 @@ def expand_bytes(typingctx: Any, levels: Any, scales: Any, offsets: Any, count: 
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         levels, scales, offsets, count, out = args
-        word, width = ir.IntType(64), 2 * LANES
-        vector = ir.VectorType(ir.FloatType(), width)
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{width}f32"
-        )
 
         def load(at: Any, kind: Any, align: int) -> Any:
             return builder.load(builder.inttoptr(at, kind.as_pointer()), align=align)
 
-        scale, offset = load(scales, vector, 4), load(offsets, vector, 4)
-        with cgutils.for_range(builder, count, intp=word) as loop:
-            at = builder.add(levels, builder.shl(loop.index, word(4)))
-            level = builder.zext(load(at, ir.VectorType(ir.IntType(8), width), 1), ir.VectorType(ir.IntType(32), width))
-            value = builder.call(fma, [scale, builder.sitofp(level, vector), offset])
-            target = builder.add(out, builder.shl(loop.index, word(6)))
-            builder.store(value, builder.inttoptr(target, vector.as_pointer()), align=4)
+        scale, offset = load(scales, PANEL, 4), load(offsets, PANEL, 4)
+        with cgutils.for_range(builder, count, intp=WORD) as loop:
+            at = builder.add(levels, builder.shl(loop.index, WORD(4)))
+            prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
+            value = _expanded(builder, load(at, _LEVELS, 1), scale, offset)
+            _store(builder, value, builder.add(out, builder.shl(loop.index, WORD(6))))
         return context.get_dummy_value()
 
     return signature, codegen
 
 
 @cache
-def multiply_bytes_tile(rows: int, panels: int) -> Callable[..., None]:
-    """As `multiply_tile` with two vectors per panel, for one group of weights stored in bytes.
+def multiply_bytes_tile(rows: int) -> Callable[..., None]:
+    """As `multiply_tile` for one panel of 16 columns whose weights are stored in bytes, over the whole sum.
 
-    The function takes `(x, x_row, levels, levels_panel, scales, offsets, group_panel, k, out, out_row)`:
-    panel p's bytes for step kk are at levels + p * levels_panel + kk * 16, its 16 scales and offsets at
-    scales (offsets) + p * group_panel * 4. Weights are expanded in registers exactly as `expand_bytes` does;
-    the result is added to `out`.
+    The function takes `(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)`: the bytes of step kk are
+    at levels + kk * 16; those of each `GROUP` steps share 16 scales and 16 offsets, one group after the other. Weights
+    are expanded in registers exactly as `expand_bytes` does, and added in the order of `multiply_tile`.
     """
 
     @intrinsic
     def tile(
-        typingctx: Any, x: Any, x_row: Any, levels: Any, levels_panel: Any, scales: Any, offsets: Any, group_panel: Any,
-        k: Any, out: Any, out_row: Any,
+        typingctx: Any, x: Any, x_row: Any, levels: Any, scales: Any, offsets: Any, depth: Any, out: Any, out_row: Any,
+        accumulate: Any,
     ) -> Any:  # fmt: skip
-        signature = types.void(*([types.intp] * 10))
+        signature = types.void(*([types.intp] * 8), types.boolean)
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _emit_bytes_tile(builder, rows, panels, args)
+            _emit_bytes_tile(builder, rows, args)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -213,67 +164,60 @@ def multiply_bytes_tile(rows: int, panels: int) -> Callable[..., None]:
     return tile
 
 
-def _emit_bytes_tile(builder: Any, rows: int, panels: int, args: Any) -> None:
-    x, x_row, levels, levels_panel, scales, offsets, group_panel, k, out, out_row = args
-    word, lane = ir.IntType(64), ir.FloatType()
-    vector, small = ir.VectorType(lane, LANES), ir.VectorType(ir.IntType(8), LANES)
-    wide = ir.VectorType(ir.IntType(32), LANES)
-    fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{LANES}f32")
+def _emit_bytes_tile(builder: Any, rows: int, args: Any) -> None:
+    x, x_row, levels, scales, offsets, depth, out, out_row, accumulate = args
 
     def load(at: Any, kind: Any, align: int = 4) -> Any:
         return builder.load(builder.inttoptr(at, kind.as_pointer()), align=align)
 
-    def shifted(base: Any, stride: Any, index: int, scale_bits: int, extra: int) -> Any:
-        at = builder.add(base, builder.shl(builder.mul(stride, word(index)), word(scale_bits)))
-        return builder.add(at, word(extra))
+    def moved(base: Any, elements: Any, size_bits: int = 2) -> Any:
+        return builder.add(base, builder.shl(elements, WORD(size_bits)))
 
-    columns = [(p, v) for p in range(panels) for v in range(2)]
-    grid = {
-        (p, v): (
-            load(shifted(scales, group_panel, p, 2, v * LANES * 4), vector),
-            load(shifted(offsets, group_panel, p, 2, v * LANES * 4), vector),
-        )
-        for p, v in columns
-    }
-    targets = {(i, p, v): shifted(out, out_row, i, 2, (p * 2 + v) * LANES * 4) for i in range(rows) for p, v in columns}
-    sums = {key: cgutils.alloca_once_value(builder, load(at, vector)) for key, at in targets.items()}
-    starts = [shifted(levels, levels_panel, p, 0, 0) for p in range(panels)]
-    with cgutils.for_range(builder, k, intp=word) as loop:
-        step = builder.shl(loop.index, word(4))
-        weights = {}
-        for p, v in columns:
-            stored = load(builder.add(builder.add(starts[p], step), word(v * LANES)), small, 1)
-            level = builder.sitofp(builder.zext(stored, wide), vector)
-            weights[p, v] = builder.call(fma, [grid[p, v][0], level, grid[p, v][1]])
-        for i in range(rows):
-            value = load(builder.add(shifted(x, x_row, i, 2, 0), builder.shl(loop.index, word(2))), lane)
-            value = spread(builder, value)
-            for p, v in columns:
-                total = builder.load(sums[i, p, v])
-                builder.store(builder.call(fma, [value, weights[p, v], total]), sums[i, p, v])
-    for key, at in targets.items():
-        builder.store(builder.load(sums[key]), builder.inttoptr(at, vector.as_pointer()), align=4)
+    def at_most(value: Any, limit: int) -> Any:
+        return builder.select(builder.icmp_signed("<", value, WORD(limit)), value, WORD(limit))
+
+    x_rows = [moved(x, builder.mul(x_row, WORD(i))) for i in range(rows)]
+    targets = [moved(out, builder.mul(out_row, WORD(i))) for i in range(rows)]
+    sums = [cgutils.alloca_once(builder, PANEL) for _ in range(rows)]
+    num_chunks = builder.udiv(builder.add(depth, WORD(CHUNK - 1)), WORD(CHUNK))
+    # With nothing to sum, the result must still be written.
+    num_chunks = builder.select(builder.icmp_signed("==", num_chunks, WORD(0)), WORD(1), num_chunks)
+    with cgutils.for_range(builder, num_chunks, intp=WORD) as chunk:
+        for total in sums:
+            builder.store(ir.Constant(PANEL, [0.0] * PANEL.count), total)
+        first = builder.mul(chunk.index, WORD(CHUNK))
+        count = at_most(builder.sub(depth, first), CHUNK)
+        num_groups = builder.udiv(builder.add(count, WORD(GROUP - 1)), WORD(GROUP))
+        with cgutils.for_range(builder, num_groups, intp=WORD) as group:
+            start = builder.add(first, builder.mul(group.index, WORD(GROUP)))
+            grid = builder.shl(builder.udiv(start, WORD(GROUP)), WORD(4))
+            scale, offset = load(moved(scales, grid), PANEL), load(moved(offsets, grid), PANEL)
+            with cgutils.for_range(builder, at_most(builder.sub(depth, start), GROUP), intp=WORD) as loop:
+                k = builder.add(start, loop.index)
+                at = moved(levels, k, 4)
+                prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
+                weights = _expanded(builder, load(at, _LEVELS, 1), scale, offset)
+                for x_at, total in zip(x_rows, sums, strict=True):
+                    value = spread(builder, load(moved(x_at, k), FLOAT), PANEL)
+                    builder.store(fma(builder, value, weights, builder.load(total)), total)
+        held = builder.or_(accumulate, builder.icmp_signed(">", chunk.index, WORD(0)))
+        _finish(builder, held, dict(enumerate(sums)), dict(enumerate(targets)))
 
 
-@intrinsic
-def add_floats(typingctx: Any, out: Any, values: Any, count: Any, accumulate: Any) -> Any:
-    """out[i] = values[i] (+ out[i] if `accumulate`), i < count, a multiple of LANES; addresses of float32."""
+def _expanded(builder: Any, levels: Any, scale: Any, offset: Any) -> Any:
+    """scale * levels + offset, 16 columns of a panel."""
+    wide = builder.zext(levels, ir.VectorType(ir.IntType(32), PANEL.count))
+    return fma(builder, scale, builder.sitofp(wide, PANEL), offset)
 
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        out, values, count, accumulate = args
-        word, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
 
-        def load(at: Any) -> Any:
-            return builder.load(builder.inttoptr(at, vector.as_pointer()), align=4)
-
-        with cgutils.for_range(builder, builder.lshr(count, word(3)), intp=word) as loop:
-            offset = builder.shl(loop.index, word(5))
-            to, value = builder.add(out, offset), load(builder.add(values, offset))
-            with builder.if_else(accumulate) as (adds, starts):
-                with adds:
-                    _store(builder, builder.fadd(load(to), value), to)
-                with starts:
-                    _store(builder, value, to)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp, types.boolean), codegen
+def _finish(builder: Any, adds: Any, sums: dict[Any, Any], targets: dict[Any, Any]) -> None:
+    """Write the sums of one chunk to their targets, added to what these hold if `adds`."""
+    with builder.if_else(adds) as (held, fresh):
+        with held:
+            for key, at in targets.items():
+                total = builder.load(sums[key])
+                there = builder.load(builder.inttoptr(at, total.type.as_pointer()), align=4)
+                _store(builder, builder.fadd(there, total), at)
+        with fresh:
+            for key, at in targets.items():
+                _store(builder, builder.load(sums[key]), at)

@@ -45,17 +45,23 @@ def load(builder: Any, base: Any, index: Any) -> Any:
     return builder.load(place(builder, base, index, VECTOR), align=4)
 
 
-def load_bf16(builder: Any, address: Any) -> Any:
-    """LANES bfloat16 values at `address`, as float32: their bits are the upper halves of those."""
-    small = ir.VectorType(ir.IntType(16), LANES)
+def load_bf16(builder: Any, address: Any, kind: Any = VECTOR) -> Any:
+    """bfloat16 values at `address`, as float32, a vector of `kind`: their bits are the upper halves of those."""
+    small, wide = (ir.VectorType(bits, kind.count) for bits in (ir.IntType(16), INT))
     values = builder.load(builder.inttoptr(address, small.as_pointer()), align=2)
-    wide = builder.shl(builder.zext(values, INTS), ir.Constant(INTS, [16] * LANES))
-    return builder.bitcast(wide, VECTOR)
+    return builder.bitcast(builder.shl(builder.zext(values, wide), ir.Constant(wide, [16] * kind.count)), kind)
 
 
 def store(builder: Any, value: Any, base: Any, index: Any) -> None:
     """LANES floats, aligned as floats are."""
     builder.store(value, place(builder, base, index, VECTOR), align=4)
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for the cache line of `address`, of any memory or none: it is read soon, once."""
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT, INT, INT])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [builder.inttoptr(address, ir.IntType(8).as_pointer()), INT(0), INT(3), INT(1)])
 
 
 def constant(value: float | np.float32) -> Any:
@@ -67,13 +73,14 @@ def spread(builder: Any, value: Any, kind: Any = VECTOR) -> Any:
     """One value in every lane of a vector of `kind`."""
     undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, value, INT(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(INT, kind.count), [0] * kind.count))
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
-    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), [a, b, c])
+    """a * b + c, rounded once; float32 vectors of one length."""
+    kind = ir.FunctionType(a.type, [a.type] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{a.type.count}f32")
+    return builder.call(function, [a, b, c])
 
 
 def exp(builder: Any, x: Any) -> Any:

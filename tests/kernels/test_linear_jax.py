@@ -16,7 +16,7 @@ from app.kernels.matmul._cpu import pack
 from app.kernels.matmul._quantised import Quantised, Stack
 from app.kernels.matmul._storing import dequantise, quantise
 from app.kernels.sgmv._cpu import RowPlaces, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_narrow_plan
+from app.kernels.sgmv._writing import WritePlans, write_plan
 from app.kernels.team import Team
 from tests.engine.torch_backend.grids import on_grids
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
@@ -84,7 +84,7 @@ class _Model:
         self.places = _places(len(PLACES))
         self.places.starts[:] = [start for start, _ in PLACES]
         a = tuple(np.full((LAYERS, ROWS // 8, depth, 8), np.nan, np.float32) for depth in DEPTHS)
-        b = tuple(np.full((LAYERS, width // 16, ROWS, 16), np.nan, np.float32) for width in WIDTHS)
+        b = tuple(np.full((LAYERS, ROWS, width), np.nan, np.float32) for width in WIDTHS)
         self.tables = a, b
         self.extras = empty_tables(LAYERS, len(PLACES), 7) if with_extras else None
         self.held: list[Floats] = []
@@ -100,7 +100,7 @@ class _Model:
                 self.ranks[layer, slot, n] = rank
                 modules.append((layer, n, a_n, b_n))
             too_fine = np.zeros(1, np.bool_)
-            Team(1).run(write_narrow_plan, 2, WritePlans(a, b).plan(modules, start), too_fine)
+            Team(1).run(write_plan, 2, WritePlans(a, b).plan(modules, start), too_fine)
             self.places.in_bf16[slot] = not too_fine[0]
         assert tuple(np.flatnonzero(self.places.in_bf16)) == NARROW
         if self.extras is not None:

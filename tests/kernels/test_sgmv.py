@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.sgmv import _cpu, reference
-from app.kernels.sgmv._writing import WritePlans, write_narrow_plan, write_plan
+from app.kernels.sgmv._writing import WritePlans, write_plan
 from app.kernels.team import Team
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
@@ -38,14 +38,14 @@ class Tables(NamedTuple):
     a: Floats
     a_panels: Floats
     b: Floats
-    b_panels: Floats
-    places: _cpu.RowPlaces | NDArray[np.int64]
+    b_rows: Floats
+    places: _cpu.RowPlaces
 
 
 def _tables(generator: np.random.Generator, *, wide: bool = False) -> Tables:
     """`wide`: all in float32; else adapters of `NARROW` in two bytes per value."""
     a, b = np.full((ROWS, DEPTH), np.nan, np.float32), np.full((ROWS, WIDTH), np.nan, np.float32)
-    b_panels = np.full((WIDTH // 16, ROWS, 16), np.nan, np.float32)
+    b_rows = np.full((ROWS, WIDTH), np.nan, np.float32)
     panels = np.full((ROWS // 8, DEPTH, 8), np.nan, np.float32)
     places = _cpu.RowPlaces(np.array([start for start, _ in PLACES]), np.zeros(len(PLACES), np.bool_))
     for adapter_slot, (start, rank) in enumerate(PLACES[1:], 1):
@@ -53,13 +53,10 @@ def _tables(generator: np.random.Generator, *, wide: bool = False) -> Tables:
         for rows, size in ((a, DEPTH), (b, WIDTH)):
             rows[start : start + rank] = normal(generator, rank, size).astype(dtype)
         module = (0, 0, a[start : start + rank], b[start : start + rank])
-        plan, too_fine = WritePlans([panels[None]], [b_panels[None]]).plan([module], start), np.zeros(1, np.bool_)
-        if wide:
-            Team(2).run(write_plan, 1, plan)
-        else:
-            Team(2).run(write_narrow_plan, 2, plan, too_fine)
-            places.in_bf16[adapter_slot] = not too_fine[0]
-    return Tables(a, panels, b, b_panels, places.starts if wide else places)
+        too_fine = np.array([wide])
+        Team(2).run(write_plan, 2, WritePlans([panels[None]], [b_rows[None]]).plan([module], start), too_fine)
+        places.in_bf16[adapter_slot] = not too_fine[0]
+    return Tables(a, panels, b, b_rows, places)
 
 
 def _run(
@@ -74,7 +71,7 @@ def _run(
     team = Team(3)
     panels, tasks = (tables.a_panels, tables.a_panels), _cpu.shrink_tasks(runs)
     team.run(_cpu.shrink, 1, x, panels, both, tasks, 128, tables.places, shrunk)
-    team.run(_cpu.expand, 1, shrunk, 1, (tables.b_panels, tables.b_panels), both, runs, tables.places, out)
+    team.run(_cpu.expand, 1, shrunk, 1, (tables.b_rows, tables.b_rows), both, runs, tables.places, out)
     return run_starts, adapter_slots
 
 
@@ -82,7 +79,6 @@ def _run(
 def test_equals_the_loop_over_rows(name: str) -> None:
     generator, case = rng(), CASES[name]
     tables = _tables(generator)
-    assert isinstance(tables.places, _cpu.RowPlaces)
     assert tuple(np.flatnonzero(tables.places.in_bf16)) == NARROW
     x = normal(generator, sum(n for n, _ in case), DEPTH)
     base = normal(generator, len(x), WIDTH)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.sgmv._writing import WritePlans, write_narrow_plan, write_plan
+from app.kernels.sgmv._writing import WritePlans, write_plan
 from app.kernels.team import Team
 from tests.kernels.cases import normal
 
@@ -36,7 +36,7 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
     """Too fine: one value that needs more than bfloat16's bits, anywhere, takes all rows to float32."""
     generator = np.random.default_rng()
     a_tables = [np.full((LAYERS, ROWS // 8, d_in, 8), np.nan, np.float32) for d_in, _ in SHAPES]
-    b_tables = [np.full((LAYERS, -(-d_out // 16), ROWS, 16), np.nan, np.float32) for _, d_out in SHAPES]
+    b_tables = [np.full((LAYERS, ROWS, -(-d_out // 16) * 16), np.nan, np.float32) for _, d_out in SHAPES]
     modules = []
     for layer in (0, 2):
         for n, (d_in, d_out) in enumerate(SHAPES):
@@ -54,14 +54,10 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
         a.flags.writeable = b.flags.writeable = False
     row_start = 16
     team = Team(num_threads)
-    too_fine = np.zeros(1, np.bool_)
-    plan = WritePlans(a_tables, b_tables).plan(modules, row_start)
-    if kind == "wide":
-        team.run(write_plan, 1, plan)
-    else:
-        team.run(write_narrow_plan, 2, plan, too_fine)
+    too_fine = np.array([kind == "wide"])
+    team.run(write_plan, 2, WritePlans(a_tables, b_tables).plan(modules, row_start), too_fine)
     team.close()
-    assert too_fine[0] == (kind == "too fine")
+    assert too_fine[0] == (kind != "narrow")
     in_bf16, padded = kind == "narrow", -(-rank // 8) * 8
     for layer, n, a, b in modules:
         d_in, d_out = SHAPES[n]
@@ -69,17 +65,16 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
         found = rows.reshape(-1, d_in, 8).transpose(0, 2, 1).reshape(padded, d_in)
         np.testing.assert_array_equal(found[:rank], a)
         assert (found[rank:] == 0).all()
-        for panel in range(-(-d_out // 16)):
-            columns = b[:, panel * 16 : panel * 16 + 16]
-            found = _read(b_tables[n][layer, panel, row_start:], rank * 16, in_bf16).reshape(rank, 16)
-            np.testing.assert_array_equal(found[:, : columns.shape[1]], columns)
-            assert (found[:, columns.shape[1] :] == 0).all()
+        num_panels = -(-d_out // 16)
+        found = _read(b_tables[n][layer, row_start:], num_panels * rank * 16, in_bf16).reshape(num_panels, rank, 16)
+        found = found.transpose(1, 0, 2).reshape(rank, -1)
+        np.testing.assert_array_equal(found[:, :d_out], b)
+        assert (found[:, d_out:] == 0).all()
     assert all(np.isnan(table).all() for table in (*a_tables, *b_tables))
 
 
 def test_an_empty_plan_writes_nothing() -> None:
-    table, b_table = np.zeros((1, 1, 8, 8), np.float32), np.zeros((1, 1, 8, 16), np.float32)
+    table, b_table = np.zeros((1, 1, 8, 8), np.float32), np.zeros((1, 8, 16), np.float32)
     plan = WritePlans([table], [b_table]).plan([], 0)
-    assert plan.shape == (0, 8)
-    Team(1).run(write_plan, 1, plan)
-    Team(1).run(write_narrow_plan, 2, plan, np.zeros(1, np.bool_))
+    assert plan.shape == (0, 7)
+    Team(1).run(write_plan, 2, plan, np.zeros(1, np.bool_))

@@ -31,16 +31,16 @@ from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Quantised
 from app.kernels.matmul._storing import dequantise
 from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_narrow_plan
+from app.kernels.sgmv._writing import WritePlans, write_plan
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
 
 
 class CpuRows(NamedTuple):
-    """Rank rows by module, as in `app.kernels.sgmv._cpu`, for all layers: a [L, R / 8, d_in, 8], b [L, P, R, 16].
+    """Rank rows by module, as in `app.kernels.sgmv._cpu`, for all layers: a [L, R / 8, d_in, 8], b [L, R, W].
 
-    With several shards the d_in of o and down and the panels of the others are the shards', one after the other.
+    With several shards the d_in of o and down and the W of the others are the shards', one after the other.
     """
 
     a: tuple[Any, ...]
@@ -90,7 +90,7 @@ class CpuAdapters:
             d_in, width = self._module(target)
             shards, is_row = self._sizes.num_shards, GROUP_OF[target] in ROW_PARALLEL
             a.append((self._sizes.num_layers, num_rows // RANK_PANEL, d_in * (shards if is_row else 1), RANK_PANEL))
-            b.append((self._sizes.num_layers, width // PANEL * (1 if is_row else shards), num_rows, PANEL))
+            b.append((self._sizes.num_layers, num_rows, width * (1 if is_row else shards)))
         return CpuRows(tuple(a), tuple(b))
 
     def specs(self) -> CpuRows:
@@ -98,7 +98,7 @@ class CpuAdapters:
         is_row = [GROUP_OF[target] in ROW_PARALLEL for target in TARGETS]
         return CpuRows(
             tuple(P(None, None, TENSOR_AXIS) if row else P() for row in is_row),
-            tuple(P() if row else P(None, TENSOR_AXIS) for row in is_row),
+            tuple(P() if row else P(None, None, TENSOR_AXIS) for row in is_row),
         )
 
     def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, num_rows: int) -> CpuRows:
@@ -188,7 +188,7 @@ class CpuAdapters:
             own.append(lines)  # must live until the plans have been carried out
             plans.append(WritePlans(a_tables, b_tables).plan(lines, 0))
         too_fine = np.zeros(1, np.bool_)
-        self._team.run(write_narrow_plan, 2, np.concatenate(plans), too_fine)
+        self._team.run(write_plan, 2, np.concatenate(plans), too_fine)
         in_bf16 = not too_fine[0]
         if len(parts) == 1:
             return CpuRows(*(tuple(tables) for tables in parts[0])), in_bf16
@@ -196,7 +196,7 @@ class CpuAdapters:
         for n, target in enumerate(TARGETS):
             is_row = GROUP_OF[target] in ROW_PARALLEL
             all_a.append(np.concatenate([part[0][n] for part in parts], axis=2) if is_row else parts[0][0][n])
-            all_b.append(parts[0][1][n] if is_row else np.concatenate([part[1][n] for part in parts], axis=1))
+            all_b.append(parts[0][1][n] if is_row else np.concatenate([part[1][n] for part in parts], axis=2))
         return CpuRows(tuple(all_a), tuple(all_b)), in_bf16
 
     def _empty(self, num_rows: int) -> tuple[list[Floats], list[Floats]]:
@@ -205,7 +205,7 @@ class CpuAdapters:
         for target in TARGETS:
             d_in, width = self._module(target)
             a.append(np.empty((layers, num_rows // RANK_PANEL, d_in, RANK_PANEL), np.float32))
-            b.append(np.empty((layers, width // PANEL, num_rows, PANEL), np.float32))
+            b.append(np.empty((layers, num_rows, width), np.float32))
         return a, b
 
 
@@ -214,7 +214,7 @@ def write_rows(tables: CpuRows, rows: CpuRows, row_start: Array) -> CpuRows:
     panel = row_start // RANK_PANEL
     return CpuRows(
         tuple(lax.dynamic_update_slice_in_dim(*pair, panel, axis=1) for pair in zip(tables.a, rows.a, strict=True)),
-        tuple(lax.dynamic_update_slice_in_dim(*pair, row_start, axis=2) for pair in zip(tables.b, rows.b, strict=True)),
+        tuple(lax.dynamic_update_slice_in_dim(*pair, row_start, axis=1) for pair in zip(tables.b, rows.b, strict=True)),
     )
 
 

@@ -25,10 +25,9 @@ from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend import cpu_decoder
 from app.engine.torch_backend.cpu_weights import PackedModules, WeightPacker, decoder_sizes, padded
 from app.engine.torch_backend.sampling import sample
-from app.kernels.matmul._cpu import PANEL
 from app.kernels.paged_attention._cpu import attention_tasks
 from app.kernels.sgmv._cpu import RANK_PANEL, RowPlaces, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_narrow_plan
+from app.kernels.sgmv._writing import WritePlans, write_plan
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -95,7 +94,7 @@ class CpuBackend:
             modules.append((key.layer, n, np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)))
             ranks[key.layer, n] = pair.rank
         too_fine = np.zeros(1, np.bool_)
-        self._team.run(write_narrow_plan, 2, self._plans.plan(modules, row_start), too_fine)
+        self._team.run(write_plan, 2, self._plans.plan(modules, row_start), too_fine)
         self._extras.write(adapter_slot, adapter)
         self._tables.ranks[:, adapter_slot] = ranks
         self._tables.places.starts[adapter_slot] = row_start
@@ -188,14 +187,14 @@ class CpuBackend:
         if self._limits.adapter_rank_rows:
             d_in, d_out = self._spec.target_shape(0, TARGETS[0])
             nothing = (0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
-            self._team.run(write_narrow_plan, 2, self._plans.plan([nothing], 0), np.zeros(1, np.bool_))
+            self._team.run(write_plan, 2, self._plans.plan([nothing], 0), np.zeros(1, np.bool_))
 
     def _new_tables(self) -> cpu_decoder.AdapterTables:
         num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows
         shapes = [self._spec.target_shape(0, target) for target in TARGETS]
         # full(), not zeros(): the pages are touched now, not by the first adapters while streams wait.
         a = [np.full((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), 0, np.float32) for d_in, _ in shapes]
-        b = [np.full((num_layers, -(-d_out // PANEL), rows, PANEL), 0, np.float32) for _, d_out in shapes]
+        b = [np.full((num_layers, rows, padded(d_out)), 0, np.float32) for _, d_out in shapes]
         num_slots = self._limits.max_adapter_slots
         places = RowPlaces(np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_))
         ranks = np.zeros((num_layers, num_slots, len(TARGETS)), np.int32)

@@ -81,7 +81,7 @@ class Sizes(NamedTuple):
 
 
 class AdapterTables(NamedTuple):
-    """Rank rows of the seven modules: a as panels [L, R / 8, d_in, 8], b as panels [L, P, R, 16].
+    """Rank rows of the seven modules: a as panels [L, R / 8, d_in, 8], b as [L, R, W], see `app.kernels.sgmv._cpu`.
 
     ranks: [L, S, 7] int32 in the order of `app.engine.adapters.lora.TARGETS`.
     """

@@ -68,6 +68,13 @@ def _panels_of(args, b, layer):
 
 
 @compiled
+def _rows_of(args, b, layer):
+    """A layer's rows of buffer b [L, R, W]."""
+    shape = (size(args, b, 1), size(args, b, 2))
+    return floats(buffer(args, b) + layer * shape[0] * shape[1] * 4, shape)
+
+
+@compiled
 def _wide(args, b):
     """The float32 `Stack` of buffer b."""
     return floats(buffer(args, b), (size(args, b, 0), size(args, b, 1), size(args, b, 2), size(args, b, 3)))
@@ -148,7 +155,7 @@ def _run_qkv(team, args, stack):
     if runs.shape[0] > 0:
         a = _panels_of(args, _TABLES, layer), _panels_of(args, _TABLES + 1, layer), _panels_of(args, _TABLES + 2, layer)
         shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
-    b = _panels_of(args, _TABLES + 3, layer), _panels_of(args, _TABLES + 4, layer), _panels_of(args, _TABLES + 5, layer)
+    b = _rows_of(args, _TABLES + 3, layer), _rows_of(args, _TABLES + 4, layer), _rows_of(args, _TABLES + 5, layer)
     project(
         team, 2, normed, layer_panels(stack, layer), _vector_of(args, _BIAS, layer), False, h, b, ranks, runs,
         places, _own(args, normed), _matrix(args, result, num_rows),
@@ -166,7 +173,7 @@ def _run_gated(team, args, stack):
     if runs.shape[0] > 0:
         a = _panels_of(args, _TABLES, layer), _panels_of(args, _TABLES + 1, layer)
         shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
-    b = _panels_of(args, _TABLES + 2, layer), _panels_of(args, _TABLES + 3, layer)
+    b = _rows_of(args, _TABLES + 2, layer), _rows_of(args, _TABLES + 3, layer)
     gate_and_up(
         team, 2, normed, layer_panels(stack, layer), _vector_of(args, _BIAS, layer), h, b, ranks, runs, places,
         _own(args, normed), args[_GELU] != 0, _matrix(args, result + 3, num_rows), _matrix(args, result, num_rows),
@@ -185,7 +192,7 @@ def _run_add(team, args, stack):
         shrink(team, 0, x, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
     project(
         team, 1, x, layer_panels(stack, layer), _vector_of(args, _BIAS, layer), True, h,
-        (_panels_of(args, _TABLES + 1, layer),), ranks, runs, places,
+        (_rows_of(args, _TABLES + 1, layer),), ranks, runs, places,
         _own(args, _matrix(args, result + 2, num_rows)), _matrix(args, result, num_rows),
     )  # fmt: skip
 

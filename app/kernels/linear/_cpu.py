@@ -64,7 +64,7 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places,
         if runs.shape[0] > 0:
             at = 0
             for n in range(ranks.shape[1]):
-                width = tables[n].shape[0]
+                width = tables[n].shape[1] // PANEL
                 low, high = max(first - at, 0), min(end - at, width)
                 if low < high:
                     expand_panels(h, n, tables, ranks, runs, places, low, high, out, at)

@@ -28,7 +28,7 @@ Packed = Array | Quantised
 class Adapted(NamedTuple):
     """Adapters of a step. M modules of a layer: q, k, v, o, gate, up, down; S adapter slots; int32 but for the rows.
 
-    a: per module panels [L, R / 8, d_in, 8], b: [L, P, R, 16], float32; starts: [S]; in_bf16: [S] bool: see
+    a: per module panels [L, R / 8, d_in, 8], b: [L, R, W], float32; starts: [S]; in_bf16: [S] bool: see
     `app.kernels.sgmv._cpu`. ranks: [L, S, M]. extras: `packed_tables`. runs [G, 3], of which num_runs, and tasks
     [J, 3], of which num_tasks: as `project` and `shrink` take them. widest: the largest rank in the batch. extra_runs
     [E, 3], of which num_extra_runs: runs whose adapters have extras; extra_samples, num_extra_samples: the same over
@@ -166,7 +166,7 @@ def _bits(value: float) -> Array:
 
 def _rank_rows(adapted: Adapted) -> int:
     """Width of a shrink's result: any adapter's."""
-    return max(adapted.b[0].shape[2], 8)
+    return max(adapted.b[0].shape[1], 8)
 
 
 def _scratch(

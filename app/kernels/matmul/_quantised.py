@@ -1,9 +1,10 @@
 """Weights stored in 8 bits, multiplied in float32: a quarter of the bytes where reading them is the limit.
 
 A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset
-and one byte per weight: w = scale * q + offset, one fused multiply-add. A panel is expanded into a
-scratch of its own thread and multiplied by the same tiles as float32 weights, so bits are as independent of
-company as there (`app.kernels.simd`), and equal to those of float32 storage of the expanded values.
+and one byte per weight: w = scale * q + offset, one fused multiply-add. For up to sixteen rows that happens in
+registers; more rows share a chunk that is expanded into a scratch of its own thread. Either way sums are added in the
+order of `app.kernels.simd`, so bits are as independent of company as there, and equal to those of float32 storage of
+the expanded values.
 
 How weights come into this form, and which lose nothing by it: `_storing`.
 """
@@ -19,16 +20,13 @@ from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
 from app.kernels.matmul._cpu import PANEL, multiply_columns, multiply_panels
-from app.kernels.simd import CHUNK, add_floats, expand_bytes, multiply_bytes_tile
+from app.kernels.simd import CHUNK, GROUP, expand_bytes, multiply_bytes_tile
 from app.kernels.team import leave, take
 
-#: Weights that share a scale and an offset.
-GROUP = 32
+#: Rows of the largest tile whose weights are expanded in registers. Beyond two such tiles a scratch is faster.
+_MOST_IN_REGISTERS = 8
 
-_one_by_16 = multiply_bytes_tile(1, 1)
-_one_by_32 = multiply_bytes_tile(1, 2)
-_two_by_16 = multiply_bytes_tile(2, 1)
-_two_by_32 = multiply_bytes_tile(2, 2)
+_one, _two, _three, _four, _five, _six, _seven, _eight = (multiply_bytes_tile(rows) for rows in range(1, 9))
 
 
 class Quantised(NamedTuple):
@@ -52,53 +50,54 @@ def expand_panel(levels, scales, offsets, out):
 
 
 @compiled
-def _multiply_few(x, x_row, num_rows, levels, scales, offsets, first, last, out, out_row, accumulate):
-    """One or two rows: weights are expanded in registers, each byte being used once or twice only."""
-    depth, num_groups = levels.shape[1], scales.shape[1]
-    partial = np.empty((num_rows, 2 * PANEL), np.float32)
-    panel = first
-    while panel < last:
-        count = 2 if panel + 2 <= last else 1
-        for start in range(0, max(depth, 1), CHUNK):
-            partial[:] = np.float32(0.0)
-            for group in range(start // GROUP, min(start + CHUNK, depth + GROUP - 1) // GROUP):
-                k = group * GROUP
-                at = levels.ctypes.data + (panel * depth + k) * PANEL
-                scale = scales.ctypes.data + (panel * num_groups + group) * 64
-                offset = offsets.ctypes.data + (panel * num_groups + group) * 64
-                steps, xk, to = min(GROUP, depth - k), x + k * 4, partial.ctypes.data
-                if num_rows == 1 and count == 2:
-                    _one_by_32(xk, x_row, at, depth * PANEL, scale, offset, num_groups * PANEL, steps, to, 32)
-                elif num_rows == 1:
-                    _one_by_16(xk, x_row, at, 0, scale, offset, 0, steps, to, 32)
-                elif count == 2:
-                    _two_by_32(xk, x_row, at, depth * PANEL, scale, offset, num_groups * PANEL, steps, to, 32)
-                else:
-                    _two_by_16(xk, x_row, at, 0, scale, offset, 0, steps, to, 32)
-            for i in range(num_rows):
-                add_floats(
-                    out + (i * out_row + panel * PANEL) * 4, partial[i].ctypes.data, count * PANEL,
-                    accumulate or start > 0,
-                )  # fmt: skip
-        panel += count
+def _multiply_few(x, x_row, num_rows, levels, scales, offsets, depth, out, out_row, accumulate):
+    """One panel with up to `_MOST_IN_REGISTERS` rows; addresses and strides as in `multiply_bytes_tile`."""
+    if num_rows == 1:
+        _one(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
+    elif num_rows == 2:
+        _two(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
+    elif num_rows == 3:
+        _three(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
+    elif num_rows == 4:
+        _four(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
+    elif num_rows == 5:
+        _five(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
+    elif num_rows == 6:
+        _six(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
+    elif num_rows == 7:
+        _seven(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
+    elif num_rows == 8:
+        _eight(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
 
 
 @compiled
 def multiply_quantised_panels(x, w, first, end, out, accumulate):
     """As `app.kernels.matmul._cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
-    x_row, out_row = x.strides[0] // 4, out.strides[0] // 4
-    if 1 <= num_rows <= 2:
-        _multiply_few(
-            x.ctypes.data, x_row, num_rows, w.levels, w.scales, w.offsets, first, end, out.ctypes.data, out_row,
-            accumulate,
-        )  # fmt: skip
-    elif num_rows > 2:
-        scratch = np.empty((depth, PANEL), np.float32)
-        for panel in range(first, end):
-            expand_panel(w.levels[panel], w.scales[panel], w.offsets[panel], scratch)
+    x_row, out_row, num_groups = x.strides[0] // 4, out.strides[0] // 4, w.scales.shape[1]
+    scratch = np.empty((CHUNK, PANEL), np.float32)
+    for panel in range(first, end):
+        levels = w.levels.ctypes.data + panel * depth * PANEL
+        scales = w.scales.ctypes.data + panel * num_groups * PANEL * 4
+        offsets = w.offsets.ctypes.data + panel * num_groups * PANEL * 4
+        to = out.ctypes.data + panel * PANEL * 4
+        if num_rows <= 2 * _MOST_IN_REGISTERS:
+            for row in range(0, num_rows, _MOST_IN_REGISTERS):
+                _multiply_few(
+                    x.ctypes.data + row * x_row * 4, x_row, min(_MOST_IN_REGISTERS, num_rows - row), levels, scales,
+                    offsets, depth, to + row * out_row * 4, out_row, accumulate,
+                )  # fmt: skip
+            continue
+        for start in range(0, max(depth, 1), CHUNK):
+            count = min(CHUNK, depth - start)
+            for k in range(start, start + count, GROUP):
+                at = k // GROUP * PANEL * 4
+                expand_bytes(
+                    levels + k * PANEL, scales + at, offsets + at, min(GROUP, depth - k),
+                    scratch.ctypes.data + (k - start) * PANEL * 4,
+                )  # fmt: skip
             multiply_columns(
-                x.ctypes.data, scratch.ctypes.data, 16, 0, 1, depth, out.ctypes.data + panel * 64, accumulate,
+                x.ctypes.data + start * 4, scratch.ctypes.data, PANEL, 0, 1, count, to, accumulate or start > 0,
                 num_rows, x_row, out_row,
             )  # fmt: skip
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
 from app.kernels.matmul._cpu import PANEL, pack_into
-from app.kernels.matmul._quantised import GROUP, Quantised, Stack, expand_panel
+from app.kernels.matmul._quantised import Quantised, Stack, expand_panel
+from app.kernels.simd import GROUP
 from app.kernels.team import Team, leave, take
 
 #: Steps of the finest grid that a byte can count.

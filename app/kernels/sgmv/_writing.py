@@ -27,8 +27,8 @@ from app.kernels.vectors import INT, INTS, LANES, WORD, across
 #: Panels of b that are filled together.
 _PANELS_AT_ONCE = 4
 #: Columns of a module's line in a plan: addresses and sizes, int64.
-A, B, RANK, D_IN, D_OUT, TO_A, TO_B, TABLE_ROWS = range(8)
-PLAN_WIDTH = 8
+A, B, RANK, D_IN, D_OUT, TO_A, TO_B = range(7)
+PLAN_WIDTH = 7
 
 
 @intrinsic
@@ -125,7 +125,7 @@ def _zero_bytes(typingctx: Any, to: Any, count: Any) -> Any:
 
 
 @compiled
-def write_module(a, b, rank, d_in, d_out, to_a, to_b, table_rows, in_bf16):
+def write_module(a, b, rank, d_in, d_out, to_a, to_b, in_bf16):
     """a [r, d_in] to panels of eight rows at `to_a`, b [r, d_out] to panels of 16 columns at `to_b`, zero-filled.
 
     `in_bf16`: in two bytes per value; returns whether these hold all values.
@@ -152,16 +152,14 @@ def write_module(a, b, rank, d_in, d_out, to_a, to_b, table_rows, in_bf16):
         end = min(panel + _PANELS_AT_ONCE, num_whole)
         for i in range(rank):
             for p in range(panel, end):
-                to = to_b + (p * table_rows * 4 + i * width) * PANEL
+                to = to_b + (p * rank + i) * width * PANEL
                 cut |= _copy_panel(b + (i * d_out + p * PANEL) * 4, to, in_bf16)
         panel = end
     left = d_out - num_whole * PANEL
     if left > 0:
         for i in range(rank):
-            source, to = (
-                b + (i * d_out + num_whole * PANEL) * 4,
-                to_b + (num_whole * table_rows * 4 + i * width) * PANEL,
-            )
+            source = b + (i * d_out + num_whole * PANEL) * 4
+            to = to_b + (num_whole * rank + i) * width * PANEL
             for column in range(left):
                 cut |= _copy_one(source + column * 4, to + column * width, in_bf16)
             _zero_bytes(to + left * width, (PANEL - left) * width)
@@ -170,26 +168,14 @@ def write_module(a, b, rank, d_in, d_out, to_a, to_b, table_rows, in_bf16):
 
 @compiled
 def _write_line(m, in_bf16):
-    return write_module(m[A], m[B], m[RANK], m[D_IN], m[D_OUT], m[TO_A], m[TO_B], m[TABLE_ROWS], in_bf16)
+    return write_module(m[A], m[B], m[RANK], m[D_IN], m[D_OUT], m[TO_A], m[TO_B], in_bf16)
 
 
 @compiled
-def write_plan(team, phase, plan):
-    """Every module of a plan [M, 8] int64, see `WritePlans`, in float32. One phase."""
-    done = 0
-    index = take(team, phase)
-    while index < plan.shape[0]:
-        _write_line(plan[index], False)
-        done += 1
-        index = take(team, phase)
-    return leave(team, phase, plan.shape[0], done)
+def write_plan(team, phase, plan, too_fine):
+    """Every module of a plan [M, 7] int64, see `WritePlans`, in bfloat16 if that holds all values of all modules.
 
-
-@compiled
-def write_narrow_plan(team, phase, plan, too_fine):
-    """Every module of a plan, as `write_plan`, but in bfloat16 if that holds all values of all modules.
-
-    too_fine: [1] bool, False before; afterwards it says whether the rows are float32 after all. Two phases.
+    too_fine: [1] bool, False before (True: do not try); afterwards whether the rows are float32. Two phases.
     """
     for attempt in range(2):
         done = 0
@@ -207,12 +193,13 @@ class WritePlans:
     """Plans for one set of tables: what never changes is worked out once."""
 
     def __init__(self, a_tables: Sequence[NDArray[np.float32]], b_tables: Sequence[NDArray[np.float32]]) -> None:
-        """Per module: a_tables [L, R / 8, d_in, 8] and b_tables [L, P, R, 16]. They must not move or be freed."""
+        """Per module: a_tables [L, R / 8, d_in, 8] and b_tables [L, R, W]. They must not move or be freed."""
         num_layers, num_modules = len(a_tables[0]), len(a_tables)
         self._template: NDArray[np.int64] = np.zeros((num_layers, num_modules, PLAN_WIDTH), np.int64)
+        self._widths = np.array([b.shape[2] for b in b_tables])
         for n, (a, b) in enumerate(zip(a_tables, b_tables, strict=True)):
             lines = self._template[:, n]
-            lines[:, D_IN], lines[:, TABLE_ROWS] = a.shape[2], b.shape[2]
+            lines[:, D_IN] = a.shape[2]
             for column, table in ((TO_A, a), (TO_B, b)):
                 lines[:, column] = address(table) + table.strides[0] * np.arange(num_layers)
 
@@ -225,12 +212,12 @@ class WritePlans:
 
         The arrays must be contiguous and live, unmoved, until the plan has been carried out.
         """
-        places = [(layer, n) for layer, n, _, _ in modules]
-        plan = self._template[tuple(np.array(places, np.int64).reshape(-1, 2).T)]
+        layers, numbers = np.array([(layer, n) for layer, n, _, _ in modules], np.int64).reshape(-1, 2).T
+        plan = self._template[layers, numbers]
         facts = [(address(a), address(b), len(a), b.shape[1]) for _, _, a, b in modules]
         plan[:, [A, B, RANK, D_OUT]] = np.array(facts, np.int64).reshape(-1, 4)
         plan[:, TO_A] += row_start * 4 * plan[:, D_IN]
-        plan[:, TO_B] += row_start * 4 * PANEL
+        plan[:, TO_B] += row_start * 4 * self._widths[numbers]
         return plan
 
 
