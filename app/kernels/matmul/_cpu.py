@@ -68,17 +68,17 @@ def multiply_columns(
     if num_rows == 1:
         while p + 4 <= num_panels:
             wp, op = w + p * w_panel * size, out + p * 64
-            _one_by_64(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, 0, accumulate, in_bf16)
+            _one_by_64(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
             p += 4
     if 1 <= num_rows <= 3:
         while p + 2 <= num_panels:
             wp, op = w + p * w_panel * size, out + p * 64
             if num_rows == 1:
-                _one_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, 0, accumulate, in_bf16)
+                _one_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
             elif num_rows == 2:
-                _two_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, 0, accumulate, in_bf16)
+                _two_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
             else:
-                _three_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, 0, accumulate, in_bf16)
+                _three_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
             p += 2
     # Several tiles of rows read the same weights: chunk by chunk, these stay in the first cache.
     step = CHUNK if num_rows > 8 else max(depth, 1)
@@ -136,7 +136,8 @@ def multiply_panels(x, w, first, end, out, accumulate):
     depth = x.shape[1]
     multiply_columns(
         x.ctypes.data, w.ctypes.data + first * depth * 64, 16, depth * 16, end - first, depth,
-        out.ctypes.data + first * 64, accumulate, x.shape[0], x.strides[0] // 4, out.strides[0] // 4, BYTES_AHEAD,
+        out.ctypes.data + first * 64, accumulate, x.shape[0], x.strides[0] // 4, out.strides[0] // 4,
+        BYTES_AHEAD if x.shape[0] > 3 else 0,
     )  # fmt: skip
 
 

@@ -133,13 +133,24 @@ def expand_panels(h, n, tables, ranks, runs, places, first, end, out, out_panel)
         start, stop, adapter_slot = runs[g, 0], runs[g, 1], runs[g, 2]
         rank = ranks[adapter_slot, n]
         if rank > 0:
-            in_bf16 = places.in_bf16[adapter_slot]
-            panels = b + places.starts[adapter_slot] * width * 4 + first * rank * PANEL * (2 if in_bf16 else 4)
+            panels = b + _first_panel(rank, places, adapter_slot, width, first)
+            # A lone row is done before memory answers: it asks for what the next run will read.
+            ahead = np.int64(BYTES_AHEAD)
+            if stop - start == 1 and g + 1 < runs.shape[0]:
+                later = runs[g + 1, 2]
+                ahead = b + _first_panel(ranks[later, n], places, later, width, first) - panels
             multiply_columns(
                 h.ctypes.data + (start * h_row + n * h_table) * 4, panels, PANEL, rank * PANEL, end - first, rank,
                 out.ctypes.data + (start * out_row + (out_panel + first) * PANEL) * 4, True, stop - start, h_row,
-                out_row, BYTES_AHEAD, in_bf16,
+                out_row, ahead, places.in_bf16[adapter_slot],
             )  # fmt: skip
+
+
+@compiled
+def _first_panel(rank, places, adapter_slot, width, panel):
+    """Bytes from the beginning of a table to a panel of an adapter."""
+    size = 2 if places.in_bf16[adapter_slot] else 4
+    return places.starts[adapter_slot] * width * 4 + panel * rank * PANEL * size
 
 
 @compiled
