@@ -20,10 +20,12 @@ PackedFrame = list[tuple[str, tuple[int, ...]] | TokenChunk]
 
 
 def pack_frame(chunks: Iterable[TokenChunk]) -> PackedFrame:
+    """A frame as it is sent; `unpack_frame` gives equal chunks in the same order."""
     return [(chunk.request_id, chunk.token_ids) if _is_plain(chunk) else chunk for chunk in chunks]
 
 
 def unpack_frame(packed: PackedFrame) -> list[TokenChunk]:
+    """The chunks that `pack_frame` was given."""
     return [TokenChunk(*item) if isinstance(item, tuple) else item for item in packed]
 
 

@@ -28,7 +28,7 @@ GROUP = 32
 BYTES_AHEAD = 2048
 #: The columns of one panel of weights, and their levels in bytes. LLVM splits them where vectors are shorter, which
 #: costs nothing; two vectors of half the length are a fifth slower with AVX-512.
-PANEL, _LEVELS = ir.VectorType(FLOAT, 2 * LANES), ir.VectorType(ir.IntType(8), 2 * LANES)
+_PANEL, _LEVELS = ir.VectorType(FLOAT, 2 * LANES), ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
 @cache
@@ -128,7 +128,7 @@ def expand_bytes(typingctx: Any, levels: Any, scales: Any, offsets: Any, count: 
         def load(at: Any, kind: Any, align: int) -> Any:
             return builder.load(builder.inttoptr(at, kind.as_pointer()), align=align)
 
-        scale, offset = load(scales, PANEL, 4), load(offsets, PANEL, 4)
+        scale, offset = load(scales, _PANEL, 4), load(offsets, _PANEL, 4)
         with cgutils.for_range(builder, count, intp=WORD) as loop:
             at = builder.add(levels, builder.shl(loop.index, WORD(4)))
             prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
@@ -178,27 +178,27 @@ def _emit_bytes_tile(builder: Any, rows: int, args: Any) -> None:
 
     x_rows = [moved(x, builder.mul(x_row, WORD(i))) for i in range(rows)]
     targets = [moved(out, builder.mul(out_row, WORD(i))) for i in range(rows)]
-    sums = [cgutils.alloca_once(builder, PANEL) for _ in range(rows)]
+    sums = [cgutils.alloca_once(builder, _PANEL) for _ in range(rows)]
     num_chunks = builder.udiv(builder.add(depth, WORD(CHUNK - 1)), WORD(CHUNK))
     # With nothing to sum, the result must still be written.
     num_chunks = builder.select(builder.icmp_signed("==", num_chunks, WORD(0)), WORD(1), num_chunks)
     with cgutils.for_range(builder, num_chunks, intp=WORD) as chunk:
         for total in sums:
-            builder.store(ir.Constant(PANEL, [0.0] * PANEL.count), total)
+            builder.store(ir.Constant(_PANEL, [0.0] * _PANEL.count), total)
         first = builder.mul(chunk.index, WORD(CHUNK))
         count = at_most(builder.sub(depth, first), CHUNK)
         num_groups = builder.udiv(builder.add(count, WORD(GROUP - 1)), WORD(GROUP))
         with cgutils.for_range(builder, num_groups, intp=WORD) as group:
             start = builder.add(first, builder.mul(group.index, WORD(GROUP)))
             grid = builder.shl(builder.udiv(start, WORD(GROUP)), WORD(4))
-            scale, offset = load(moved(scales, grid), PANEL), load(moved(offsets, grid), PANEL)
+            scale, offset = load(moved(scales, grid), _PANEL), load(moved(offsets, grid), _PANEL)
             with cgutils.for_range(builder, at_most(builder.sub(depth, start), GROUP), intp=WORD) as loop:
                 k = builder.add(start, loop.index)
                 at = moved(levels, k, 4)
                 prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
                 weights = _expanded(builder, load(at, _LEVELS, 1), scale, offset)
                 for x_at, total in zip(x_rows, sums, strict=True):
-                    value = spread(builder, load(moved(x_at, k), FLOAT), PANEL)
+                    value = spread(builder, load(moved(x_at, k), FLOAT), _PANEL)
                     builder.store(fma(builder, value, weights, builder.load(total)), total)
         held = builder.or_(accumulate, builder.icmp_signed(">", chunk.index, WORD(0)))
         _finish(builder, held, dict(enumerate(sums)), dict(enumerate(targets)))
@@ -206,8 +206,8 @@ def _emit_bytes_tile(builder: Any, rows: int, args: Any) -> None:
 
 def _expanded(builder: Any, levels: Any, scale: Any, offset: Any) -> Any:
     """scale * levels + offset, 16 columns of a panel."""
-    wide = builder.zext(levels, ir.VectorType(ir.IntType(32), PANEL.count))
-    return fma(builder, scale, builder.sitofp(wide, PANEL), offset)
+    wide = builder.zext(levels, ir.VectorType(ir.IntType(32), _PANEL.count))
+    return fma(builder, scale, builder.sitofp(wide, _PANEL), offset)
 
 
 def _finish(builder: Any, adds: Any, sums: dict[Any, Any], targets: dict[Any, Any]) -> None:

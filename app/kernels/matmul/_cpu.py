@@ -64,7 +64,7 @@ def multiply_columns(
     steps of the sum, w_panel between panels. ahead, in_bf16: see `multiply_tile`. One thread.
     """
     p, size = 0, 2 if in_bf16 else 4
-    # Few rows read several panels at once, which keeps memory busy without asking ahead.
+    # Few rows read several panels at once: from one long stream of them memory is busy without `ahead`.
     if num_rows == 1:
         while p + 4 <= num_panels:
             wp, op = w + p * w_panel * size, out + p * 64
