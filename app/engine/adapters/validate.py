@@ -20,7 +20,8 @@ from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, regular_file_
 from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.peft_config import CONFIG_NAME
 from app.engine.adapters.peft_file import WEIGHTS_NAME
-from app.engine.adapters.reading_process import ChildLimits, ReadingProcess, ReadingTask
+from app.engine.adapters.reading_fork import ReadingTask
+from app.engine.adapters.reading_process import ChildLimits, ReadingProcess
 from app.engine.errors import AdapterError, AdapterReadFailed, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 

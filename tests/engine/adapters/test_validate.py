@@ -191,9 +191,9 @@ def crashing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None
     """Readers run `code` where they would read: the warm process gets another program."""
     program = tmp_path / "python"
     main = (
-        "import app.engine.adapters.reading_process as r, os, signal, socket, sys\n"
+        "import app.engine.adapters.reading_fork as r, os, signal, socket, sys\n"
         f"{code}\n"
-        "r._serve(socket.socket(fileno=int(sys.argv[3])))"
+        "r.serve(socket.socket(fileno=int(sys.argv[3])))"
     )
     (tmp_path / "main.py").write_text(main)
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "main.py"} "$@"\n')
@@ -239,6 +239,38 @@ def test_a_warm_process_that_dies_is_replaced(folder: Path) -> None:
     validator.close()
 
 
+def test_a_reader_waits_with_the_last_adapters_memory_at_hand(folder: Path) -> None:
+    """It serves the next adapter, whatever that one's size, or dies, and another is made."""
+    validator = Validator()
+    first = card_of(validator, folder)
+    process = validator._process
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+    def waiting() -> int:
+        assert process._waiting is not None
+        until(lambda: len(children.read_text().split()) == 1)  # the one that read has ended
+        until(lambda: os.fstat(process._waiting.shared).st_blocks * 512 >= first.size_bytes)
+        return int(children.read_text())
+
+    for change in (1, 2):
+        waited = waiting()
+        larger = write_peft(
+            folder.parent / f"{change}", peft_config(64, ["q_proj"]), peft_tensors(random_arrays(SPEC, 64, ["q_proj"]))
+        )
+        if change == 2:
+            os.kill(waited, signal.SIGKILL)
+            until(lambda: not children.read_text().strip())
+        header, arrays = validator.read(larger, SPEC)
+        expected = read_peft(larger, SPEC)
+        for key, pair in unpack_adapter(header, arrays).weights.items():
+            for got, wanted in zip(pair, expected.weights[key], strict=True):
+                np.testing.assert_array_equal(got, wanted)
+        assert waiting() != waited
+        assert card_of(validator, folder) == first
+    assert process.num_starts == 1
+    validator.close()
+
+
 def test_a_process_that_does_not_stay_is_said_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_process.sys, "executable", "/bin/false")
     validator = Validator()
@@ -259,9 +291,12 @@ pid = validator._process.pid
 for _ in range(20):
     validator.read(Path(sys.argv[1]), tiny_spec())
 children = Path(f"/proc/{pid}/task/{pid}/children")
-while children.read_text().strip():  # the last reader has answered and is about to end
+while len(children.read_text().split()) > 1:  # the last reader has answered and is about to end; another waits
     time.sleep(0.01)
+waiting = children.read_text().strip()
 validator.close()
+while Path(f"/proc/{waiting}").exists():
+    time.sleep(0.01)
 assert not Path(f"/proc/{pid}").exists()
 assert set(os.listdir("/proc/self/fd")) == before
 """
