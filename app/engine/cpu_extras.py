@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.extras import ModuleExtras, module_extras, module_shift, replaced_norms
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair, widened
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora._cpu import dora_scale
 from app.kernels.extras._cpu import ATTENTION_NORM, K_NORM, MLP_NORM, Q_NORM, ExtraTables, empty_tables
@@ -136,7 +136,7 @@ class AdapterExtras:
 
     def _scale(self, adapter: LoraAdapter, key: LoraKey) -> Floats:
         magnitude, pair = adapter.magnitudes[key], adapter.weights[key]
-        return dora_scale(self._team, magnitude, self._base.panels(key), pair.a, pair.b)
+        return dora_scale(self._team, magnitude, self._base.panels(key), widened(pair.a), widened(pair.b))
 
     def _shift(self, adapter: LoraAdapter, key: LoraKey, parts: ModuleExtras, scale: Floats | None) -> Floats:
         _, d_out = self._spec.target_shape(key.layer, key.target)

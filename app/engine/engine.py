@@ -270,6 +270,8 @@ class Engine:
 
     def _write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         started_s = time.perf_counter()
+        if not self._backend.limits.takes_bfloat16:
+            adapter = adapter.widened()
         self._backend.write_adapter(adapter_slot, row_start, adapter)
         self._meter.adapter_write_s += time.perf_counter() - started_s
 

@@ -1,12 +1,14 @@
 """From an adapter as saved to an adapter as served, on one base model.
 
 In: a `StoredAdapter` and the base's `ModelSpec`. Out: a `LoraAdapter`: shapes checked, every value
-finite, fused modules split, the scale folded into b in float32, the arrays read-only. Whatever does
-not fit is an error that names the module; nothing is skipped.
+finite, fused modules split, the scale folded into b as in float32, the arrays read-only. What is saved in
+bfloat16 stays so where the scale, a power of two, leaves every value one. Whatever does not fit is an error
+that names the module; nothing is skipped.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
+from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, TokenRows, widened
 from app.engine.adapters.modules import OUTER_MODULES, layer_modules
 from app.engine.adapters.stored import EMBEDDING_PATH, StoredAdapter, StoredModule, StoredTensor, content_digest
 from app.engine.adapters.strict_json import short
@@ -24,6 +26,8 @@ from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLar
 from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
 
+#: A bfloat16's bits: all but the sign, where the exponent begins, the smallest normal number, infinity.
+_MAGNITUDE, _MANTISSA_BITS, _NORMAL, _INFINITE = 0x7FFF, 7, 0x0080, 0x7F80
 _OUTER_WEIGHTS = tuple(f"{path}.weight" for path in OUTER_MODULES)
 
 
@@ -103,7 +107,8 @@ def _outer_pair(module: StoredModule, spec: ModelSpec, limits: ReadLimits) -> tu
         )
     d_in, d_out = shapes[module.path]
     _check_shapes(module, d_in, (d_out,), spec, limits)
-    return module.path.rsplit(".", 1)[-1], _fold(module, (d_out,))[0]
+    a, b = _fold(module, (d_out,))[0]
+    return module.path.rsplit(".", 1)[-1], LoraPair(_read_only(widened(a)), _read_only(widened(b)))
 
 
 def _replaced(stored: StoredAdapter, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
@@ -164,8 +169,11 @@ def _check_shapes(
 
 def _fold(module: StoredModule, d_outs: tuple[int, ...]) -> list[LoraPair]:
     """One pair per slice of the output; a fused module's A is shared by its slices, not copied."""
-    a = _read_only(_finite(module.a, module.path, "lora_A"))  # [r, d_in]
-    b = _scaled(_finite(module.b, module.path, "lora_B"), module.scale, f"{module.path}: lora_B")  # [d_out, r]
+    a = _read_only(_finite_as_saved(module.a, module.path, "lora_A"))  # [r, d_in]
+    saved = _finite_as_saved(module.b, module.path, "lora_B")  # [d_out, r]
+    b = _times_power_of_two(saved, module.scale) if saved.dtype == BFLOAT16 else None
+    if b is None:
+        b = _scaled(widened(saved), module.scale, f"{module.path}: lora_B")
     pairs = []
     start = 0
     for d_out in d_outs:
@@ -194,7 +202,32 @@ def _scaled(values: NDArray[np.float32], scale: float, what: str) -> NDArray[np.
     return values
 
 
-def _read_only(values: NDArray[np.float32]) -> NDArray[np.float32]:
+def _times_power_of_two(values: Matrix, scale: float) -> Matrix | None:
+    """Finite bfloat16 values times `scale`, or None unless it is a power of two and every product a normal number."""
+    mantissa, exponent = math.frexp(scale)
+    if mantissa != 0.5:
+        return None
+    bits = values.view(np.uint16)
+    magnitudes = bits & np.uint16(_MAGNITUDE)
+    step = (exponent - 1) << _MANTISSA_BITS  # what is added to the exponent, where it stands
+    largest, smallest = int(magnitudes.max()), int((magnitudes - np.uint16(1)).min()) + 1  # zeros wrap around
+    if step == 0 or largest == 0:
+        return values
+    if largest + step >= _INFINITE or smallest < _NORMAL or smallest + step < _NORMAL:
+        return None
+    products: Matrix = np.where(magnitudes == 0, bits, bits + np.uint16(step & 0xFFFF)).view(BFLOAT16)
+    return products
+
+
+def _finite_as_saved(tensor: StoredTensor, path: str, half: str) -> Matrix:
+    """As `_finite`, but bfloat16 stays as it is."""
+    values = tensor.as_saved()
+    if values.dtype == BFLOAT16 and int((values.view(np.uint16) & np.uint16(_MAGNITUDE)).max()) < _INFINITE:
+        return values
+    return _finite(tensor, path, half)
+
+
+def _read_only(values: Matrix) -> Matrix:
     values.setflags(write=False)
     return values
 

@@ -1,16 +1,19 @@
 """An adapter's weights, ready to be written to device tables.
 
 Every reader (PEFT folder, Arrow card) returns the same `LoraAdapter`; what the adapter was saved as
-cannot be told from it. The scale is already folded into b, in float32; nothing downstream knows
-alpha. Arrays are read-only: many replicas on one machine may map the same memory.
+cannot be told from it. The scale is already folded into b, as in float32; nothing downstream knows
+alpha. Arrays are read-only: many replicas on one machine may map the same memory. A layer's matrix is in
+bfloat16 where it was saved so and that still holds every value: half the bytes, the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,6 +21,17 @@ from app.engine.adapters.card import AdapterCard
 
 #: Modules of a decoder layer that carry low-rank deltas, in the order they are applied.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+#: The type of matrices that take two bytes per value.
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+#: An array in float32, or in bfloat16.
+Matrix = NDArray[Any]
+
+
+def widened(values: Matrix) -> NDArray[np.float32]:
+    """The same numbers in float32; the array itself if it is."""
+    return values.astype(np.float32, copy=False)
 
 
 class LoraKey(NamedTuple):
@@ -31,12 +45,12 @@ class LoraKey(NamedTuple):
 class LoraPair(NamedTuple):
     """One module's delta `y += b.T @ (a @ x)`.
 
-    a: `[r, d_in]` float32 (PEFT's lora_A). b: `[r, d_out]` float32: PEFT's lora_B transposed, times
-    the scale (alpha/r, or alpha/sqrt(r) for rsLoRA: Hu et al. 2021; Kalajdzievski 2023).
+    a: `[r, d_in]` (PEFT's lora_A). b: `[r, d_out]`: PEFT's lora_B transposed, times the scale
+    (alpha/r, or alpha/sqrt(r) for rsLoRA: Hu et al. 2021; Kalajdzievski 2023). Each in float32 or bfloat16.
     """
 
-    a: NDArray[np.float32]
-    b: NDArray[np.float32]
+    a: Matrix
+    b: Matrix
 
     @property
     def rank(self) -> int:
@@ -73,7 +87,7 @@ class LoraAdapter:
 
     magnitudes: DoRA's m `[d_out]` float32: y = m / ‖W + BA‖ ⊙ (W x + B A x) + bias (`app.kernels.dora`).
     delta_biases: `[d_out]` float32, added with the delta, scale folded in (lora_bias).
-    outer: deltas of "embed_tokens" (a `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and "lm_head".
+    outer: float32 deltas of "embed_tokens" (a `[r, V]`, b `[r, H]`: row t gains b.T @ a[:, t]) and "lm_head".
     replaced: base tensors that the adapter brings its own of, by canonical name ("model.norm.weight");
     "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the output's, tied or not.
     token_rows: rows replaced in "embed_tokens" and in "lm_head".
@@ -86,6 +100,11 @@ class LoraAdapter:
     outer: Mapping[str, LoraPair] = field(default_factory=dict)
     replaced: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
+
+    def widened(self) -> LoraAdapter:
+        """The same adapter with every matrix in float32."""
+        pairs = {key: LoraPair(widened(a), widened(b)) for key, (a, b) in self.weights.items()}
+        return replace(self, weights=MappingProxyType(pairs))
 
     @property
     def features(self) -> frozenset[str]:

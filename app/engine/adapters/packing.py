@@ -19,29 +19,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
+from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, TokenRows
 
-#: Every matrix starts at a multiple of 64 bytes: a cache line, and what the widest vectors want.
-_ALIGN_FLOATS = 16
+#: Every matrix starts at a multiple of so many bytes: a cache line, and what the widest vectors want.
+_ALIGNMENT = 64
+_DTYPES = {"F32": np.dtype(np.float32), "BF16": BFLOAT16}
 
 
 class PackedAdapter(NamedTuple):
-    """A header of plain values (JSON keeps all of it), and one flat float32 array."""
+    """A header of plain values (JSON keeps all of it), and one flat array of bytes."""
 
     header: dict[str, Any]
-    arrays: list[NDArray[np.float32]]
+    arrays: list[NDArray[np.uint8]]
 
     @property
     def card(self) -> AdapterCard:
         return AdapterCard(**self.header["card"] | {"targets": tuple(self.header["card"]["targets"])})
 
 
-def _zeros(num_values: int) -> NDArray[np.float32]:
-    return np.zeros(num_values, np.float32)
+def _zeros(num_bytes: int) -> NDArray[np.uint8]:
+    return np.zeros(num_bytes, np.uint8)
 
 
-def pack_adapter(adapter: LoraAdapter, allocate: Callable[[int], NDArray[np.float32]] = _zeros) -> PackedAdapter:
-    """The array is a copy, made once, in what `allocate` gives for a number of values: zeros, aligned to 64 bytes."""
+def pack_adapter(adapter: LoraAdapter, allocate: Callable[[int], NDArray[np.uint8]] = _zeros) -> PackedAdapter:
+    """The array is a copy, made once, in what `allocate` gives for a number of bytes: zeros, aligned to 16 at least."""
     flat = _Flat()
     header = {
         "card": asdict(adapter.card),
@@ -55,16 +56,17 @@ def pack_adapter(adapter: LoraAdapter, allocate: Callable[[int], NDArray[np.floa
     return PackedAdapter(header, [flat.joined(allocate)])
 
 
-def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.float32]]) -> LoraAdapter:
+def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.uint8]]) -> LoraAdapter:
     """The adapter whose weights are views of `arrays[0]`; nothing is copied."""
     (flat,) = arrays
-    views: dict[tuple[int, ...], NDArray[np.float32]] = {}
+    views: dict[tuple[Any, ...], Matrix] = {}
 
-    def view(numbers: Sequence[int]) -> NDArray[np.float32]:
-        place = tuple(numbers)
+    def view(fields: Sequence[Any]) -> Matrix:
+        place = tuple(fields)
         if place not in views:
-            start, *shape = place
-            views[place] = flat[start : start + math.prod(shape)].reshape(shape)
+            start, dtype, *shape = place
+            end = start + _DTYPES[dtype].itemsize * math.prod(shape)
+            views[place] = flat[start:end].view(_DTYPES[dtype]).reshape(shape)
             views[place].setflags(write=False)
         return views[place]
 
@@ -80,23 +82,23 @@ def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.float3
 
 
 class _Flat:
-    """Arrays laid end to end, each once and aligned. A place is (start, *shape)."""
+    """Arrays laid end to end, each once and aligned. A place is (first byte, type, *shape)."""
 
     def __init__(self) -> None:
         self._size = 0
         self._starts: dict[int, int] = {}
-        self._arrays: list[NDArray[np.float32]] = []  # kept, so that an id stays the array's own
+        self._arrays: list[Matrix] = []  # kept, so that an id stays the array's own
 
-    def place(self, array: NDArray[np.float32]) -> tuple[int, ...]:
+    def place(self, array: Matrix) -> tuple[int | str, ...]:
         if id(array) not in self._starts:
             self._starts[id(array)] = self._size
             self._arrays.append(array)
-            self._size += -(-array.size // _ALIGN_FLOATS) * _ALIGN_FLOATS
-        return (self._starts[id(array)], *array.shape)
+            self._size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return (self._starts[id(array)], "BF16" if array.dtype == BFLOAT16 else "F32", *array.shape)
 
-    def joined(self, allocate: Callable[[int], NDArray[np.float32]]) -> NDArray[np.float32]:
+    def joined(self, allocate: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
         flat = allocate(self._size)
         for array in self._arrays:
             start = self._starts[id(array)]
-            flat[start : start + array.size] = array.reshape(-1)
+            flat[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         return flat

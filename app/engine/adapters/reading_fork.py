@@ -105,18 +105,15 @@ def _have_pages(memory: mmap.mmap) -> None:
 
 def _read_and_pack(task: ReadingTask, shared: int) -> tuple[dict[str, Any], tuple[LoraAdapter, PackedAdapter] | None]:
     """The answer, and what it was made of."""
-    num_values = 0
 
-    def allocate(count: int) -> NDArray[np.float32]:
-        nonlocal num_values
-        num_values = count
-        if 4 * count > task.memory_bytes:
+    def allocate(num_bytes: int) -> NDArray[np.uint8]:
+        if num_bytes > task.memory_bytes:
             raise MemoryError
-        if not count:
-            return np.empty(0, np.float32)
-        mapped = mmap.mmap(shared, 4 * count)
+        if not num_bytes:
+            return np.empty(0, np.uint8)
+        mapped = mmap.mmap(shared, num_bytes)
         _have_pages(mapped)
-        return np.frombuffer(mapped, np.float32)
+        return np.frombuffer(mapped, np.uint8)
 
     try:
         adapter = read_adapter(task.path, task.spec, task.limits, task.served)
@@ -130,7 +127,7 @@ def _read_and_pack(task: ReadingTask, shared: int) -> tuple[dict[str, Any], tupl
         # A bug in a reader is this adapter's end and nobody else's. It has no right to write: we log the trace.
         message = f"reading '{task.path.name}' failed: {type(error).__name__}: {str(error)[:200]}"
         return {"error": AdapterFormatError.__name__, "message": message, "trace": traceback.format_exc()}, None
-    return {"header": packed.header, "num_values": num_values}, (adapter, packed)
+    return {"header": packed.header, "num_bytes": packed.arrays[0].nbytes}, (adapter, packed)
 
 
 def _limit_this_process(memory_bytes: int, seconds: float) -> None:

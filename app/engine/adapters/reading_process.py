@@ -4,7 +4,7 @@ In: a path and what may be spent on it. Out: a `PackedAdapter` in shared memory,
 says why not. One warm process (no torch, no Ray, one thread) is forked once per adapter, so each adapter
 meets a fresh process that has no threads, little memory, little time and no right to write, and costs
 milliseconds instead of a start of Python. One of these readers is made ahead and waits, with memory of the last
-adapter's size at hand. What comes back is JSON and float32 values in memory whose size we set: this process never
+adapter's size at hand. What comes back is JSON and numbers in memory whose size we set: this process never
 parses a stranger's bytes. A warm process that died is replaced.
 """
 
@@ -223,7 +223,7 @@ def _left_s(deadline_s: float) -> float:
     return left_s
 
 
-def _verdict(text: bytes, shared: int, task: ReadingTask) -> tuple[dict[str, Any], list[NDArray[np.float32]]]:
+def _verdict(text: bytes, shared: int, task: ReadingTask) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
     try:
         verdict = json.loads(text)
     except ValueError:
@@ -236,13 +236,13 @@ def _verdict(text: bytes, shared: int, task: ReadingTask) -> tuple[dict[str, Any
         found = getattr(errors, verdict["error"], None)
         kind = found if isinstance(found, type) and issubclass(found, AdapterError) else AdapterFormatError
         raise kind(verdict["message"])
-    size = int(verdict["num_values"])
-    if not 0 <= 4 * size <= task.memory_bytes:
-        raise AdapterReadFailed(f"reading '{task.path.name}' gave {size} values; that cannot be")
+    size = int(verdict["num_bytes"])
+    if not 0 <= size <= task.memory_bytes:
+        raise AdapterReadFailed(f"reading '{task.path.name}' gave {size} bytes; that cannot be")
     if not size:
-        return verdict["header"], [np.empty(0, np.float32)]
-    mapped = mmap.mmap(shared, 4 * size, prot=mmap.PROT_READ)
-    return verdict["header"], [np.frombuffer(mapped, np.float32)]
+        return verdict["header"], [np.empty(0, np.uint8)]
+    mapped = mmap.mmap(shared, size, prot=mmap.PROT_READ)
+    return verdict["header"], [np.frombuffer(mapped, np.uint8)]
 
 
 def _has_hung_up(control: socket.socket) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.adapters.lora import BFLOAT16, Matrix
 from app.engine.adapters.quantize import dequantize
 from app.engine.errors import AdapterFormatError
 
@@ -49,9 +50,17 @@ class StoredTensor:
             return dequantize(self.data, self.scales, self.dtype, math.prod(self.shape)).reshape(self.shape)
         if self.dtype == "BF16":
             bits = np.frombuffer(self.data, dtype="<u2").astype(np.uint32)
-            return (bits << np.uint32(16)).view(np.float32).reshape(self.shape)
+            bits <<= np.uint32(16)
+            return bits.view(np.float32).reshape(self.shape)
         kind = {"F32": "<f4", "F16": "<f2"}[self.dtype]
         return np.frombuffer(self.data, dtype=kind).astype(np.float32).reshape(self.shape)
+
+    def as_saved(self) -> Matrix:
+        """Aligned, and a view of the bytes if it can be, for BF16; `to_float32` for the others."""
+        if self.dtype != "BF16":
+            return self.to_float32()
+        values: Matrix = np.frombuffer(self.data, dtype="<u2").view(BFLOAT16)
+        return np.require(values, requirements="A").reshape(self.shape)
 
 
 def stored_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import TARGETS, LoraAdapter, Matrix
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import EngineConfig
@@ -23,11 +23,12 @@ from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.errors import AdapterMismatch
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend import cpu_decoder
+from app.engine.torch_backend.cpu_rows import RowWriter
 from app.engine.torch_backend.cpu_weights import PackedModules, WeightPacker, decoder_sizes, padded
 from app.engine.torch_backend.sampling import sample
 from app.kernels.paged_attention._cpu import attention_tasks
 from app.kernels.sgmv._cpu import RANK_PANEL, RowPlaces, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import WritePlans
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -50,6 +51,7 @@ class CpuBackend:
             rank_alignment=RANK_PANEL,
             max_adapter_slots=config.max_adapter_slots,
             adapter_extra_bytes=config.adapter_extra_bytes,
+            takes_bfloat16=True,
         )
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
@@ -62,7 +64,7 @@ class CpuBackend:
             self._weights = packer.pack_all(tensors)
         self._tables = tables.result()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
-        self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
+        self._rows = RowWriter(self._team, WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :]))
         first = spec.layers[0].attention
         num_layers, width = len(spec.layers), padded(first.head_dim)
         blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
@@ -84,21 +86,20 @@ class CpuBackend:
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
         ranks = np.zeros((len(self._spec.layers), len(TARGETS)), np.int32)
-        modules: list[tuple[int, int, Floats, Floats]] = []
+        modules: list[tuple[int, int, Matrix, Matrix]] = []
         for key, pair in adapter.weights.items():
             if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
                 raise AdapterMismatch(
                     f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
                 )
             n = TARGETS.index(key.target)
-            modules.append((key.layer, n, np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)))
+            modules.append((key.layer, n, pair.a, pair.b))
             ranks[key.layer, n] = pair.rank
-        too_fine = np.zeros(1, np.bool_)
-        self._team.run(write_plan, 2, self._plans.plan(modules, row_start), too_fine)
+        in_bf16 = self._rows.write(modules, row_start)
         self._extras.write(adapter_slot, adapter)
         self._tables.ranks[:, adapter_slot] = ranks
         self._tables.places.starts[adapter_slot] = row_start
-        self._tables.places.in_bf16[adapter_slot] = not too_fine[0]
+        self._tables.places.in_bf16[adapter_slot] = in_bf16
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
         """See `Backend.is_ready`: a write has ended when it returns."""
@@ -150,7 +151,7 @@ class CpuBackend:
     def close(self) -> None:
         """End the threads and drop every array."""
         self._team.close()
-        for name in ("_weights", "_k_memory", "_v_memory", "_plans", "_tables", "_extras", "_work"):
+        for name in ("_weights", "_k_memory", "_v_memory", "_rows", "_tables", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -186,8 +187,7 @@ class CpuBackend:
             self._extras.warm_up()
         if self._limits.adapter_rank_rows:
             d_in, d_out = self._spec.target_shape(0, TARGETS[0])
-            nothing = (0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
-            self._team.run(write_plan, 2, self._plans.plan([nothing], 0), np.zeros(1, np.bool_))
+            self._rows.write([(0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))], 0)
 
     def _new_tables(self) -> cpu_decoder.AdapterTables:
         num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows

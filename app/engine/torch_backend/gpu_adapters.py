@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, Matrix, widened
 from app.engine.errors import AdapterWriteFailed
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend.gpu_weights import PRODUCTS, columns_of
@@ -167,13 +167,13 @@ class AdapterTables:
         self._row_starts[adapter_slot].fill_(row_start)
         self.num_writes += 1
 
-    def _send(self, table: _Table, row_start: int, parts: dict[LoraKey, NDArray[np.float32]], sent: int) -> int:
+    def _send(self, table: _Table, row_start: int, parts: dict[LoraKey, Matrix], sent: int) -> int:
         """Rows of one table, piece by piece; `sent` pieces went before. Rows of absent modules stay as they were."""
         num_rows = max(len(part) for part in parts.values())
         _, num_layers, width = table.values.shape
         row_size = num_layers * width
         contiguous = [
-            (np.ascontiguousarray(part), key.layer * width + table.columns[key.target][0])
+            (np.ascontiguousarray(widened(part)), key.layer * width + table.columns[key.target][0])
             for key, part in parts.items()
         ]
         tasks = tasks_of(contiguous)

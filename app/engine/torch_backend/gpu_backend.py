@@ -67,6 +67,7 @@ class GpuBackend:
             rank_alignment=RANK_ALIGNMENT,
             max_adapter_slots=config.max_adapter_slots,
             adapter_extra_bytes=config.adapter_extra_bytes,
+            takes_bfloat16=True,
         )
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         self._table_width = min(-(-max_positions // config.block_size), self.plan.num_kv_blocks)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.adapters.extras import ModuleExtras, module_extras, module_shift, replaced_norms
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows, widened
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend.gpu_weights import PRODUCTS, Weights, columns_of, to_tensor
@@ -114,8 +114,8 @@ class GpuExtras:
             scale = dora_scale(
                 self._floats(adapter.magnitudes[key]),
                 getattr(layer, product)[first:end],
-                self._floats(pair.a),
-                self._floats(pair.b),
+                self._floats(widened(pair.a)),
+                self._floats(widened(pair.b)),
             )
         if extras.weight is not None:
             weight = self._matrix(adapter.replaced[extras.weight])

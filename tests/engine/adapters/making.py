@@ -64,13 +64,14 @@ def adapter_from_arrays(
     arrays: Mapping[tuple[int, str], tuple[NDArray[np.float32], NDArray[np.float32]]],
     spec: ModelSpec,
     alpha: float | None = None,
+    dtype: str = "F32",
 ) -> LoraAdapter:
-    """From (layer, target) → (lora_A [r, d_in], lora_B [d_out, r]); alpha None means a scale of 1."""
+    """From (layer, target) → (lora_A [r, d_in], lora_B [d_out, r]), saved in `dtype`; alpha None: a scale of 1."""
     modules = [
         StoredModule(
             module_path(layer, target),
-            stored_tensor(a),
-            stored_tensor(b),
+            stored_tensor(a, dtype),
+            stored_tensor(b, dtype),
             float(a.shape[0]) if alpha is None else alpha,
             use_rslora=False,
         )
@@ -88,14 +89,15 @@ def random_adapter(
     alpha: float | None = None,
     size: float = 0.2,
     dtype: str = "F32",
+    saved_in: str = "F32",
 ) -> LoraAdapter:
-    """Every layer's `targets` at one rank, as stored in `dtype`. `size` is the standard deviation of A and B."""
+    """Every layer's `targets` at one rank, values of `dtype`. `size` is the standard deviation of A and B."""
     arrays = random_arrays(spec, rank, targets, seed, size)
     stored = {
         key: (a.astype(DTYPES[dtype]).astype(np.float32), b.astype(DTYPES[dtype]).astype(np.float32))
         for key, (a, b) in arrays.items()
     }
-    return adapter_from_arrays(stored, spec, alpha)
+    return adapter_from_arrays(stored, spec, alpha, saved_in)
 
 
 def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Generator) -> LoraAdapter:

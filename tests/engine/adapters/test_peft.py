@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.limits import ReadLimits
-from app.engine.adapters.lora import TARGETS, LoraKey
+from app.engine.adapters.lora import BFLOAT16, TARGETS, LoraKey
 from app.engine.adapters.peft import read_peft
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from tests.engine.adapters.making import (
@@ -43,8 +43,9 @@ def test_every_target_is_read_with_its_scale_folded(tmp_path: Path, dtype: str) 
         np.testing.assert_array_equal(a, tensors[f"{prefix}.lora_A.weight"].astype(np.float32))
         np.testing.assert_array_equal(b, tensors[f"{prefix}.lora_B.weight"].astype(np.float32).T * np.float32(10 / 4))
         assert (a.shape[1], b.shape[1]) == SPEC.target_shape(key.layer, key.target)
+        assert a.dtype == (BFLOAT16 if dtype == "BF16" else np.float32)
+        assert b.dtype == np.float32, "the scale is no power of two"
         for array in (a, b):
-            assert array.dtype == np.float32
             assert array.flags.c_contiguous
             assert array.flags.aligned
             assert not array.flags.writeable

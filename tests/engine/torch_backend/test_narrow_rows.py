@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
+from app.engine.torch_backend import cpu_rows
 from app.engine.torch_backend.cpu_backend import CpuBackend
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.torch_backend.served import CONFIG, served_logits
@@ -39,6 +40,28 @@ def test_narrow_and_wide_rows_give_the_same_bits() -> None:
     assert all(np.any(logits != mixed[0]) for logits in mixed[1:])
     for adapter, logits in zip(narrow, mixed[1:], strict=False):
         np.testing.assert_array_equal(served_logits(backend, [adapter], tokens)[0], logits)
+    backend.close()
+
+
+@pytest.mark.parametrize("ranks", [(1, 8, 13, 32), (512, 3)])
+def test_adapters_in_bfloat16_give_the_bits_of_the_same_in_float32(
+    ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a few modules, and modules larger than a piece."""
+    monkeypatch.setattr(cpu_rows, "_PIECE_VALUES", 5000)
+    spec = tiny_spec()
+    config = CONFIG.model_copy(update={"adapter_rank_rows": 1024})
+    backend = CpuBackend(spec, random_tensors(spec), config)
+    tokens = torch.randint(3, spec.vocab_size, (3, 9))
+    adapters = [random_adapter(spec, rank, dtype="BF16", saved_in="BF16", alpha=2 * rank) for rank in ranks]
+    assert all(pair.a.dtype == pair.b.dtype == BFLOAT16 for a in adapters for pair in a.weights.values())
+    partly = random_adapter(spec, 8, alpha=5, dtype="BF16", saved_in="BF16")
+    assert {(pair.a.dtype, pair.b.dtype) for pair in partly.weights.values()} == {(BFLOAT16, np.dtype(np.float32))}
+    adapters.append(partly)
+    narrow = served_logits(backend, adapters, tokens)
+    assert backend._tables.places.in_bf16[1 : 1 + len(adapters)].tolist() == [True] * len(ranks) + [False]
+    np.testing.assert_array_equal(narrow, served_logits(backend, [a.widened() for a in adapters], tokens))
+    assert len({logits.tobytes() for logits in narrow}) == len(adapters)
     backend.close()
 
 
