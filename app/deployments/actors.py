@@ -3,7 +3,7 @@
 In: the service's configuration. Out: named actors that every replica of every deployment reaches. Both
 start empty after a crash and become useful again by themselves: the store from its database and the
 adapters' sources, placement from the next reports. What they hold is published to whoever watches, so
-that no request waits for them.
+that no request waits for them; when nobody watches any more, they end (`attendance`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import ray
 
 from app.config import AppConfig
+from app.deployments.attendance import Attendance
 from app.deployments.metrics import TierMetrics
 from app.deployments.placement import PlacementBooks, PlacementTable, ReplicaReport, make_policy
 from app.deployments.published import Changes, Published, Version
-from app.deployments.ray_calls import NamedActor
+from app.deployments.ray_calls import NamedActor, leave
 from app.deployments.registry.entries import Generation
 from app.deployments.registry.view import Entry, Key
 from app.deployments.steering import Steering
@@ -54,6 +55,7 @@ class AdapterStoreActor:
         def put(packed: PackedAdapter) -> tuple[Any, list[Any]]:
             return packed.header, [ray.put(array) for array in packed.arrays]
 
+        self._attendance = Attendance(leave)
         self._store = AdapterStore(
             library,
             put,
@@ -99,12 +101,14 @@ class AdapterStoreActor:
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Entry]] | None:
+        self._attendance.here()
         self._lifecycle.resume()
         return await self._lifecycle.table.newer(held, watcher_id, timeout_s)
 
     async def watch_steering(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Steering] | None:
+        self._attendance.here()
         return await self._lifecycle.steering.newer(held, watcher_id, timeout_s)
 
     async def stats(self) -> dict[str, dict[str, float]]:
@@ -123,8 +127,10 @@ class PlacementActor:
         self._books = PlacementBooks(make_policy(config), config.silence_s)
         self._published = Published(PlacementTable())
         self._clock: asyncio.Task[None] | None = None
+        self._attendance = Attendance(leave)
 
     async def report(self, report: ReplicaReport) -> None:
+        self._attendance.here()
         self._start_clock()
         self._publish_if(self._books.report(report, time.monotonic()))
 
@@ -142,6 +148,7 @@ class PlacementActor:
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, PlacementTable] | None:
+        self._attendance.here()
         self._start_clock()
         return await self._published.newer(held, watcher_id, timeout_s)
 

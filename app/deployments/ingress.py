@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -29,9 +28,11 @@ from app.deployments.management_bodies import adapter_body
 from app.deployments.metrics import IngressMetrics
 from app.deployments.openai_schema import GenerateBody, parse_body
 from app.deployments.placement import PlacementTable, make_policy
+from app.deployments.ray_calls import ActorAway
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import RegistryView
-from app.deployments.serve_transport import ServePlacer, ServeTransport, Watched, WatchedRegistry
+from app.deployments.serve_transport import ServeTransport
+from app.deployments.watching import ServePlacer, Watched, WatchedRegistry
 from app.engine.errors import NotReady
 from app.engine.request import Usage
 
@@ -163,7 +164,7 @@ class Ingress:
     async def _ask_store(self, method: str, *args: Any, **options: Any) -> Any:
         try:
             return await self._store.call(method, *args, **options)
-        except RayActorError as error:
+        except ActorAway as error:
             raise NotReady("the adapter store is restarting; ask again", retry_after_s=2) from error
 
     def _count_adapters(self) -> None:

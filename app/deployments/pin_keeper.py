@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
 from typing import Protocol
 
-from ray.exceptions import RayActorError
-
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.steering import Steering
 from app.engine.adapters.card import AdapterRef
@@ -76,7 +74,7 @@ class PinKeeper:
             await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
             self._on_brought(adapter)
             self._told.pop(digest, None)
-        except (PolyloraError, RayActorError) as error:
+        except PolyloraError as error:
             if self._told.get(digest) != str(error):
                 self._told[digest] = str(error)
                 logger.warning("pinned adapter %s is not on the device: %s", entry.name, error)

@@ -2,7 +2,8 @@
 
 In: awaitables of Ray and names. Out: results, or the exception the callee raised: Ray wraps it in a class
 of its own, which carries a remote traceback and loses attributes. A named actor is created by whoever
-asks first and restarted by Ray without limit; a handle to one that was retired is renewed once.
+asks first and restarted by Ray without limit; a handle to one that has left is renewed by the next call. However it,
+or its answer, was lost, the caller hears `ActorAway`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 T = TypeVar("T")
 
 NAMESPACE = "polylora"
+
+
+class ActorAway(Exception):
+    """A named actor, or what it answered, is lost for now; ask again."""
 
 
 async def unwrapped(call: Awaitable[T]) -> T:
@@ -23,9 +28,24 @@ async def unwrapped(call: Awaitable[T]) -> T:
     try:
         return await call
     except RayTaskError as error:
-        if isinstance(error.cause, Exception):
-            raise error.cause from None
-        raise
+        raise _own(error) from None
+
+
+async def held(put: Awaitable[T]) -> T:
+    """What an actor put into the object store. Raises ActorAway if it is lost: with its owner, or to eviction."""
+    try:
+        return await put
+    except RayError as error:
+        raise ActorAway(f"an object is lost ({type(error).__name__})") from error
+
+
+def _own(error: RayTaskError) -> Exception:
+    return error.cause if isinstance(error.cause, Exception) else error
+
+
+def leave() -> None:
+    """Called in an actor: it ends, for good."""
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 class NamedActor:
@@ -42,12 +62,17 @@ class NamedActor:
         self._actor()
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method. Raises RayActorError while the actor is away."""
+        """Call a method. Raises ActorAway while the actor is away.
+
+        Ray has a dozen errors for that, by what died (the actor, its node, the raylet, the memory of its answer).
+        """
         try:
-            return await unwrapped(getattr(self._actor(), method).remote(*args, **options))
-        except RayActorError:
+            return await getattr(self._actor(), method).remote(*args, **options)
+        except RayTaskError as error:
+            raise _own(error) from None
+        except RayError as error:
             self._handle = None  # it may have been removed on purpose: the next call looks it up again
-            raise
+            raise ActorAway(f"{self._name} does not answer ({type(error).__name__})") from error
 
     def kill(self) -> None:
         """Remove the actor for good."""

@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any
 
 from ray import serve
-from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError
 
 from app.config import AppConfig
 from app.deployments.actors import placement_actor, store_actor
@@ -25,11 +24,11 @@ from app.deployments.engine_service import EngineService
 from app.deployments.frames import PackedFrame, pack_frame
 from app.deployments.metrics import DeviceMetrics, TierMetrics
 from app.deployments.pin_keeper import PinKeeper
-from app.deployments.ray_calls import unwrapped
+from app.deployments.ray_calls import ActorAway, held
 from app.deployments.registry.entries import CatalogEntry
-from app.deployments.serve_transport import WATCH_TIMEOUT_S, Watched
 from app.deployments.steering import Steering
 from app.deployments.warm_up import hottest_that_fit, warm_adapters, warm_up
+from app.deployments.watching import WATCH_TIMEOUT_S, Watched
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import unpack_adapter
@@ -148,20 +147,20 @@ class EngineReplica:
         """The adapter as views of shared memory. Lost memory (its owner died, it was evicted) is read again."""
         try:
             return await self._fetch_once(ref)
-        except (OwnerDiedError, ObjectLostError, RayActorError) as error:
-            logger.info("adapter %s: asking the store again after %s", ref.name, type(error).__name__)
+        except ActorAway as error:
+            logger.info("adapter %s: asking the store again: %s", ref.name, error)
         await asyncio.sleep(1.0)  # a store that restarts needs about two seconds; Ray queues the call meanwhile
         try:
             await self._store.call("lost", ref.digest)
             return await self._fetch_once(ref)
-        except (OwnerDiedError, ObjectLostError, RayActorError) as error:
+        except ActorAway as error:
             raise NotReady(
                 f"adapter {ref.name!r} cannot be had while the adapter store restarts; ask again", retry_after_s=2
             ) from error
 
     async def _fetch_once(self, ref: AdapterRef) -> LoraAdapter:
         header, refs = await self._store.call("fetch", ref)
-        arrays = [await unwrapped(object_ref) for object_ref in refs]
+        arrays = [await held(object_ref) for object_ref in refs]
         return unpack_adapter(header, arrays)
 
     async def _warm_adapters(self, engine: Engine, config: EngineConfig) -> None:
@@ -175,7 +174,7 @@ class EngineReplica:
         hot: list[CatalogEntry] = []
         try:
             hot = await self._store.call("manage", "hot", max_adapters)
-        except NotReady as error:
+        except (ActorAway, NotReady) as error:
             logger.warning("nobody knows what was used last (%s); starting without it", error)
         entries = hottest_that_fit(
             [*self._steering.value.pinned, *(entry for entry in hot if entry.ref.digest not in pinned)],
@@ -211,8 +210,8 @@ class EngineReplica:
             self._pins.steer(steering)
             try:
                 await self._placement.call("steer", steering.shares)
-            except RayActorError as error:
-                logger.warning("placement is away (%s); telling it the shares later", type(error).__name__)
+            except ActorAway as error:
+                logger.warning("%s; telling placement the shares later", error)
             if self._steering.value is steering:
                 await self._steering.changed(STEER_INTERVAL_S)
 
@@ -235,7 +234,7 @@ class EngineReplica:
             loaded, unloaded = sorted(resident - told), sorted(told - resident)
             try:
                 await self._store.call("manage", "observe", self._replica_id, loaded, unloaded, used_s)
-            except (RayActorError, NotReady) as error:
+            except (ActorAway, NotReady) as error:
                 logger.warning("the registry is away (%s); telling it later", type(error).__name__)
             else:
                 told, used_s = resident, {}
@@ -251,13 +250,13 @@ class EngineReplica:
             report = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, resident)
             try:
                 await self._placement.call("report", report)
-            except RayActorError as error:
-                logger.warning("placement is away (%s); reporting again", type(error).__name__)
+            except ActorAway as error:
+                logger.warning("%s; reporting again", error)
             try:
                 await asyncio.wait_for(self._service.changed.wait(), self._report_interval_s)
                 await asyncio.sleep(MIN_REPORT_INTERVAL_S)
             except TimeoutError:
                 pass
             self._service.changed.clear()
-        with suppress(RayActorError):  # whoever is away hears no more reports, and forgets us
+        with suppress(ActorAway):  # whoever is away hears no more reports, and forgets us
             await self._placement.call("gone", self._replica_id)

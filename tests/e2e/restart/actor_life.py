@@ -1,0 +1,71 @@
+"""A cluster with one named actor that is killed, deserted and called again; run by `test_actors`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import ray
+
+from app.config import AppConfig
+from app.deployments import attendance
+from app.deployments.actors import PlacementActor
+from app.deployments.published import Version
+from app.deployments.ray_calls import NAMESPACE, ActorAway, NamedActor
+
+NAME = "a-named-actor"
+
+
+class Impatient(PlacementActor):
+    """Placement that loses its patience when it is told to."""
+
+    def __init__(self, config_json: str) -> None:
+        attendance.CHECK_INTERVAL_S = 0.05
+        super().__init__(config_json)
+
+    async def lose_patience(self) -> None:
+        attendance.PATIENCE_S = 0.5
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def is_named() -> bool:
+    return {"name": NAME, "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True)
+
+
+async def version(actor: NamedActor) -> Version:
+    """Asked until it answers."""
+    while True:
+        try:
+            return (await actor.call("watch", None, "me", 10.0))[0]
+        except ActorAway as error:
+            print(error)
+            await asyncio.sleep(0.2)
+
+
+async def main() -> None:
+    actor = NamedActor(NAME, Impatient, AppConfig().model_dump_json())
+    first = await version(actor)
+    pending = asyncio.create_task(actor.call("watch", first, "me", 600.0))
+    os.kill(await actor.call("pid"), signal.SIGKILL)
+    try:
+        await pending
+    except ActorAway as error:
+        print("killed:", error)
+    second = await version(actor)
+    assert second.epoch != first.epoch
+    assert is_named()
+    await actor.call("lose_patience")
+    while is_named():
+        await asyncio.sleep(0.1)
+    third = await version(actor)
+    assert third.epoch not in (first.epoch, second.epoch)
+    assert is_named()
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    asyncio.run(main())
+    print("lived and left")
