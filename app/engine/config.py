@@ -47,7 +47,7 @@ class EngineConfig(BaseModel):
         256 << 20,
         ge=0,
         description="Memory for what resident adapters hold beside rank rows: DoRA scales, biases, norms, token rows, "
-        "whole modules; taken as needed.",
+        "whole modules; taken as needed, at start by the JAX engine's forms other than cpu.",
     )
     adapter_eviction: EvictionPolicy = Field(
         "lru",
@@ -91,9 +91,8 @@ class EngineConfig(BaseModel):
 
     @property
     def applies_extras(self) -> bool:
-        """Whether adapters may go beyond plain LoRA: on the JAX engine, in its CPU form on one device."""
-        is_cpu_form = self.device == "cpu" and self.jax_form in ("auto", "cpu")
-        return self.backend == "torch" or (is_cpu_form and self.tensor_parallel == 1)
+        """Whether adapters may go beyond plain LoRA: everywhere but on several devices for one model."""
+        return self.backend == "torch" or self.tensor_parallel == 1
 
     @model_validator(mode="after")
     def _blocks_can_be_counted(self) -> Self:

@@ -25,6 +25,13 @@ class AdapterTables(NamedTuple):
     b_down: Any
 
 
+class XlaTables(NamedTuple):
+    """What the forms other than the CPU's are told of adapters. own: `OwnTables`, None where there are to be none."""
+
+    rows: AdapterTables
+    own: Any
+
+
 class KvMemory(NamedTuple):
     """keys, values: [L, blocks, shards * kv_heads, block_size, D].
 

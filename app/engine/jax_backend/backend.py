@@ -72,12 +72,16 @@ class JaxBackend:
         values_shape = (*blocks, config.block_size, self._sizes.stored_dim)
         keys_shape = (*blocks, *reversed(values_shape[3:])) if self._sizes.form == "cpu" else values_shape
         self._kv = KvMemory(*(self._zeros(shape, sharding.KV_SPEC) for shape in (keys_shape, values_shape)))
-        self._adapters: Any = XlaAdapters(spec, self._sizes, config.max_adapter_slots)
-        self._write_rows: Any = tables.write_rows
+        num_slots, samples = config.max_adapter_slots, config.max_batch_sequences
+        self._adapters: CpuAdapters | XlaAdapters
+        self._write_rows: Any
         if self._sizes.form == "cpu":
-            samples = config.max_batch_sequences
-            self._adapters = CpuAdapters(spec, self._sizes, self._weights, config.max_adapter_slots, samples, mesh)
+            self._adapters = CpuAdapters(spec, self._sizes, self._weights, num_slots, samples, mesh)
             self._write_rows = cpu_tables.write_rows
+        else:
+            extra_bytes = self._limits.adapter_extra_bytes if self._limits.adapter_rank_rows else 0
+            self._adapters = XlaAdapters(spec, self._sizes, self._weights, num_slots, extra_bytes, mesh)
+            self._write_rows = tables.write_rows
         self._row_specs = self._adapters.specs()
         self._rows = self._map_rows(self._zeros, self._limits.adapter_rank_rows)
         self._table_shapes = jax.tree.map(_shape_of, self._adapters.tables(self._rows))
@@ -92,8 +96,8 @@ class JaxBackend:
         self._classes = rank_classes(self._limits.adapter_rank_rows)
         self._writers: dict[int, Any] = {}
         start = time.perf_counter()
-        if self._limits.adapter_rank_rows:
-            self._adapters.warm_up()
+        if self._limits.adapter_rank_rows and not config.skip_precompile:
+            self._adapters.warm_up(self._rows)
         for count in () if config.skip_precompile else self._classes:
             self._writers[count] = self._compile_writer(count)
         self.writers_compile_s = time.perf_counter() - start
@@ -121,6 +125,7 @@ class JaxBackend:
         rows = self._adapters.assign(adapter_slot, row_start, adapter, count)
         if adapter.weights:
             self._rows = self._writers[count](self._rows, rows, np.int32(row_start))
+        self._adapters.take_extras(adapter_slot, row_start, adapter, self._rows)
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
         """See `Backend.is_ready`: a write has ended when it returns."""

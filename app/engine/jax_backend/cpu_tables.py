@@ -75,7 +75,7 @@ class CpuAdapters:
         self._places_on_device: tuple[Array, Array, Array] | None = None
         self._extras_on_device: Array | None = None
 
-    def warm_up(self) -> None:
+    def warm_up(self, rows: CpuRows) -> None:  # noqa: ARG002
         """Compile what writing an adapter calls."""
         if self._sizes.applies_extras:
             self._extras.warm_up()
@@ -108,10 +108,6 @@ class CpuAdapters:
         """
         if adapter.features and not self._sizes.applies_extras:
             raise not_plain(adapter, f"engine.tensor_parallel {self._sizes.num_shards}")
-        self.release(adapter_slot)
-        if adapter.features:
-            self._extras.write(adapter_slot, adapter)
-            self._extras_on_device = None
         self._ranks[:, adapter_slot] = 0
         for key, pair in adapter.weights.items():
             self._ranks[key.layer, adapter_slot, TARGETS.index(key.target)] = pair.rank
@@ -119,9 +115,16 @@ class CpuAdapters:
         rows, self._in_bf16[adapter_slot] = self._pack(modules, num_rows)
         self._starts[adapter_slot] = row_start
         self._places_on_device = None
+        return rows
+
+    def take_extras(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, rows: CpuRows) -> None:  # noqa: ARG002
+        """Keep what the adapter has beside its rank rows."""
+        self.release(adapter_slot)
+        if adapter.features:
+            self._extras.write(adapter_slot, adapter)
+            self._extras_on_device = None
         if self._extras.head_width > self._head_inputs.shape[1]:
             self._head_inputs = np.zeros((len(self._head_inputs), self._extras.head_width), np.float32)
-        return rows
 
     def release(self, adapter_slot: int) -> None:
         """Free what the slot's adapter has beside rank rows."""

@@ -70,7 +70,7 @@ class Sizes:
     @property
     def applies_extras(self) -> bool:
         """Whether adapters may go beyond plain LoRA: see `EngineConfig.applies_extras`."""
-        return self.form == "cpu" and self.num_shards == 1
+        return self.num_shards == 1
 
     @staticmethod
     def module_index(target: str) -> int:

@@ -18,6 +18,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardBatch
+from app.kernels.extras._jax import OwnSegments
 from app.kernels.linear._ffi import TASK_TOKENS as SHRINK_TOKENS
 from app.kernels.paged_attention._ffi import TASK_TOKENS, attention_tasks
 from app.kernels.sgmv._jax import Segments, max_segments
@@ -68,6 +69,11 @@ class Bucket:
             "token_places": (self.tokens,),
             "segments": (4, max_segments(self.tokens, self.sequences)),
             "num_segments": (),
+            "own_segments": (3, max_segments(self.tokens, self.sequences)),
+            "num_own_segments": (),
+            "own_samples": (3, max_segments(self.sequences, self.sequences)),
+            "num_own_samples": (),
+            "embed_places": (self.tokens,),
         }
         if self.is_cpu:
             kind = {
@@ -100,7 +106,8 @@ class Bucket:
 class Tiles(NamedTuple):
     """Queries in tiles of one sequence each. tile_rows: [W, Q] token rows. tile_sequences: [W]. visible: [W, Q].
 
-    token_places: [T], a token's place among the W * Q queries. segments: tokens of one adapter each.
+    token_places: [T], a token's place among the W * Q queries. segments: tokens of one adapter each; own_segments,
+    own_samples: tokens, and sampled rows, of one adapter with extras each. embed_places: [T], for `own_embedding`.
     """
 
     tile_rows: Array
@@ -108,6 +115,9 @@ class Tiles(NamedTuple):
     visible: Array
     token_places: Array
     segments: Segments
+    own_segments: OwnSegments
+    own_samples: OwnSegments
+    embed_places: Array
 
 
 class Rows(NamedTuple):
@@ -189,6 +199,8 @@ def unpack(flat: Array, bucket: Bucket) -> Step:
     views: dict[str, Any] = _views(flat, bucket)
     if not bucket.is_cpu:
         views["segments"] = Segments(views.pop("num_segments"), *views["segments"])
+        for name in ("own_segments", "own_samples"):
+            views[name] = OwnSegments(views.pop(f"num_{name}"), *views[name])
     kind = Rows if bucket.is_cpu else Tiles
     attention = kind(**{name: views.pop(name) for name in kind._fields})
     return Step(attention=attention, **views)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
-from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables
+from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables, XlaTables
 from app.engine.jax_backend.sizes import GROUP_OF, GROUPS, ROW_PARALLEL, Sizes, shard_columns
+from app.engine.jax_backend.weights import Weights
+from app.engine.jax_backend.xla_extras import XlaExtras
 from app.engine.models.spec import ModelSpec
 from app.kernels.sgmv._jax import RANK_CHUNK, segment_arrays
 
@@ -33,14 +36,20 @@ def not_plain(adapter: LoraAdapter, setting: str) -> AdapterMismatch:
 
 
 class XlaAdapters:
-    """What the programs are told of resident adapters: their rank rows, cut into segments of tokens."""
+    """What the programs are told of resident adapters: their rank rows, and which segments of tokens are theirs."""
 
-    def __init__(self, spec: ModelSpec, sizes: Sizes, num_slots: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, sizes: Sizes, weights: Weights, num_slots: int, extra_bytes: int, mesh: Mesh
+    ) -> None:
+        """`extra_bytes`: taken of every device for what adapters have beside rank rows; none, and they are refused."""
         self._spec, self._sizes = spec, sizes
         self._row_starts, self._ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
+        self._extras = XlaExtras(spec, sizes, weights, num_slots, extra_bytes, mesh) if extra_bytes else None
 
-    def warm_up(self) -> None:
-        """Nothing here is compiled."""
+    def warm_up(self, rows: AdapterTables) -> None:
+        """Compile what writing an adapter calls."""
+        if self._extras is not None:
+            self._extras.warm_up(rows)
 
     def shapes(self, num_rows: int) -> AdapterTables:
         """The shape of each table with `num_rows` rank rows."""
@@ -84,26 +93,41 @@ class XlaAdapters:
     def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, num_rows: int) -> AdapterTables:
         """From now on the slot's adapter is this one; its rows, `num_rows` of them, are to be written at `row_start`.
 
-        Raises AdapterMismatch for one that is not plain LoRA.
+        Raises AdapterMismatch for one that is not plain LoRA where those are refused.
         """
-        if adapter.features:
-            raise not_plain(adapter, f"engine.jax_form {self._sizes.form}")
+        if adapter.features and self._extras is None:
+            setting = (
+                "adapter_extra_bytes 0" if self._sizes.applies_extras else f"tensor_parallel {self._sizes.num_shards}"
+            )
+            raise not_plain(adapter, f"engine.{setting}")
         self._row_starts[adapter_slot] = row_start
-        self._ranks[adapter_slot] = adapter.card.max_rank
+        self._ranks[adapter_slot] = max((pair.rank for pair in adapter.weights.values()), default=0)
         return self._rows_of(adapter, num_rows)
 
-    def release(self, adapter_slot: int) -> None:
-        """Adapters here have rank rows only."""
+    def take_extras(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, rows: AdapterTables) -> None:
+        """Write what the adapter has beside its rank rows, which `rows` have by now.
 
-    def tables(self, rows: AdapterTables) -> AdapterTables:
+        Raises AdapterTooLarge if there is no room for it.
+        """
+        if self._extras is not None:
+            self._extras.write(adapter_slot, adapter, row_start, rows)
+
+    def release(self, adapter_slot: int) -> None:
+        """Free what the slot's adapter has beside rank rows."""
+        if self._extras is not None:
+            self._extras.release(adapter_slot)
+
+    def tables(self, rows: AdapterTables) -> XlaTables:
         """The programs' argument."""
-        return rows
+        return XlaTables(rows, None if self._extras is None else self._extras.tables())
 
     def fill(self, batch: ForwardBatch, views: dict[str, NDArray[np.int32]]) -> None:
         """Which adapters a step has, in the fields of its bucket."""
         views["num_segments"][...] = segment_arrays(
             batch.run_starts, batch.run_adapter_slots, self._row_starts, self._ranks, views["segments"]
         )
+        if self._extras is not None:
+            self._extras.fill(batch, views)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -6,15 +6,20 @@ give a row the same bits for any number of rows from two on.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables, KvMemory
-from app.engine.jax_backend.sizes import ROW_PARALLEL, Sizes
+from app.engine.adapters.lora import TARGETS
+from app.engine.jax_backend.arrays import TENSOR_AXIS, KvMemory, XlaTables
+from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes
 from app.engine.jax_backend.step import Step, Tiles
-from app.engine.jax_backend.weights import LayerWeights, Weights
+from app.engine.jax_backend.weights import Weights
+from app.kernels.extras import _jax as extras
+from app.kernels.extras._jax import OwnSegments
 from app.kernels.paged_attention._jax import paged_attention
 from app.kernels.sgmv._jax import RANK_CHUNK, add_deltas
 from app.kernels.sgmv._pallas import lora_delta
@@ -23,19 +28,22 @@ from app.kernels.sgmv._pallas import lora_delta
 class XlaForm:
     """Operations of one step."""
 
-    def __init__(self, weights: Weights, tables: AdapterTables, step: Step, sizes: Sizes) -> None:
+    def __init__(self, weights: Weights, tables: XlaTables, step: Step, sizes: Sizes) -> None:
         assert isinstance(step.attention, Tiles)
-        self._weights, self._tables, self._step, self._sizes = weights, tables, step, sizes
+        self._weights, self._step, self._sizes = weights, step, sizes
+        self._rows, self._own = tables
         self._tiles = step.attention
         self._block_tables = step.block_tables[self._tiles.tile_sequences]  # [W, N]
 
     def embed(self, token_ids: Array) -> Array:
         rows: Array = self._weights.embedding[token_ids]
-        return rows
+        if self._own is None:
+            return rows
+        return extras.own_embedding(rows, token_ids, self._tiles.embed_places, self._own, self._tiles.own_segments)
 
     def qkv(self, hidden: Array, layer: Array) -> Array:
         """[T, H] -> [T, d_out]: q, k and v of the normed rows, side by side."""
-        return self._linear(self._norm(hidden, self._weights.layers.attention_norm[layer]), layer, "qkv")
+        return self._linear(self._layer_norm(hidden, layer, extras.ATTENTION_NORM), layer, "qkv")
 
     def add_o(self, hidden: Array, attended: Array, layer: Array) -> Array:
         """[T, H], with o of what was attended [T, heads * D] added."""
@@ -44,7 +52,7 @@ class XlaForm:
     def gated(self, hidden: Array, layer: Array) -> Array:
         """[T, H] -> [T, mlp_size]: act(gate) * up of the normed rows."""
         sizes = self._sizes
-        wide = self._linear(self._norm(hidden, self._weights.layers.mlp_norm[layer]), layer, "gate_up")
+        wide = self._linear(self._layer_norm(hidden, layer, extras.MLP_NORM), layer, "gate_up")
         gate, up = wide[:, : sizes.mlp_size], wide[:, sizes.mlp_size :]
         return (jax.nn.gelu(gate, approximate=True) if sizes.gelu else jax.nn.silu(gate)) * up
 
@@ -55,34 +63,68 @@ class XlaForm:
     def attend(self, qkv: Array, kv: KvMemory, layer: Array) -> tuple[Array, KvMemory]:
         """Rotate, store keys and values, attend. Returns [T, heads * D] and the memory."""
         layers, sizes, tiles = self._weights.layers, self._sizes, self._tiles
-        q, k, v = _split_heads(qkv, layers, layer, self._weights, self._step, sizes)
+        q, k, v = self._split_heads(qkv, layer)
         kv = KvMemory(_store(kv.keys, k, layer, self._step), _store(kv.values, v, layer, self._step))
         attended = paged_attention(
             q[tiles.tile_rows], *kv, layer, self._block_tables, tiles.visible, layers.scale[layer], layers.window[layer]
         )
         return attended.reshape(-1, sizes.heads * sizes.head_dim)[tiles.token_places], kv
 
+    def _split_heads(self, qkv: Array, layer: Array) -> tuple[Array, Array, Array]:
+        """q [T, heads, D], k and v [T, kv_heads, D]; q and k normalised (Qwen3) and rotated."""
+        sizes, weights, positions = self._sizes, self._weights, self._step.positions
+        dim, q_end = sizes.head_dim, sizes.heads * sizes.head_dim
+        k_end = q_end + sizes.kv_heads * dim
+        q = qkv[:, :q_end].reshape(-1, sizes.heads, dim)
+        k = qkv[:, q_end:k_end].reshape(-1, sizes.kv_heads, dim)
+        v = qkv[:, k_end:].reshape(-1, sizes.kv_heads, dim)
+        if sizes.qk_norm:
+            q, k = self._layer_norm(q, layer, extras.Q_NORM), self._layer_norm(k, layer, extras.K_NORM)
+        rope = weights.layers.rope[layer]
+        cos, sin = weights.cos[rope, positions][:, None], weights.sin[rope, positions][:, None]  # [T, 1, D / 2]
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
     def logits(self, hidden: Array, sample_rows: Array) -> Array:
         """hidden states [T, H] -> [B, V] of the sampled rows."""
-        normed, weights = self._norm(hidden[sample_rows], self._weights.final_norm), self._weights
-        return _matmul(normed, weights.embedding if weights.head is None else weights.head)
+        weights, samples, x = self._weights, self._tiles.own_samples, hidden[sample_rows]
+        places = None if self._own is None else self._own.slots[:, extras.FINAL_NORM]
+        normed = self._norm(x, weights.final_norm, places, samples)
+        logits = _matmul(normed, weights.embedding if weights.head is None else weights.head)
+        if self._own is None:
+            return logits
+        first = 0 if self._sizes.num_shards == 1 else lax.axis_index(TENSOR_AXIS) * logits.shape[1]
+        return extras.own_logits(normed, logits, self._own, first, samples)
 
-    def _norm(self, x: Array, weight: Array) -> Array:
-        return _rms_norm(x, weight, self._sizes.eps, self._weights.ones)
+    def _layer_norm(self, x: Array, layer: Array, kind: int) -> Array:
+        """x [T, ..., W] normalised with the base's or an adapter's norm of that kind in the layer."""
+        layers = self._weights.layers
+        weights = (layers.attention_norm, layers.mlp_norm, layers.q_norm, layers.k_norm)[kind]
+        places = None if self._own is None else self._own.norms[layer, :, kind]
+        return self._norm(x, weights[layer], places, self._tiles.own_segments)
+
+    def _norm(self, x: Array, weight: Array, own_places: Array | None, segments: OwnSegments) -> Array:
+        norm = partial(_rms_norm, eps=self._sizes.eps, ones=self._weights.ones)
+        if self._own is None or own_places is None:
+            return norm(x, weight)
+        return extras.own_norm(x, norm(x, weight), weight, self._own.memory, own_places, segments, norm)
 
     def _linear(self, x: Array, layer: Array, group: str) -> Array:
         """One base product for the whole batch, with the deltas of every adapter in it: [T, d_in] -> [T, d_out]."""
-        layers = self._weights.layers
+        layers, own, is_split = self._weights.layers, self._own, group in ROW_PARALLEL and self._sizes.num_shards > 1
+        modules, outputs = [TARGETS.index(target) for target in GROUPS[group]], self._sizes.group_outputs[group]
+        where = layer, modules, outputs, self._tiles.own_segments
         y, biases = _matmul(x, getattr(layers, group)[layer]), getattr(layers, f"{group}_bias")
-        if group in ROW_PARALLEL:
-            y = self._add_deltas(x, y, layer, group)
-            y = y if self._sizes.num_shards == 1 else lax.psum(y, TENSOR_AXIS)
-            return y if biases is None else y + biases[layer]
-        return self._add_deltas(x, y if biases is None else y + biases[layer], layer, group)
+        y = self._add_deltas(x, y, layer, group)
+        if is_split:
+            y = lax.psum(y if own is None else extras.own_products(x, y, own, *where), TENSOR_AXIS)
+        y = y if biases is None else y + biases[layer]
+        if own is None:
+            return y
+        return extras.scaled_and_shifted(y, own, *where) if is_split else extras.own_modules(x, y, own, *where)
 
     def _add_deltas(self, x: Array, y: Array, layer: Array, group: str) -> Array:
         """y with the deltas of x added, for the rows of each adapter."""
-        a, b = getattr(self._tables, f"a_{group}"), getattr(self._tables, f"b_{group}")
+        a, b = getattr(self._rows, f"a_{group}"), getattr(self._rows, f"b_{group}")
         segments, outputs = self._tiles.segments, self._sizes.group_outputs[group]
         if self._sizes.form == "xla" or not a.shape[1]:
             return add_deltas(x, y, a, b, layer, segments, outputs)
@@ -111,23 +153,6 @@ def _rms_norm(x: Array, weight: Array, eps: float, ones: Array) -> Array:
     square = (x * x).reshape(-1, width)
     total = _matmul(square, ones[:, :width])[:, :1].reshape(*x.shape[:-1], 1)
     return x * lax.rsqrt(total / width + eps) * weight
-
-
-def _split_heads(
-    qkv: Array, layers: LayerWeights, layer: Array, weights: Weights, step: Step, sizes: Sizes
-) -> tuple[Array, Array, Array]:
-    """q [T, heads, D], k and v [T, kv_heads, D]; q and k normalised (Qwen3) and rotated."""
-    dim, q_end = sizes.head_dim, sizes.heads * sizes.head_dim
-    k_end = q_end + sizes.kv_heads * dim
-    q = qkv[:, :q_end].reshape(-1, sizes.heads, dim)
-    k = qkv[:, q_end:k_end].reshape(-1, sizes.kv_heads, dim)
-    v = qkv[:, k_end:].reshape(-1, sizes.kv_heads, dim)
-    if sizes.qk_norm:
-        q = _rms_norm(q, layers.q_norm[layer], sizes.eps, weights.ones)
-        k = _rms_norm(k, layers.k_norm[layer], sizes.eps, weights.ones)
-    cos = weights.cos[layers.rope[layer], step.positions][:, None]  # [T, 1, D / 2]
-    sin = weights.sin[layers.rope[layer], step.positions][:, None]
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.lora import FEATURES, TARGETS, LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch
 from app.engine.jax_backend.backend import JaxBackend
+from app.engine.jax_backend.tables import XlaAdapters
 from app.engine.loading import served_features
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.kernels.matmul._quantised import Quantised
@@ -26,8 +28,9 @@ from tests.fakes import fake_request
 
 SPEC = tiny_spec()
 CONFIG = EngineConfig(
-    num_kv_blocks=48, adapter_rank_rows=128, max_adapter_slots=8, max_batch_tokens=64, max_batch_sequences=8
-)
+    num_kv_blocks=48, adapter_rank_rows=128, max_adapter_slots=8, max_batch_tokens=64, max_batch_sequences=8,
+    adapter_extra_bytes=200_000,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[("cpu", "float32"), ("cpu", "int8"), ("xla", "float32")], ids="-".join)
@@ -45,6 +48,8 @@ def run(
     backend: JaxBackend, requests: list[tuple[GenerateRequest, LoraAdapter | None]], stagger: np.random.Generator | None
 ) -> dict[str, list[TokenLogprobs]]:
     """Every request's tokens with their log-probabilities, submitted together or at random steps."""
+    for adapter_slot in range(1, CONFIG.max_adapter_slots):
+        backend.release_adapter(adapter_slot)  # as the engine before left them
     engine = Engine(backend, CONFIG)
     waiting, out = list(requests), {request.request_id: [] for request, _ in requests}
     while waiting or engine.has_work:
@@ -56,11 +61,18 @@ def run(
     return out
 
 
-def with_extras(backend: JaxBackend, adapter: LoraAdapter, generator: np.random.Generator) -> LoraAdapter:
-    """With scales, biases, norms, whole modules or token rows of its own, where the form applies them."""
-    if not backend.limits.adapter_extra_bytes:
-        return adapter
-    return with_random_extras(adapter, SPEC, generator)
+def scaled_and_shifted(adapter: LoraAdapter) -> LoraAdapter:
+    """With DoRA and lora_bias on every module."""
+    generator = np.random.default_rng()
+    sizes = {key: pair.b.shape[1] for key, pair in adapter.weights.items()}
+    vectors = [
+        {key: generator.normal(1, 0.3, size).astype(np.float32) for key, size in sizes.items()} for _ in range(2)
+    ]
+    changed = dataclasses.replace(adapter, magnitudes=vectors[0], delta_biases=vectors[1])
+    card = dataclasses.replace(
+        adapter.card, digest=f"{adapter.card.digest} scaled", extra_bytes=extra_bytes(changed, SPEC)
+    )
+    return dataclasses.replace(changed, card=card)
 
 
 def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> None:
@@ -74,7 +86,7 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
         prompt = generator.integers(0, 64, int(generator.integers(1, 30))).tolist()
         adapter = random_adapter(SPEC, rank, targets, dtype=["F32", "BF16"][number % 2])
         if number % 3 == 0:
-            adapter = with_extras(backend, adapter, generator)
+            adapter = with_random_extras(adapter, SPEC, generator)
         requests.append((fake_request(f"r{number}", prompt, adapter, sampling=sampling), adapter))
     requests += [(fake_request(f"base{n}", [n + 3], sampling=sampling), None) for n in range(5)]
     with counting_compilations() as count:
@@ -93,7 +105,8 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(backend: JaxBacken
     kinds = [(1, "BF16"), (8, "F32"), (21, "BF16"), (64, "F32")]
     adapters = [None, *(random_adapter(SPEC, rank, dtype=dtype) for rank, dtype in kinds)]
     for rank, dtype in ((3, "F32"), (16, "BF16"), (24, "F32")):
-        adapters.append(with_extras(backend, random_adapter(SPEC, rank, ["v_proj"], dtype=dtype), generator))
+        adapters.append(with_random_extras(random_adapter(SPEC, rank, ["v_proj"], dtype=dtype), SPEC, generator))
+    adapters.append(scaled_and_shifted(random_adapter(SPEC, 5)))
     for attempt in range(3):
         requests = []
         for number in range(14):
@@ -121,10 +134,13 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(backend: JaxBacken
 
 def test_writing_and_serving_reuse_the_same_memory(backend: JaxBackend) -> None:
     def places() -> list[int]:
-        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves((backend._rows, backend._kv))]
+        held = [backend._rows, backend._kv]
+        if isinstance(backend._adapters, XlaAdapters):
+            held.append(backend._adapters.tables(backend._rows).own.memory)
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(held)]
 
     before = places()
-    adapter = random_adapter(SPEC, 5)
+    adapter = with_random_extras(random_adapter(SPEC, 5), SPEC, np.random.default_rng())
     request = fake_request("r", [4, 5, 6], adapter, sampling=SamplingParams(max_tokens=4, temperature=0.0))
     run(backend, [(request, adapter)], None)
     assert places() == before
@@ -140,14 +156,14 @@ def test_a_layer_is_five_calls_of_kernels() -> None:
     backend.close()
 
 
-def test_what_only_the_cpu_form_applies_is_refused_by_name_elsewhere() -> None:
+def test_extras_are_refused_by_name_where_there_is_no_memory_for_them() -> None:
     plain = random_adapter(SPEC, 4)
     key = next(iter(plain.weights))
     biases = {key: np.ones(SPEC.target_shape(*key[:2])[1], np.float32)}
     adapter = dataclasses.replace(plain, delta_biases=biases)
-    backend = tiny_backend(CONFIG.model_copy(update={"jax_form": "xla", "skip_precompile": True}), SPEC)
-    assert backend.limits.adapter_extra_bytes == 0
-    with pytest.raises(AdapterMismatch, match="jax_form xla cannot apply lora_bias"):
+    config = CONFIG.model_copy(update={"jax_form": "xla", "skip_precompile": True, "adapter_extra_bytes": 0})
+    backend = tiny_backend(config, SPEC)
+    with pytest.raises(AdapterMismatch, match="adapter_extra_bytes 0 cannot apply lora_bias"):
         backend.write_adapter(1, 0, adapter)
     backend.close()
 
@@ -157,9 +173,9 @@ def test_what_only_the_cpu_form_applies_is_refused_by_name_elsewhere() -> None:
     [
         ({"backend": "torch"}, True),
         ({"backend": "jax"}, True),
-        ({"backend": "jax", "jax_form": "xla"}, False),
+        ({"backend": "jax", "jax_form": "xla"}, True),
         ({"backend": "jax", "tensor_parallel": 2}, False),
-        ({"backend": "jax", "device": "tpu"}, False),
+        ({"backend": "jax", "device": "tpu"}, True),
     ],
 )
 def test_registration_knows_what_the_engine_applies(settings: dict[str, Any], applies: bool) -> None:

@@ -74,9 +74,8 @@ def test_a_whole_step_lowers_for_tpus(form: Form) -> None:
     spec = tiny_spec()
     sizes = sizes_of(spec, 1, form, interpret=False)
     weights = read_weights(spec, sizes, random_tensors(spec), 64)
-    tables = AdapterTables(
-        *(jax.ShapeDtypeStruct(shape, np.float32) for shape in XlaAdapters(spec, sizes, 1).shapes(32))
-    )
+    adapters = XlaAdapters(spec, sizes, weights, 2, 1 << 16, make_mesh(jax.devices("cpu"), 1))
+    tables = adapters.tables(AdapterTables(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in adapters.shapes(32))))
     kv = jax.ShapeDtypeStruct((2, NUM_BLOCKS, 2, 16, 8), np.float32)
     bucket = Bucket(64, 8, PREFILL_TILE, 8)
     step = jax.jit(partial(forward, bucket=bucket, sizes=sizes), donate_argnums=(2,))
