@@ -95,6 +95,10 @@ class AdapterStoreActor:
         """(header, [object refs]): inside containers, or Ray would copy the weights into the answer."""
         return await self._store.fetch(ref)
 
+    async def expect(self, ref: AdapterRef) -> None:
+        """`fetch` will be asked for it soon."""
+        await self._store.expect(ref)
+
     async def lost(self, digest: str) -> None:
         self._store.lost(digest)
 

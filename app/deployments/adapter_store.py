@@ -11,6 +11,7 @@ packed bytes are put (Ray's object store, a dictionary in tests) is the caller's
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -82,6 +83,8 @@ class AdapterStore(Generic[T]):
         self._kept = BoundedSet(max_bytes, policy)
         self._handles: dict[str, T] = {}
         self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
+        self._wanted: set[str] = set()  # digests being read that somebody waits for
+        self._ahead: set[str] = set()  # digests that were read before anybody wanted them
         self._quarantine = quarantine or Quarantine()
         self._trusted = trusted
         self.counts = counts or TierCounts()
@@ -124,14 +127,27 @@ class AdapterStore(Generic[T]):
         """
         if ref.digest in self._handles:
             self._kept.use(ref.digest)
-            self.counts.hit("host")
+            if ref.digest in self._ahead:
+                self._ahead.discard(ref.digest)
+                self.counts.miss("host")
+            else:
+                self.counts.hit("host")
             return self._handles[ref.digest]
         self.counts.miss("host")
         self._quarantine.check(ref.digest, f"adapter {ref.name!r}")
-        return (await self._once(f"digest:{ref.digest}", lambda: self._load(ref))).handle
+        self._wanted.add(ref.digest)
+        return (await self._load_once(ref)).handle
+
+    async def expect(self, ref: AdapterRef) -> None:
+        """Begin what `fetch` will ask for soon. Neither counts nor fails: what goes wrong is for `fetch` to meet."""
+        if ref.digest in self._handles or self._quarantine.get(ref.digest) is not None:
+            return
+        with contextlib.suppress(Exception):
+            await self._load_once(ref)
 
     def lost(self, digest: str) -> None:
         """A handle no longer resolves (its memory was lost): read the source again on the next fetch."""
+        self._ahead.discard(digest)
         if self._kept.remove(digest):
             del self._handles[digest]
             self._report()
@@ -140,6 +156,9 @@ class AdapterStore(Generic[T]):
     def close(self) -> None:
         for threads in (self._far, self._near):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _load_once(self, ref: AdapterRef) -> _Kept[T]:
+        return await self._once(f"digest:{ref.digest}", lambda: self._load(ref))
 
     async def _once(self, key: str, work: Callable[[], Coroutine[Any, Any, _Kept[T]]]) -> _Kept[T]:
         """Do this work unless it is being done already; everybody who asked gets the result or the error."""
@@ -157,7 +176,7 @@ class AdapterStore(Generic[T]):
             task.exception()  # retrieved: every caller may have given up
 
     async def _load(self, ref: AdapterRef) -> _Kept[T]:
-        """Contents that were registered before. A failure is remembered for a while."""
+        """Contents that were registered before. A failure that somebody waited for is remembered for a while."""
         started_s = time.monotonic()
         try:
             packed = await self._in_lane("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
@@ -172,9 +191,15 @@ class AdapterStore(Generic[T]):
                     f"{kept.card.digest[:12]}; register it again"
                 )
         except Exception as error:
-            is_ours = isinstance(error, PolyloraError)
-            self._quarantine.failed(ref.digest, str(error) if is_ours else f"internal error ({type(error).__name__})")
+            if ref.digest in self._wanted:
+                reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
+                self._quarantine.failed(ref.digest, reason)
             raise
+        finally:
+            is_wanted = ref.digest in self._wanted
+            self._wanted.discard(ref.digest)
+        if not is_wanted:
+            self._ahead.add(ref.digest)
         self._quarantine.clear(ref.digest)
         self.moved("loaded to host", ref.digest)
         return kept
@@ -211,6 +236,7 @@ class AdapterStore(Generic[T]):
                 self._handles[card.digest] = handle
                 for digest in evicted:
                     del self._handles[digest]
+                    self._ahead.discard(digest)
                     self.moved("deleted from host", digest)
                 self.counts.evicted("host", len(evicted))
                 self._report()

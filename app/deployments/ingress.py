@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -33,8 +34,11 @@ from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import RegistryView
 from app.deployments.serve_transport import ServeTransport
 from app.deployments.watching import ServePlacer, Watched, WatchedRegistry
+from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
 from app.engine.request import Usage
+
+logger = logging.getLogger(__name__)
 
 
 @serve.ingress()
@@ -64,8 +68,9 @@ class Ingress:
             replica_wait_s=config.limits.replica_wait_s,
         )
         self.management = Management(self._ask_store, self._transport, lambda: self._placer.table)
+        self._expected: set[str] = set()  # digests of adapters that the store was told to read
         text = await asyncio.to_thread(open_text, config)
-        self.frontend = Frontend(text, self.base_name, self.registry.resolve, self._dispatcher.stream, config.limits)
+        self.frontend = Frontend(text, self.base_name, self._resolve, self._dispatcher.stream, config.limits)
         loop = asyncio.get_running_loop()
         self._watchers = [
             loop.create_task(watched.follow(), context=contextvars.Context()) for watched in (self._registry, placed)
@@ -160,6 +165,22 @@ class Ingress:
     async def _admit(self, stream: Stream) -> Exception | None:
         error: Exception | None = await self._place_batch(stream)
         return error
+
+    def _resolve(self, name: str, key: str) -> AdapterRef | None:
+        """What a name means now. One that is on no device is read while its request is tokenized and placed."""
+        ref = self.registry.resolve(name, key)
+        if ref is not None and ref.digest not in self._expected and not self._placer.table.is_resident(ref.digest):
+            self._expected.add(ref.digest)
+            asyncio.get_running_loop().create_task(self._expect(ref), context=contextvars.Context())
+        return ref
+
+    async def _expect(self, ref: AdapterRef) -> None:
+        try:
+            await self._store.call("expect", ref)
+        except ActorAway as error:
+            logger.info("adapter %s is not read ahead: %s", ref.name, error)
+        finally:
+            self._expected.discard(ref.digest)
 
     async def _ask_store(self, method: str, *args: Any, **options: Any) -> Any:
         try:

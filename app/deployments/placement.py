@@ -52,6 +52,10 @@ class PlacementTable:
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def is_resident(self, digest: str) -> bool:
+        """Whether the adapter was on any replica's device when it last said so."""
+        return any(digest in report.resident for report in self.replicas.values())
+
 
 class PlacementPolicy(Protocol):
     """Where an adapter may be served. An empty answer means anywhere."""

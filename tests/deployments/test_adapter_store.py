@@ -227,6 +227,76 @@ async def test_a_failing_adapter_is_read_once_until_its_time_has_come(sources: S
     store.close()
 
 
+async def test_what_is_expected_is_read_once_and_still_counts_as_a_miss(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    add(sources, "a")
+    ref = await load(store, "a")
+    for is_early in (True, False):  # read before it is asked for, or still being read
+        store.lost(ref.digest)
+        sources.reads.clear()
+        before = store.counts.of("host")
+        sources.gates["/canonical/a"] = gate = threading.Event()
+        expecting = asyncio.create_task(store.expect(ref))
+        while not sources.reads:
+            await asyncio.sleep(0.001)
+        if is_early:
+            gate.set()
+            await expecting
+        fetching = asyncio.create_task(store.fetch(ref))
+        await asyncio.sleep(0)
+        gate.set()
+        assert await fetching == f"handle-{ref.digest}"
+        await expecting
+        assert sources.reads == ["/canonical/a"]
+        await store.fetch(ref)
+        after = store.counts.of("host")
+        assert {name: after.get(name, 0) - before.get(name, 0) for name in ("hits", "misses")} == {
+            "hits": 1,
+            "misses": 1,
+        }
+
+
+async def test_what_is_expected_fails_for_those_who_ask_for_it(sources: Sources) -> None:
+    """The error is the one of reading, not that it failed before; and it is remembered when somebody has met it."""
+    store = AdapterStore(sources, sources.put, max_bytes=100)
+    add(sources, "a")
+    ref = await load(store, "a")
+    store.lost(ref.digest)
+    del sources.contents["/canonical/a"]
+    sources.reads.clear()
+    await store.expect(ref)
+    assert sources.reads == ["/canonical/a"]
+    with pytest.raises(AdapterFormatError):
+        await store.fetch(ref)
+    with pytest.raises(AdapterQuarantined):
+        await store.fetch(ref)
+    await store.expect(ref)
+    assert len(sources.reads) == 2, "what failed for somebody is left alone"
+    store.close()
+
+
+async def test_asking_for_what_is_expected_meets_its_failure(store: AdapterStore[str], sources: Sources) -> None:
+    add(sources, "a")
+    ref = await load(store, "a")
+    store.lost(ref.digest)
+    del sources.contents["/canonical/a"]
+    sources.reads.clear()
+    sources.gates["/canonical/a"] = gate = threading.Event()
+    expecting = asyncio.create_task(store.expect(ref))
+    while not sources.reads:
+        await asyncio.sleep(0.001)
+    fetching = asyncio.create_task(store.fetch(ref))
+    await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(AdapterFormatError):
+        await fetching
+    await expecting
+    with pytest.raises(AdapterQuarantined):
+        await store.fetch(ref)
+    assert sources.reads == ["/canonical/a"]
+
+
 async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
     store: AdapterStore[str], sources: Sources
 ) -> None:

@@ -198,3 +198,9 @@ def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> No
     for step in range(6):
         assert fleet.rebalance(100.0 + (step + 1) * DWELL_S)
     assert len(fleet.table.homes[heavy]) == len(fleet.table.homes[light]) == 1
+
+
+def test_an_adapter_is_resident_where_a_report_says_so() -> None:
+    reports = {name: ReplicaReport(name, resident=resident) for name, resident in {"r0": (), "r1": ("a", "b")}.items()}
+    table = PlacementTable(reports, {"c": ("r0",)})
+    assert [table.is_resident(digest) for digest in "abc"] == [True, True, False]
