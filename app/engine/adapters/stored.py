@@ -60,7 +60,7 @@ class StoredTensor:
         if self.dtype != "BF16":
             return self.to_float32()
         values: Matrix = np.frombuffer(self.data, dtype="<u2").view(BFLOAT16)
-        return np.require(values, requirements="A").reshape(self.shape)
+        return (values if values.flags.aligned else values.copy()).reshape(self.shape)
 
 
 def stored_bytes(dtype: str, shape: tuple[int, ...]) -> int:
