@@ -262,8 +262,14 @@ def _sse(body: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % to_json(body)
 
 
-async def _http_exception(_: Request, error: Exception) -> Response:
+async def _http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, wrong method) in OpenAI's shape."""
     assert isinstance(error, HTTPException), "registered for it"
-    body = {"error": {"message": error.detail, "type": "invalid_request_error", "param": None, "code": "no_route"}}
+    path = request.url.path[:80]
+    message = {
+        404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions or /generate, "
+        "GET /v1/models lists models and adapters, GET /v1/loras says more of the adapters",
+        405: f"{path!r} does not take {request.method}, only {(error.headers or {}).get('Allow')}",
+    }.get(error.status_code, error.detail)
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)

@@ -230,9 +230,14 @@ def _refusal(name: str) -> str:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """The first complaint, in words, and where: a union's complaint ends with the branch, which is no field."""
+    """The first complaint, in words, and where: a union's complaint ends with the branch, which is no field.
+
+    Of a union the branch that got further knows better: not "no string", but what is wrong in the list.
+    """
     items = error.errors(include_url=False, include_context=False, include_input=False)
-    first = items[0]
+    field = items[0]["loc"][:-1]
+    of_one = [item for item in items if item["loc"][: len(field)] == field] if field else items[:1]
+    first = next((item for item in of_one if len(item["loc"]) > len(field) + 1), items[0])
     path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")]
     where = ".".join(map(str, path))
     name = str(first["loc"][0]) if first["loc"] else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -219,3 +220,35 @@ def test_derived_seeds_differ_and_the_first_is_the_request_s_own() -> None:
     seeds = {derived_seed(seed, copy) for seed in range(20) for copy in range(64)}
     assert len(seeds) == 20 * 64
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
+    for answer, status, says in (
+        (await http.post("/v1/embeddings", json={}), 404, "nothing at '/v1/embeddings'.*POST /v1/chat/completions"),
+        (await http.get("/"), 404, "GET /v1/models lists"),
+        (await http.get("/v1/completions"), 405, "'/v1/completions' does not take GET, only POST"),
+    ):
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert error["code"] == "no_route"
+        assert re.search(says, error["message"]), error
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "says"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "http://x"}}], "messages.0.content.0.type", "should be 'text'"),
+        ([{"type": "text", "text": "a"}, {"type": "text"}], "messages.0.content.1.text", "Field required"),
+        ([{"type": "text", "text": 5}], "messages.0.content.0.text", "valid string"),
+        (5, "messages.0.content", "valid string"),
+    ],
+)
+async def test_a_part_of_a_message_that_cannot_be_read_is_named(
+    http: httpx.AsyncClient, content: Any, param: str, says: str
+) -> None:
+    status, error = await error_of(
+        http, "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": content}]}
+    )
+    assert status == 400
+    assert error["param"] == param
+    assert says in error["message"]

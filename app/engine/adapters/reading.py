@@ -32,4 +32,6 @@ def read_stored(path: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT
         return read_peft_stored(path, spec, limits)
     if path.name.endswith(CARD_SUFFIX):
         return read_card(path, limits).stored
+    if not path.exists():
+        raise AdapterFormatError(f"there is no file or folder {short(path.name)}")
     raise AdapterFormatError(f"{short(path.name)} is neither a PEFT folder nor a {CARD_SUFFIX} file")

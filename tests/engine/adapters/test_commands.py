@@ -54,6 +54,16 @@ def test_there_and_back_again(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert f"q_proj               2  {np.mean(norms):.4g}" in text
 
 
+def test_a_source_that_is_not_there_is_said_to_be_missing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("inspect", tmp_path / "absent") == 1
+    assert "there is no file or folder 'absent'" in capsys.readouterr().err
+    other = folder / "adapter_config.json"
+    assert _run("inspect", other) == 1
+    assert "is neither a PEFT folder nor" in capsys.readouterr().err
+
+
 def test_rounding_is_reported(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     card = tmp_path / f"small{CARD_SUFFIX}"
     assert _run("convert", folder, card, "--quantize", "int4", "--name", "small sql") == 0
