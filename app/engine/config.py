@@ -91,8 +91,9 @@ class EngineConfig(BaseModel):
 
     @property
     def applies_extras(self) -> bool:
-        """Whether adapters may go beyond plain LoRA: everywhere but on several devices for one model."""
-        return self.backend == "torch" or self.tensor_parallel == 1
+        """Whether adapters may go beyond plain LoRA: everywhere but in the JAX engine's CPU form on several devices."""
+        is_cpu_form = self.device == "cpu" and self.jax_form in ("auto", "cpu")
+        return self.backend == "torch" or self.tensor_parallel == 1 or not is_cpu_form
 
     @model_validator(mode="after")
     def _blocks_can_be_counted(self) -> Self:

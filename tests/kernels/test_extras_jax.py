@@ -62,7 +62,6 @@ def test_modules_are_the_definitions_in_their_rows_only(runs: list[tuple[int, in
     own = memory.tables(_jax.read_beyond(d_in, 0, 150))
     place = own, jnp.int32(LAYER), modules, sizes, _segments(runs, num_rows)
     out = np.asarray(_jax.own_modules(jnp.asarray(x), jnp.asarray(y), *place))
-    in_two = _jax.scaled_and_shifted(_jax.own_products(jnp.asarray(x), jnp.asarray(y), *place), *place)
     expected = y.astype(np.float64)
     for t in _mine(runs):
         given = [arrays[name] if name in parts else None for name in ("weight", "scale", "shift")]
@@ -72,7 +71,6 @@ def test_modules_are_the_definitions_in_their_rows_only(runs: list[tuple[int, in
     np.testing.assert_array_equal(out[:, low + 150 :], y[:, low + 150 :])
     others = [t for t in range(num_rows) if t not in _mine(runs)]
     np.testing.assert_array_equal(out[others], y[others])
-    assert relative_error(np.asarray(in_two), expected) < TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("runs", RUNS)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.extras import module_extras, module_shift, replaced_norms
+from app.engine.adapters.extras import ModuleExtras, module_extras, module_shift, replaced_norms
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
 from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD
@@ -126,10 +126,24 @@ def _module_parts(adapter: LoraAdapter, spec: ModelSpec, sizes: Sizes, base: Bas
             yield Part("modules", key.layer, (module, own.SCALE), cut(scale))
         if extras.has_shift:
             bias = base.bias(key)
-            shift = module_shift(adapter, key, extras, scale, bias, d_out)
-            if is_row and sizes.num_shards > 1 and extras.weight is not None and bias is not None:
-                shift = shift - bias  # added to the shards' sum, own products included
-            yield Part("modules", key.layer, (module, own.SHIFT), cut(shift))
+            if is_row and sizes.num_shards > 1:
+                shifts = _first_shards_shift(adapter, key, extras, scale, bias, d_out, sizes.num_shards)
+            else:
+                shifts = cut(module_shift(adapter, key, extras, scale, bias, d_out))
+            yield Part("modules", key.layer, (module, own.SHIFT), shifts)
+
+
+def _first_shards_shift(
+    adapter: LoraAdapter, key: LoraKey, extras: ModuleExtras, scale: Floats | None, bias: Floats | None, d_out: int,
+    num_shards: int,
+) -> Floats:  # fmt: skip
+    """[shards, d_out] of a module whose outputs are sums over shards, to which the base's bias is added as it is."""
+    shift = module_shift(adapter, key, extras, scale, None, d_out)
+    if extras.bias is not None and bias is not None:
+        shift = shift - bias
+    shifts = np.zeros((num_shards, d_out), np.float32)
+    shifts[0] = shift
+    return shifts
 
 
 def _everywhere(array: Floats, sizes: Sizes) -> Floats:
@@ -138,9 +152,9 @@ def _everywhere(array: Floats, sizes: Sizes) -> Floats:
 
 def _by_vocabulary(rows: Floats, sizes: Sizes) -> Floats:
     """[V, n] -> [shards, V / shards * n], zero beyond V."""
-    per_shard = -(-len(rows) // sizes.num_shards)
+    whole = sizes.num_shards * sizes.vocab_per_shard
     padded = rows
-    if per_shard * sizes.num_shards != len(rows):
-        padded = np.zeros((per_shard * sizes.num_shards, rows.shape[1]), np.float32)
+    if whole != len(rows):
+        padded = np.zeros((whole, rows.shape[1]), np.float32)
         padded[: len(rows)] = rows
     return padded.reshape(sizes.num_shards, -1)

@@ -70,7 +70,13 @@ class Sizes:
     @property
     def applies_extras(self) -> bool:
         """Whether adapters may go beyond plain LoRA: see `EngineConfig.applies_extras`."""
-        return self.num_shards == 1
+        return self.form != "cpu" or self.num_shards == 1
+
+    @property
+    def vocab_per_shard(self) -> int:
+        """Logits that a shard computes, in the CPU form rounded up to whole panels."""
+        per_shard = -(-self.vocab_size // self.num_shards)
+        return packed_size(per_shard) if self.form == "cpu" else per_shard
 
     @staticmethod
     def module_index(target: str) -> int:

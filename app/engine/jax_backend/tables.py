@@ -96,10 +96,7 @@ class XlaAdapters:
         Raises AdapterMismatch for one that is not plain LoRA where those are refused.
         """
         if adapter.features and self._extras is None:
-            setting = (
-                "adapter_extra_bytes 0" if self._sizes.applies_extras else f"tensor_parallel {self._sizes.num_shards}"
-            )
-            raise not_plain(adapter, f"engine.{setting}")
+            raise not_plain(adapter, "engine.adapter_extra_bytes 0")
         self._row_starts[adapter_slot] = row_start
         self._ranks[adapter_slot] = max((pair.rank for pair in adapter.weights.values()), default=0)
         return self._rows_of(adapter, num_rows)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from app.engine.cpu_stacks import StackWriter, WeightStorage, log_storage
 from app.engine.errors import CheckpointError
-from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes, packed_size, shard_columns
+from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes, shard_columns
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
 from app.engine.models.spec import ModelSpec
 from app.kernels.matmul._cpu import PANEL
@@ -220,10 +220,9 @@ def _joined(stack: Stack, num_shards: int, *, row_parallel: bool) -> Stack:
 def _split_vocabulary(head: NDArray[np.float32], sizes: Sizes) -> NDArray[np.float32]:
     """[V, H] -> [V padded to a multiple of shards (in the CPU form of whole panels), H]; what is added is zero and cut
     off the logits."""
-    per_shard = -(-len(head) // sizes.num_shards)
-    per_shard = packed_size(per_shard) if sizes.form == "cpu" else per_shard
-    if per_shard * sizes.num_shards == len(head):
+    num_rows = sizes.num_shards * sizes.vocab_per_shard
+    if num_rows == len(head):
         return head
-    padded = np.zeros((per_shard * sizes.num_shards, head.shape[1]), np.float32)
+    padded = np.zeros((num_rows, head.shape[1]), np.float32)
     padded[: len(head)] = head
     return padded

@@ -110,17 +110,21 @@ class XlaForm:
 
     def _linear(self, x: Array, layer: Array, group: str) -> Array:
         """One base product for the whole batch, with the deltas of every adapter in it: [T, d_in] -> [T, d_out]."""
-        layers, own, is_split = self._weights.layers, self._own, group in ROW_PARALLEL and self._sizes.num_shards > 1
-        modules, outputs = [TARGETS.index(target) for target in GROUPS[group]], self._sizes.group_outputs[group]
-        where = layer, modules, outputs, self._tiles.own_segments
+        layers = self._weights.layers
         y, biases = _matmul(x, getattr(layers, group)[layer]), getattr(layers, f"{group}_bias")
         y = self._add_deltas(x, y, layer, group)
-        if is_split:
-            y = lax.psum(y if own is None else extras.own_products(x, y, own, *where), TENSOR_AXIS)
+        is_part = group in ROW_PARALLEL and self._sizes.num_shards > 1
+        if is_part:
+            y = lax.psum(self._own_modules(x, y, layer, group), TENSOR_AXIS)
         y = y if biases is None else y + biases[layer]
-        if own is None:
+        return y if is_part else self._own_modules(x, y, layer, group)
+
+    def _own_modules(self, x: Array, y: Array, layer: Array, group: str) -> Array:
+        """y with the rows changed whose adapters have scales, shifts or whole modules of the product."""
+        if self._own is None:
             return y
-        return extras.scaled_and_shifted(y, own, *where) if is_split else extras.own_modules(x, y, own, *where)
+        modules, outputs = [TARGETS.index(target) for target in GROUPS[group]], self._sizes.group_outputs[group]
+        return extras.own_modules(x, y, self._own, layer, modules, outputs, self._tiles.own_segments)
 
     def _add_deltas(self, x: Array, y: Array, layer: Array, group: str) -> Array:
         """y with the deltas of x added, for the rows of each adapter."""

@@ -85,41 +85,36 @@ def own_norm(
     return _for_each(segments, normed, change)
 
 
-def own_products(
-    x: Array, y: Array, own: OwnTables, layer: Array, modules: Sequence[int], out_sizes: Sequence[int],
-    segments: OwnSegments,
-) -> Array:  # fmt: skip
-    """y, with W x[t] in place of the outputs of modules that the adapter brings whole.
-
-    x: [T, d_in]. y: [T, sum(out_sizes)], the products of `modules` side by side.
-    """
-
-    def change(adapter_slot: Array, start: Array, before: Array) -> Array:
-        return _products(_rows(x, start, before), before, own, layer, modules, out_sizes, adapter_slot)
-
-    return _for_each(segments, y, change)
-
-
-def scaled_and_shifted(
-    y: Array, own: OwnTables, layer: Array, modules: Sequence[int], out_sizes: Sequence[int], segments: OwnSegments
-) -> Array:
-    """scale * y + shift, for the modules of the adapters that have either. y: as for `own_products`."""
-
-    def change(adapter_slot: Array, start: Array, before: Array) -> Array:  # noqa: ARG001
-        return _scaled(before, own, layer, modules, out_sizes, adapter_slot)
-
-    return _for_each(segments, y, change)
-
-
 def own_modules(
     x: Array, y: Array, own: OwnTables, layer: Array, modules: Sequence[int], out_sizes: Sequence[int],
     segments: OwnSegments,
 ) -> Array:  # fmt: skip
-    """`own_products`, then `scaled_and_shifted`, in one loop."""
+    """scale * y + shift for the modules of the adapters that have any of it, y with W x[t] where they bring W.
+
+    x: [T, d_in]. y: [T, sum(out_sizes)], the products of `modules` side by side.
+    """
+    bounds = np.cumsum([0, *out_sizes]).tolist()
 
     def change(adapter_slot: Array, start: Array, before: Array) -> Array:
-        y = _products(_rows(x, start, before), before, own, layer, modules, out_sizes, adapter_slot)
-        return _scaled(y, own, layer, modules, out_sizes, adapter_slot)
+        x_rows, places = _rows(x, start, before), own.modules[layer, adapter_slot]
+        parts = [
+            _own_product(x_rows, own.memory, places[module, WEIGHT], before[:, low:high])
+            for module, (low, high) in zip(modules, pairwise(bounds), strict=True)
+        ]
+        scales, shifts = (
+            jnp.concatenate(
+                [
+                    _vector(own.memory, places[module, kind], jnp.full(size, default, jnp.float32))
+                    for module, size in zip(modules, out_sizes, strict=True)
+                ]
+            )
+            for kind, default in ((SCALE, 1.0), (SHIFT, 0.0))
+        )
+        # A loop of its own, run once or never: in one expression the product and the sum are rounded once, in steps of
+        # some shapes, and a row's bits would depend on its company.
+        has_scale = (places[jnp.array(modules), SCALE] > 0).any()
+        y = lax.fori_loop(0, has_scale.astype(jnp.int32), lambda _, y: y * scales, jnp.concatenate(parts, axis=1))
+        return y + shifts
 
     return _for_each(segments, y, change)
 
@@ -210,37 +205,6 @@ def _for_each(segments: OwnSegments, out: Array, change: Callable[[Array, Array,
         return lax.dynamic_update_slice_in_dim(out, kept, start, 0)
 
     return lax.fori_loop(0, segments.num_segments, one, out)
-
-
-def _products(
-    x: Array, before: Array, own: OwnTables, layer: Array, modules: Sequence[int], out_sizes: Sequence[int],
-    adapter_slot: Array,
-) -> Array:  # fmt: skip
-    places, bounds = own.modules[layer, adapter_slot, :, WEIGHT], np.cumsum([0, *out_sizes]).tolist()
-    parts = [
-        _own_product(x, own.memory, places[module], before[:, low:high])
-        for module, (low, high) in zip(modules, pairwise(bounds), strict=True)
-    ]
-    return jnp.concatenate(parts, axis=1)
-
-
-def _scaled(
-    y: Array, own: OwnTables, layer: Array, modules: Sequence[int], out_sizes: Sequence[int], adapter_slot: Array
-) -> Array:
-    places = own.modules[layer, adapter_slot]
-    scales, shifts = (
-        jnp.concatenate(
-            [
-                _vector(own.memory, places[module, kind], jnp.full(size, default, jnp.float32))
-                for module, size in zip(modules, out_sizes, strict=True)
-            ]
-        )
-        for kind, default in ((SCALE, 1.0), (SHIFT, 0.0))
-    )
-    # A loop of its own, run once or never: in one expression the product and the sum are rounded once, in steps of
-    # some shapes, and a row's bits would depend on its company.
-    has_scale = (places[jnp.array(modules), SCALE] > 0).any()
-    return lax.fori_loop(0, has_scale.astype(jnp.int32), lambda _, y: y * scales, y) + shifts
 
 
 def _own_product(x: Array, memory: Array, place: Array, before: Array) -> Array:

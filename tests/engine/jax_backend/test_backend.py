@@ -175,6 +175,8 @@ def test_extras_are_refused_by_name_where_there_is_no_memory_for_them() -> None:
         ({"backend": "jax"}, True),
         ({"backend": "jax", "jax_form": "xla"}, True),
         ({"backend": "jax", "tensor_parallel": 2}, False),
+        ({"backend": "jax", "tensor_parallel": 2, "jax_form": "xla"}, True),
+        ({"backend": "jax", "tensor_parallel": 2, "device": "tpu"}, True),
         ({"backend": "jax", "device": "tpu"}, True),
     ],
 )

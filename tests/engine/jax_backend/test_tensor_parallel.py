@@ -18,18 +18,21 @@ from typing import Literal
 import jax
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.extras import extra_bytes
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import ConfigError
 from app.engine.jax_backend.backend import JaxBackend
 from app.engine.jax_backend.sharding import make_mesh
 from app.engine.jax_backend.sizes import sizes_of
+from app.engine.models.names import EMBEDDING, LM_HEAD, expected_tensors
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.request import SamplingParams
 from app.kernels.matmul._quantised import Quantised
-from tests.engine.adapters.making import random_adapter, random_tensors
+from tests.engine.adapters.making import random_adapter, random_tensors, with_random_extras
 from tests.fakes import fake_request
 
 ROOT = Path(__file__).parents[3]
@@ -52,6 +55,38 @@ def with_a_fine_value(adapter: LoraAdapter) -> LoraAdapter:
     return dataclasses.replace(adapter, weights=MappingProxyType({**adapter.weights, key: LoraPair(a, pair.b)}))
 
 
+def with_everything(model: ModelSpec, seed: int, *, whole: bool) -> LoraAdapter:
+    """DoRA and lora_bias, every bias and norm, linear modules of its own, deltas and rows of the vocabulary's matrices;
+    whole: those matrices too."""
+    generator = np.random.default_rng([seed, whole])
+
+    def floats(*shape: int, centre: float = 0.0) -> NDArray[np.float32]:
+        return generator.normal(centre, 0.3, shape).astype(np.float32)
+
+    adapter = random_adapter(model, 6, ["q_proj", "k_proj", "o_proj", "up_proj"], seed=6)
+    sizes = {key: pair.b.shape[1] for key, pair in adapter.weights.items()}
+    shapes = expected_tensors(model) | {LM_HEAD: (model.vocab_size, model.hidden_size)}
+    own = [
+        name for name in shapes if name.endswith((".bias", "norm.weight", "v_proj.weight", "1.mlp.down_proj.weight"))
+    ]
+    names = [*own, *([EMBEDDING, LM_HEAD] if whole else [])]
+    ids = tuple(generator.permutation(model.vocab_size)[:35].tolist())
+    hidden, vocab = model.hidden_size, model.vocab_size
+    changed = dataclasses.replace(
+        adapter,
+        magnitudes={key: floats(size, centre=1) for key, size in sizes.items()},
+        delta_biases={key: floats(size) for key, size in sizes.items()},
+        replaced={name: floats(*shapes[name], centre=float("norm" in name)) for name in names},
+        outer={
+            "embed_tokens": LoraPair(floats(5, vocab), floats(5, hidden)),
+            "lm_head": LoraPair(floats(9, hidden), floats(9, vocab)),
+        },
+        token_rows={name: TokenRows(ids, floats(len(ids), hidden)) for name in ("embed_tokens", "lm_head")},
+    )
+    card = dataclasses.replace(adapter.card, digest=f"everything {whole}", extra_bytes=extra_bytes(changed, model))
+    return dataclasses.replace(changed, card=card)
+
+
 def tensors_on_a_grid(model: ModelSpec, seed: int) -> list[tuple[str, np.ndarray]]:
     """Multiples of 1/64, which `weight_storage: auto` keeps in 8 bits in whole groups of 32 and in parts of them."""
     tensors = random_tensors(model, seed)
@@ -67,9 +102,10 @@ def observe(
     config = EngineConfig(
         num_kv_blocks=16,
         adapter_rank_rows=rank_rows,
-        max_adapter_slots=4,
-        max_batch_tokens=16,
-        max_batch_sequences=4,
+        max_adapter_slots=6,
+        adapter_extra_bytes=1 << 20,
+        max_batch_tokens=32,
+        max_batch_sequences=8,
         skip_precompile=True,
         tensor_parallel=shards,
         jax_form=form,
@@ -82,6 +118,10 @@ def observe(
     if rank_rows:
         narrow, other = (random_adapter(model, rank, seed=rank, dtype="BF16") for rank in (3, 8))
         adapters += [narrow, with_a_fine_value(other)]
+        if form == "xla":
+            adapters += [with_everything(model, seed, whole=whole) for whole in (False, True)]
+            some = np.random.default_rng(seed)
+            adapters.append(with_random_extras(random_adapter(model, 5, ["v_proj", "o_proj"], seed=5), model, some))
     for number, adapter in enumerate(adapters):
         engine.submit(fake_request(f"r{number}", [5 + number, 7, 9], adapter, sampling=sampling), adapter)
     lines = {}
@@ -108,7 +148,7 @@ def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: 
         "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
     )
     seed = int(np.random.default_rng().integers(1 << 30))
-    shapes = [(1, 16, "float32"), (2, 16, "auto"), (4, 16, "float32"), (8, 16, "auto"), (8, 0, "float32")]
+    shapes = [(1, 48, "float32"), (2, 48, "auto"), (4, 48, "float32"), (8, 48, "auto"), (8, 0, "float32")]
     cases = [(form, shards, rows, seed, storage) for shards, rows, storage in shapes]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, json.dumps(cases)]
@@ -119,7 +159,7 @@ def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: 
     for (*_, storage), observed in zip(cases, found, strict=True):
         products = ["qkv", "o", "gate_up", "down", "head"] if (form, storage) == ("cpu", "auto") else []
         assert observed["in_8_bits"] == products
-    assert len(whole["lines"]) == 3
+    assert len(whole["lines"]) == (6 if form == "xla" else 3)
     for split in found[1:4]:
         assert split["lines"].keys() == whole["lines"].keys()
         for name, lines in whole["lines"].items():
