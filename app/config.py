@@ -180,7 +180,7 @@ class AppConfig(_Settings):
     def for_store(self) -> AppConfig:
         """What the adapter store is built from, everything else as by default.
 
-        Of the engine it matters what it can apply, and how much it holds: pins are checked against that.
+        Of the engine it matters how much it holds: pins are checked against that.
         """
         engine = self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS))
         return AppConfig(model=self.model, adapters=self.adapters, engine=EngineConfig().model_copy(update=engine))

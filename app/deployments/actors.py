@@ -41,16 +41,15 @@ class AdapterStoreActor:
         from app.deployments.base_model import open_checkpoint
         from app.deployments.registry.books import open_registry
         from app.deployments.registry.lifecycle import Lifecycle
-        from app.engine.loading import served_features
+        from app.engine.adapters.lora import FEATURES
 
         config = AppConfig.model_validate_json(config_json)
         checkpoint = open_checkpoint(config.model)
         spec = checkpoint.spec
-        served = served_features(config.engine)
         counts = TierMetrics()
         registry = open_registry(config, spec.digest)
         pinned = {entry.ref.digest for entry in registry.catalog.pinned()}
-        library = open_library(config.adapters, checkpoint, served, counts, held=pinned)
+        library = open_library(config.adapters, checkpoint, FEATURES, counts, held=pinned)
 
         def put(packed: PackedAdapter) -> tuple[Any, list[Any]]:
             return packed.header, [ray.put(array) for array in packed.arrays]

@@ -20,12 +20,12 @@ from typing import Any
 
 from app.engine.adapters.base_copies import BaseCopies
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.lora import FEATURES, LoraAdapter
 from app.engine.adapters.reading import read_adapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import InvalidRequest, QueueFull
-from app.engine.loading import load_backend, served_features
+from app.engine.loading import load_backend
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.tokenizer import load_tokenizer
@@ -59,7 +59,6 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         self._backend = load_backend(checkpoint, config)
         self._engine = Engine(self._backend, config)
-        self._served = served_features(config)
         self._base_copies = BaseCopies(checkpoint)
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
@@ -82,7 +81,7 @@ class LLM:
         path = Path(path).resolve()
         adapter = self._adapters.get(path)
         if adapter is None:
-            adapter = self._base_copies.dropped(read_adapter(path, self.spec, served=self._served))
+            adapter = self._base_copies.dropped(read_adapter(path, self.spec, served=FEATURES))
             self._adapters[path] = adapter
         return adapter
 

@@ -89,12 +89,6 @@ class EngineConfig(BaseModel):
         """Runs of rank rows are multiples of it: what a tensor core, or eight lanes of a CPU, multiply at a time."""
         return 16 if self.is_cuda else 8
 
-    @property
-    def applies_extras(self) -> bool:
-        """Whether adapters may go beyond plain LoRA: everywhere but in the JAX engine's CPU form on several devices."""
-        is_cpu_form = self.device == "cpu" and self.jax_form in ("auto", "cpu")
-        return self.backend == "torch" or self.tensor_parallel == 1 or not is_cpu_form
-
     @model_validator(mode="after")
     def _blocks_can_be_counted(self) -> Self:
         if self.num_kv_blocks < 2 and not (self.is_cuda and self.num_kv_blocks == 0):

@@ -6,7 +6,6 @@ compiling. A backend's libraries are imported here, when it is chosen, in the pr
 
 from __future__ import annotations
 
-from app.engine.adapters.lora import FEATURES
 from app.engine.backend import Backend
 from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError
@@ -31,8 +30,3 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     from app.engine.torch_backend import loading as torch_loading
 
     return torch_loading.load_backend(checkpoint, config)
-
-
-def served_features(config: EngineConfig) -> frozenset[str]:
-    """What the configured backend can apply beyond plain LoRA (`app.engine.adapters.lora.FEATURES`)."""
-    return FEATURES if config.applies_extras else frozenset()

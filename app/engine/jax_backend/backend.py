@@ -57,7 +57,7 @@ class JaxBackend:
             adapter_rank_rows=config.adapter_rank_rows // RANK_CHUNK * RANK_CHUNK,
             rank_alignment=RANK_CHUNK,
             max_adapter_slots=config.max_adapter_slots,
-            adapter_extra_bytes=config.adapter_extra_bytes if self._sizes.applies_extras else 0,
+            adapter_extra_bytes=config.adapter_extra_bytes,
         )
         self._num_kv_slots = config.num_kv_blocks * config.block_size
         if self._num_kv_slots >= 1 << 31:

@@ -30,7 +30,7 @@ class CpuForm:
         self._adapted = linear.Adapted(
             a, b, tables.starts, tables.in_bf16, tables.ranks, tables.extras, rows.runs, rows.num_runs,
             rows.shrink_tasks, rows.num_shrink_tasks, rows.widest, rows.extra_runs, rows.num_extra_runs,
-            rows.extra_samples, rows.num_extra_samples, rows.extra_slots, rows.head_inputs,
+            rows.extra_samples, rows.num_extra_samples, rows.extra_slots, tables.head_inputs,
         )  # fmt: skip
 
     def embed(self, token_ids: Array) -> Array:

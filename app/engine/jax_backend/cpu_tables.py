@@ -22,10 +22,11 @@ from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
 from app.engine.batch import ForwardBatch
 from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.jax_backend.arrays import TENSOR_AXIS
+from app.engine.jax_backend.shard_extras import ShardExtras
 from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns
-from app.engine.jax_backend.tables import not_plain
 from app.engine.jax_backend.weights import Weights
 from app.engine.models.spec import ModelSpec
+from app.kernels.extras._cpu import ExtraTables
 from app.kernels.extras._ffi import packed_tables
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Quantised
@@ -48,13 +49,15 @@ class CpuRows(NamedTuple):
 
 
 class CpuTables(NamedTuple):
-    """starts: [S] int32; in_bf16: [S] bool; ranks: [L, S, 7] int32; extras: `packed_tables`."""
+    """starts: [S] int32; in_bf16: [S] bool; ranks: [L, S, 7] int32; extras: `packed_tables` of each shard; head_inputs:
+    [shards * 3], see `Adapted`."""
 
     rows: CpuRows
     starts: Any
     in_bf16: Any
     ranks: Any
     extras: Any
+    head_inputs: Any
 
 
 class CpuAdapters:
@@ -63,22 +66,25 @@ class CpuAdapters:
     def __init__(
         self, spec: ModelSpec, sizes: Sizes, weights: Weights, num_slots: int, max_samples: int, mesh: Mesh
     ) -> None:
-        """`max_samples`: rows that a step may sample. Extras are for one shard only."""
+        """`max_samples`: rows that a step may sample."""
         self._spec, self._sizes = spec, sizes
         self._columns = shard_columns(spec, sizes.num_shards)
         self._starts, self._in_bf16 = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.bool_)
         self._ranks = np.zeros((sizes.num_layers, num_slots, len(TARGETS)), np.int32)
         self._team = Team(len(os.sched_getaffinity(0)))
-        self._extras = AdapterExtras(spec, _PackedModules(spec, sizes, weights), num_slots, self._team)
-        self._head_inputs = np.zeros((max_samples, 0), np.float32)
-        self._replicated = NamedSharding(mesh, P())
+        self._extras: AdapterExtras | ShardExtras
+        if sizes.num_shards == 1:
+            self._extras = AdapterExtras(spec, _PackedModules(spec, sizes, weights), num_slots, self._team)
+        else:
+            self._extras = ShardExtras(spec, sizes, weights, num_slots, self._team, mesh)
+        self._head_inputs = np.zeros((sizes.num_shards, max_samples, 0), np.float32)
+        self._replicated, self._by_shard = NamedSharding(mesh, P()), NamedSharding(mesh, P(TENSOR_AXIS))
         self._places_on_device: tuple[Array, Array, Array] | None = None
-        self._extras_on_device: Array | None = None
+        self._extras_on_device: tuple[Array, Array] | None = None
 
     def warm_up(self, rows: CpuRows) -> None:  # noqa: ARG002
         """Compile what writing an adapter calls."""
-        if self._sizes.applies_extras:
-            self._extras.warm_up()
+        self._extras.warm_up()
         key = LoraKey(0, TARGETS[0])
         d_in, d_out = self._spec.target_shape(*key[:2])
         self._pack([(key, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))], RANK_PANEL)
@@ -104,10 +110,8 @@ class CpuAdapters:
     def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, num_rows: int) -> CpuRows:
         """From now on the slot's adapter is this one; its rows, `num_rows` of them, are to be written at `row_start`.
 
-        They are arbitrary where it has none, which nobody reads. Raises AdapterMismatch for extras with several shards.
+        They are arbitrary where it has none, which nobody reads.
         """
-        if adapter.features and not self._sizes.applies_extras:
-            raise not_plain(adapter, f"engine.tensor_parallel {self._sizes.num_shards}")
         self._ranks[:, adapter_slot] = 0
         for key, pair in adapter.weights.items():
             self._ranks[key.layer, adapter_slot, TARGETS.index(key.target)] = pair.rank
@@ -123,8 +127,9 @@ class CpuAdapters:
         if adapter.features:
             self._extras.write(adapter_slot, adapter)
             self._extras_on_device = None
-        if self._extras.head_width > self._head_inputs.shape[1]:
-            self._head_inputs = np.zeros((len(self._head_inputs), self._extras.head_width), np.float32)
+        if self._extras.head_width > self._head_inputs.shape[2]:
+            self._head_inputs = np.zeros((*self._head_inputs.shape[:2], self._extras.head_width), np.float32)
+            self._extras_on_device = None
 
     def release(self, adapter_slot: int) -> None:
         """Free what the slot's adapter has beside rank rows."""
@@ -138,8 +143,15 @@ class CpuAdapters:
             starts, in_bf16, ranks = self._starts.copy(), self._in_bf16.copy(), self._ranks.copy()  # JAX may keep them
             self._places_on_device = self._put(starts), self._put(in_bf16), self._put(ranks)
         if self._extras_on_device is None:
-            self._extras_on_device = self._put(packed_tables(self._extras.tables))
-        return CpuTables(rows, *self._places_on_device, self._extras_on_device)
+            tables = self._extras.tables
+            packed = [packed_tables(tables)] if isinstance(tables, ExtraTables) else [packed_tables(t) for t in tables]
+            inputs = [[part.ctypes.data, part.shape[1]] for part in self._head_inputs]
+            scratch = np.array(inputs, np.int64).view(np.int32)[:, :3].reshape(-1)  # an address in two halves, a width
+            self._extras_on_device = (
+                jax.device_put(np.concatenate(packed), self._by_shard),
+                jax.device_put(scratch.copy(), self._by_shard),
+            )
+        return CpuTables(rows, *self._places_on_device, *self._extras_on_device)
 
     def fill(self, batch: ForwardBatch, views: dict[str, NDArray[np.int32]]) -> None:
         """Which adapters a step has, in the fields of its bucket."""
@@ -158,8 +170,6 @@ class CpuAdapters:
         if len(extra_runs):
             count = len(batch.token_ids)
             views["extra_slots"][:count] = token_slots(extra_runs, count)
-        address = np.array([self._head_inputs.ctypes.data], np.int64).view(np.int32)
-        views["head_inputs"][...] = [*address, self._head_inputs.shape[1]]
 
     def close(self) -> None:
         """End the threads that write adapters."""

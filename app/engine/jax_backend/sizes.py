@@ -68,11 +68,6 @@ class Sizes:
         return {group: sum(widths) for group, widths in self.module_widths.items()}
 
     @property
-    def applies_extras(self) -> bool:
-        """Whether adapters may go beyond plain LoRA: see `EngineConfig.applies_extras`."""
-        return self.form != "cpu" or self.num_shards == 1
-
-    @property
     def vocab_per_shard(self) -> int:
         """Logits that a shard computes, in the CPU form rounded up to whole panels."""
         per_shard = -(-self.vocab_size // self.num_shards)

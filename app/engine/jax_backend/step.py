@@ -85,7 +85,6 @@ class Bucket:
                 "extra_runs": (self.sequences, 3),
                 "extra_samples": (self.sequences, 3),
                 "extra_slots": (self.tokens,),
-                "head_inputs": (3,),
                 **dict.fromkeys(_COUNTS, ()),
             }
         return {
@@ -135,7 +134,6 @@ class Rows(NamedTuple):
     extra_runs: Array
     extra_samples: Array
     extra_slots: Array
-    head_inputs: Array
     num_tasks: Array
     num_tokens: Array
     num_samples: Array

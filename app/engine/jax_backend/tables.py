@@ -30,11 +30,6 @@ def rank_classes(num_rows: int) -> list[int]:
     return [RANK_CHUNK << k for k in range(32) if RANK_CHUNK << k <= num_rows]
 
 
-def not_plain(adapter: LoraAdapter, setting: str) -> AdapterMismatch:
-    """The error for an adapter that is more than plain LoRA where a setting rules that out."""
-    return AdapterMismatch(f"the JAX engine with {setting} cannot apply {' or '.join(sorted(adapter.features))}")
-
-
 class XlaAdapters:
     """What the programs are told of resident adapters: their rank rows, and which segments of tokens are theirs."""
 
@@ -96,7 +91,8 @@ class XlaAdapters:
         Raises AdapterMismatch for one that is not plain LoRA where those are refused.
         """
         if adapter.features and self._extras is None:
-            raise not_plain(adapter, "engine.adapter_extra_bytes 0")
+            features = " or ".join(sorted(adapter.features))
+            raise AdapterMismatch(f"the JAX engine with engine.adapter_extra_bytes 0 cannot apply {features}; raise it")
         self._row_starts[adapter_slot] = row_start
         self._ranks[adapter_slot] = max((pair.rank for pair in adapter.weights.values()), default=0)
         return self._rows_of(adapter, num_rows)

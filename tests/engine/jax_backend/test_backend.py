@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.extras import extra_bytes
-from app.engine.adapters.lora import FEATURES, TARGETS, LoraAdapter
+from app.engine.adapters.lora import TARGETS, LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch
 from app.engine.jax_backend.backend import JaxBackend
 from app.engine.jax_backend.tables import XlaAdapters
-from app.engine.loading import served_features
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.kernels.matmul._quantised import Quantised
 from tests.engine.adapters.making import random_adapter, tiny_spec, with_random_extras
@@ -166,22 +164,6 @@ def test_extras_are_refused_by_name_where_there_is_no_memory_for_them() -> None:
     with pytest.raises(AdapterMismatch, match="adapter_extra_bytes 0 cannot apply lora_bias"):
         backend.write_adapter(1, 0, adapter)
     backend.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "applies"),
-    [
-        ({"backend": "torch"}, True),
-        ({"backend": "jax"}, True),
-        ({"backend": "jax", "jax_form": "xla"}, True),
-        ({"backend": "jax", "tensor_parallel": 2}, False),
-        ({"backend": "jax", "tensor_parallel": 2, "jax_form": "xla"}, True),
-        ({"backend": "jax", "tensor_parallel": 2, "device": "tpu"}, True),
-        ({"backend": "jax", "device": "tpu"}, True),
-    ],
-)
-def test_registration_knows_what_the_engine_applies(settings: dict[str, Any], applies: bool) -> None:
-    assert served_features(EngineConfig(**settings)) == (FEATURES if applies else frozenset())
 
 
 def test_an_adapter_for_a_deeper_model_is_refused_by_name(backend: JaxBackend) -> None:

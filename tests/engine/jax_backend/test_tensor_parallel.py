@@ -118,10 +118,9 @@ def observe(
     if rank_rows:
         narrow, other = (random_adapter(model, rank, seed=rank, dtype="BF16") for rank in (3, 8))
         adapters += [narrow, with_a_fine_value(other)]
-        if form == "xla":
-            adapters += [with_everything(model, seed, whole=whole) for whole in (False, True)]
-            some = np.random.default_rng(seed)
-            adapters.append(with_random_extras(random_adapter(model, 5, ["v_proj", "o_proj"], seed=5), model, some))
+        adapters += [with_everything(model, seed, whole=whole) for whole in (False, True)]
+        some = np.random.default_rng(seed)
+        adapters.append(with_random_extras(random_adapter(model, 5, ["v_proj", "o_proj"], seed=5), model, some))
     for number, adapter in enumerate(adapters):
         engine.submit(fake_request(f"r{number}", [5 + number, 7, 9], adapter, sampling=sampling), adapter)
     lines = {}
@@ -159,7 +158,7 @@ def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: 
     for (*_, storage), observed in zip(cases, found, strict=True):
         products = ["qkv", "o", "gate_up", "down", "head"] if (form, storage) == ("cpu", "auto") else []
         assert observed["in_8_bits"] == products
-    assert len(whole["lines"]) == (6 if form == "xla" else 3)
+    assert len(whole["lines"]) == 6
     for split in found[1:4]:
         assert split["lines"].keys() == whole["lines"].keys()
         for name, lines in whole["lines"].items():
