@@ -248,8 +248,8 @@ def test_a_reader_waits_with_the_last_adapters_memory_at_hand(folder: Path) -> N
 
     def waiting() -> int:
         assert process._waiting is not None
-        until(lambda: len(children.read_text().split()) == 1)  # the one that read has ended
         until(lambda: os.fstat(process._waiting.shared).st_blocks * 512 >= first.size_bytes)
+        until(lambda: len(children.read_text().split()) == 1)  # the one that read has ended
         return int(children.read_text())
 
     for change in (1, 2):
@@ -291,7 +291,7 @@ pid = validator._process.pid
 for _ in range(20):
     validator.read(Path(sys.argv[1]), tiny_spec())
 children = Path(f"/proc/{pid}/task/{pid}/children")
-while len(children.read_text().split()) > 1:  # the last reader has answered and is about to end; another waits
+while len(children.read_text().split()) != 1:  # the last reader has answered and ends, another is made and waits
     time.sleep(0.01)
 waiting = children.read_text().strip()
 validator.close()
