@@ -25,7 +25,6 @@ def test_arrays_stay_what_they_are_while_others_come_and_go() -> None:
     num_floats = 5 * _PIECE
     memory = ExtraMemory(4 * num_floats, 0, make_mesh(jax.devices("cpu"), 1))
     held: dict[int, list[tuple[int, np.ndarray]]] = {}
-    num_moves = 0
     for step in range(150):
         adapter_slot = int(generator.integers(1, 9))
         if adapter_slot in held:
@@ -45,7 +44,6 @@ def test_arrays_stay_what_they_are_while_others_come_and_go() -> None:
                 memory.write(adapter_slot, arrays)
             continue
         places, moves = memory.write(adapter_slot, arrays)
-        num_moves += len(moves)
         for move in moves:
             held[move.adapter_slot] = [
                 (place - move.source + move.target, array) for place, array in held[move.adapter_slot]
@@ -57,7 +55,6 @@ def test_arrays_stay_what_they_are_while_others_come_and_go() -> None:
             for place, array in parts:
                 assert place > 0
                 np.testing.assert_array_equal(found[place : place + array.shape[1]], array[0], err_msg=f"{step} {slot}")
-    assert num_moves > 0
 
 
 def test_free_floats_that_lie_scattered_are_put_together() -> None:
