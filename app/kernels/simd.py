@@ -9,9 +9,9 @@ computes it. (Chunks because one long chain loses accuracy: 2e-4 instead of 6e-5
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -26,17 +26,19 @@ CHUNK = 128
 GROUP = 32
 #: How far ahead of a product its weights are fetched: about what it takes while memory answers.
 BYTES_AHEAD = 2048
+#: Bytes of one entry of a list of what to fetch, and the rate of one line per step; see `multiply_and_fetch_tile`.
+FETCH_BLOCK, FETCH_UNIT = 256, 1 << 16
 #: The columns of one panel of weights, and their levels in bytes. LLVM splits them where vectors are shorter, which
 #: costs nothing; two vectors of half the length are a fifth slower with AVX-512.
 _PANEL, _LEVELS = ir.VectorType(FLOAT, 2 * LANES), ir.VectorType(ir.IntType(8), 2 * LANES)
 
 
 @cache
-def multiply_tile(rows: int, panels: int, vectors: int) -> Callable[..., None]:
-    """A compiled-in function for a tile of `rows` x (`panels` * `vectors` * LANES) float32.
+def multiply_tile(most_rows: int, panels: int, vectors: int) -> Callable[..., None]:
+    """A compiled-in function for tiles of 1 to `most_rows` rows x (`panels` * `vectors` * LANES) float32.
 
     The function takes addresses (integers) and strides counted in elements:
-    `(x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)`.
+    `(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)`.
     x[i, kk] is at x + i * x_row + kk; w's vector for panel p at w + p * w_panel + kk * w_k; the result
     row i of panel p at out + i * out_row + p * out_panel. `ahead`: bytes behind each weight at which memory is asked
     for what comes next. `accumulate` (boolean): start from what `out` holds, else from zero. `in_bf16` (boolean): w
@@ -46,18 +48,18 @@ def multiply_tile(rows: int, panels: int, vectors: int) -> Callable[..., None]:
 
     @intrinsic
     def tile(
-        typingctx: Any, x: Any, x_row: Any, w: Any, w_k: Any, w_panel: Any, k: Any, out: Any, out_row: Any,
+        typingctx: Any, rows: Any, x: Any, x_row: Any, w: Any, w_k: Any, w_panel: Any, k: Any, out: Any, out_row: Any,
         out_panel: Any, ahead: Any, accumulate: Any, in_bf16: Any,
     ) -> Any:  # fmt: skip
-        signature = types.void(*([types.intp] * 10), types.boolean, types.boolean)
+        signature = types.void(*([types.intp] * 11), types.boolean, types.boolean)
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            *rest, in_bf16 = args
+            rows, *rest, in_bf16 = args
             with builder.if_else(in_bf16) as (narrow, wide):
                 with narrow:
-                    _emit_tile(builder, rows, panels, vectors, rest, in_bf16=True)
+                    _emit_tile(builder, rows, most_rows, panels, vectors, rest, in_bf16=True)
                 with wide:
-                    _emit_tile(builder, rows, panels, vectors, rest, in_bf16=False)
+                    _emit_tile(builder, rows, most_rows, panels, vectors, rest)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -65,53 +67,63 @@ def multiply_tile(rows: int, panels: int, vectors: int) -> Callable[..., None]:
     return tile
 
 
-def _emit_tile(builder: Any, rows: int, panels: int, vectors: int, args: Any, *, in_bf16: bool) -> None:
-    x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate = args
-    vector = ir.VectorType(FLOAT, vectors * LANES)
-    weight_bits = 1 if in_bf16 else 2
+@cache
+def multiply_and_fetch_tile(most_rows: int) -> Callable[..., None]:
+    """As `multiply_tile` for one panel of 16 float32 columns; memory is also asked for what is needed afterwards.
 
-    def address(base: Any, *offsets: Any, size_bits: int = 2) -> Any:
-        total = base
-        for offset in offsets:
-            total = builder.add(total, builder.shl(offset, WORD(size_bits)))
-        return total
+    The function takes `(rows, x, x_row, w, w_k, k, out, out_row, ahead, accumulate, blocks, step, rate)`. `blocks`
+    is the address of a list of addresses (int64) of FETCH_BLOCK bytes each, and step kk asks for its line of 64 bytes
+    number `(step + kk) * rate / FETCH_UNIT`: evenly, because a core forgets most of what it is asked for in a burst.
+    """
 
-    def load(at: Any, kind: Any) -> Any:
-        return builder.load(builder.inttoptr(at, kind.as_pointer()), align=4)
+    @intrinsic
+    def tile(
+        typingctx: Any, rows: Any, x: Any, x_row: Any, w: Any, w_k: Any, k: Any, out: Any, out_row: Any, ahead: Any,
+        accumulate: Any, blocks: Any, step: Any, rate: Any,
+    ) -> Any:  # fmt: skip
+        signature = types.void(*([types.intp] * 9), types.boolean, *([types.intp] * 3))
 
-    targets = {
-        (i, p): address(out, builder.mul(out_row, WORD(i)), builder.mul(out_panel, WORD(p)))
-        for i in range(rows)
-        for p in range(panels)
-    }
-    sums = {key: cgutils.alloca_once(builder, vector) for key in targets}
-    x_rows = [address(x, builder.mul(x_row, WORD(i))) for i in range(rows)]
-    w_panels = [builder.mul(w_panel, WORD(p)) for p in range(panels)]
-    num_chunks = builder.lshr(builder.add(k, WORD(CHUNK - 1)), WORD(CHUNK.bit_length() - 1))
-    # With nothing to sum, the result must still be written.
-    num_chunks = builder.select(builder.icmp_signed("==", num_chunks, WORD(0)), WORD(1), num_chunks)
-    with cgutils.for_range(builder, num_chunks, intp=WORD) as chunk:
-        for total in sums.values():
-            builder.store(ir.Constant(vector, [0.0] * vector.count), total)
-        first = builder.mul(chunk.index, WORD(CHUNK))
-        left = builder.sub(k, first)
-        count = builder.select(builder.icmp_signed("<", left, WORD(CHUNK)), left, WORD(CHUNK))
-        with cgutils.for_range(builder, count, intp=WORD) as loop:
-            at_k = builder.add(first, loop.index)
-            places = [address(w, at, builder.mul(w_k, at_k), size_bits=weight_bits) for at in w_panels]
-            for at in places:
-                prefetch(builder, builder.add(at, ahead))
-            weights = [load_bf16(builder, at, vector) if in_bf16 else load(at, vector) for at in places]
-            for i in range(rows):
-                value = spread(builder, load(address(x_rows[i], at_k), FLOAT), vector)
-                for p in range(panels):
-                    total = sums[i, p]
-                    builder.store(fma(builder, value, weights[p], builder.load(total)), total)
-        _finish(builder, builder.or_(accumulate, builder.icmp_signed(">", chunk.index, WORD(0))), sums, targets)
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            rows, x, x_row, w, w_k, k, out, out_row, ahead, accumulate, *fetch = args
+            rest = x, x_row, w, w_k, WORD(0), k, out, out_row, WORD(0), ahead, accumulate
+            _emit_tile(builder, rows, most_rows, 1, 2, rest, fetch=_Fetch(*fetch))
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
 
 
-def _store(builder: Any, value: Any, at: Any) -> None:
-    builder.store(value, builder.inttoptr(at, value.type.as_pointer()), align=4)
+@cache
+def multiply_bytes_tile(most_rows: int) -> Callable[..., None]:
+    """As `multiply_and_fetch_tile` with weights that are stored in bytes, over the whole sum.
+
+    The function takes `(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, blocks, step, rate)`:
+    the bytes of step kk are at levels + kk * 16; those of each `GROUP` steps share 16 scales and 16 offsets, one group
+    after the other. Weights are expanded in registers exactly as `expand_bytes` does. With a rate of 0, `blocks` is
+    not read.
+    """
+
+    @intrinsic
+    def tile(
+        typingctx: Any, rows: Any, x: Any, x_row: Any, levels: Any, scales: Any, offsets: Any, k: Any, out: Any,
+        out_row: Any, accumulate: Any, blocks: Any, step: Any, rate: Any,
+    ) -> Any:  # fmt: skip
+        signature = types.void(*([types.intp] * 9), types.boolean, *([types.intp] * 3))
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            rows, *rest = args[:10]
+            fetch = _Fetch(*args[10:])
+            with builder.if_else(builder.icmp_signed(">", fetch.rate, WORD(0))) as (fetching, plain):
+                with fetching:
+                    _emit_bytes_tile(builder, rows, most_rows, rest, fetch)
+                with plain:
+                    _emit_bytes_tile(builder, rows, most_rows, rest)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
 
 
 @intrinsic
@@ -124,100 +136,150 @@ def expand_bytes(typingctx: Any, levels: Any, scales: Any, offsets: Any, count: 
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         levels, scales, offsets, count, out = args
-
-        def load(at: Any, kind: Any, align: int) -> Any:
-            return builder.load(builder.inttoptr(at, kind.as_pointer()), align=align)
-
-        scale, offset = load(scales, _PANEL, 4), load(offsets, _PANEL, 4)
+        scale, offset = _load(builder, scales, _PANEL), _load(builder, offsets, _PANEL)
         with cgutils.for_range(builder, count, intp=WORD) as loop:
             at = builder.add(levels, builder.shl(loop.index, WORD(4)))
             prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
-            value = _expanded(builder, load(at, _LEVELS, 1), scale, offset)
+            value = _expanded(builder, _load(builder, at, _LEVELS, 1), scale, offset)
             _store(builder, value, builder.add(out, builder.shl(loop.index, WORD(6))))
         return context.get_dummy_value()
 
     return signature, codegen
 
 
-@cache
-def multiply_bytes_tile(rows: int) -> Callable[..., None]:
-    """As `multiply_tile` for one panel of 16 columns whose weights are stored in bytes, over the whole sum.
+class _Fetch(NamedTuple):
+    """What to ask memory for on the way; LLVM values."""
 
-    The function takes `(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)`: the bytes of step kk are
-    at levels + kk * 16; those of each `GROUP` steps share 16 scales and 16 offsets, one group after the other. Weights
-    are expanded in registers exactly as `expand_bytes` does, and added in the order of `multiply_tile`.
-    """
-
-    @intrinsic
-    def tile(
-        typingctx: Any, x: Any, x_row: Any, levels: Any, scales: Any, offsets: Any, depth: Any, out: Any, out_row: Any,
-        accumulate: Any,
-    ) -> Any:  # fmt: skip
-        signature = types.void(*([types.intp] * 8), types.boolean)
-
-        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _emit_bytes_tile(builder, rows, args)
-            return context.get_dummy_value()
-
-        return signature, codegen
-
-    return tile
+    blocks: Any
+    step: Any
+    rate: Any
 
 
-def _emit_bytes_tile(builder: Any, rows: int, args: Any) -> None:
+def _cases(builder: Any, num_rows: Any, most_rows: int) -> Iterator[int]:
+    """1 to `most_rows`, each with its own block to emit into: the one for `num_rows` is run, if there is one."""
+    after = builder.append_basic_block("after.tile")
+    switch = builder.switch(num_rows, after)
+    for rows in range(1, most_rows + 1):
+        case = builder.append_basic_block(f"tile.{rows}")
+        switch.add_case(WORD(rows), case)
+        builder.position_at_end(case)
+        yield rows
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+def _emit_tile(
+    builder: Any, num_rows: Any, most_rows: int, panels: int, vectors: int, args: Any, *, in_bf16: bool = False,
+    fetch: _Fetch | None = None,
+) -> None:  # fmt: skip
+    x, x_row, w, w_k, w_panel, depth, out, out_row, out_panel, ahead, accumulate = args
+    vector = ir.VectorType(FLOAT, vectors * LANES)
+    w_panels = [builder.mul(w_panel, WORD(p)) for p in range(panels)]
+    for rows in _cases(builder, num_rows, most_rows):
+        x_rows = [_moved(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
+        targets = {
+            (i, p): _moved(builder, out, builder.add(builder.mul(out_row, WORD(i)), builder.mul(out_panel, WORD(p))))
+            for i in range(rows)
+            for p in range(panels)
+        }
+
+        def emit_steps(first: Any, count: Any, sums: dict[Any, Any], x_rows: list[Any] = x_rows) -> None:
+            with cgutils.for_range(builder, count, intp=WORD) as loop:
+                k = builder.add(first, loop.index)
+                w_step = builder.mul(w_k, k)
+                places = [_moved(builder, w, builder.add(at, w_step), 1 if in_bf16 else 2) for at in w_panels]
+                for at in places:
+                    prefetch(builder, builder.add(at, ahead))
+                _prefetch_line(builder, fetch, k)
+                weights = [load_bf16(builder, at, vector) if in_bf16 else _load(builder, at, vector) for at in places]
+                _add_step(builder, x_rows, k, weights, sums)
+
+        _emit_chunks(builder, vector, targets, depth, accumulate, emit_steps)
+
+
+def _emit_bytes_tile(builder: Any, num_rows: Any, most_rows: int, args: Any, fetch: _Fetch | None = None) -> None:
     x, x_row, levels, scales, offsets, depth, out, out_row, accumulate = args
+    for rows in _cases(builder, num_rows, most_rows):
+        x_rows = [_moved(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
+        targets = {(i, 0): _moved(builder, out, builder.mul(out_row, WORD(i))) for i in range(rows)}
 
-    def load(at: Any, kind: Any, align: int = 4) -> Any:
-        return builder.load(builder.inttoptr(at, kind.as_pointer()), align=align)
+        def emit_steps(first: Any, count: Any, sums: dict[Any, Any], x_rows: list[Any] = x_rows) -> None:
+            num_groups = builder.udiv(builder.add(count, WORD(GROUP - 1)), WORD(GROUP))
+            with cgutils.for_range(builder, num_groups, intp=WORD) as group:
+                start = builder.add(first, builder.mul(group.index, WORD(GROUP)))
+                grid = builder.mul(builder.udiv(start, WORD(GROUP)), WORD(_PANEL.count))
+                scale, offset = (_load(builder, _moved(builder, base, grid), _PANEL) for base in (scales, offsets))
+                left = _at_most(builder, builder.sub(depth, start), GROUP)
+                with cgutils.for_range(builder, left, intp=WORD) as loop:
+                    k = builder.add(start, loop.index)
+                    at = builder.add(levels, builder.mul(k, WORD(_PANEL.count)))
+                    prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
+                    _prefetch_line(builder, fetch, k)
+                    weights = _expanded(builder, _load(builder, at, _LEVELS, 1), scale, offset)
+                    _add_step(builder, x_rows, k, [weights], sums)
 
-    def moved(base: Any, elements: Any, size_bits: int = 2) -> Any:
-        return builder.add(base, builder.shl(elements, WORD(size_bits)))
+        _emit_chunks(builder, _PANEL, targets, depth, accumulate, emit_steps)
 
-    def at_most(value: Any, limit: int) -> Any:
-        return builder.select(builder.icmp_signed("<", value, WORD(limit)), value, WORD(limit))
 
-    x_rows = [moved(x, builder.mul(x_row, WORD(i))) for i in range(rows)]
-    targets = [moved(out, builder.mul(out_row, WORD(i))) for i in range(rows)]
-    sums = [cgutils.alloca_once(builder, _PANEL) for _ in range(rows)]
+def _emit_chunks(
+    builder: Any, vector: Any, targets: dict[Any, Any], depth: Any, accumulate: Any, emit_steps: Callable[..., None]
+) -> None:
+    """Sum chunk by chunk into `targets`; `emit_steps(first, count, sums)` adds the terms of one chunk to its sums."""
+    sums = {key: cgutils.alloca_once(builder, vector) for key in targets}
     num_chunks = builder.udiv(builder.add(depth, WORD(CHUNK - 1)), WORD(CHUNK))
     # With nothing to sum, the result must still be written.
     num_chunks = builder.select(builder.icmp_signed("==", num_chunks, WORD(0)), WORD(1), num_chunks)
     with cgutils.for_range(builder, num_chunks, intp=WORD) as chunk:
-        for total in sums:
-            builder.store(ir.Constant(_PANEL, [0.0] * _PANEL.count), total)
+        for total in sums.values():
+            builder.store(ir.Constant(vector, [0.0] * vector.count), total)
         first = builder.mul(chunk.index, WORD(CHUNK))
-        count = at_most(builder.sub(depth, first), CHUNK)
-        num_groups = builder.udiv(builder.add(count, WORD(GROUP - 1)), WORD(GROUP))
-        with cgutils.for_range(builder, num_groups, intp=WORD) as group:
-            start = builder.add(first, builder.mul(group.index, WORD(GROUP)))
-            grid = builder.shl(builder.udiv(start, WORD(GROUP)), WORD(4))
-            scale, offset = load(moved(scales, grid), _PANEL), load(moved(offsets, grid), _PANEL)
-            with cgutils.for_range(builder, at_most(builder.sub(depth, start), GROUP), intp=WORD) as loop:
-                k = builder.add(start, loop.index)
-                at = moved(levels, k, 4)
-                prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
-                weights = _expanded(builder, load(at, _LEVELS, 1), scale, offset)
-                for x_at, total in zip(x_rows, sums, strict=True):
-                    value = spread(builder, load(moved(x_at, k), FLOAT), _PANEL)
-                    builder.store(fma(builder, value, weights, builder.load(total)), total)
-        held = builder.or_(accumulate, builder.icmp_signed(">", chunk.index, WORD(0)))
-        _finish(builder, held, dict(enumerate(sums)), dict(enumerate(targets)))
+        emit_steps(first, _at_most(builder, builder.sub(depth, first), CHUNK), sums)
+        with builder.if_else(builder.or_(accumulate, builder.icmp_signed(">", chunk.index, WORD(0)))) as (held, fresh):
+            with held:
+                for key, at in targets.items():
+                    _store(builder, builder.fadd(_load(builder, at, vector), builder.load(sums[key])), at)
+            with fresh:
+                for key, at in targets.items():
+                    _store(builder, builder.load(sums[key]), at)
+
+
+def _add_step(builder: Any, x_rows: list[Any], k: Any, weights: list[Any], sums: dict[Any, Any]) -> None:
+    """sums[i, p] += x_rows[i][k] * weights[p]."""
+    for i, row in enumerate(x_rows):
+        value = spread(builder, _load(builder, _moved(builder, row, k), FLOAT), weights[0].type)
+        for p, weight in enumerate(weights):
+            total = sums[i, p]
+            builder.store(fma(builder, value, weight, builder.load(total)), total)
+
+
+def _prefetch_line(builder: Any, fetch: _Fetch | None, k: Any) -> None:
+    """Ask for step k's line of a list, if there is one; see `multiply_and_fetch_tile`."""
+    if fetch is None:
+        return
+    lines = FETCH_BLOCK // 64
+    line = builder.udiv(builder.mul(builder.add(fetch.step, k), fetch.rate), WORD(FETCH_UNIT))
+    block = _load(builder, _moved(builder, fetch.blocks, builder.udiv(line, WORD(lines)), 3), WORD, 8)
+    prefetch(builder, _moved(builder, block, builder.and_(line, WORD(lines - 1)), 6))
+
+
+def _moved(builder: Any, base: Any, elements: Any, size_bits: int = 2) -> Any:
+    """The address `elements` of 2**size_bits bytes behind `base`."""
+    return builder.add(base, builder.shl(elements, WORD(size_bits)))
+
+
+def _at_most(builder: Any, value: Any, limit: int) -> Any:
+    return builder.select(builder.icmp_signed("<", value, WORD(limit)), value, WORD(limit))
+
+
+def _load(builder: Any, at: Any, kind: Any, align: int = 4) -> Any:
+    return builder.load(builder.inttoptr(at, kind.as_pointer()), align=align)
+
+
+def _store(builder: Any, value: Any, at: Any) -> None:
+    builder.store(value, builder.inttoptr(at, value.type.as_pointer()), align=4)
 
 
 def _expanded(builder: Any, levels: Any, scale: Any, offset: Any) -> Any:
     """scale * levels + offset, 16 columns of a panel."""
     wide = builder.zext(levels, ir.VectorType(ir.IntType(32), _PANEL.count))
     return fma(builder, scale, builder.sitofp(wide, _PANEL), offset)
-
-
-def _finish(builder: Any, adds: Any, sums: dict[Any, Any], targets: dict[Any, Any]) -> None:
-    """Write the sums of one chunk to their targets, added to what these hold if `adds`."""
-    with builder.if_else(adds) as (held, fresh):
-        with held:
-            for key, at in targets.items():
-                total = builder.load(sums[key])
-                there = builder.load(builder.inttoptr(at, total.type.as_pointer()), align=4)
-                _store(builder, builder.fadd(there, total), at)
-        with fresh:
-            for key, at in targets.items():
-                _store(builder, builder.load(sums[key]), at)

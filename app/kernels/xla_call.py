@@ -31,7 +31,7 @@ from app.kernels.team import _add, _load, _offer_core, _pause
 
 NUM_SCALARS, _FIRST, _STRIDE = 16, 16, 6
 #: Phases a body may have, and buffers a call may have.
-MAX_PHASES, _MAX_BUFFERS = 4, 24
+MAX_PHASES, _MAX_BUFFERS = 4, 26
 #: Words of a call's record: references; the arguments of scheduling a helper; its task and the places where helpers
 #: linger; the arguments of asking for the number of threads; the team's counters; args.
 _SCHEDULE, _TASK, _PLACES, _NUM_THREADS, _TEAM = 1, 6, 7, 8, 16

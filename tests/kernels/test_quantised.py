@@ -17,7 +17,7 @@ Floats = NDArray[np.float32]
 
 @compiled
 def _multiply(x, w, first, end, out, accumulate):  # type: ignore[no-untyped-def]
-    _quantised.multiply_any_panels(x, w, first, end, out, accumulate)
+    _quantised.multiply_any_panels(x, w, first, end, out, accumulate, _cpu.NO_FETCH)
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (35, 48), (100, 130), (64, 576), (1, 5)])

@@ -33,6 +33,7 @@ from app.kernels.matmul._quantised import Stack, embed, layer_panels
 from app.kernels.paged_attention._cpu import paged_attention
 from app.kernels.rows._cpu import gather_normed, rms_norm, rotate_and_store
 from app.kernels.sgmv._cpu import RowPlaces, shrink
+from app.kernels.sgmv._fetching import NextShrink
 
 Floats = NDArray[np.float32]
 
@@ -169,14 +170,18 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
     width = weights.final_norm.shape[0]
     none = np.empty(0, np.float32)
     extra_runs, slots, kept = step.extra_runs, step.extra_slots, work.kept[:num_tokens]
-    has_extras = extra_runs.shape[0] > 0
+    num_layers, has_extras = weights.layer_rope.shape[0], extra_runs.shape[0] > 0
     q, o, gate, down = np.int64(0), np.int64(3), np.int64(4), np.int64(6)
 
     phase = embed(team, phase, step.token_ids, weights.embedding, weights.head, hidden[:, :width])
     if has_extras:
         phase = own_embedding(team, phase, step.token_ids, extras, slots, hidden[:, :width])
-    for layer in range(weights.layer_rope.shape[0]):
-        ranks = tables.ranks[layer]
+    for layer in range(num_layers):
+        ranks, later = tables.ranks[layer], min(layer + 1, num_layers - 1)
+        a_o, a_gate, a_up, a_down = tables.a_o[layer], tables.a_gate[layer], tables.a_up[layer], tables.a_down[layer]
+        next_o, next_gate = NextShrink((a_o, a_o, a_o), ranks[:, 3:4]), NextShrink((a_gate, a_up, a_up), ranks[:, 4:6])
+        next_down = NextShrink((a_down, a_down, a_down), ranks[:, 6:7])
+        next_q = NextShrink((tables.a_q[later], tables.a_k[later], tables.a_v[later]), tables.ranks[later][:, 0:3])
         if has_extras:
             norms = extras.norms[layer, :, ATTENTION_NORM]
             phase = own_rms_norm(team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms, slots, normed)
@@ -188,7 +193,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         phase = project(
             team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
             (tables.b_q[layer], tables.b_k[layer], tables.b_v[layer]), ranks[:, 0:3], runs, places,
-            Own(extras, layer, q, extra_runs, kept), qkv,
+            next_o, Own(extras, layer, q, extra_runs, kept), qkv,
         )  # fmt: skip
         rope = weights.layer_rope[layer]
         if has_extras:
@@ -208,13 +213,12 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
             step.query_starts, step.seq_lens, step.block_tables, k_memory[layer], v_memory[layer], attended,
         )  # fmt: skip
         if adapted:
-            phase = shrink(
-                team, phase, attended, (tables.a_o[layer],), ranks[:, 3:4], tasks, step.widest_rank, places, shrunk
-            )
+            phase = shrink(team, phase, attended, (a_o,), ranks[:, 3:4], tasks, step.widest_rank, places, shrunk)
         # The residual is where the sums of o and down start: no separate addition.
         phase = project(
             team, phase, attended, layer_panels(weights.out, layer), weights.out_bias[layer], True, shrunk,
-            (tables.b_o[layer],), ranks[:, 3:4], runs, places, Own(extras, layer, o, extra_runs, kept), hidden,
+            (tables.b_o[layer],), ranks[:, 3:4], runs, places, next_gate, Own(extras, layer, o, extra_runs, kept),
+            hidden,
         )  # fmt: skip
         if has_extras:
             norms = extras.norms[layer, :, MLP_NORM]
@@ -222,20 +226,17 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         else:
             phase = rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, normed)
         if adapted:
-            a_pair = (tables.a_gate[layer], tables.a_up[layer])
-            phase = shrink(team, phase, normed, a_pair, ranks[:, 4:6], tasks, step.widest_rank, places, shrunk)
+            phase = shrink(team, phase, normed, (a_gate, a_up), ranks[:, 4:6], tasks, step.widest_rank, places, shrunk)
         phase = gate_and_up(
             team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
             (tables.b_gate[layer], tables.b_up[layer]), ranks[:, 4:6], runs, places,
-            Own(extras, layer, gate, extra_runs, kept), sizes.gelu, gate_up, gated,
+            next_down, Own(extras, layer, gate, extra_runs, kept), sizes.gelu, gate_up, gated,
         )  # fmt: skip
         if adapted:
-            phase = shrink(
-                team, phase, gated, (tables.a_down[layer],), ranks[:, 6:7], tasks, step.widest_rank, places, shrunk
-            )
+            phase = shrink(team, phase, gated, (a_down,), ranks[:, 6:7], tasks, step.widest_rank, places, shrunk)
         phase = project(
             team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
-            (tables.b_down[layer],), ranks[:, 6:7], runs, places, Own(extras, layer, down, extra_runs, kept),
+            (tables.b_down[layer],), ranks[:, 6:7], runs, places, next_q, Own(extras, layer, down, extra_runs, kept),
             hidden,
         )  # fmt: skip
     num_sampled = step.sample_rows.shape[0]
@@ -253,6 +254,6 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
             phase = gather_normed(team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, sampled)
             phase = project(
                 team, phase, sampled, head, none, False, shrunk, (tables.b_down[0],), tables.ranks[0][:, 6:7], runs[:0],
-                places, Own(extras, np.int64(0), q, extra_runs, kept), logits,
+                places, next_q, Own(extras, np.int64(0), q, extra_runs, kept), logits,
             )  # fmt: skip
     return phase

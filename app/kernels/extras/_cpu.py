@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
-from app.kernels.matmul._cpu import PANEL, multiply_columns, panels_per_piece
+from app.kernels.matmul._cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
 from app.kernels.matmul._quantised import multiply_any_panels, num_panels_of
 from app.kernels.rows._cpu import normalise_row, rotate_and_store_token
 from app.kernels.team import count_pieces, leave, piece, take
@@ -335,7 +335,7 @@ def own_head(team, phase, x, w, tables, runs, inputs, logits):
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
-        multiply_any_panels(x, w, first, end, logits, False)
+        multiply_any_panels(x, w, first, end, logits, False, NO_FETCH)
         _own_logits(x, tables, runs, inputs, first, end, logits)
         done += 1
         index = take(team, phase)

@@ -29,6 +29,7 @@ from app.kernels.matmul._quantised import Quantised, layer_panels
 from app.kernels.matmul._quantised import embed as embed_rows
 from app.kernels.rows._cpu import _float_from_bits, gather_normed, rms_norm
 from app.kernels.sgmv._cpu import RowPlaces, shrink
+from app.kernels.sgmv._fetching import NextShrink
 from app.kernels.xla_call import (
     args_of,
     bools,
@@ -46,6 +47,8 @@ from app.kernels.xla_call import (
 _LAYER, _NUM_ROWS, _NUM_RUNS, _NUM_TASKS, _WIDEST, _NUM_EXTRA, _MODULE, _EPS, _GELU = range(9)
 #: A `Stack` has three buffers: the panels or levels at _W, then scales and offsets.
 _X, _W, _, _, _BIAS, _OTHER, _STARTS, _IN_BF16, _RANKS, _RUNS, _TASKS, _EXTRAS, _EXTRA_RUNS, _SLOTS, _TABLES = range(15)
+#: Place of down among the modules.
+_DOWN = 6
 
 
 @compiled
@@ -145,9 +148,16 @@ def _own(args, kept):
 
 
 @compiled
+def _next_shrink(args, b, layer, first, end):
+    """Of modules first to end of a layer, whose a are buffers b to b + 2."""
+    a = _panels_of(args, b, layer), _panels_of(args, b + 1, layer), _panels_of(args, b + 2, layer)
+    return NextShrink(a, _ranks_of(args, _RANKS, layer)[:, first:end])
+
+
+@compiled
 def _run_qkv(team, args, stack):
     """Results: qkv; scratch: normed, shrunk."""
-    layer, num_rows, result = args[_LAYER], args[_NUM_ROWS], _TABLES + 6
+    layer, num_rows, result = args[_LAYER], args[_NUM_ROWS], _TABLES + 9
     normed, h = _matrix(args, result + 1, num_rows), _cube(args, result + 2, num_rows)
     ranks = _ranks_of(args, _RANKS, layer)[:, 0:3]
     runs, places = _runs_of(args, _RUNS, args[_NUM_RUNS]), _places_of(args)
@@ -156,16 +166,17 @@ def _run_qkv(team, args, stack):
         a = _panels_of(args, _TABLES, layer), _panels_of(args, _TABLES + 1, layer), _panels_of(args, _TABLES + 2, layer)
         shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
     b = _rows_of(args, _TABLES + 3, layer), _rows_of(args, _TABLES + 4, layer), _rows_of(args, _TABLES + 5, layer)
+    upcoming = _next_shrink(args, _TABLES + 6, layer, 3, 4)
     project(
         team, 2, normed, layer_panels(stack, layer), _vector_of(args, _BIAS, layer), False, h, b, ranks, runs,
-        places, _own(args, normed), _matrix(args, result, num_rows),
+        places, upcoming, _own(args, normed), _matrix(args, result, num_rows),
     )  # fmt: skip
 
 
 @compiled
 def _run_gated(team, args, stack):
     """Results: gated; scratch: normed, shrunk, gate and up."""
-    layer, num_rows, result = args[_LAYER], args[_NUM_ROWS], _TABLES + 4
+    layer, num_rows, result = args[_LAYER], args[_NUM_ROWS], _TABLES + 7
     normed, h = _matrix(args, result + 1, num_rows), _cube(args, result + 2, num_rows)
     ranks = _ranks_of(args, _RANKS, layer)[:, 4:6]
     runs, places = _runs_of(args, _RUNS, args[_NUM_RUNS]), _places_of(args)
@@ -174,25 +185,30 @@ def _run_gated(team, args, stack):
         a = _panels_of(args, _TABLES, layer), _panels_of(args, _TABLES + 1, layer)
         shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
     b = _rows_of(args, _TABLES + 2, layer), _rows_of(args, _TABLES + 3, layer)
+    upcoming = _next_shrink(args, _TABLES + 4, layer, 6, 7)
     gate_and_up(
         team, 2, normed, layer_panels(stack, layer), _vector_of(args, _BIAS, layer), h, b, ranks, runs, places,
-        _own(args, normed), args[_GELU] != 0, _matrix(args, result + 3, num_rows), _matrix(args, result, num_rows),
+        upcoming, _own(args, normed), args[_GELU] != 0, _matrix(args, result + 3, num_rows),
+        _matrix(args, result, num_rows),
     )  # fmt: skip
 
 
 @compiled
 def _run_add(team, args, stack):
     """Results: the sum, where `other` was; scratch: shrunk, kept."""
-    layer, num_rows, module, result = args[_LAYER], args[_NUM_ROWS], args[_MODULE], _TABLES + 2
+    layer, num_rows, module, result = args[_LAYER], args[_NUM_ROWS], args[_MODULE], _TABLES + 5
     x, h = _matrix(args, _X, num_rows), _cube(args, result + 1, num_rows)
     ranks = _ranks_of(args, _RANKS, layer)[:, module : module + 1]
     runs, places = _runs_of(args, _RUNS, args[_NUM_RUNS]), _places_of(args)
     if runs.shape[0] > 0:
         a = (_panels_of(args, _TABLES, layer),)
         shrink(team, 0, x, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
+    upcoming = _next_shrink(args, _TABLES + 2, layer, module + 1, module + 3)
+    if module == _DOWN:
+        upcoming = _next_shrink(args, _TABLES + 2, min(layer + 1, size(args, _RANKS, 0) - 1), 0, 3)
     project(
         team, 1, x, layer_panels(stack, layer), _vector_of(args, _BIAS, layer), True, h,
-        (_rows_of(args, _TABLES + 1, layer),), ranks, runs, places,
+        (_rows_of(args, _TABLES + 1, layer),), ranks, runs, places, upcoming,
         _own(args, _matrix(args, result + 2, num_rows)), _matrix(args, result, num_rows),
     )  # fmt: skip
 

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
 from app.kernels.extras._cpu import ExtraTables, own_columns, put_back, set_aside
-from app.kernels.matmul._cpu import PANEL, panels_per_piece
+from app.kernels.matmul._cpu import NO_FETCH, PANEL, panels_per_piece
 from app.kernels.matmul._quantised import multiply_any_panels, num_panels_of
 from app.kernels.rows._cpu import activate
 from app.kernels.sgmv._cpu import expand_panels
+from app.kernels.sgmv._fetching import MOST_BLOCKS, list_fetch, shrink_ranges
 from app.kernels.team import count_pieces, leave, piece, take
 
 Floats = NDArray[np.float32]
@@ -55,22 +56,26 @@ def _panels_per_piece(num_rows, num_panels, runs):
 
 
 @compiled
-def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places, own, out):
+def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places, upcoming, own, out):
     """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
 
-    The modules lie side by side in w and out. One phase.
+    The modules lie side by side in w and out. upcoming: the `NextShrink`. One phase.
     """
     num_panels, done = num_panels_of(w), 0
     has_own = own.runs.shape[0] > 0
     size = _panels_per_piece(x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
+    blocks, soon, fetch = np.empty(MOST_BLOCKS, np.int64), np.empty((0, 2), np.int64), NO_FETCH
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
+        if runs.shape[0] > 0:
+            soon = shrink_ranges(upcoming, runs, places) if done == 0 else soon
+            fetch = list_fetch(tables, ranks, runs, places, first, end, num_panels, soon, blocks)
         if accumulate and has_own:
             set_aside(own.tables, own.layer, own.module, own.runs, first, end, out, own.kept)
         adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
-        multiply_any_panels(x, w, first, end, out, adds)
+        multiply_any_panels(x, w, first, end, out, adds, fetch)
         if runs.shape[0] > 0:
             at = 0
             for n in range(ranks.shape[1]):
@@ -89,7 +94,7 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places,
 
 
 @compiled
-def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, own, gelu, gate_up, gated):
+def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, upcoming, own, gelu, gate_up, gated):
     """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
 
     w holds the panels of gate, then those of up; the rest as in `project`.
@@ -98,14 +103,20 @@ def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, own, ge
     width = num_panels * PANEL
     size = _panels_per_piece(2 * x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
+    blocks, soon, fetch = np.empty(MOST_BLOCKS, np.int64), np.empty((0, 2), np.int64), NO_FETCH
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
+        if runs.shape[0] > 0 and done == 0:
+            soon = shrink_ranges(upcoming, runs, places)
         for n in range(2):
             at = n * num_panels
+            if runs.shape[0] > 0:
+                both = 2 * num_panels
+                fetch = list_fetch(tables, ranks, runs, places, at + first, at + end, both, soon, blocks)
             last = min((at + end) * PANEL, bias.shape[0])
             adds = _fill(gate_up, bias, (at + first) * PANEL, last, False)
-            multiply_any_panels(x, w, at + first, at + end, gate_up, adds)
+            multiply_any_panels(x, w, at + first, at + end, gate_up, adds, fetch)
             if runs.shape[0] > 0:
                 expand_panels(h, n, tables, ranks, runs, places, first, end, gate_up, at)
             if own.runs.shape[0] > 0:

@@ -59,6 +59,8 @@ class Adapted(NamedTuple):
 TASK_TOKENS = sgmv_cpu._CHUNK
 #: Places of the modules.
 _QKV, O_PROJ, _GATE, DOWN_PROJ = (0, 1, 2), 3, (4, 5), 6
+#: By the first module of a call, those whose a is read next, three of them: a call asks memory for it.
+_NEXT = {0: (3, 3, 3), 3: (4, 5, 5), 4: (6, 6, 6), 6: (0, 1, 2)}
 #: Place of `other` among the operands of a linear module.
 _HIDDEN = 6
 
@@ -186,5 +188,5 @@ def _operands(
         _scalars(layer, *counts, modules[0], _bits(eps), gelu), x, *_buffers(w),
         jnp.zeros((1, 0), jnp.float32) if bias is None else bias, other, adapted.starts, adapted.in_bf16,
         adapted.ranks, adapted.runs, adapted.tasks, adapted.extras, adapted.extra_runs, adapted.slots,
-        *(adapted.a[n] for n in modules), *(adapted.b[n] for n in modules),
+        *(adapted.a[n] for n in modules), *(adapted.b[n] for n in modules), *(adapted.a[n] for n in _NEXT[modules[0]]),
     )  # fmt: skip

@@ -9,28 +9,40 @@ the thread can be seen in the result.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
-from app.kernels.simd import BYTES_AHEAD, CHUNK, multiply_tile
+from app.kernels.simd import BYTES_AHEAD, CHUNK, FETCH_UNIT, multiply_and_fetch_tile, multiply_tile
 from app.kernels.team import count_pieces, leave, piece, take
 
 #: Columns of one panel.
 PANEL = 16
 
-_one_by_64 = multiply_tile(1, 4, 2)
-_one_by_32 = multiply_tile(1, 2, 2)
-_two_by_32 = multiply_tile(2, 2, 2)
-_three_by_32 = multiply_tile(3, 2, 2)
-_one = multiply_tile(1, 1, 2)
-_two = multiply_tile(2, 1, 2)
-_three = multiply_tile(3, 1, 2)
-_four = multiply_tile(4, 1, 2)
-_five = multiply_tile(5, 1, 2)
-_six = multiply_tile(6, 1, 2)
-_seven = multiply_tile(7, 1, 2)
-_eight = multiply_tile(8, 1, 2)
+#: Rows of the largest tile, and of those before the last when there are more rows.
+_MOST_ROWS, _TILE_ROWS = 8, 6
+
+_four_panels = multiply_tile(1, 4, 2)
+_two_panels = multiply_tile(3, 2, 2)
+_one_panel = multiply_tile(_MOST_ROWS, 1, 2)
+_fetching = multiply_and_fetch_tile(_MOST_ROWS)
+
+
+class Fetch(NamedTuple):
+    """What a product asks memory for on its way, evenly: lines of 64 bytes in a list of blocks, see
+    `multiply_and_fetch_tile`.
+
+    The first to the last step of the whole product ask for all lines, or for one each if there are fewer steps.
+    """
+
+    blocks: int | np.int64
+    lines: int
+
+
+#: Ask for nothing.
+NO_FETCH = Fetch(0, 0)
 
 
 def pack(w: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -56,72 +68,56 @@ def pack_into(w, panels):
 
 @compiled
 def multiply_columns(
-    x, w, w_k, w_panel, num_panels, depth, out, accumulate, num_rows, x_row, out_row, ahead=0, in_bf16=False
-):
+    x, w, w_k, w_panel, num_panels, depth, out, accumulate, num_rows, x_row, out_row, ahead=0, in_bf16=False,
+    blocks=0, step=0, rate=0,
+):  # fmt: skip
     """out[i, p * 16 : p * 16 + 16] (+)= x[i, :depth] @ panel p, for num_panels panels.
 
     x, w, out are addresses; strides are in elements: x_row and out_row between rows, w_k between
-    steps of the sum, w_panel between panels. ahead, in_bf16: see `multiply_tile`. One thread.
+    steps of the sum, w_panel between panels. ahead, in_bf16, blocks, step, rate: see `multiply_tile` and
+    `multiply_and_fetch_tile`; nothing in bfloat16, and nothing of less than four rows, asks for blocks. One thread.
     """
     p, size = 0, 2 if in_bf16 else 4
-    # Few rows read several panels at once: from one long stream of them memory is busy without `ahead`.
+    # Few rows read several panels at once: from one long stream of them memory is busy without being asked ahead.
     if num_rows == 1:
         while p + 4 <= num_panels:
             wp, op = w + p * w_panel * size, out + p * 64
-            _one_by_64(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
+            _four_panels(1, x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
             p += 4
     if 1 <= num_rows <= 3:
         while p + 2 <= num_panels:
             wp, op = w + p * w_panel * size, out + p * 64
-            if num_rows == 1:
-                _one_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
-            elif num_rows == 2:
-                _two_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
-            else:
-                _three_by_32(x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
+            _two_panels(num_rows, x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
             p += 2
     # Several tiles of rows read the same weights: chunk by chunk, these stay in the first cache.
-    step = CHUNK if num_rows > 8 else max(depth, 1)
+    chunk = CHUNK if num_rows > _MOST_ROWS else max(depth, 1)
+    fetches = rate > 0 and num_rows > 3 and not in_bf16
     while p < num_panels:
-        for start in range(0, max(depth, 1), step):
-            _multiply_panel(
-                x + start * 4, w + (p * w_panel + start * w_k) * size, w_k, min(step, depth - start), out + p * 64,
-                accumulate or start > 0, num_rows, x_row, out_row, ahead, in_bf16,
-            )  # fmt: skip
+        for start in range(0, max(depth, 1), chunk):
+            i, count, adds = 0, min(chunk, depth - start), accumulate or start > 0
+            wp = w + (p * w_panel + start * w_k) * size
+            while i < num_rows:
+                rows = num_rows - i if num_rows - i <= _MOST_ROWS else _TILE_ROWS
+                xi, oi = x + (i * x_row + start) * 4, out + i * out_row * 4 + p * 64
+                if fetches:
+                    _fetching(rows, xi, x_row, wp, w_k, count, oi, out_row, ahead, adds, blocks, step, rate)
+                else:
+                    _one_panel(rows, xi, x_row, wp, w_k, 0, count, oi, out_row, 0, ahead, adds, in_bf16)
+                step += count
+                i += rows
         p += 1
 
 
 @compiled
-def _multiply_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, in_bf16):
-    """`multiply_columns` of one panel."""
-    i = 0
-    while i < num_rows:
-        left = num_rows - i
-        xi, oi = x + i * x_row * 4, out + i * out_row * 4
-        if left == 6 or left > 8:
-            _six(xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
-            i += 6
-        elif left == 5:
-            _five(xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
-            i += 5
-        elif left == 4:
-            _four(xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
-            i += 4
-        elif left == 3:
-            _three(xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
-            i += 3
-        elif left == 2:
-            _two(xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
-            i += 2
-        elif left == 1:
-            _one(xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
-            i += 1
-        elif left == 7:
-            _seven(xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
-            i += 7
-        else:
-            _eight(xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
-            i += 8
+def count_steps(num_rows, num_panels, depth):
+    """Steps of `multiply_columns` with more than three rows: what their numbers run to."""
+    return num_panels * depth * (1 + max(num_rows - _MOST_ROWS + _TILE_ROWS - 1, 0) // _TILE_ROWS)
+
+
+@compiled
+def fetch_rate(fetch, num_steps):
+    """Lines per step, in units of 1 / FETCH_UNIT, at most one."""
+    return min(fetch.lines * FETCH_UNIT // max(num_steps, 1), FETCH_UNIT)
 
 
 @compiled
@@ -131,13 +127,14 @@ def panels_per_piece(num_rows, num_panels):
 
 
 @compiled
-def multiply_panels(x, w, first, end, out, accumulate):
+def multiply_panels(x, w, first, end, out, accumulate, fetch):
     """out[:, 16 * first : 16 * end] (+)= x @ panels first to end of w; shapes as in `matmul`. One thread."""
-    depth = x.shape[1]
+    num_rows, depth = x.shape
     multiply_columns(
         x.ctypes.data, w.ctypes.data + first * depth * 64, 16, depth * 16, end - first, depth,
-        out.ctypes.data + first * 64, accumulate, x.shape[0], x.strides[0] // 4, out.strides[0] // 4,
-        BYTES_AHEAD if x.shape[0] > 3 else 0,
+        out.ctypes.data + first * 64, accumulate, num_rows, x.strides[0] // 4, out.strides[0] // 4,
+        BYTES_AHEAD if num_rows > 3 else 0, False,
+        fetch.blocks, 0, fetch_rate(fetch, count_steps(num_rows, end - first, depth)),
     )  # fmt: skip
 
 
@@ -153,7 +150,7 @@ def matmul(team, phase, x, w, out, accumulate):
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
-        multiply_panels(x, w, first, end, out, accumulate)
+        multiply_panels(x, w, first, end, out, accumulate, NO_FETCH)
         done += 1
         index = take(team, phase)
     return leave(team, phase, num_pieces, done)

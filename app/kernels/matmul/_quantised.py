@@ -19,14 +19,14 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
-from app.kernels.matmul._cpu import PANEL, multiply_columns, multiply_panels
+from app.kernels.matmul._cpu import PANEL, count_steps, fetch_rate, multiply_columns, multiply_panels
 from app.kernels.simd import CHUNK, GROUP, expand_bytes, multiply_bytes_tile
 from app.kernels.team import leave, take
 
 #: Rows of the largest tile whose weights are expanded in registers. Beyond two such tiles a scratch is faster.
 _MOST_IN_REGISTERS = 8
 
-_one, _two, _three, _four, _five, _six, _seven, _eight = (multiply_bytes_tile(rows) for rows in range(1, 9))
+_one_panel = multiply_bytes_tile(_MOST_IN_REGISTERS)
 
 
 class Quantised(NamedTuple):
@@ -40,66 +40,53 @@ class Quantised(NamedTuple):
 @compiled
 def expand_panel(levels, scales, offsets, out):
     """out[k, c] = scales[k // 32, c] * levels[k, c] + offsets[k // 32, c]; [K, 16] float32 in place."""
-    depth = levels.shape[0]
-    for group in range(scales.shape[0]):
-        first = group * GROUP
+    _expand(levels.ctypes.data, scales.ctypes.data, offsets.ctypes.data, levels.shape[0], out.ctypes.data)
+
+
+@compiled
+def _expand(levels, scales, offsets, depth, out):
+    """`expand_panel` of addresses."""
+    for first in range(0, depth, GROUP):
+        at = first // GROUP * PANEL * 4
         expand_bytes(
-            levels.ctypes.data + first * PANEL, scales.ctypes.data + group * 64, offsets.ctypes.data + group * 64,
-            min(GROUP, depth - first), out.ctypes.data + first * 64,
-        )  # fmt: skip
+            levels + first * PANEL, scales + at, offsets + at, min(GROUP, depth - first), out + first * PANEL * 4
+        )
 
 
 @compiled
-def _multiply_few(x, x_row, num_rows, levels, scales, offsets, depth, out, out_row, accumulate):
-    """One panel with up to `_MOST_IN_REGISTERS` rows; addresses and strides as in `multiply_bytes_tile`."""
-    if num_rows == 1:
-        _one(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
-    elif num_rows == 2:
-        _two(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
-    elif num_rows == 3:
-        _three(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
-    elif num_rows == 4:
-        _four(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
-    elif num_rows == 5:
-        _five(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
-    elif num_rows == 6:
-        _six(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
-    elif num_rows == 7:
-        _seven(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
-    elif num_rows == 8:
-        _eight(x, x_row, levels, scales, offsets, depth, out, out_row, accumulate)
-
-
-@compiled
-def multiply_quantised_panels(x, w, first, end, out, accumulate):
+def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
     """As `app.kernels.matmul._cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
     x_row, out_row, num_groups = x.strides[0] // 4, out.strides[0] // 4, w.scales.shape[1]
-    scratch = np.empty((CHUNK, PANEL), np.float32)
+    in_registers = num_rows <= 2 * _MOST_IN_REGISTERS
+    if in_registers:
+        num_steps = (end - first) * depth * -(-num_rows // _MOST_IN_REGISTERS)
+    else:
+        num_steps = count_steps(num_rows, end - first, depth)
+    blocks, rate = fetch.blocks, fetch_rate(fetch, num_steps)
+    scratch, step = np.empty((CHUNK, PANEL), np.float32), 0
     for panel in range(first, end):
         levels = w.levels.ctypes.data + panel * depth * PANEL
         scales = w.scales.ctypes.data + panel * num_groups * PANEL * 4
         offsets = w.offsets.ctypes.data + panel * num_groups * PANEL * 4
         to = out.ctypes.data + panel * PANEL * 4
-        if num_rows <= 2 * _MOST_IN_REGISTERS:
+        if in_registers:
             for row in range(0, num_rows, _MOST_IN_REGISTERS):
-                _multiply_few(
-                    x.ctypes.data + row * x_row * 4, x_row, min(_MOST_IN_REGISTERS, num_rows - row), levels, scales,
-                    offsets, depth, to + row * out_row * 4, out_row, accumulate,
+                xi, oi = x.ctypes.data + row * x_row * 4, to + row * out_row * 4
+                _one_panel(
+                    min(_MOST_IN_REGISTERS, num_rows - row), xi, x_row, levels, scales, offsets, depth, oi, out_row,
+                    accumulate, blocks, step, rate,
                 )  # fmt: skip
+                step += depth
             continue
         for start in range(0, max(depth, 1), CHUNK):
-            count = min(CHUNK, depth - start)
-            for k in range(start, start + count, GROUP):
-                at = k // GROUP * PANEL * 4
-                expand_bytes(
-                    levels + k * PANEL, scales + at, offsets + at, min(GROUP, depth - k),
-                    scratch.ctypes.data + (k - start) * PANEL * 4,
-                )  # fmt: skip
+            count, grid = min(CHUNK, depth - start), start // GROUP * PANEL * 4
+            _expand(levels + start * PANEL, scales + grid, offsets + grid, count, scratch.ctypes.data)
             multiply_columns(
                 x.ctypes.data + start * 4, scratch.ctypes.data, PANEL, 0, 1, count, to, accumulate or start > 0,
-                num_rows, x_row, out_row,
+                num_rows, x_row, out_row, 0, False, blocks, step, rate,
             )  # fmt: skip
+            step += count_steps(num_rows, 1, count)
 
 
 #: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis.
@@ -130,16 +117,20 @@ def _num_panels_of(w):
     return lambda w: w.levels.shape[0]
 
 
-def multiply_any_panels(x, w, first, end, out, accumulate):
+def multiply_any_panels(x, w, first, end, out, accumulate, fetch):
     """`multiply_panels` for either kind of weights."""
     raise NotImplementedError("called from compiled code only")
 
 
 @overload(multiply_any_panels)
-def _multiply_any_panels(x, w, first, end, out, accumulate):
+def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
     if isinstance(w, types.Array):
-        return lambda x, w, first, end, out, accumulate: multiply_panels(x, w, first, end, out, accumulate)
-    return lambda x, w, first, end, out, accumulate: multiply_quantised_panels(x, w, first, end, out, accumulate)
+        return lambda x, w, first, end, out, accumulate, fetch: multiply_panels(
+            x, w, first, end, out, accumulate, fetch
+        )
+    return lambda x, w, first, end, out, accumulate, fetch: multiply_quantised_panels(
+        x, w, first, end, out, accumulate, fetch
+    )
 
 
 @compiled

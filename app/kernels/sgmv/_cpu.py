@@ -29,16 +29,12 @@ RANK_PANEL = 8
 
 #: Tokens of one task of a shrink, and panels of rank rows of one piece of it.
 _CHUNK = 12
-_PIECE_PANELS = 2
+_PIECE_PANELS = 4
 
-_one_by_two = multiply_tile(1, 2, 1)
-_two_by_two = multiply_tile(2, 2, 1)
-_three_by_two = multiply_tile(3, 2, 1)
-_four_by_two = multiply_tile(4, 2, 1)
-_one = multiply_tile(1, 1, 1)
-_two = multiply_tile(2, 1, 1)
-_three = multiply_tile(3, 1, 1)
-_four = multiply_tile(4, 1, 1)
+#: Tiles of a shrink by their panels: chains enough to keep a core busy, few enough for the registers of AVX2.
+_four_panels = multiply_tile(2, 4, 1)
+_two_panels = multiply_tile(4, 2, 1)
+_one_panel = multiply_tile(4, 1, 1)
 
 
 class RowPlaces(NamedTuple):
@@ -54,29 +50,19 @@ def _shrink_rows(x, x_row, num_rows, a, num_panels, depth, h, h_row, in_bf16):
     step = depth * RANK_PANEL
     step_bytes = step * (2 if in_bf16 else 4)
     for i in range(0, num_rows, 4):
-        xi, hi, left = x + i * x_row * 4, h + i * h_row * 4, num_rows - i
-        p = 0
+        p, rows = 0, min(num_rows - i, 4)
+        xi, hi = x + i * x_row * 4, h + i * h_row * 4
+        while rows <= 2 and p + 4 <= num_panels:
+            ap, hp = a + p * step_bytes, hi + p * RANK_PANEL * 4
+            _four_panels(rows, xi, x_row, ap, 8, step, depth, hp, h_row, 8, BYTES_AHEAD, False, in_bf16)
+            p += 4
         while p + 2 <= num_panels:
-            ap, hp = a + p * step_bytes, hi + p * 32
-            if left >= 4:
-                _four_by_two(xi, x_row, ap, 8, step, depth, hp, h_row, 8, BYTES_AHEAD, False, in_bf16)
-            elif left == 3:
-                _three_by_two(xi, x_row, ap, 8, step, depth, hp, h_row, 8, BYTES_AHEAD, False, in_bf16)
-            elif left == 2:
-                _two_by_two(xi, x_row, ap, 8, step, depth, hp, h_row, 8, BYTES_AHEAD, False, in_bf16)
-            else:
-                _one_by_two(xi, x_row, ap, 8, step, depth, hp, h_row, 8, BYTES_AHEAD, False, in_bf16)
+            ap, hp = a + p * step_bytes, hi + p * RANK_PANEL * 4
+            _two_panels(rows, xi, x_row, ap, 8, step, depth, hp, h_row, 8, BYTES_AHEAD, False, in_bf16)
             p += 2
         if p < num_panels:
-            ap, hp = a + p * step_bytes, hi + p * 32
-            if left >= 4:
-                _four(xi, x_row, ap, 8, 0, depth, hp, h_row, 0, BYTES_AHEAD, False, in_bf16)
-            elif left == 3:
-                _three(xi, x_row, ap, 8, 0, depth, hp, h_row, 0, BYTES_AHEAD, False, in_bf16)
-            elif left == 2:
-                _two(xi, x_row, ap, 8, 0, depth, hp, h_row, 0, BYTES_AHEAD, False, in_bf16)
-            else:
-                _one(xi, x_row, ap, 8, 0, depth, hp, h_row, 0, BYTES_AHEAD, False, in_bf16)
+            ap, hp = a + p * step_bytes, hi + p * RANK_PANEL * 4
+            _one_panel(rows, xi, x_row, ap, 8, 0, depth, hp, h_row, 0, BYTES_AHEAD, False, in_bf16)
 
 
 @compiled
@@ -133,12 +119,12 @@ def expand_panels(h, n, tables, ranks, runs, places, first, end, out, out_panel)
         start, stop, adapter_slot = runs[g, 0], runs[g, 1], runs[g, 2]
         rank = ranks[adapter_slot, n]
         if rank > 0:
-            panels = b + _first_panel(rank, places, adapter_slot, width, first)
+            panels = b + first_panel(rank, places, adapter_slot, width, first)
             # A lone row is done before memory answers: it asks for what the next run will read.
             ahead = np.int64(BYTES_AHEAD)
             if stop - start == 1 and g + 1 < runs.shape[0]:
                 later = runs[g + 1, 2]
-                ahead = b + _first_panel(ranks[later, n], places, later, width, first) - panels
+                ahead = b + first_panel(ranks[later, n], places, later, width, first) - panels
             multiply_columns(
                 h.ctypes.data + (start * h_row + n * h_table) * 4, panels, PANEL, rank * PANEL, end - first, rank,
                 out.ctypes.data + (start * out_row + (out_panel + first) * PANEL) * 4, True, stop - start, h_row,
@@ -147,7 +133,7 @@ def expand_panels(h, n, tables, ranks, runs, places, first, end, out, out_panel)
 
 
 @compiled
-def _first_panel(rank, places, adapter_slot, width, panel):
+def first_panel(rank, places, adapter_slot, width, panel):
     """Bytes from the beginning of a table to a panel of an adapter."""
     size = 2 if places.in_bf16[adapter_slot] else 4
     return places.starts[adapter_slot] * width * 4 + panel * rank * PANEL * size
