@@ -27,11 +27,11 @@ from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import FEATURES, TARGETS, LoraAdapter
 from app.engine.adapters.packing import PackedAdapter, unpack_adapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.loading import load_backend, served_features
+from app.engine.loading import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.request import GenerateRequest, SamplingParams
@@ -81,7 +81,7 @@ class _Service:
         (folder / "state").mkdir()
         settings = AppConfig(adapters=adapters, engine=config)
         counts = TierCounts()
-        self.library: AdapterLibrary = open_library(adapters, checkpoint, served_features(config), counts)
+        self.library: AdapterLibrary = open_library(adapters, checkpoint, FEATURES, counts)
         self.registry = open_registry(settings, checkpoint.spec.digest)
         self.store: AdapterStore[PackedAdapter] = AdapterStore(
             self.library, _host_copy, max_bytes=host_bytes, counts=counts

@@ -95,13 +95,13 @@ def multiply_and_fetch_tile(most_rows: int) -> Callable[..., None]:
 
 
 @cache
-def multiply_bytes_tile(most_rows: int) -> Callable[..., None]:
+def multiply_bytes_tile(most_rows: int, *, fetches: bool) -> Callable[..., None]:
     """As `multiply_and_fetch_tile` with weights that are stored in bytes, over the whole sum.
 
     The function takes `(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, blocks, step, rate)`:
     the bytes of step kk are at levels + kk * 16; those of each `GROUP` steps share 16 scales and 16 offsets, one group
-    after the other. Weights are expanded in registers exactly as `expand_bytes` does. With a rate of 0, `blocks` is
-    not read.
+    after the other. Weights are expanded in registers exactly as `expand_bytes` does. Without `fetches` the last three
+    are not looked at.
     """
 
     @intrinsic
@@ -113,12 +113,7 @@ def multiply_bytes_tile(most_rows: int) -> Callable[..., None]:
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             rows, *rest = args[:10]
-            fetch = _Fetch(*args[10:])
-            with builder.if_else(builder.icmp_signed(">", fetch.rate, WORD(0))) as (fetching, plain):
-                with fetching:
-                    _emit_bytes_tile(builder, rows, most_rows, rest, fetch)
-                with plain:
-                    _emit_bytes_tile(builder, rows, most_rows, rest)
+            _emit_bytes_tile(builder, rows, most_rows, rest, _Fetch(*args[10:]) if fetches else None)
             return context.get_dummy_value()
 
         return signature, codegen

@@ -30,13 +30,12 @@ from app.kernels.compiled import compiled
 from app.kernels.team import _add, _load, _offer_core, _pause
 
 NUM_SCALARS, _FIRST, _STRIDE = 16, 16, 6
-#: Phases a body may have, and buffers a call may have.
-MAX_PHASES, _MAX_BUFFERS = 4, 26
+#: Phases a body may have.
+MAX_PHASES = 4
 #: Words of a call's record: references; the arguments of scheduling a helper; its task and the places where helpers
-#: linger; the arguments of asking for the number of threads; the team's counters; args.
-_SCHEDULE, _TASK, _PLACES, _NUM_THREADS, _TEAM = 1, 6, 7, 8, 16
+#: linger; the arguments of asking for the number of threads; its length; the team's counters; args.
+_SCHEDULE, _TASK, _PLACES, _NUM_THREADS, _LENGTH, _TEAM = 1, 6, 7, 8, 13, 16
 _ARGS = _TEAM + 16 * MAX_PHASES
-_RECORD = _ARGS + _FIRST + _STRIDE * _MAX_BUFFERS
 #: Byte offsets in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Metadata and XLA_FFI_Api.
 FRAME = {
     "extension_start": 8,
@@ -179,11 +178,12 @@ def _describe(frame):
 @compiled
 def _new_record(frame, task, places):
     """The call's own memory, with one reference: its counters, and all it needs to know of the call."""
-    record = _allocate(_RECORD * 8)
-    words = carray(_to_words(record), _RECORD)
-    words[:_ARGS] = 0
-    words[0], words[_TASK], words[_PLACES] = 1, task, places
     num_operands, num_results = _word(frame + _NUM_OPERANDS), _word(frame + _NUM_RESULTS)
+    length = _ARGS + _FIRST + _STRIDE * (num_operands - 1 + num_results)
+    record = _allocate(length * 8)
+    words = carray(_to_words(record), length)
+    words[:_ARGS] = 0
+    words[0], words[_TASK], words[_PLACES], words[_LENGTH] = 1, task, places, length
     operands, results = _word(frame + _OPERANDS), _word(frame + _RESULTS)
     scalars = _word(operands)
     count = _word(_word(scalars + _DIMS))
@@ -211,7 +211,7 @@ def team_of(record):
 @compiled
 def args_of(record):
     """The call's scalars and buffers; see the module."""
-    return carray(_to_words(record + _ARGS * 8), _RECORD - _ARGS)
+    return carray(_to_words(record + _ARGS * 8), _word(record + _LENGTH * 8) - _ARGS)
 
 
 @compiled

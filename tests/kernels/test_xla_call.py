@@ -175,3 +175,22 @@ def test_rotation_and_attention_have_the_kernels_bits_and_write_memory_in_place(
     assert np.array_equal(new_keys, keys)
     assert np.array_equal(new_values, values)
     assert np.array_equal(out[:rows], expected)
+
+
+def _add_all(record: int) -> None:
+    args = xla_call.args_of(record)
+    out = xla_call.floats(xla_call.buffer(args, args[0]), (1,))
+    out[0] = np.float32(0.0)
+    for b in range(args[0]):
+        out[0] += xla_call.floats(xla_call.buffer(args, b), (1,))[0]
+    xla_call.leave_record(record)
+
+
+def test_a_call_may_have_any_number_of_buffers() -> None:
+    held = xla_call.register("polylora_test_add_all", xla_call.task(_add_all))
+    for count in (1, 3, 200):
+        x = normal(rng(), count)
+        call = jax.ffi.ffi_call("polylora_test_add_all", jax.ShapeDtypeStruct((1,), np.float32))
+        found = jax.jit(call)(jnp.array([count], jnp.int32), *jnp.split(jnp.asarray(x), count))
+        assert abs(found[0] - x.sum()) < 1e-3
+    del held

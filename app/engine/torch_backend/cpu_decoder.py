@@ -179,7 +179,11 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
     for layer in range(num_layers):
         ranks, later = tables.ranks[layer], min(layer + 1, num_layers - 1)
         a_o, a_gate, a_up, a_down = tables.a_o[layer], tables.a_gate[layer], tables.a_up[layer], tables.a_down[layer]
-        next_o, next_gate = NextShrink((a_o, a_o, a_o), ranks[:, 3:4]), NextShrink((a_gate, a_up, a_up), ranks[:, 4:6])
+        # o is the smallest product, gate and up the largest shrink: memory is asked for gate before.
+        next_o, next_up = (
+            NextShrink((a_o, a_gate, a_gate), ranks[:, 3:5]),
+            NextShrink((a_up, a_up, a_up), ranks[:, 5:6]),
+        )
         next_down = NextShrink((a_down, a_down, a_down), ranks[:, 6:7])
         next_q = NextShrink((tables.a_q[later], tables.a_k[later], tables.a_v[later]), tables.ranks[later][:, 0:3])
         if has_extras:
@@ -217,7 +221,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         # The residual is where the sums of o and down start: no separate addition.
         phase = project(
             team, phase, attended, layer_panels(weights.out, layer), weights.out_bias[layer], True, shrunk,
-            (tables.b_o[layer],), ranks[:, 3:4], runs, places, next_gate, Own(extras, layer, o, extra_runs, kept),
+            (tables.b_o[layer],), ranks[:, 3:4], runs, places, next_up, Own(extras, layer, o, extra_runs, kept),
             hidden,
         )  # fmt: skip
         if has_extras:

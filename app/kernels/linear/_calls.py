@@ -166,7 +166,7 @@ def _run_qkv(team, args, stack):
         a = _panels_of(args, _TABLES, layer), _panels_of(args, _TABLES + 1, layer), _panels_of(args, _TABLES + 2, layer)
         shrink(team, 1, normed, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
     b = _rows_of(args, _TABLES + 3, layer), _rows_of(args, _TABLES + 4, layer), _rows_of(args, _TABLES + 5, layer)
-    upcoming = _next_shrink(args, _TABLES + 6, layer, 3, 4)
+    upcoming = _next_shrink(args, _TABLES + 6, layer, 3, 5)
     project(
         team, 2, normed, layer_panels(stack, layer), _vector_of(args, _BIAS, layer), False, h, b, ranks, runs,
         places, upcoming, _own(args, normed), _matrix(args, result, num_rows),
@@ -203,7 +203,7 @@ def _run_add(team, args, stack):
     if runs.shape[0] > 0:
         a = (_panels_of(args, _TABLES, layer),)
         shrink(team, 0, x, a, ranks, _runs_of(args, _TASKS, args[_NUM_TASKS]), args[_WIDEST], places, h)
-    upcoming = _next_shrink(args, _TABLES + 2, layer, module + 1, module + 3)
+    upcoming = _next_shrink(args, _TABLES + 2, layer, 5, 6)
     if module == _DOWN:
         upcoming = _next_shrink(args, _TABLES + 2, min(layer + 1, size(args, _RANKS, 0) - 1), 0, 3)
     project(

@@ -59,8 +59,9 @@ class Adapted(NamedTuple):
 TASK_TOKENS = sgmv_cpu._CHUNK
 #: Places of the modules.
 _QKV, O_PROJ, _GATE, DOWN_PROJ = (0, 1, 2), 3, (4, 5), 6
-#: By the first module of a call, those whose a is read next, three of them: a call asks memory for it.
-_NEXT = {0: (3, 3, 3), 3: (4, 5, 5), 4: (6, 6, 6), 6: (0, 1, 2)}
+#: By the first module of a call, those whose a it asks memory for, three of them: what is read next. o is the smallest
+#: product and gate and up the largest shrink, so that of gate is asked for before o.
+_NEXT = {0: (3, 4, 4), 3: (5, 5, 5), 4: (6, 6, 6), 6: (0, 1, 2)}
 #: Place of `other` among the operands of a linear module.
 _HIDDEN = 6
 

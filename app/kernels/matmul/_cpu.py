@@ -94,18 +94,37 @@ def multiply_columns(
     fetches = rate > 0 and num_rows > 3 and not in_bf16
     while p < num_panels:
         for start in range(0, max(depth, 1), chunk):
-            i, count, adds = 0, min(chunk, depth - start), accumulate or start > 0
-            wp = w + (p * w_panel + start * w_k) * size
-            while i < num_rows:
-                rows = num_rows - i if num_rows - i <= _MOST_ROWS else _TILE_ROWS
-                xi, oi = x + (i * x_row + start) * 4, out + i * out_row * 4 + p * 64
-                if fetches:
-                    _fetching(rows, xi, x_row, wp, w_k, count, oi, out_row, ahead, adds, blocks, step, rate)
-                else:
-                    _one_panel(rows, xi, x_row, wp, w_k, 0, count, oi, out_row, 0, ahead, adds, in_bf16)
-                step += count
-                i += rows
+            count, adds = min(chunk, depth - start), accumulate or start > 0
+            xp, wp, op = x + start * 4, w + (p * w_panel + start * w_k) * size, out + p * 64
+            if fetches:
+                _fetching_panel(xp, wp, w_k, count, op, adds, num_rows, x_row, out_row, ahead, blocks, step, rate)
+                step += count_steps(num_rows, 1, count)
+            else:
+                _panel(xp, wp, w_k, count, op, adds, num_rows, x_row, out_row, ahead, in_bf16)
         p += 1
+
+
+@compiled
+def _panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, in_bf16):
+    """`multiply_columns` of one panel."""
+    i = 0
+    while i < num_rows:
+        rows = num_rows - i if num_rows - i <= _MOST_ROWS else _TILE_ROWS
+        xi, oi = x + i * x_row * 4, out + i * out_row * 4
+        _one_panel(rows, xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
+        i += rows
+
+
+@compiled
+def _fetching_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, blocks, step, rate):
+    """`_panel` in float32, asking for blocks. A function of its own: the other is faster without this beside it."""
+    i = 0
+    while i < num_rows:
+        rows = num_rows - i if num_rows - i <= _MOST_ROWS else _TILE_ROWS
+        xi, oi = x + i * x_row * 4, out + i * out_row * 4
+        _fetching(rows, xi, x_row, w, w_k, depth, oi, out_row, ahead, accumulate, blocks, step, rate)
+        step += depth
+        i += rows
 
 
 @compiled

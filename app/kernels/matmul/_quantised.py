@@ -26,7 +26,8 @@ from app.kernels.team import leave, take
 #: Rows of the largest tile whose weights are expanded in registers. Beyond two such tiles a scratch is faster.
 _MOST_IN_REGISTERS = 8
 
-_one_panel = multiply_bytes_tile(_MOST_IN_REGISTERS)
+_plain_tile = multiply_bytes_tile(_MOST_IN_REGISTERS, fetches=False)
+_fetching_tile = multiply_bytes_tile(_MOST_IN_REGISTERS, fetches=True)
 
 
 class Quantised(NamedTuple):
@@ -54,6 +55,18 @@ def _expand(levels, scales, offsets, depth, out):
 
 
 @compiled
+def _plain(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate):
+    """One panel with up to `_MOST_IN_REGISTERS` rows."""
+    _plain_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, 0, 0, 0)
+
+
+@compiled
+def _fetching(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate):
+    """`_plain`, asking for blocks. A function of its own: the other is faster without this beside it."""
+    _fetching_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate)
+
+
+@compiled
 def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
     """As `app.kernels.matmul._cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
@@ -73,10 +86,13 @@ def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
         if in_registers:
             for row in range(0, num_rows, _MOST_IN_REGISTERS):
                 xi, oi = x.ctypes.data + row * x_row * 4, to + row * out_row * 4
-                _one_panel(
-                    min(_MOST_IN_REGISTERS, num_rows - row), xi, x_row, levels, scales, offsets, depth, oi, out_row,
-                    accumulate, blocks, step, rate,
-                )  # fmt: skip
+                rows = min(_MOST_IN_REGISTERS, num_rows - row)
+                if rate > 0:
+                    _fetching(
+                        rows, xi, x_row, levels, scales, offsets, depth, oi, out_row, accumulate, blocks, step, rate
+                    )
+                else:
+                    _plain(rows, xi, x_row, levels, scales, offsets, depth, oi, out_row, accumulate)
                 step += depth
             continue
         for start in range(0, max(depth, 1), CHUNK):
