@@ -59,7 +59,7 @@ class EngineConfig(BaseModel):
     max_waiting: int = Field(512, ge=1, description="Requests waiting for a turn before new ones are refused with 429.")
     max_context: int = Field(0, ge=0, description="Longest prompt plus answer; 0 takes the model's own limit.")
     adapter_write_bytes_per_step: int = Field(
-        64 << 20,
+        16 << 20,
         ge=1,
         description="Adapter bytes written per step: a burst of cold ones cannot stall streams.",
     )
