@@ -2,7 +2,8 @@
 
 In: weights [N, K]. Out: a `Stack`, float32 panels or `Quantised` ones. A group of 32 weights that lies on a grid of
 at most 255 equal steps is stored on that grid, so that the product reads back every weight to the bit: checkpoints
-that were quantised in groups of 32 (GGUF Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, mostly Q4_K and Q5_K) lose nothing. Other
+that were quantised in groups of 32 (GGUF Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, mostly Q4_K and Q5_K) lose nothing, as long as
+float32 holds a group's offset and steps without rounding (an offset of 2**-9 steps and less takes more bits). Other
 groups are rounded to 255 steps from their smallest to their largest weight, or refused, as the caller wants.
 """
 
