@@ -8,12 +8,21 @@ released; how much may be held is the engine's business (`AdapterCard.extra_byte
 
 from __future__ import annotations
 
+from collections.abc import Container
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.extras import ModuleExtras, module_extras, module_shift, replaced_norms
+from app.engine.adapters.extras import (
+    ModuleExtras,
+    embedding_ids,
+    embedding_rows,
+    module_extras,
+    module_shift,
+    replaced_norms,
+)
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair, widened
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora._cpu import dora_scale
@@ -43,15 +52,64 @@ class BaseModules(Protocol):
         ...
 
 
-class AdapterExtras:
-    """Arrays by adapter slot, and their addresses in tables."""
+class HeldExtras:
+    """Arrays by adapter slot, and their addresses in tables, one of these for each shard of a model."""
+
+    def __init__(self, num_layers: int, max_adapter_slots: int, num_shards: int) -> None:
+        self.shards = [empty_tables(num_layers, max_adapter_slots, len(TARGETS)) for _ in range(num_shards)]
+        self._held: dict[int, list[NDArray[np.generic]]] = {}
+
+    def held_bytes(self, adapter_slot: int) -> int:
+        return sum(array.nbytes for array in self._held.get(adapter_slot, ()))
+
+    def release(self, adapter_slot: int) -> None:
+        """Forget the slot's extras and free their memory."""
+        if self._held.pop(adapter_slot, None) is not None:
+            for tables in self.shards:
+                for table in tables:
+                    table[(slice(None),) * (table.ndim > 1) + (adapter_slot,)] = 0
+
+    @property
+    def head_width(self) -> int:
+        """Width that `own_head_inputs` needs for any adapter held, in any shard."""
+        widths = [-(-tables.num_head_ids // PANEL) - (-tables.head_ranks // PANEL) for tables in self.shards]
+        return int(np.max(widths)) * PANEL
+
+    def runs(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the runs [G, 3] (first, end, adapter slot) whose adapter has extras."""
+        return runs_of(runs, self._held)
+
+    def _keep(self, adapter_slot: int, array: NDArray[np.generic]) -> int:
+        """Hold an array for the slot; returns its address."""
+        self._held[adapter_slot].append(array)
+        return array.ctypes.data
+
+    def _write_embedding(self, adapter_slot: int, adapter: LoraAdapter) -> None:
+        """The rows that stand in for the embedding's: held once, for every shard."""
+        rows, ids = embedding_rows(adapter), embedding_ids(adapter)
+        if rows is None:
+            return
+        order = slice(None) if ids is None else np.argsort(ids)
+        place = self._keep(adapter_slot, np.array(rows[order], order="C"))
+        ids_place = 0 if ids is None else self._keep(adapter_slot, ids[order])
+        for tables in self.shards:
+            tables.embed_rows[adapter_slot], tables.embed_ids[adapter_slot] = place, ids_place
+            tables.num_embed_ids[adapter_slot] = 0 if ids is None else len(ids)
+
+
+class AdapterExtras(HeldExtras):
+    """Those of a model in one piece."""
 
     def __init__(self, spec: ModelSpec, base: BaseModules, max_adapter_slots: int, team: Team) -> None:
+        super().__init__(len(spec.layers), max_adapter_slots, num_shards=1)
         self._team = team
         self._spec = spec
         self._base = base
-        self.tables: ExtraTables = empty_tables(len(spec.layers), max_adapter_slots, len(TARGETS))
-        self._held: dict[int, list[NDArray[np.generic]]] = {}
+
+    @property
+    def tables(self) -> ExtraTables:
+        """The only shard's."""
+        return self.shards[0]
 
     def warm_up(self) -> None:
         """Compile what `write` calls, on weights of no consequence."""
@@ -60,47 +118,30 @@ class AdapterExtras:
         nothing = LoraPair(np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
         dora_scale(self._team, nothing.b[0], self._base.panels(key), nothing.a, nothing.b)
 
-    def held_bytes(self, adapter_slot: int) -> int:
-        return sum(array.nbytes for array in self._held.get(adapter_slot, ()))
-
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
         """Take the slot's extras from `adapter`, dropping what was there."""
         self.release(adapter_slot)
         if not adapter.features:
             return
-        tables, held = self.tables, self._held.setdefault(adapter_slot, [])
-
-        def keep(array: NDArray[np.generic]) -> int:
-            held.append(array)
-            return array.ctypes.data
-
+        self._held[adapter_slot] = []
+        tables, keep = self.tables, partial(self._keep, adapter_slot)
         for key, parts in module_extras(adapter, self._spec).items():
             place = key.layer, adapter_slot, TARGETS.index(key.target)
             if parts.weight is not None:
                 tables.weights[place] = keep(pack(adapter.replaced[parts.weight]))
             scale = self._scale(adapter, key) if parts.has_scale else None
             if scale is not None:
-                tables.scales[place] = keep(_padded(scale))
+                tables.scales[place] = keep(whole_panels(scale))
             if parts.has_shift:
-                tables.shifts[place] = keep(_padded(self._shift(adapter, key, parts, scale)))
+                tables.shifts[place] = keep(whole_panels(self._shift(adapter, key, parts, scale)))
         for name in replaced_norms(adapter):
             address = keep(adapter.replaced[name].copy())
             if name == "model.norm.weight":
                 tables.final_norm[adapter_slot] = address
             else:
-                _, _, layer, module = name.removesuffix(".weight").split(".", 3)
-                tables.norms[int(layer), adapter_slot, _LAYER_NORMS[module]] = address
-
-        if "model.embed_tokens.weight" in adapter.replaced:
-            rows = adapter.replaced["model.embed_tokens.weight"].copy()
-            if "embed_tokens" in adapter.token_rows:
-                token_ids, own = adapter.token_rows["embed_tokens"]
-                rows[list(token_ids)] = own
-            tables.embed_rows[adapter_slot] = keep(rows)
-        elif "embed_tokens" in adapter.token_rows:
-            ids, rows = _sorted_rows(adapter, "embed_tokens")
-            tables.embed_ids[adapter_slot], tables.num_embed_ids[adapter_slot] = keep(ids), len(ids)
-            tables.embed_rows[adapter_slot] = keep(rows)
+                layer, norm = layer_norm(name)
+                tables.norms[layer, adapter_slot, norm] = address
+        self._write_embedding(adapter_slot, adapter)
         if "embed_tokens" in adapter.outer:
             a, b = adapter.outer["embed_tokens"]
             tables.embed_a[adapter_slot] = keep(np.array(a.T, order="C"))
@@ -116,24 +157,6 @@ class AdapterExtras:
             tables.head_a[adapter_slot], tables.head_b[adapter_slot] = keep(pack(a)), keep(pack(b.T))
             tables.head_ranks[adapter_slot] = len(b)
 
-    def release(self, adapter_slot: int) -> None:
-        """Forget the slot's extras and free their memory."""
-        if self._held.pop(adapter_slot, None) is not None:
-            for table in self.tables:
-                table[(slice(None),) * (table.ndim > 1) + (adapter_slot,)] = 0
-
-    @property
-    def head_width(self) -> int:
-        """Width that `own_head_inputs` needs for any adapter held."""
-        ids, ranks = self.tables.num_head_ids, self.tables.head_ranks
-        return int((-(-ids // PANEL) - (-ranks // PANEL)).max()) * PANEL
-
-    def runs(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the runs [G, 3] (first, end, adapter slot) whose adapter has extras."""
-        if not self._held:
-            return runs[:0]
-        return runs[[adapter_slot in self._held for adapter_slot in runs[:, 2].tolist()]]
-
     def _scale(self, adapter: LoraAdapter, key: LoraKey) -> Floats:
         magnitude, pair = adapter.magnitudes[key], adapter.weights[key]
         return dora_scale(self._team, magnitude, self._base.panels(key), widened(pair.a), widened(pair.b))
@@ -141,6 +164,17 @@ class AdapterExtras:
     def _shift(self, adapter: LoraAdapter, key: LoraKey, parts: ModuleExtras, scale: Floats | None) -> Floats:
         _, d_out = self._spec.target_shape(key.layer, key.target)
         return module_shift(adapter, key, parts, scale, self._base.bias(key), d_out)
+
+
+def runs_of(runs: NDArray[np.int64], adapter_slots: Container[int]) -> NDArray[np.int64]:
+    """Those of the runs [G, 3] (first, end, adapter slot) that have one of these adapter slots."""
+    return runs[[adapter_slot in adapter_slots for adapter_slot in runs[:, 2].tolist()]]
+
+
+def layer_norm(name: str) -> tuple[int, int]:
+    """Layer, and place on the last axis of `ExtraTables.norms`, of a norm weight in a layer."""
+    _, _, layer, module = name.removesuffix(".weight").split(".", 3)
+    return int(layer), _LAYER_NORMS[module]
 
 
 def sample_runs(runs: NDArray[np.int64], sample_rows: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -163,7 +197,8 @@ def _sorted_rows(adapter: LoraAdapter, name: str) -> tuple[NDArray[np.int64], Fl
     return np.array(token_ids, np.int64)[order], np.ascontiguousarray(rows[order])
 
 
-def _padded(values: Floats) -> Floats:
+def whole_panels(values: Floats) -> Floats:
+    """A vector [n] as a copy, zero-filled to whole panels."""
     out = np.zeros(-(-len(values) // PANEL) * PANEL, np.float32)
     out[: len(values)] = values
     return out

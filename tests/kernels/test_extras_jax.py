@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from app.kernels.dora.reference import dora_scale
 from app.kernels.extras import _jax, reference
+from app.kernels.extras._cpu import Q_NORM
 from app.kernels.extras._jax import OwnSegments, OwnTables
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
@@ -146,11 +147,11 @@ def test_a_norm_takes_the_own_weight_in_its_rows_only(runs: list[tuple[int, int,
     num_rows, heads, dim = 17 if runs else 1, 3, 8
     x, base, weight = normal(generator, num_rows, heads, dim), normal(generator, dim), normal(generator, dim)
     memory = Memory()
-    memory.norms[LAYER, SLOT, _jax.Q_NORM] = memory.put(weight)
+    memory.norms[LAYER, SLOT, Q_NORM] = memory.put(weight)
     own = memory.tables(_jax.read_beyond(dim, 0, dim))
     out = np.asarray(
         _jax.own_norm(
-            jnp.asarray(x), jnp.asarray(x * base), jnp.asarray(base), own.memory, own.norms[LAYER, :, _jax.Q_NORM],
+            jnp.asarray(x), jnp.asarray(x * base), jnp.asarray(base), own.memory, own.norms[LAYER, :, Q_NORM],
             _segments(runs, num_rows), lambda rows, own_weight: rows * own_weight,
         )
     )  # fmt: skip

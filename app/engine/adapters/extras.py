@@ -75,6 +75,26 @@ def replaced_norms(adapter: LoraAdapter) -> Iterable[str]:
     return (name for name in adapter.replaced if name.endswith("norm.weight"))
 
 
+def embedding_rows(adapter: LoraAdapter) -> NDArray[np.float32] | None:
+    """Rows [n, H] that stand in for the embedding's: every token's, or those of `embedding_ids`."""
+    rows = adapter.replaced.get("model.embed_tokens.weight")
+    if "embed_tokens" not in adapter.token_rows:
+        return rows
+    token_ids, own_rows = adapter.token_rows["embed_tokens"]
+    if rows is None:
+        return own_rows
+    rows = rows.copy()
+    rows[list(token_ids)] = own_rows
+    return rows
+
+
+def embedding_ids(adapter: LoraAdapter) -> NDArray[np.int64] | None:
+    """The token ids [n] of `embedding_rows`; None where it has none, or every token's."""
+    if "model.embed_tokens.weight" in adapter.replaced or "embed_tokens" not in adapter.token_rows:
+        return None
+    return np.array(adapter.token_rows["embed_tokens"].token_ids, np.int64)
+
+
 def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
     """Bytes beside the rank rows, once the adapter is on a device."""
     num_floats = sum(adapter.replaced[name].size for name in replaced_norms(adapter))

@@ -26,7 +26,6 @@ from app.engine.jax_backend.shard_extras import ShardExtras
 from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns
 from app.engine.jax_backend.weights import Weights
 from app.engine.models.spec import ModelSpec
-from app.kernels.extras._cpu import ExtraTables
 from app.kernels.extras._ffi import packed_tables
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Quantised
@@ -143,8 +142,7 @@ class CpuAdapters:
             starts, in_bf16, ranks = self._starts.copy(), self._in_bf16.copy(), self._ranks.copy()  # JAX may keep them
             self._places_on_device = self._put(starts), self._put(in_bf16), self._put(ranks)
         if self._extras_on_device is None:
-            tables = self._extras.tables
-            packed = [packed_tables(tables)] if isinstance(tables, ExtraTables) else [packed_tables(t) for t in tables]
+            packed = [packed_tables(tables) for tables in self._extras.shards]
             inputs = [[part.ctypes.data, part.shape[1]] for part in self._head_inputs]
             scratch = np.array(inputs, np.int64).view(np.int32)[:, :3].reshape(-1)  # an address in two halves, a width
             self._extras_on_device = (

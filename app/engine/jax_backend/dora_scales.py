@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter, LoraKey
 from app.engine.jax_backend.arrays import TENSOR_AXIS, AdapterTables
-from app.engine.jax_backend.sizes import GROUP_OF, GROUPS, ROW_PARALLEL, Sizes, shard_columns
+from app.engine.jax_backend.sizes import GROUP_OF, GROUPS, ROW_PARALLEL, Sizes, shard_columns, whole_output
 from app.engine.jax_backend.weights import LayerWeights
 from app.engine.models.spec import ModelSpec
 from app.kernels.extras._jax import squared_norms
@@ -58,14 +58,10 @@ class DoraScales:
 
     def _module(self, key: LoraKey, squares: Floats) -> Floats:
         """One module's squared norms [d_out] out of its product's, shard by shard."""
-        by_shard = squares.reshape(self._sizes.num_shards, -1)
         if GROUP_OF[key.target] in ROW_PARALLEL:
-            return by_shard.sum(axis=0)
-        mine = self._columns[key.target]
-        start = sum(self._sizes.group_outputs[GROUP_OF[key.target]][: self._sizes.module_index(key.target)])
-        found = np.empty(self._spec.target_shape(key.layer, key.target)[1], np.float32)
-        found[mine] = by_shard[:, start : start + mine.shape[1]]
-        return found
+            total: Floats = squares.reshape(self._sizes.num_shards, -1).sum(axis=0)
+            return total
+        return whole_output(squares, self._spec, self._sizes, self._columns, key)
 
     def _tables(self, group: str, rows: AdapterTables) -> tuple[Any, ...]:
         return getattr(self._layers, group), getattr(rows, f"a_{group}"), getattr(rows, f"b_{group}")

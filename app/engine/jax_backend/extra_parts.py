@@ -13,21 +13,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.extras import ModuleExtras, module_extras, module_shift, replaced_norms
+from app.engine.adapters.extras import ModuleExtras, embedding_rows, module_extras, module_shift, replaced_norms
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
-from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD
+from app.engine.cpu_extras import layer_norm
+from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns, whole_output
+from app.engine.jax_backend.weights import LayerWeights
+from app.engine.models.names import FINAL_NORM, LM_HEAD
 from app.engine.models.spec import ModelSpec
 from app.kernels.extras import _jax as own
 
 Floats = NDArray[np.float32]
-
-_LAYER_NORMS = {
-    "input_layernorm": own.ATTENTION_NORM,
-    "post_attention_layernorm": own.MLP_NORM,
-    "self_attn.q_norm": own.Q_NORM,
-    "self_attn.k_norm": own.K_NORM,
-}
 
 
 class Part(NamedTuple):
@@ -54,8 +49,8 @@ def parts_of(adapter: LoraAdapter, spec: ModelSpec, sizes: Sizes, base: BaseValu
         if name == FINAL_NORM:
             yield Part("slots", None, (own.FINAL_NORM,), _everywhere(array, sizes))
         else:
-            _, _, layer, module = name.removesuffix(".weight").split(".", 3)
-            yield Part("norms", int(layer), (_LAYER_NORMS[module],), _everywhere(array, sizes))
+            layer, norm = layer_norm(name)
+            yield Part("norms", layer, (norm,), _everywhere(array, sizes))
     if (rows := embedding_rows(adapter)) is not None:
         yield Part("slots", None, (own.EMBED_ROWS,), _everywhere(rows, sizes))
     if "embed_tokens" in adapter.outer:
@@ -75,6 +70,18 @@ def parts_of(adapter: LoraAdapter, spec: ModelSpec, sizes: Sizes, base: BaseValu
         yield Part("slots", None, (own.HEAD_B,), by_shard.swapaxes(1, 2).reshape(sizes.num_shards, -1))
 
 
+def base_bias(
+    layers: LayerWeights, spec: ModelSpec, sizes: Sizes, columns: Mapping[str, NDArray[np.int64]], key: LoraKey
+) -> Floats | None:
+    """The base's bias of a module [d_out], if it has one. columns: `shard_columns`."""
+    group = GROUP_OF[key.target]
+    biases = getattr(layers, f"{group}_bias")
+    if biases is None:
+        return None
+    bias: Floats = np.asarray(biases)[key.layer]
+    return bias if group in ROW_PARALLEL else whole_output(bias, spec, sizes, columns, key)
+
+
 def counts_of(adapter: LoraAdapter) -> dict[int, int]:
     """The counts of `OwnTables.slots` that are not zero, by column."""
     counts = {}
@@ -85,26 +92,6 @@ def counts_of(adapter: LoraAdapter) -> dict[int, int]:
     if "lm_head" in adapter.outer:
         counts[own.HEAD_RANK] = adapter.outer["lm_head"].rank
     return counts
-
-
-def embedding_rows(adapter: LoraAdapter) -> Floats | None:
-    """Rows [n, H] that stand in for the embedding's: every token's, or those of `embedding_ids`."""
-    rows = adapter.replaced.get(EMBEDDING)
-    if "embed_tokens" not in adapter.token_rows:
-        return rows
-    token_ids, own_rows = adapter.token_rows["embed_tokens"]
-    if rows is None:
-        return own_rows
-    rows = rows.copy()
-    rows[list(token_ids)] = own_rows
-    return rows
-
-
-def embedding_ids(adapter: LoraAdapter) -> NDArray[np.int64] | None:
-    """The token ids [n] of `embedding_rows`; None where it has none, or every token's."""
-    if EMBEDDING in adapter.replaced or "embed_tokens" not in adapter.token_rows:
-        return None
-    return np.array(adapter.token_rows["embed_tokens"].token_ids, np.int64)
 
 
 def _module_parts(adapter: LoraAdapter, spec: ModelSpec, sizes: Sizes, base: BaseValues) -> Iterator[Part]:

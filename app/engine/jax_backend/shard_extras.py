@@ -1,11 +1,12 @@
 """What resident adapters hold beside their rank rows in the CPU form, where several devices share a model.
 
 In: an adapter and its slot, when it is written. Out: `ExtraTables` for each shard: addresses of its part of what is
-split, and of what all shards read, which is held once. The same methods as `AdapterExtras`, which is for one shard.
+split, and of what all shards read, which is held once. `AdapterExtras` is for one shard.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,13 +15,14 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, TokenRows, widened
-from app.engine.jax_backend.extra_parts import BaseValues, Part, embedding_ids, embedding_rows, parts_of
+from app.engine.cpu_extras import HeldExtras, whole_panels
+from app.engine.jax_backend.extra_parts import BaseValues, Part, base_bias, parts_of
 from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns
 from app.engine.jax_backend.weights import Weights
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora._cpu import dora_scale
 from app.kernels.extras import _jax as own
-from app.kernels.extras._cpu import ExtraTables, empty_tables
+from app.kernels.extras._cpu import ExtraTables
 from app.kernels.matmul._cpu import PANEL, pack
 from app.kernels.matmul._quantised import Quantised
 from app.kernels.matmul._storing import dequantise
@@ -40,15 +42,14 @@ _SLOT_TABLES = {
 }
 
 
-class ShardExtras:
-    """Arrays by adapter slot, and their addresses in a shard's tables."""
+class ShardExtras(HeldExtras):
+    """Those of a model in parts."""
 
     def __init__(self, spec: ModelSpec, sizes: Sizes, weights: Weights, num_slots: int, team: Team, mesh: Mesh) -> None:
+        super().__init__(sizes.num_layers, num_slots, sizes.num_shards)
         self._spec, self._sizes, self._layers, self._team = spec, sizes, weights.layers, team
         self._devices = list(mesh.devices.flat)
         self._columns = shard_columns(spec, sizes.num_shards)
-        self.tables = [empty_tables(sizes.num_layers, num_slots, len(TARGETS)) for _ in self._devices]
-        self._held: dict[int, list[NDArray[np.generic]]] = {}
 
     def warm_up(self) -> None:
         """Compile what `write` calls, on weights of no consequence."""
@@ -57,16 +58,15 @@ class ShardExtras:
         nothing = np.zeros((1, self._spec.hidden_size), np.float32), np.zeros((1, width), np.float32)
         dora_scale(self._team, nothing[1][0], self._panels(key, 0), *nothing)
 
-    def held_bytes(self, adapter_slot: int) -> int:
-        return sum(array.nbytes for array in self._held.get(adapter_slot, ()))
-
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
         """Take the slot's extras from `adapter`, dropping what was there."""
         self.release(adapter_slot)
         if not adapter.features:
             return
         self._held[adapter_slot] = []
-        for part in parts_of(adapter, self._spec, self._sizes, BaseValues(self._scales(adapter), self._bias)):
+        bias = partial(base_bias, self._layers, self._spec, self._sizes, self._columns)
+        base = BaseValues(self._scales(adapter), bias)
+        for part in parts_of(adapter, self._spec, self._sizes, base):
             if part.table == "slots" and part.entry[0] in (own.EMBED_ROWS, own.HEAD_ROWS, own.HEAD_IDS):
                 continue
             is_shared = part.array.strides[0] == 0
@@ -74,38 +74,15 @@ class ShardExtras:
                 self._keep(adapter_slot, self._laid_out(part, array))
                 for array in part.array[: 1 if is_shared else None]
             ]
-            for shard, tables in enumerate(self.tables):
+            for shard, tables in enumerate(self.shards):
                 table, place = _entry(tables, part, adapter_slot)
                 table[place] = addresses[0 if is_shared else shard]
         self._write_embedding(adapter_slot, adapter)
         if "lm_head" in adapter.token_rows:
             self._write_head_rows(adapter_slot, adapter.token_rows["lm_head"])
-        for tables in self.tables:
+        for tables in self.shards:
             for name, ranks in (("embed_tokens", tables.embed_ranks), ("lm_head", tables.head_ranks)):
                 ranks[adapter_slot] = adapter.outer[name].rank if name in adapter.outer else 0
-
-    def release(self, adapter_slot: int) -> None:
-        """Forget the slot's extras and free their memory."""
-        if self._held.pop(adapter_slot, None) is not None:
-            for tables in self.tables:
-                for table in tables:
-                    table[(slice(None),) * (table.ndim > 1) + (adapter_slot,)] = 0
-
-    @property
-    def head_width(self) -> int:
-        """Width that `own_head_inputs` needs for any adapter held, in any shard."""
-        widths = [-(-tables.num_head_ids // PANEL) - (-tables.head_ranks // PANEL) for tables in self.tables]
-        return int(np.max(widths)) * PANEL
-
-    def runs(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of the runs [G, 3] (first, end, adapter slot) whose adapter has extras."""
-        if not self._held:
-            return runs[:0]
-        return runs[[adapter_slot in self._held for adapter_slot in runs[:, 2].tolist()]]
-
-    def _keep(self, adapter_slot: int, array: NDArray[np.generic]) -> int:
-        self._held[adapter_slot].append(array)
-        return array.ctypes.data
 
     def _laid_out(self, part: Part, array: Floats) -> Floats:
         """A shard's part [n] as the kernels read it: a copy."""
@@ -114,32 +91,19 @@ class ShardExtras:
             if kind == own.WEIGHT:
                 d_in = self._sizes.group_inputs[GROUP_OF[TARGETS[part.entry[0]]]]
                 return pack(array.reshape(-1, d_in))
-            padded = np.zeros(-(-len(array) // PANEL) * PANEL, np.float32)
-            padded[: len(array)] = array
-            return padded
+            return whole_panels(array)
         if part.table == "slots" and kind in (own.HEAD_WEIGHT, own.HEAD_A):
             return pack(array.reshape(-1, self._spec.hidden_size))
         if part.table == "slots" and kind == own.HEAD_B:
             return pack(np.ascontiguousarray(array.reshape(-1, self._sizes.vocab_per_shard).T))
         return array.copy()
 
-    def _write_embedding(self, adapter_slot: int, adapter: LoraAdapter) -> None:
-        rows, ids = embedding_rows(adapter), embedding_ids(adapter)
-        if rows is None:
-            return
-        order = slice(None) if ids is None else np.argsort(ids)
-        place = self._keep(adapter_slot, np.array(rows[order], order="C"))
-        ids_place = 0 if ids is None else self._keep(adapter_slot, ids[order])
-        for tables in self.tables:
-            tables.embed_rows[adapter_slot], tables.embed_ids[adapter_slot] = place, ids_place
-            tables.num_embed_ids[adapter_slot] = 0 if ids is None else len(ids)
-
     def _write_head_rows(self, adapter_slot: int, token_rows: TokenRows) -> None:
         """To each shard the rows of its own part of the vocabulary."""
         ids = np.array(token_rows.token_ids, np.int64)
         order = np.argsort(ids)
         shards, places = np.divmod(ids[order], self._sizes.vocab_per_shard)
-        for shard, tables in enumerate(self.tables):
+        for shard, tables in enumerate(self.shards):
             mine = shards == shard
             if mine.any():
                 tables.head_ids[adapter_slot] = self._keep(adapter_slot, places[mine])
@@ -152,7 +116,7 @@ class ShardExtras:
         for key, magnitude in adapter.magnitudes.items():
             a, b = (widened(matrix) for matrix in adapter.weights[key])
             mine = self._columns[key.target]
-            panels = [self._panels(key, shard) for shard in range(len(self.tables))]
+            panels = [self._panels(key, shard) for shard in range(len(self.shards))]
             if GROUP_OF[key.target] in ROW_PARALLEL:
                 own_a = np.ascontiguousarray(a[:, mine.reshape(-1)])
                 scales[key] = dora_scale(self._team, magnitude, np.concatenate(panels, axis=1), own_a, b)
@@ -174,19 +138,6 @@ class ShardExtras:
 
         stack = jax.tree.map(mine, getattr(self._layers, group))
         return dequantise(stack) if isinstance(stack, Quantised) else stack
-
-    def _bias(self, key: LoraKey) -> Floats | None:
-        """The base's bias of a module [d_out]."""
-        group, start, width = self._place(key)
-        biases = getattr(self._layers, f"{group}_bias")
-        if biases is None:
-            return None
-        bias = np.asarray(biases)[key.layer]
-        if group in ROW_PARALLEL:
-            return bias
-        found = np.empty(self._spec.target_shape(key.layer, key.target)[1], np.float32)
-        found[self._columns[key.target]] = bias.reshape(len(self.tables), -1)[:, start : start + width]
-        return found
 
     def _place(self, key: LoraKey) -> tuple[str, int, int]:
         """A module's product, its first column there, and how many it has, in one shard."""

@@ -8,12 +8,14 @@ KV heads than shards a KV head is held by several shards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.adapters.lora import LoraKey
 from app.engine.errors import CheckpointError, ConfigError
 from app.engine.models.spec import ModelSpec
 from app.kernels.matmul._cpu import PANEL
@@ -160,3 +162,17 @@ def shard_columns(spec: ModelSpec, num_shards: int) -> dict[str, NDArray[np.int6
     return {
         "q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": q, "gate_proj": wide, "up_proj": wide, "down_proj": wide,
     }  # fmt: skip
+
+
+def whole_output(
+    by_shard: NDArray[np.float32], spec: ModelSpec, sizes: Sizes, columns: Mapping[str, NDArray[np.int64]], key: LoraKey
+) -> NDArray[np.float32]:
+    """One module's [d_out] of what its product has per column, shard by shard. columns: `shard_columns`.
+
+    Of products that are split by columns: q, k, v, gate, up.
+    """
+    mine = columns[key.target]
+    start = sum(sizes.module_widths[GROUP_OF[key.target]][: sizes.module_index(key.target)])
+    found = np.empty(spec.target_shape(key.layer, key.target)[1], np.float32)
+    found[mine] = by_shard.reshape(sizes.num_shards, -1)[:, start : start + mine.shape[1]]
+    return found

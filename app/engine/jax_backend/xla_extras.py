@@ -7,6 +7,8 @@ whatever adapters hold, and which rows of a step need them. What can be computed
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 from jax import Array
@@ -14,14 +16,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.adapters.extras import embedding_ids
+from app.engine.adapters.lora import TARGETS, LoraAdapter
 from app.engine.batch import ForwardBatch
-from app.engine.cpu_extras import sample_runs
+from app.engine.cpu_extras import runs_of, sample_runs
 from app.engine.jax_backend.arrays import AdapterTables
 from app.engine.jax_backend.dora_scales import DoraScales
 from app.engine.jax_backend.extra_memory import ExtraMemory
-from app.engine.jax_backend.extra_parts import BaseValues, counts_of, embedding_ids, parts_of
-from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns
+from app.engine.jax_backend.extra_parts import BaseValues, base_bias, counts_of, parts_of
+from app.engine.jax_backend.sizes import Sizes, shard_columns
 from app.engine.jax_backend.weights import Weights
 from app.engine.models.spec import ModelSpec
 from app.kernels.extras import _jax as own
@@ -64,7 +67,8 @@ class XlaExtras:
         self.release(adapter_slot)
         if not adapter.features:
             return
-        base = BaseValues(self._scales.of(adapter, row_start, rows), self._bias)
+        bias = partial(base_bias, self._layers, self._spec, self._sizes, self._columns)
+        base = BaseValues(self._scales.of(adapter, row_start, rows), bias)
         parts = list(parts_of(adapter, self._spec, self._sizes, base))
         places, moves = self._memory.write(adapter_slot, [part.array for part in parts])
         for move in moves:
@@ -101,8 +105,7 @@ class XlaExtras:
         """Which rows of a step have something of their own, in the fields of its bucket."""
         if not self._held:
             return
-        runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
-        runs = runs[[adapter_slot in self._held for adapter_slot in runs[:, 2].tolist()]]
+        runs = runs_of(adapter_runs(batch.run_starts, batch.run_adapter_slots), self._held)
         if not len(runs):
             return
         samples = sample_runs(runs, batch.sample_rows)
@@ -123,21 +126,6 @@ class XlaExtras:
             return place + token_ids.astype(np.int64) * self._spec.hidden_size
         is_own = own_ids[None] == token_ids[:, None]  # [T, n]
         return np.where(is_own.any(axis=1), place + is_own.argmax(axis=1) * self._spec.hidden_size, 0)
-
-    def _bias(self, key: LoraKey) -> NDArray[np.float32] | None:
-        """The base's bias of a module [d_out]."""
-        group = GROUP_OF[key.target]
-        biases = getattr(self._layers, f"{group}_bias")
-        if biases is None:
-            return None
-        bias = np.asarray(biases)[key.layer]
-        if group in ROW_PARALLEL:
-            return bias
-        mine = self._columns[key.target]
-        start = sum(self._sizes.group_outputs[group][: self._sizes.module_index(key.target)])
-        found = np.empty(self._spec.target_shape(key.layer, key.target)[1], np.float32)
-        found[mine] = bias.reshape(self._sizes.num_shards, -1)[:, start : start + mine.shape[1]]
-        return found
 
 
 def _of_slot(table: NDArray[np.int32], adapter_slot: int) -> NDArray[np.int32]:

@@ -19,6 +19,7 @@ from app.engine.jax_backend.sizes import GROUPS, ROW_PARALLEL, Sizes
 from app.engine.jax_backend.step import Step, Tiles
 from app.engine.jax_backend.weights import Weights
 from app.kernels.extras import _jax as extras
+from app.kernels.extras._cpu import ATTENTION_NORM, K_NORM, MLP_NORM, Q_NORM
 from app.kernels.extras._jax import OwnSegments
 from app.kernels.paged_attention._jax import paged_attention
 from app.kernels.sgmv._jax import RANK_CHUNK, add_deltas
@@ -43,7 +44,7 @@ class XlaForm:
 
     def qkv(self, hidden: Array, layer: Array) -> Array:
         """[T, H] -> [T, d_out]: q, k and v of the normed rows, side by side."""
-        return self._linear(self._layer_norm(hidden, layer, extras.ATTENTION_NORM), layer, "qkv")
+        return self._linear(self._layer_norm(hidden, layer, ATTENTION_NORM), layer, "qkv")
 
     def add_o(self, hidden: Array, attended: Array, layer: Array) -> Array:
         """[T, H], with o of what was attended [T, heads * D] added."""
@@ -52,7 +53,7 @@ class XlaForm:
     def gated(self, hidden: Array, layer: Array) -> Array:
         """[T, H] -> [T, mlp_size]: act(gate) * up of the normed rows."""
         sizes = self._sizes
-        wide = self._linear(self._layer_norm(hidden, layer, extras.MLP_NORM), layer, "gate_up")
+        wide = self._linear(self._layer_norm(hidden, layer, MLP_NORM), layer, "gate_up")
         gate, up = wide[:, : sizes.mlp_size], wide[:, sizes.mlp_size :]
         return (jax.nn.gelu(gate, approximate=True) if sizes.gelu else jax.nn.silu(gate)) * up
 
@@ -79,7 +80,7 @@ class XlaForm:
         k = qkv[:, q_end:k_end].reshape(-1, sizes.kv_heads, dim)
         v = qkv[:, k_end:].reshape(-1, sizes.kv_heads, dim)
         if sizes.qk_norm:
-            q, k = self._layer_norm(q, layer, extras.Q_NORM), self._layer_norm(k, layer, extras.K_NORM)
+            q, k = self._layer_norm(q, layer, Q_NORM), self._layer_norm(k, layer, K_NORM)
         rope = weights.layers.rope[layer]
         cos, sin = weights.cos[rope, positions][:, None], weights.sin[rope, positions][:, None]  # [T, 1, D / 2]
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v

@@ -22,8 +22,6 @@ from app.kernels.sgmv._jax import RANK_CHUNK, SEGMENT_TOKENS
 
 #: Last axis of `OwnTables.modules`.
 WEIGHT, SCALE, SHIFT = range(3)
-#: Last axis of `OwnTables.norms`.
-ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM = range(4)
 #: Last axis of `OwnTables.slots`: places, then how many there are of something.
 FINAL_NORM, EMBED_ROWS, EMBED_A, EMBED_B, HEAD_WEIGHT, HEAD_ROWS, HEAD_IDS, HEAD_A, HEAD_B = range(9)
 NUM_PLACES = 9
@@ -35,10 +33,10 @@ _OUTPUTS, _TOKEN_ROWS = 128, 32
 class OwnTables(NamedTuple):
     """Where adapters' arrays begin in memory [N] float32; 0, where nothing begins, for none.
 
-    modules: [L, S, 7, 3]: own weight [d_out, d_in], scale and shift [d_out]. norms: [L, S, 4] of [H] or [head_dim].
-    slots: [S, 12]: final norm [H]; embedding rows [., H] (where a token's lies is the host's to find) and delta
-    a [V, r], b [r, H]; own head [V, H]; head's token rows [n, H] and their ids [n] (as floats, exact below 2^24); head
-    delta a [r, H], b [r, V]. With shards d_out, d_in and the head's V are one shard's, and so is memory.
+    modules: [L, S, 7, 3]: own weight [d_out, d_in], scale and shift [d_out]. norms: [L, S, 4], as in `_cpu`: of [H],
+    or of [head_dim]. slots: [S, 12]: final norm [H]; embedding rows [., H] (where a token's lies is the host's to find)
+    and delta a [V, r], b [r, H]; own head [V, H]; head's token rows [n, H] and their ids [n] (as floats, exact below
+    2^24); head delta a [r, H], b [r, V]. With shards d_out, d_in and the head's V are one shard's, and so is memory.
     """
 
     memory: Array
