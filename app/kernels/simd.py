@@ -22,6 +22,8 @@ from app.kernels.vectors import FLOAT, LANES, WORD, fma, load_bf16, prefetch, sp
 
 #: Terms of one chain, a multiple of GROUP.
 CHUNK = 128
+#: Chunks that a tile sums side by side at most: few enough to have so many in an ordinary sum.
+_CHUNKS_AT_ONCE = 4
 #: Weights of a column that share a scale and an offset where weights are stored in bytes.
 GROUP = 32
 #: How far ahead of a product its weights are fetched: about what it takes while memory answers.
@@ -31,11 +33,17 @@ FETCH_BLOCK, FETCH_UNIT = 256, 1 << 16
 #: The columns of one panel of weights, and their levels in bytes. LLVM splits them where vectors are shorter, which
 #: costs nothing; two vectors of half the length are a fifth slower with AVX-512.
 _PANEL, _LEVELS = ir.VectorType(FLOAT, 2 * LANES), ir.VectorType(ir.IntType(8), 2 * LANES)
+#: Row and panel in a tile; and where a tile's sums of one chunk are kept.
+_Place = tuple[int, int]
+_Sums = dict[_Place, Any]
 
 
 @cache
-def multiply_tile(most_rows: int, panels: int, vectors: int) -> Callable[..., None]:
+def multiply_tile(most_rows: int, panels: int, vectors: int, chains: int = 1) -> Callable[..., None]:
     """A compiled-in function for tiles of 1 to `most_rows` rows x (`panels` * `vectors` * LANES) float32.
+
+    Where rows and panels are fewer than `chains`, so many chunks are summed at a time that there are as many: a
+    multiply-add takes a core several cycles, in which it can begin others that do not wait for it.
 
     The function takes addresses (integers) and strides counted in elements:
     `(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)`.
@@ -57,9 +65,9 @@ def multiply_tile(most_rows: int, panels: int, vectors: int) -> Callable[..., No
             rows, *rest, in_bf16 = args
             with builder.if_else(in_bf16) as (narrow, wide):
                 with narrow:
-                    _emit_tile(builder, rows, most_rows, panels, vectors, rest, in_bf16=True)
+                    _emit_tile(builder, rows, most_rows, panels, vectors, rest, chains=chains, in_bf16=True)
                 with wide:
-                    _emit_tile(builder, rows, most_rows, panels, vectors, rest)
+                    _emit_tile(builder, rows, most_rows, panels, vectors, rest, chains=chains)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -164,8 +172,8 @@ def _cases(builder: Any, num_rows: Any, most_rows: int) -> Iterator[int]:
 
 
 def _emit_tile(
-    builder: Any, num_rows: Any, most_rows: int, panels: int, vectors: int, args: Any, *, in_bf16: bool = False,
-    fetch: _Fetch | None = None,
+    builder: Any, num_rows: Any, most_rows: int, panels: int, vectors: int, args: Any, *, chains: int = 1,
+    in_bf16: bool = False, fetch: _Fetch | None = None,
 ) -> None:  # fmt: skip
     x, x_row, w, w_k, w_panel, depth, out, out_row, out_panel, ahead, accumulate = args
     vector = ir.VectorType(FLOAT, vectors * LANES)
@@ -178,18 +186,20 @@ def _emit_tile(
             for p in range(panels)
         }
 
-        def emit_steps(first: Any, count: Any, sums: dict[Any, Any], x_rows: list[Any] = x_rows) -> None:
+        def emit_steps(first: Any, count: Any, sums: list[_Sums], x_rows: list[Any] = x_rows) -> None:
             with cgutils.for_range(builder, count, intp=WORD) as loop:
-                k = builder.add(first, loop.index)
-                w_step = builder.mul(w_k, k)
-                places = [_moved(builder, w, builder.add(at, w_step), 1 if in_bf16 else 2) for at in w_panels]
-                for at in places:
-                    prefetch(builder, builder.add(at, ahead))
-                _prefetch_line(builder, fetch, k)
-                weights = [load_bf16(builder, at, vector) if in_bf16 else _load(builder, at, vector) for at in places]
-                _add_step(builder, x_rows, k, weights, sums)
+                for chunk, its_sums in enumerate(sums):
+                    k = builder.add(first, builder.add(loop.index, WORD(chunk * CHUNK)))
+                    w_step = builder.mul(w_k, k)
+                    places = [_moved(builder, w, builder.add(at, w_step), 1 if in_bf16 else 2) for at in w_panels]
+                    for at in places:
+                        prefetch(builder, builder.add(at, ahead))
+                    _prefetch_line(builder, fetch, k)
+                    load = load_bf16 if in_bf16 else _load
+                    _add_step(builder, x_rows, k, [load(builder, at, vector) for at in places], its_sums)
 
-        _emit_chunks(builder, vector, targets, depth, accumulate, emit_steps)
+        at_once = min(max(chains // (rows * panels), 1), _CHUNKS_AT_ONCE)
+        _emit_chunks(builder, vector, targets, depth, accumulate, emit_steps, at_once)
 
 
 def _emit_bytes_tile(builder: Any, num_rows: Any, most_rows: int, args: Any, fetch: _Fetch | None = None) -> None:
@@ -198,7 +208,7 @@ def _emit_bytes_tile(builder: Any, num_rows: Any, most_rows: int, args: Any, fet
         x_rows = [_moved(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
         targets = {(i, 0): _moved(builder, out, builder.mul(out_row, WORD(i))) for i in range(rows)}
 
-        def emit_steps(first: Any, count: Any, sums: dict[Any, Any], x_rows: list[Any] = x_rows) -> None:
+        def emit_steps(first: Any, count: Any, sums: list[_Sums], x_rows: list[Any] = x_rows) -> None:
             num_groups = builder.udiv(builder.add(count, WORD(GROUP - 1)), WORD(GROUP))
             with cgutils.for_range(builder, num_groups, intp=WORD) as group:
                 start = builder.add(first, builder.mul(group.index, WORD(GROUP)))
@@ -211,34 +221,63 @@ def _emit_bytes_tile(builder: Any, num_rows: Any, most_rows: int, args: Any, fet
                     prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
                     _prefetch_line(builder, fetch, k)
                     weights = _expanded(builder, _load(builder, at, _LEVELS, 1), scale, offset)
-                    _add_step(builder, x_rows, k, [weights], sums)
+                    _add_step(builder, x_rows, k, [weights], sums[0])
 
         _emit_chunks(builder, _PANEL, targets, depth, accumulate, emit_steps)
 
 
 def _emit_chunks(
-    builder: Any, vector: Any, targets: dict[Any, Any], depth: Any, accumulate: Any, emit_steps: Callable[..., None]
-) -> None:
-    """Sum chunk by chunk into `targets`; `emit_steps(first, count, sums)` adds the terms of one chunk to its sums."""
-    sums = {key: cgutils.alloca_once(builder, vector) for key in targets}
-    num_chunks = builder.udiv(builder.add(depth, WORD(CHUNK - 1)), WORD(CHUNK))
+    builder: Any, vector: Any, targets: dict[_Place, Any], depth: Any, accumulate: Any, emit_steps: Callable[..., None],
+    at_once: int = 1,
+) -> None:  # fmt: skip
+    """Sum chunk by chunk into `targets`, whole chunks `at_once` side by side as long as there are so many.
+
+    `emit_steps(first, count, sums)` adds the terms of len(sums) chunks, of which the first begins at `first`; each
+    has `count` terms.
+    """
+    sums = [{place: cgutils.alloca_once(builder, vector) for place in targets} for _ in range(at_once)]
+    steps = WORD(at_once * CHUNK)
+    num_groups = builder.udiv(depth, steps) if at_once > 1 else WORD(0)
+    if at_once > 1:
+        with cgutils.for_range(builder, num_groups, intp=WORD) as group:
+            first = builder.mul(group.index, steps)
+            _zero(builder, vector, sums)
+            emit_steps(first, WORD(CHUNK), sums)
+            _add_to_targets(builder, vector, targets, sums, accumulate, first)
+    begin = builder.mul(num_groups, steps)
+    left = builder.sub(depth, begin)
+    num_chunks = builder.udiv(builder.add(left, WORD(CHUNK - 1)), WORD(CHUNK))
     # With nothing to sum, the result must still be written.
-    num_chunks = builder.select(builder.icmp_signed("==", num_chunks, WORD(0)), WORD(1), num_chunks)
+    num_chunks = builder.select(builder.icmp_signed("==", depth, WORD(0)), WORD(1), num_chunks)
     with cgutils.for_range(builder, num_chunks, intp=WORD) as chunk:
-        for total in sums.values():
+        first = builder.add(begin, builder.mul(chunk.index, WORD(CHUNK)))
+        _zero(builder, vector, sums[:1])
+        emit_steps(first, _at_most(builder, builder.sub(depth, first), CHUNK), sums[:1])
+        _add_to_targets(builder, vector, targets, sums[:1], accumulate, first)
+
+
+def _zero(builder: Any, vector: Any, sums: list[_Sums]) -> None:
+    for its_sums in sums:
+        for total in its_sums.values():
             builder.store(ir.Constant(vector, [0.0] * vector.count), total)
-        first = builder.mul(chunk.index, WORD(CHUNK))
-        emit_steps(first, _at_most(builder, builder.sub(depth, first), CHUNK), sums)
-        with builder.if_else(builder.or_(accumulate, builder.icmp_signed(">", chunk.index, WORD(0)))) as (held, fresh):
-            with held:
-                for key, at in targets.items():
-                    _store(builder, builder.fadd(_load(builder, at, vector), builder.load(sums[key])), at)
-            with fresh:
-                for key, at in targets.items():
-                    _store(builder, builder.load(sums[key]), at)
 
 
-def _add_step(builder: Any, x_rows: list[Any], k: Any, weights: list[Any], sums: dict[Any, Any]) -> None:
+def _add_to_targets(
+    builder: Any, vector: Any, targets: dict[_Place, Any], sums: list[_Sums], accumulate: Any, first: Any
+) -> None:
+    """Add up chunks in the order of k; the first of them begins at `first`."""
+    with builder.if_else(builder.or_(accumulate, builder.icmp_signed(">", first, WORD(0)))) as (held, fresh):
+        for block, is_held in ((held, True), (fresh, False)):
+            with block:
+                for place, at in targets.items():
+                    totals = [builder.load(its_sums[place]) for its_sums in sums]
+                    total = _load(builder, at, vector) if is_held else totals.pop(0)
+                    for term in totals:
+                        total = builder.fadd(total, term)
+                    _store(builder, total, at)
+
+
+def _add_step(builder: Any, x_rows: list[Any], k: Any, weights: list[Any], sums: _Sums) -> None:
     """sums[i, p] += x_rows[i][k] * weights[p]."""
     for i, row in enumerate(x_rows):
         value = spread(builder, _load(builder, _moved(builder, row, k), FLOAT), weights[0].type)

@@ -35,7 +35,7 @@ _Calls = queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None]
 #: Looks at a phase's end before the processor is offered to others.
 _SPINS = 400
 _TAKEN, _DONE = 0, 8
-#: Single items at the end of a phase, so that threads finish together; larger pieces come first.
+#: Items at the end of a phase that come in smaller and smaller pieces, so that threads finish together.
 TAIL = 8
 
 
@@ -110,19 +110,29 @@ def leave(team, phase, num_pieces, num_done):
 
 @compiled
 def count_pieces(num_items, size):
-    """Pieces of `size` items, of which the last few are single items; see `piece`."""
-    large = max(num_items - TAIL, 0) // size
-    return large + num_items - large * size
+    """Pieces of `size` items, followed by smaller and smaller ones; see `piece`."""
+    count = max(num_items - TAIL, 0) // size
+    left = num_items - count * size
+    while left > 0:
+        left -= _share(left, size)
+        count += 1
+    return count
 
 
 @compiled
 def piece(index, num_items, size):
     """(first, end) of the items of one piece."""
     large = max(num_items - TAIL, 0) // size
-    if index < large:
-        return index * size, (index + 1) * size
-    first = large * size + index - large
-    return first, first + 1
+    first, end = 0, min(index, large) * size
+    for _ in range(large, index + 1):
+        first, end = end, end + _share(num_items - end, size)
+    return (first, end) if index >= large else (end, end + size)
+
+
+@compiled
+def _share(left, size):
+    """Of the last items of a phase, those of the next piece: so many that two threads end within a single one."""
+    return max(min(left // 3, size), 1)
 
 
 class Team:

@@ -65,7 +65,10 @@ def test_pieces_cover_all_items_once_and_end_small(size: int) -> None:
     for num_items in [0, 1, TAIL, TAIL + 1, 37, 192, 3072]:
         pieces = [piece(index, num_items, size) for index in range(count_pieces(num_items, size))]
         assert [i for first, end in pieces for i in range(first, end)] == list(range(num_items))
-        assert all(end - first == 1 for first, end in pieces[-min(TAIL, num_items) or len(pieces) :])
+        sizes = [end - first for first, end in pieces]
+        assert sizes == sorted(sizes, reverse=True)
+        assert max(sizes, default=0) <= size
+        assert sizes[-4:] == [1] * min(4, num_items)
 
 
 def test_threads_end_with_their_team() -> None:

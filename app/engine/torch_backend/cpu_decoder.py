@@ -180,10 +180,8 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         ranks, later = tables.ranks[layer], min(layer + 1, num_layers - 1)
         a_o, a_gate, a_up, a_down = tables.a_o[layer], tables.a_gate[layer], tables.a_up[layer], tables.a_down[layer]
         # o is the smallest product, gate and up the largest shrink: memory is asked for gate before.
-        next_o, next_up = (
-            NextShrink((a_o, a_gate, a_gate), ranks[:, 3:5]),
-            NextShrink((a_up, a_up, a_up), ranks[:, 5:6]),
-        )
+        next_o = NextShrink((a_o, a_gate, a_gate), ranks[:, 3:5])
+        next_up = NextShrink((a_up, a_up, a_up), ranks[:, 5:6])
         next_down = NextShrink((a_down, a_down, a_down), ranks[:, 6:7])
         next_q = NextShrink((tables.a_q[later], tables.a_k[later], tables.a_v[later]), tables.ranks[later][:, 0:3])
         if has_extras:

@@ -65,7 +65,8 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places,
     has_own = own.runs.shape[0] > 0
     size = _panels_per_piece(x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
-    blocks, soon, fetch = np.empty(MOST_BLOCKS, np.int64), np.empty((0, 2), np.int64), NO_FETCH
+    blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
+    soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
@@ -103,7 +104,8 @@ def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, upcomin
     width = num_panels * PANEL
     size = _panels_per_piece(2 * x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
-    blocks, soon, fetch = np.empty(MOST_BLOCKS, np.int64), np.empty((0, 2), np.int64), NO_FETCH
+    blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
+    soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, size)

@@ -28,9 +28,10 @@ _STEP = 16
 
 
 @compiled
-def _attend(queries, first_visible, group, window, table, head, k_memory, v_memory, scores, maxima, sums, acc):
+def _attend(queries, first_visible, group, window, table, head, k_memory, v_memory, scores, maxima, sums, acc, after):
     """One task. queries: [rows, D], scaled; the rows of token i (group of them) see keys below
-    first_visible + i. acc, sums, maxima: [rows, ...] scratch; on return acc / sums is the result."""
+    first_visible + i. acc, sums, maxima: [rows, ...] scratch; on return acc / sums is the result. Each product asks
+    memory for what the next one reads, the last for `after`, an address of keys."""
     num_rows, width = queries.shape
     block_size = v_memory.shape[2]
     num_tokens = num_rows // group
@@ -38,21 +39,25 @@ def _attend(queries, first_visible, group, window, table, head, k_memory, v_memo
     acc[:num_rows] = np.float32(0.0)
     sums[:num_rows] = np.float32(0.0)
     maxima[:num_rows] = np.float32(-np.inf)
-    first_key = 0
-    if window > 0:
-        first_key = max(0, first_visible - window) // KEYS * KEYS
-    for base in range(first_key, end_key, KEYS):
+    keys, values = k_memory.ctypes.data, v_memory.ctypes.data
+    for base in range(_first_key(first_visible, window), end_key, KEYS):
+        end_of_group = min(base + KEYS, end_key)
         # Tokens that see anything of this group; `_first_token` leaves out those that come before a key.
         end_token = num_tokens
         if window > 0:
             end_token = min(base + KEYS + window - first_visible, num_tokens)
-        for key in range(base, min(base + KEYS, end_key), _STEP):
+        at = keys + _offset(k_memory, table, head, base, 1) * 4
+        for key in range(base, end_of_group, _STEP):
             row = _first_token(key, first_visible) * group
-            k = k_memory.ctypes.data + _offset(k_memory, table, head, key, 1) * 4
+            following = values + _offset(v_memory, table, head, base, width) * 4
+            if key + _STEP < end_of_group:
+                following = keys + _offset(k_memory, table, head, key + _STEP, 1) * 4
             multiply_columns(
-                queries.ctypes.data + row * width * 4, k, block_size, 0, 1, width,
+                queries.ctypes.data + row * width * 4, at, block_size, 0, 1, width,
                 scores.ctypes.data + (row * KEYS + key - base) * 4, False, end_token * group - row, width, KEYS,
+                following - at,
             )  # fmt: skip
+            at = following
         for token in range(_first_token(base, first_visible), end_token):
             visible = first_visible + token
             low = 0
@@ -63,14 +68,24 @@ def _attend(queries, first_visible, group, window, table, head, k_memory, v_memo
                     scores.ctypes.data + row * KEYS * 4, low, min(visible - base, KEYS), maxima.ctypes.data + row * 4,
                     sums.ctypes.data + row * 4, acc.ctypes.data + row * width * 4, width,
                 )  # fmt: skip
-        for key in range(base, min(base + KEYS, end_key), _STEP):
-            row = _first_token(key, first_visible) * group
-            v = v_memory.ctypes.data + _offset(v_memory, table, head, key, width) * 4
+        for key in range(base, end_of_group, _STEP):
+            row, following = _first_token(key, first_visible) * group, after
+            if key + _STEP < end_of_group:
+                following = values + _offset(v_memory, table, head, key + _STEP, width) * 4
+            elif end_of_group < end_key:
+                following = keys + _offset(k_memory, table, head, end_of_group, 1) * 4
             multiply_columns(
-                scores.ctypes.data + (row * KEYS + key - base) * 4, v, width, 16, width // 16,
+                scores.ctypes.data + (row * KEYS + key - base) * 4, at, width, 16, width // 16,
                 min(_STEP, end_key - key), acc.ctypes.data + row * width * 4, True, end_token * group - row, KEYS,
-                width,
+                width, following - at,
             )  # fmt: skip
+            at = following
+
+
+@compiled
+def _first_key(first_visible, window):
+    """Where a task begins to read: the first token sees keys below first_visible, `window` of them if not 0."""
+    return max(0, first_visible - window) // KEYS * KEYS if window > 0 else 0
 
 
 @compiled
@@ -105,27 +120,40 @@ def paged_attention(
     num_pieces, done = tasks.shape[0] * num_kv_heads, 0
     job = take(team, phase)
     while job < num_pieces:
-        head = job % num_kv_heads
-        b, first = tasks[job // num_kv_heads, 0], tasks[job // num_kv_heads, 1]
-        start, end = query_starts[b] + first, min(query_starts[b] + first + _TILE_TOKENS, query_starts[b + 1])
+        next_job = take(team, phase)
+        head, b, start, first_visible = _task(job, num_kv_heads, tasks, query_starts, seq_lens)
+        after = np.int64(k_memory.ctypes.data)
+        if next_job < num_pieces:
+            next_head, next_b, _, next_visible = _task(next_job, num_kv_heads, tasks, query_starts, seq_lens)
+            first_key = _first_key(next_visible, window)
+            after += _offset(k_memory, block_tables[next_b], next_head, first_key, 1) * 4
+        end = min(start + _TILE_TOKENS, query_starts[b + 1])
         queries = all_queries[: (end - start) * group]
         for t in range(start, end):
             for g in range(group):
                 column = (head * group + g) * head_dim
                 for i in range(head_dim):
                     queries[(t - start) * group + g, i] = q[t, column + i] * scale
-        first_visible = seq_lens[b] - (query_starts[b + 1] - start) + 1
         _attend(
-            queries, first_visible, group, window, block_tables[b], head, k_memory, v_memory, scores, maxima, sums, acc
-        )
+            queries, first_visible, group, window, block_tables[b], head, k_memory, v_memory, scores, maxima, sums,
+            acc, after,
+        )  # fmt: skip
         for t in range(start, end):
             for g in range(group):
                 column, row = (head * group + g) * head_dim, (t - start) * group + g
                 for i in range(head_dim):
                     out[t, column + i] = acc[row, i] / sums[row]
         done += 1
-        job = take(team, phase)
+        job = next_job
     return leave(team, phase, num_pieces, done)
+
+
+@compiled
+def _task(job, num_kv_heads, tasks, query_starts, seq_lens):
+    """KV head, sequence, first row of q, and what `_attend` calls first_visible."""
+    b = tasks[job // num_kv_heads, 0]
+    start = query_starts[b] + tasks[job // num_kv_heads, 1]
+    return job % num_kv_heads, b, start, seq_lens[b] - (query_starts[b + 1] - start) + 1
 
 
 def attention_tasks(query_starts: NDArray[np.int32]) -> NDArray[np.int64]:

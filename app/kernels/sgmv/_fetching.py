@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
 from app.kernels.matmul._cpu import PANEL, Fetch
-from app.kernels.sgmv._cpu import RANK_PANEL, first_panel
+from app.kernels.sgmv._cpu import RANK_PANEL, address_and_width, first_panel
 from app.kernels.simd import FETCH_BLOCK
 
 #: Blocks of one list: half of a usual second cache.
@@ -36,7 +36,7 @@ def shrink_ranges(upcoming, runs, places):
     num_runs, num_tables = runs.shape[0], ranks.shape[1]
     ranges = np.zeros((num_runs * num_tables, 2), np.int64)
     for n in range(num_tables):
-        a, depth = _address_and_size(tables, n, 1)
+        a, depth = address_and_width(tables, n)
         for g in range(num_runs):
             adapter_slot = runs[g, 2]
             size = 2 if places.in_bf16[adapter_slot] else 4
@@ -55,7 +55,7 @@ def list_fetch(tables, ranks, runs, places, first, end, num_panels, soon, blocks
     """
     count, at = 0, 0
     for n in range(ranks.shape[1]):
-        b, width = _address_and_size(tables, n, 1)
+        b, width = address_and_width(tables, n)
         low, high = max(first - at, 0), min(end - at, width // PANEL)
         if low < high:
             for g in range(runs.shape[0]):
@@ -73,16 +73,6 @@ def list_fetch(tables, ranks, runs, places, first, end, num_panels, soon, blocks
         count = _list(soon[i, 0], max(low - before, 0), min(high - before, size), blocks, count)
         before += size
     return Fetch(np.int64(blocks.ctypes.data), count * (FETCH_BLOCK // 64))
-
-
-@compiled
-def _address_and_size(tables, n, axis):
-    """Of one of the tables; a tuple of arrays has no other way to index them."""
-    address, size = np.int64(0), 0
-    for m in range(len(tables)):
-        if m == n:
-            address, size = np.int64(tables[m].ctypes.data), tables[m].shape[axis]
-    return address, size
 
 
 @compiled
