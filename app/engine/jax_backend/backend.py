@@ -28,6 +28,7 @@ from app.engine.jax_backend import cpu_tables, sharding, tables
 from app.engine.jax_backend.arrays import TENSOR_AXIS, KvMemory, Outcome
 from app.engine.jax_backend.cpu_tables import CpuAdapters
 from app.engine.jax_backend.decoder import forward
+from app.engine.jax_backend.huge_pages import use_huge_pages
 from app.engine.jax_backend.programs import Programs, cpu_ladder, ladder
 from app.engine.jax_backend.sampling import sample
 from app.engine.jax_backend.sizes import Form, sizes_of
@@ -84,6 +85,8 @@ class JaxBackend:
             self._write_rows = tables.write_rows
         self._row_specs = self._adapters.specs()
         self._rows = self._map_rows(self._zeros, self._limits.adapter_rank_rows)
+        if is_cpu:
+            _use_huge_pages((self._weights, self._kv, self._rows))
         self._table_shapes = jax.tree.map(_shape_of, self._adapters.tables(self._rows))
         num_blocks = min(-(-max_positions // config.block_size), config.num_kv_blocks)
         per_group = blocks_per_group(config.block_size)
@@ -198,6 +201,13 @@ class JaxBackend:
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _use_huge_pages(tree: Any) -> None:
+    """For every array on this machine's CPUs."""
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            use_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
 
 
 def _form(config: EngineConfig, mesh: Mesh) -> Form:

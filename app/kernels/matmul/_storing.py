@@ -25,10 +25,7 @@ MAX_STEPS = 255
 
 
 def empty_stack(num_layers: int, num_columns: int, depth: int, *, quantised: bool) -> Stack:
-    """Room for `num_layers` weights [num_columns, depth]: what it holds before `store` is arbitrary.
-
-    Not zeros(): NumPy asks for huge pages only for memory that it does not want zeroed.
-    """
+    """Room for `num_layers` weights [num_columns, depth]: what it holds before `store` is arbitrary."""
     shape = (num_layers, -(-num_columns // PANEL))
     if not quantised:
         return np.empty((*shape, depth, PANEL), np.float32)
