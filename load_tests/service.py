@@ -48,18 +48,8 @@ class Service:
         self.folder = Path(tempfile.mkdtemp(prefix="plb", dir="/tmp"))
         self.lines: list[Line] = []
         code = "import sys; from app.cli import main; sys.exit(main())"
-        environment = os.environ | own_environment(self.folder) | (environment or {})
-        environment.pop("RAY_ADDRESS", None)
         self._started_s = time.perf_counter()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = start_session(["-c", code, *arguments], self.folder, environment)
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -118,6 +108,23 @@ def end_session(session_id: int) -> None:
     for pid in session_processes(session_id):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def start_session(
+    arguments: Sequence[str], folder: Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Python with these arguments, in a session and an `own_environment` of its own; what it prints is piped."""
+    environment = os.environ | own_environment(folder) | (environment or {})
+    environment.pop("RAY_ADDRESS", None)
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def own_environment(folder: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import PLAN_WIDTH, WritePlans, write_plan
 from app.kernels.team import Team
 from tests.kernels.cases import normal
 
@@ -30,10 +30,13 @@ def _read(memory: NDArray[np.float32], num_values: int, in_bf16: bool) -> NDArra
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("kind", ["wide", "narrow", "too fine"])
+@pytest.mark.parametrize("kind", ["wide", "narrow", "too fine", "saved narrow"])
 @pytest.mark.parametrize("rank", [1, 7, 8, 9, 16, 40])
 def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> None:
-    """Too fine: one value that needs more than bfloat16's bits, anywhere, takes all rows to float32."""
+    """Too fine: one value that needs more than bfloat16's bits, anywhere, takes all rows to float32.
+
+    Saved narrow: some matrices are in bfloat16 where they come from.
+    """
     generator = np.random.default_rng()
     a_tables = [np.full((LAYERS, ROWS // 8, d_in, 8), np.nan, np.float32) for d_in, _ in SHAPES]
     b_tables = [np.full((LAYERS, ROWS, -(-d_out // 16) * 16), np.nan, np.float32) for _, d_out in SHAPES]
@@ -50,15 +53,20 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
         matrix = modules[int(generator.integers(len(modules)))][int(generator.integers(2, 4))]
         at = int(generator.integers(matrix.shape[0])), int(generator.integers(matrix.shape[1]))
         matrix[at] = np.float32(1.00390625)  # type: ignore[index]
-    for _, _, a, b in modules:
+    saved = modules
+    if kind == "saved narrow":
+        dtypes = [ml_dtypes.bfloat16, ml_dtypes.bfloat16, np.float32]
+        kept = iter([dtypes[i] for i in generator.integers(3, size=2 * len(modules))])
+        saved = [(layer, n, a.astype(next(kept)), b.astype(next(kept))) for layer, n, a, b in modules]
+    for _, _, a, b in saved:
         a.flags.writeable = b.flags.writeable = False
     row_start = 16
     team = Team(num_threads)
     too_fine = np.array([kind == "wide"])
-    team.run(write_plan, 2, WritePlans(a_tables, b_tables).plan(modules, row_start), too_fine)
+    team.run(write_plan, 2, WritePlans(a_tables, b_tables).plan(saved, row_start), too_fine)
     team.close()
-    assert too_fine[0] == (kind != "narrow")
-    in_bf16, padded = kind == "narrow", -(-rank // 8) * 8
+    in_bf16, padded = "narrow" in kind, -(-rank // 8) * 8
+    assert too_fine[0] != in_bf16
     for layer, n, a, b in modules:
         d_in, d_out = SHAPES[n]
         rows = _read(a_tables[n][layer, row_start // 8 :], padded * d_in, in_bf16)
@@ -76,5 +84,5 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
 def test_an_empty_plan_writes_nothing() -> None:
     table, b_table = np.zeros((1, 1, 8, 8), np.float32), np.zeros((1, 8, 16), np.float32)
     plan = WritePlans([table], [b_table]).plan([], 0)
-    assert plan.shape == (0, 7)
+    assert plan.shape == (0, PLAN_WIDTH)
     Team(1).run(write_plan, 2, plan, np.zeros(1, np.bool_))

@@ -59,6 +59,7 @@ class JaxBackend:
             rank_alignment=RANK_CHUNK,
             max_adapter_slots=config.max_adapter_slots,
             adapter_extra_bytes=config.adapter_extra_bytes,
+            takes_bfloat16=self._sizes.form == "cpu",
         )
         self._num_kv_slots = config.num_kv_blocks * config.block_size
         if self._num_kv_slots >= 1 << 31:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, Matrix
 from app.engine.batch import ForwardBatch
 from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.jax_backend.arrays import TENSOR_AXIS
@@ -182,7 +182,7 @@ class CpuAdapters:
         group, index = GROUP_OF[target], self._sizes.module_index(target)
         return self._sizes.group_inputs[group], self._sizes.module_widths[group][index]
 
-    def _pack(self, modules: list[tuple[LoraKey, Floats, Floats]], num_rows: int) -> tuple[CpuRows, bool]:
+    def _pack(self, modules: list[tuple[LoraKey, Matrix, Matrix]], num_rows: int) -> tuple[CpuRows, bool]:
         """The rows, and whether they are bfloat16's: in every shard or in none."""
         parts, own, plans = [], [], []
         for shard in range(self._sizes.num_shards):

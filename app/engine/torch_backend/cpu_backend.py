@@ -8,7 +8,7 @@ weights lie in memory by `cpu_weights`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +23,11 @@ from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.errors import AdapterMismatch
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend import cpu_decoder
-from app.engine.torch_backend.cpu_rows import RowWriter
 from app.engine.torch_backend.cpu_weights import PackedModules, WeightPacker, decoder_sizes, padded
 from app.engine.torch_backend.sampling import sample
 from app.kernels.paged_attention._cpu import attention_tasks
 from app.kernels.sgmv._cpu import RANK_PANEL, RowPlaces, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans
+from app.kernels.sgmv._writing import WritePlans, write_plan
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -64,7 +63,7 @@ class CpuBackend:
             self._weights = packer.pack_all(tensors)
         self._tables = tables.result()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
-        self._rows = RowWriter(self._team, WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :]))
+        self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
         first = spec.layers[0].attention
         num_layers, width = len(spec.layers), padded(first.head_dim)
         blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
@@ -93,13 +92,19 @@ class CpuBackend:
                     f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
                 )
             n = TARGETS.index(key.target)
-            modules.append((key.layer, n, pair.a, pair.b))
+            modules.append((key.layer, n, np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)))
             ranks[key.layer, n] = pair.rank
-        in_bf16 = self._rows.write(modules, row_start)
+        in_bf16 = self._write_rows(modules, row_start)
         self._extras.write(adapter_slot, adapter)
         self._tables.ranks[:, adapter_slot] = ranks
         self._tables.places.starts[adapter_slot] = row_start
         self._tables.places.in_bf16[adapter_slot] = in_bf16
+
+    def _write_rows(self, modules: Sequence[tuple[int, int, Matrix, Matrix]], row_start: int) -> bool:
+        """See `WritePlans.plan`; whether the rows are in bfloat16: all modules' or none."""
+        too_fine = np.zeros(1, np.bool_)
+        self._team.run(write_plan, 2, self._plans.plan(modules, row_start), too_fine)
+        return not too_fine[0]
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
         """See `Backend.is_ready`: a write has ended when it returns."""
@@ -187,7 +192,7 @@ class CpuBackend:
             self._extras.warm_up()
         if self._limits.adapter_rank_rows:
             d_in, d_out = self._spec.target_shape(0, TARGETS[0])
-            self._rows.write([(0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))], 0)
+            self._write_rows([(0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))], 0)
 
     def _new_tables(self) -> cpu_decoder.AdapterTables:
         num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows

@@ -1,10 +1,10 @@
 """Copying adapters into the CPU's rank rows: a whole adapter in one compiled call, module by module on any thread.
 
-In: addresses of matrices and of their places in the tables (`sgmv._cpu` says how those are laid out). Out: the
-tables' rows. b is copied in runs of sixteen columns; a is turned from rows to panels of eight in blocks that stay in
-registers. An adapter whose values are all bfloat16's can be written in two bytes per value, without looking first: the
-first value that does not fit starts it over in float32. It costs the memory's bandwidth: 19.5 MB are read for rank
-16 on every module of a 135M model.
+In: addresses of matrices, in float32 or bfloat16, and of their places in the tables (`sgmv._cpu` says how those are
+laid out). Out: the tables' rows. b is copied in runs of sixteen columns; a is turned from rows to panels of eight in
+blocks that stay in registers. An adapter whose values are all bfloat16's can be written in two bytes per value, without
+looking first: the first value that does not fit starts it over in float32. It costs the memory's bandwidth: rank 16 on
+every module of a 135M model is 19.5 MB to read in float32.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from numpy.typing import NDArray
 from app.kernels.compiled import compiled
 from app.kernels.matmul._cpu import PANEL
 from app.kernels.team import leave, take
-from app.kernels.vectors import INT, INTS, LANES, WORD, across
+from app.kernels.vectors import INT, INTS, LANES, WORD, across, load_bf16
 
 #: Panels of b that are filled together.
 _PANELS_AT_ONCE = 4
 #: Columns of a module's line in a plan: addresses and sizes, int64.
-A, B, RANK, D_IN, D_OUT, TO_A, TO_B = range(7)
-PLAN_WIDTH = 7
+A, B, RANK, D_IN, D_OUT, TO_A, TO_B, A_SIZE, B_SIZE = range(9)
+PLAN_WIDTH = 9
 
 
 @intrinsic
-def _turn_block(typingctx: Any, source: Any, stride: Any, to: Any, in_bf16: Any) -> Any:
+def _turn_block(typingctx: Any, source: Any, stride: Any, size: Any, to: Any, in_bf16: Any) -> Any:
     """to[k * 8 + lane] = source[lane * stride + k] for k and lane below 8; addresses, stride in bytes.
 
-    `in_bf16` (boolean): two bytes each; returns what these cut off, as bits of any of the values.
+    size: bytes of a value in the source, 2 for bfloat16 or 4 for float32. `in_bf16` (boolean): two bytes each are
+    written; returns what these cut off, as bits of any of the values.
     """
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, stride, to, in_bf16 = args
-        rows = []
-        for lane in range(LANES):
-            at = builder.add(source, builder.mul(stride, WORD(lane)))
-            rows.append(builder.load(builder.inttoptr(at, INTS.as_pointer()), align=4))
+        source, stride, size, to, in_bf16 = args
+        places = [builder.add(source, builder.mul(stride, WORD(lane))) for lane in range(LANES)]
+        rows = _load_vectors(builder, places, size)
 
         def mixed(one: Any, other: Any, order: list[int]) -> Any:
             mask = ir.Constant(INTS, order)
@@ -56,20 +55,32 @@ def _turn_block(typingctx: Any, source: Any, stride: Any, to: Any, in_bf16: Any)
             rows = [mixed(*pair, [i + half for i in low]) for pair in pairs for half in (0, 4)]
         return _store_vectors(builder, rows, to, in_bf16)
 
-    return types.int32(*([types.intp] * 3), types.boolean), codegen
+    return types.int32(*([types.intp] * 4), types.boolean), codegen
 
 
 @intrinsic
-def _copy_panel(typingctx: Any, source: Any, to: Any, in_bf16: Any) -> Any:
-    """to[i] = source[i] for i below 16; addresses, `in_bf16` and the result as in `_turn_block`."""
+def _copy_panel(typingctx: Any, source: Any, size: Any, to: Any, in_bf16: Any) -> Any:
+    """to[i] = source[i] for i below 16; addresses, `size`, `in_bf16` and the result as in `_turn_block`."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, to, in_bf16 = args
-        parts = [builder.add(source, WORD(part * 4 * LANES)) for part in range(PANEL // LANES)]
-        values = [builder.load(builder.inttoptr(at, INTS.as_pointer()), align=4) for at in parts]
-        return _store_vectors(builder, values, to, in_bf16)
+        source, size, to, in_bf16 = args
+        places = [builder.add(source, builder.mul(size, WORD(part * LANES))) for part in range(PANEL // LANES)]
+        return _store_vectors(builder, _load_vectors(builder, places, size), to, in_bf16)
 
-    return types.int32(types.intp, types.intp, types.boolean), codegen
+    return types.int32(*([types.intp] * 3), types.boolean), codegen
+
+
+def _load_vectors(builder: Any, places: list[Any], size: Any) -> list[Any]:
+    """Bits of LANES float32 from each place, where values have `size` bytes."""
+    rows = [cgutils.alloca_once(builder, INTS) for _ in places]
+    with builder.if_else(builder.icmp_signed("==", size, WORD(2))) as (narrow, wide):
+        with narrow:
+            for row, at in zip(rows, places, strict=True):
+                builder.store(builder.bitcast(load_bf16(builder, at), INTS), row)
+        with wide:
+            for row, at in zip(rows, places, strict=True):
+                builder.store(builder.load(builder.inttoptr(at, INTS.as_pointer()), align=4), row)
+    return [builder.load(row) for row in rows]
 
 
 def _store_vectors(builder: Any, vectors: list[Any], to: Any, in_bf16: Any) -> Any:
@@ -95,12 +106,19 @@ def _store_vectors(builder: Any, vectors: list[Any], to: Any, in_bf16: Any) -> A
 
 
 @intrinsic
-def _copy_one(typingctx: Any, source: Any, to: Any, in_bf16: Any) -> Any:
-    """One value; `in_bf16` and the result as in `_turn_block`."""
+def _copy_one(typingctx: Any, source: Any, size: Any, to: Any, in_bf16: Any) -> Any:
+    """One value; `size`, `in_bf16` and the result as in `_turn_block`."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, to, in_bf16 = args
-        bits = builder.load(builder.inttoptr(source, INT.as_pointer()))
+        source, size, to, in_bf16 = args
+        found = cgutils.alloca_once(builder, INT)
+        with builder.if_else(builder.icmp_signed("==", size, WORD(2))) as (narrow, wide):
+            with narrow:
+                half = builder.load(builder.inttoptr(source, ir.IntType(16).as_pointer()))
+                builder.store(builder.shl(builder.zext(half, INT), INT(16)), found)
+            with wide:
+                builder.store(builder.load(builder.inttoptr(source, INT.as_pointer())), found)
+        bits = builder.load(found)
         with builder.if_else(in_bf16) as (narrow, wide):
             with narrow:
                 half = builder.trunc(builder.lshr(bits, INT(16)), ir.IntType(16))
@@ -109,7 +127,7 @@ def _copy_one(typingctx: Any, source: Any, to: Any, in_bf16: Any) -> Any:
                 builder.store(bits, builder.inttoptr(to, INT.as_pointer()))
         return builder.select(in_bf16, builder.and_(bits, INT(0xFFFF)), INT(0))
 
-    return types.int32(types.intp, types.intp, types.boolean), codegen
+    return types.int32(*([types.intp] * 3), types.boolean), codegen
 
 
 @intrinsic
@@ -125,55 +143,60 @@ def _zero_bytes(typingctx: Any, to: Any, count: Any) -> Any:
 
 
 @compiled
-def write_module(a, b, rank, d_in, d_out, to_a, to_b, in_bf16):
-    """a [r, d_in] to panels of eight rows at `to_a`, b [r, d_out] to panels of 16 columns at `to_b`, zero-filled.
-
-    `in_bf16`: in two bytes per value; returns whether these hold all values.
-    """
-    row, width = d_in * 4, 2 if in_bf16 else 4
-    first, cut = 0, np.int32(0)
+def _write_a(a, size, rank, d_in, to_a, width, in_bf16):
+    """a [r, d_in] to panels of eight rows; size, width: bytes of a value in a and to_a. Returns the bits cut off."""
+    row, first, cut = d_in * size, 0, np.int32(0)
     while first < rank:
         count = min(LANES, rank - first)
         source, to = a + first * row, to_a + first * d_in * width
         k = 0
         if count == LANES:
             while k + LANES <= d_in:
-                cut |= _turn_block(source + k * 4, row, to + k * LANES * width, in_bf16)
+                cut |= _turn_block(source + k * size, row, size, to + k * LANES * width, in_bf16)
                 k += LANES
         while k < d_in:
             for lane in range(count):
-                cut |= _copy_one(source + lane * row + k * 4, to + (k * LANES + lane) * width, in_bf16)
+                cut |= _copy_one(source + lane * row + k * size, size, to + (k * LANES + lane) * width, in_bf16)
             _zero_bytes(to + (k * LANES + count) * width, (LANES - count) * width)
             k += 1
         first += LANES
-    num_whole = d_out // PANEL
-    panel = 0
+    return cut
+
+
+@compiled
+def _write_b(b, size, rank, d_out, to_b, width, in_bf16):
+    """b [r, d_out] to panels of 16 columns, zero-filled; the rest as in `_write_a`."""
+    num_whole, panel, cut = d_out // PANEL, 0, np.int32(0)
     while panel < num_whole:  # a few at a time: longer runs to read, few places to write
         end = min(panel + _PANELS_AT_ONCE, num_whole)
         for i in range(rank):
             for p in range(panel, end):
                 to = to_b + (p * rank + i) * width * PANEL
-                cut |= _copy_panel(b + (i * d_out + p * PANEL) * 4, to, in_bf16)
+                cut |= _copy_panel(b + (i * d_out + p * PANEL) * size, size, to, in_bf16)
         panel = end
     left = d_out - num_whole * PANEL
     if left > 0:
         for i in range(rank):
-            source = b + (i * d_out + num_whole * PANEL) * 4
+            source = b + (i * d_out + num_whole * PANEL) * size
             to = to_b + (num_whole * rank + i) * width * PANEL
             for column in range(left):
-                cut |= _copy_one(source + column * 4, to + column * width, in_bf16)
+                cut |= _copy_one(source + column * size, size, to + column * width, in_bf16)
             _zero_bytes(to + left * width, (PANEL - left) * width)
-    return cut == 0
+    return cut
 
 
 @compiled
 def _write_line(m, in_bf16):
-    return write_module(m[A], m[B], m[RANK], m[D_IN], m[D_OUT], m[TO_A], m[TO_B], in_bf16)
+    """A module of a plan, in two bytes per value with `in_bf16`; returns whether these hold all values."""
+    width = 2 if in_bf16 else 4
+    cut = _write_a(m[A], m[A_SIZE], m[RANK], m[D_IN], m[TO_A], width, in_bf16)
+    cut |= _write_b(m[B], m[B_SIZE], m[RANK], m[D_OUT], m[TO_B], width, in_bf16)
+    return cut == 0
 
 
 @compiled
 def write_plan(team, phase, plan, too_fine):
-    """Every module of a plan [M, 7] int64, see `WritePlans`, in bfloat16 if that holds all values of all modules.
+    """Every module of a plan [M, PLAN_WIDTH] int64, see `WritePlans`; in bfloat16 if that holds all values of all.
 
     too_fine: [1] bool, False before (True: do not try); afterwards whether the rows are float32. Two phases.
     """
@@ -205,22 +228,23 @@ class WritePlans:
 
     def plan(
         self,
-        modules: Sequence[tuple[int, int, NDArray[np.float32], NDArray[np.float32]]],
+        modules: Sequence[tuple[int, int, NDArray[Any], NDArray[Any]]],
         row_start: int,
     ) -> NDArray[np.int64]:
         """For (layer, module, a [r, d_in], b [r, d_out]), to be written from `row_start`, a multiple of 8.
 
-        The arrays must be contiguous and live, unmoved, until the plan has been carried out.
+        The arrays, each in float32 or in bfloat16, must be contiguous and live, unmoved, until the plan has been
+        carried out.
         """
         layers, numbers = np.array([(layer, n) for layer, n, _, _ in modules], np.int64).reshape(-1, 2).T
         plan = self._template[layers, numbers]
-        facts = [(address(a), address(b), len(a), b.shape[1]) for _, _, a, b in modules]
-        plan[:, [A, B, RANK, D_OUT]] = np.array(facts, np.int64).reshape(-1, 4)
+        facts = [(address(a), address(b), len(a), b.shape[1], a.itemsize, b.itemsize) for _, _, a, b in modules]
+        plan[:, [A, B, RANK, D_OUT, A_SIZE, B_SIZE]] = np.array(facts, np.int64).reshape(-1, 6)
         plan[:, TO_A] += row_start * 4 * plan[:, D_IN]
         plan[:, TO_B] += row_start * 4 * self._widths[numbers]
         return plan
 
 
-def address(array: NDArray[np.float32]) -> int:
+def address(array: NDArray[Any]) -> int:
     where: int = array.__array_interface__["data"][0]  # a third of the time of array.ctypes.data
     return where

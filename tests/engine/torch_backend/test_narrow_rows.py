@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
-from app.engine.torch_backend import cpu_rows
 from app.engine.torch_backend.cpu_backend import CpuBackend
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.torch_backend.served import CONFIG, served_logits
@@ -44,11 +43,7 @@ def test_narrow_and_wide_rows_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("ranks", [(1, 8, 13, 32), (512, 3)])
-def test_adapters_in_bfloat16_give_the_bits_of_the_same_in_float32(
-    ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces of a few modules, and modules larger than a piece."""
-    monkeypatch.setattr(cpu_rows, "_PIECE_VALUES", 5000)
+def test_adapters_in_bfloat16_give_the_bits_of_the_same_in_float32(ranks: tuple[int, ...]) -> None:
     spec = tiny_spec()
     config = CONFIG.model_copy(update={"adapter_rank_rows": 1024})
     backend = CpuBackend(spec, random_tensors(spec), config)
