@@ -129,6 +129,31 @@ def multiply_bytes_tile(most_rows: int, *, fetches: bool) -> Callable[..., None]
     return tile
 
 
+@cache
+def multiply_and_expand_tile(most_rows: int) -> Callable[..., None]:
+    """As `multiply_bytes_tile` over at most CHUNK steps, of which it leaves the expanded weights for further rows.
+
+    The function takes `(rows, x, x_row, levels, scales, offsets, k, out, out_row, accumulate, expanded)`; `expanded` is
+    the address of float32 [k, 16]. Expanding goes on beside the sums, in units that these leave idle.
+    """
+
+    @intrinsic
+    def tile(
+        typingctx: Any, rows: Any, x: Any, x_row: Any, levels: Any, scales: Any, offsets: Any, k: Any, out: Any,
+        out_row: Any, accumulate: Any, expanded: Any,
+    ) -> Any:  # fmt: skip
+        signature = types.void(*([types.intp] * 9), types.boolean, types.intp)
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            rows, *rest, expanded = args
+            _emit_bytes_tile(builder, rows, most_rows, rest, expanded=expanded)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
 @intrinsic
 def expand_bytes(typingctx: Any, levels: Any, scales: Any, offsets: Any, count: Any, out: Any) -> Any:
     """out[i, :16] = scales[:16] * levels[i, :16] + offsets[:16] for i < count, one fused multiply-add each.
@@ -202,7 +227,9 @@ def _emit_tile(
         _emit_chunks(builder, vector, targets, depth, accumulate, emit_steps, at_once)
 
 
-def _emit_bytes_tile(builder: Any, num_rows: Any, most_rows: int, args: Any, fetch: _Fetch | None = None) -> None:
+def _emit_bytes_tile(
+    builder: Any, num_rows: Any, most_rows: int, args: Any, fetch: _Fetch | None = None, expanded: Any = None
+) -> None:
     x, x_row, levels, scales, offsets, depth, out, out_row, accumulate = args
     for rows in _cases(builder, num_rows, most_rows):
         x_rows = [_moved(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
@@ -221,6 +248,8 @@ def _emit_bytes_tile(builder: Any, num_rows: Any, most_rows: int, args: Any, fet
                     prefetch(builder, builder.add(at, WORD(BYTES_AHEAD)))
                     _prefetch_line(builder, fetch, k)
                     weights = _expanded(builder, _load(builder, at, _LEVELS, 1), scale, offset)
+                    if expanded is not None:
+                        _store(builder, weights, _moved(builder, expanded, builder.mul(k, WORD(_PANEL.count))))
                     _add_step(builder, x_rows, k, [weights], sums[0])
 
         _emit_chunks(builder, _PANEL, targets, depth, accumulate, emit_steps)

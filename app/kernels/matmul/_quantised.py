@@ -1,10 +1,10 @@
 """Weights stored in 8 bits, multiplied in float32: a quarter of the bytes where reading them is the limit.
 
 A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset
-and one byte per weight: w = scale * q + offset, one fused multiply-add. For up to sixteen rows that happens in
-registers; more rows share a chunk that is expanded into a scratch of its own thread. Either way sums are added in the
-order of `app.kernels.simd`, so bits are as independent of company as there, and equal to those of float32 storage of
-the expanded values.
+and one byte per weight: w = scale * q + offset, one fused multiply-add. For up to eight rows that happens in
+registers; with more the first of them leave what they expanded, a chunk at a time, to the others. Either way sums are
+added in the order of `app.kernels.simd`, so bits are as independent of company as there, and equal to those of
+float32 storage of the expanded values.
 
 How weights come into this form, and which lose nothing by it: `_storing`.
 """
@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
 from app.kernels.matmul._cpu import PANEL, count_steps, fetch_rate, multiply_columns, multiply_panels
-from app.kernels.simd import CHUNK, GROUP, expand_bytes, multiply_bytes_tile
+from app.kernels.simd import CHUNK, GROUP, expand_bytes, multiply_and_expand_tile, multiply_bytes_tile
 from app.kernels.team import leave, take
 
-#: Rows of the largest tile whose weights are expanded in registers. Beyond two such tiles a scratch is faster.
-_MOST_IN_REGISTERS = 8
+#: Rows of the largest tile, and rows that are left to others at least if there are more: so many ask for blocks.
+_MOST_ROWS, _LEAST_LEFT = 8, 4
 
-_plain_tile = multiply_bytes_tile(_MOST_IN_REGISTERS, fetches=False)
-_fetching_tile = multiply_bytes_tile(_MOST_IN_REGISTERS, fetches=True)
+_plain_tile = multiply_bytes_tile(_MOST_ROWS, fetches=False)
+_fetching_tile = multiply_bytes_tile(_MOST_ROWS, fetches=True)
+_expanding_tile = multiply_and_expand_tile(_MOST_ROWS)
 
 
 class Quantised(NamedTuple):
@@ -56,7 +57,7 @@ def _expand(levels, scales, offsets, depth, out):
 
 @compiled
 def _plain(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate):
-    """One panel with up to `_MOST_IN_REGISTERS` rows."""
+    """One panel with up to `_MOST_ROWS` rows."""
     _plain_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, 0, 0, 0)
 
 
@@ -67,15 +68,19 @@ def _fetching(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accu
 
 
 @compiled
+def _expanding(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, expanded):
+    """A chunk of `_plain` that leaves its weights in `expanded` [depth, 16]."""
+    _expanding_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, expanded)
+
+
+@compiled
 def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
     """As `app.kernels.matmul._cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
     x_row, out_row, num_groups = x.strides[0] // 4, out.strides[0] // 4, w.scales.shape[1]
-    in_registers = num_rows <= 2 * _MOST_IN_REGISTERS
-    if in_registers:
-        num_steps = (end - first) * depth * -(-num_rows // _MOST_IN_REGISTERS)
-    else:
-        num_steps = count_steps(num_rows, end - first, depth)
+    rows = num_rows if num_rows <= _MOST_ROWS else min(_MOST_ROWS, num_rows - _LEAST_LEFT)
+    left, x_left = num_rows - rows, x.ctypes.data + rows * x_row * 4
+    num_steps = count_steps(left, end - first, depth) if left > 0 else (end - first) * depth
     blocks, rate = fetch.blocks, fetch_rate(fetch, num_steps)
     scratch, step = np.empty((CHUNK, PANEL), np.float32), 0
     for panel in range(first, end):
@@ -83,26 +88,25 @@ def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
         scales = w.scales.ctypes.data + panel * num_groups * PANEL * 4
         offsets = w.offsets.ctypes.data + panel * num_groups * PANEL * 4
         to = out.ctypes.data + panel * PANEL * 4
-        if in_registers:
-            for row in range(0, num_rows, _MOST_IN_REGISTERS):
-                xi, oi = x.ctypes.data + row * x_row * 4, to + row * out_row * 4
-                rows = min(_MOST_IN_REGISTERS, num_rows - row)
-                if rate > 0:
-                    _fetching(
-                        rows, xi, x_row, levels, scales, offsets, depth, oi, out_row, accumulate, blocks, step, rate
-                    )
-                else:
-                    _plain(rows, xi, x_row, levels, scales, offsets, depth, oi, out_row, accumulate)
-                step += depth
-            continue
-        for start in range(0, max(depth, 1), CHUNK):
-            count, grid = min(CHUNK, depth - start), start // GROUP * PANEL * 4
-            _expand(levels + start * PANEL, scales + grid, offsets + grid, count, scratch.ctypes.data)
-            multiply_columns(
-                x.ctypes.data + start * 4, scratch.ctypes.data, PANEL, 0, 1, count, to, accumulate or start > 0,
-                num_rows, x_row, out_row, 0, False, blocks, step, rate,
-            )  # fmt: skip
-            step += count_steps(num_rows, 1, count)
+        if left == 0 and rate == 0:
+            _plain(rows, x.ctypes.data, x_row, levels, scales, offsets, depth, to, out_row, accumulate)
+        elif left == 0:
+            _fetching(
+                rows, x.ctypes.data, x_row, levels, scales, offsets, depth, to, out_row, accumulate, blocks, step, rate
+            )
+            step += depth
+        else:
+            for start in range(0, max(depth, 1), CHUNK):
+                count, grid, adds = min(CHUNK, depth - start), start // GROUP * PANEL * 4, accumulate or start > 0
+                _expanding(
+                    rows, x.ctypes.data + start * 4, x_row, levels + start * PANEL, scales + grid, offsets + grid,
+                    count, to, out_row, adds, scratch.ctypes.data,
+                )  # fmt: skip
+                multiply_columns(
+                    x_left + start * 4, scratch.ctypes.data, PANEL, 0, 1, count, to + rows * out_row * 4, adds, left,
+                    x_row, out_row, 0, False, blocks, step, rate,
+                )  # fmt: skip
+                step += count_steps(left, 1, count)
 
 
 #: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis.
