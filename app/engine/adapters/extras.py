@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter, LoraKey
 from app.engine.adapters.modules import Module, layer_modules
-from app.engine.models.names import expected_tensors
+from app.engine.models.names import EMBEDDING, expected_tensors
 from app.engine.models.spec import ModelSpec
 
 _PANEL = 16
@@ -77,7 +77,7 @@ def replaced_norms(adapter: LoraAdapter) -> Iterable[str]:
 
 def embedding_rows(adapter: LoraAdapter) -> NDArray[np.float32] | None:
     """Rows [n, H] that stand in for the embedding's: every token's, or those of `embedding_ids`."""
-    rows = adapter.replaced.get("model.embed_tokens.weight")
+    rows = adapter.replaced.get(EMBEDDING)
     if "embed_tokens" not in adapter.token_rows:
         return rows
     token_ids, own_rows = adapter.token_rows["embed_tokens"]
@@ -90,7 +90,7 @@ def embedding_rows(adapter: LoraAdapter) -> NDArray[np.float32] | None:
 
 def embedding_ids(adapter: LoraAdapter) -> NDArray[np.int64] | None:
     """The token ids [n] of `embedding_rows`; None where it has none, or every token's."""
-    if "model.embed_tokens.weight" in adapter.replaced or "embed_tokens" not in adapter.token_rows:
+    if EMBEDDING in adapter.replaced or "embed_tokens" not in adapter.token_rows:
         return None
     return np.array(adapter.token_rows["embed_tokens"].token_ids, np.int64)
 
@@ -103,7 +103,7 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
         num_vectors = parts.has_scale + parts.has_shift
         num_floats += _padded(d_out) * (num_vectors + (d_in if parts.weight is not None else 0))
     hidden, vocab = spec.hidden_size, spec.vocab_size
-    if "model.embed_tokens.weight" in adapter.replaced:
+    if EMBEDDING in adapter.replaced:
         num_floats += vocab * hidden
     if "lm_head.weight" in adapter.replaced:
         num_floats += _padded(vocab) * hidden
@@ -114,7 +114,7 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
         num_floats += _padded(rank) * hidden + rank * _padded(vocab)
     num_ids = 0
     for name, (token_ids, _) in adapter.token_rows.items():
-        if name == "embed_tokens" and "model.embed_tokens.weight" in adapter.replaced:
+        if name == "embed_tokens" and EMBEDDING in adapter.replaced:
             continue  # they are written into it
         num_ids += len(token_ids)
         num_floats += hidden * (_padded(len(token_ids)) if name == "lm_head" else len(token_ids))

@@ -32,7 +32,7 @@ _CHUNK = 12
 _PIECE_PANELS = 4
 
 #: Tiles of a shrink by their panels: chains enough to keep a core busy, few enough for the registers of AVX2. Four
-#: panels are streams enough from the second cache: with two chunks of each a row took a quarter longer.
+#: panels are streams enough from the second cache: two chunks of each were slower.
 _CHAINS = 8
 _four_panels = multiply_tile(2, 4, 1)
 _two_panels = multiply_tile(4, 2, 1, _CHAINS)
