@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from load_tests.avx2 import is_limited
+
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
@@ -55,7 +57,7 @@ def ratios(values: Sequence[float], reference: Sequence[float]) -> Spread:
 def environment() -> dict[str, object]:
     """The machine, the versions and the commit a run saw; load averages at this moment."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": _cpu_name() + (" limited to AVX2" if is_limited() else ""),
         "num_cpus": len(os.sched_getaffinity(0)),
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),

@@ -25,6 +25,8 @@ def main() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        _limit_to_avx2()
     from vllm import LLM
 
     lora = {
@@ -47,6 +49,15 @@ def main() -> None:
     _answer(answers, {"ready": True})
     for line in sys.stdin:
         _answer(answers, _decode(llm.llm_engine, json.loads(line)))
+
+
+def _limit_to_avx2() -> None:
+    """vLLM asks the processor which of its kernels to take, and Inductor for how wide to make its own."""
+    import torch
+    import torch._inductor.config
+
+    torch.cpu._is_avx512_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
+    torch._inductor.config.cpp.simdlen = 256
 
 
 def _answer(answers: Any, document: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+from numba.core.registry import cpu_target
 
 #: Kernels for other compilers, and definitions: none of Numba's code comes from them.
 _OTHER_FORMS = ("_triton", "_jax", "_pallas", "reference")
@@ -40,3 +41,9 @@ def compiled(function: _Function) -> _Function:
     """Compile a function for this machine's CPU. Contraction and reassociation stay off: the order of
     every sum is the order written, so that a row's bits are the same wherever it is computed."""
     return numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
+
+
+def has_feature(name: str) -> bool:
+    """Whether code is compiled for a machine with this feature, by LLVM's name: "avx512f"."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return f"+{name}" in features.split(",")

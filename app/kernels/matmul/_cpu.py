@@ -1,8 +1,8 @@
 """Products with packed weights on the CPU: the same bits for a row in any company.
 
 A weight `[N, K]` is packed once into panels `[P, K, 16]` (P = N/16 rounded up, missing columns
-zero), so that one step over k reads 64 consecutive bytes. Rows are taken in tiles of up to eight, which fill
-the sixteen vector registers of AVX2; one to three rows take several panels at a time instead. Every
+zero), so that one step over k reads 64 consecutive bytes. Rows are taken in tiles of up to `MOST_ROWS`, whose sums
+stay in registers; one to three rows take several panels at a time instead. Every
 element is one chain of fused multiply-adds in the order of k (`app.kernels.simd`), so neither the tile nor
 the thread can be seen in the result.
 """
@@ -14,20 +14,23 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled
+from app.kernels.compiled import compiled, has_feature
 from app.kernels.simd import BYTES_AHEAD, CHUNK, FETCH_UNIT, multiply_and_fetch_tile, multiply_tile
 from app.kernels.team import count_pieces, leave, piece, take
 
 #: Columns of one panel.
 PANEL = 16
 
-#: Rows of the largest tile, and of those before the last when there are more rows.
-_MOST_ROWS, _TILE_ROWS = 8, 6
+#: Rows of the largest tile. A row's sums take one register of AVX-512, of which there are 32, and two of other
+#: machines' sixteen: a seventh row would not fit there, and sums kept in memory take three times as long.
+MOST_ROWS = 8 if has_feature("avx512f") else 6
+#: Rows that the largest tile leaves to the next one at least: fewer cannot keep a core busy.
+LEAST_LEFT = 4
 
 _four_panels = multiply_tile(1, 4, 2)
 _two_panels = multiply_tile(3, 2, 2)
-_one_panel = multiply_tile(_MOST_ROWS, 1, 2)
-_fetching = multiply_and_fetch_tile(_MOST_ROWS)
+_one_panel = multiply_tile(MOST_ROWS, 1, 2)
+_fetching = multiply_and_fetch_tile(MOST_ROWS)
 
 
 class Fetch(NamedTuple):
@@ -90,7 +93,7 @@ def multiply_columns(
             _two_panels(num_rows, x, x_row, wp, w_k, w_panel, depth, op, out_row, 16, ahead, accumulate, in_bf16)
             p += 2
     # Several tiles of rows read the same weights: chunk by chunk, these stay in the first cache.
-    chunk = CHUNK if num_rows > _MOST_ROWS else max(depth, 1)
+    chunk = CHUNK if num_rows > MOST_ROWS else max(depth, 1)
     fetches = rate > 0 and num_rows > 3 and not in_bf16
     while p < num_panels:
         for start in range(0, max(depth, 1), chunk):
@@ -105,11 +108,17 @@ def multiply_columns(
 
 
 @compiled
+def tile_rows(num_rows):
+    """Rows of the first tile of so many."""
+    return num_rows if num_rows <= MOST_ROWS else min(MOST_ROWS, num_rows - LEAST_LEFT)
+
+
+@compiled
 def _panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row, ahead, in_bf16):
     """`multiply_columns` of one panel."""
     i = 0
     while i < num_rows:
-        rows = num_rows - i if num_rows - i <= _MOST_ROWS else _TILE_ROWS
+        rows = tile_rows(num_rows - i)
         xi, oi = x + i * x_row * 4, out + i * out_row * 4
         _one_panel(rows, xi, x_row, w, w_k, 0, depth, oi, out_row, 0, ahead, accumulate, in_bf16)
         i += rows
@@ -120,7 +129,7 @@ def _fetching_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row,
     """`_panel` in float32, asking for blocks. A function of its own: the other is faster without this beside it."""
     i = 0
     while i < num_rows:
-        rows = num_rows - i if num_rows - i <= _MOST_ROWS else _TILE_ROWS
+        rows = tile_rows(num_rows - i)
         xi, oi = x + i * x_row * 4, out + i * out_row * 4
         _fetching(rows, xi, x_row, w, w_k, depth, oi, out_row, ahead, accumulate, blocks, step, rate)
         step += depth
@@ -130,7 +139,7 @@ def _fetching_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row,
 @compiled
 def count_steps(num_rows, num_panels, depth):
     """Steps of `multiply_columns` with more than three rows: what their numbers run to."""
-    return num_panels * depth * (1 + max(num_rows - _MOST_ROWS + _TILE_ROWS - 1, 0) // _TILE_ROWS)
+    return num_panels * depth * -(-num_rows // MOST_ROWS)
 
 
 @compiled

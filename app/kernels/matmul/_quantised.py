@@ -1,7 +1,7 @@
 """Weights stored in 8 bits, multiplied in float32: a quarter of the bytes where reading them is the limit.
 
 A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset
-and one byte per weight: w = scale * q + offset, one fused multiply-add. For up to eight rows that happens in
+and one byte per weight: w = scale * q + offset, one fused multiply-add. For one tile of rows that happens in
 registers; with more the first of them leave what they expanded, a chunk at a time, to the others. Either way sums are
 added in the order of `app.kernels.simd`, so bits are as independent of company as there, and equal to those of
 float32 storage of the expanded values.
@@ -19,16 +19,21 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from app.kernels.compiled import compiled
-from app.kernels.matmul._cpu import PANEL, count_steps, fetch_rate, multiply_columns, multiply_panels
+from app.kernels.matmul._cpu import (
+    MOST_ROWS,
+    PANEL,
+    count_steps,
+    fetch_rate,
+    multiply_columns,
+    multiply_panels,
+    tile_rows,
+)
 from app.kernels.simd import CHUNK, GROUP, expand_bytes, multiply_and_expand_tile, multiply_bytes_tile
 from app.kernels.team import leave, take
 
-#: Rows of the largest tile, and rows that are left to others at least if there are more: so many ask for blocks.
-_MOST_ROWS, _LEAST_LEFT = 8, 4
-
-_plain_tile = multiply_bytes_tile(_MOST_ROWS, fetches=False)
-_fetching_tile = multiply_bytes_tile(_MOST_ROWS, fetches=True)
-_expanding_tile = multiply_and_expand_tile(_MOST_ROWS)
+_plain_tile = multiply_bytes_tile(MOST_ROWS, fetches=False)
+_fetching_tile = multiply_bytes_tile(MOST_ROWS, fetches=True)
+_expanding_tile = multiply_and_expand_tile(MOST_ROWS)
 
 
 class Quantised(NamedTuple):
@@ -57,7 +62,7 @@ def _expand(levels, scales, offsets, depth, out):
 
 @compiled
 def _plain(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate):
-    """One panel with up to `_MOST_ROWS` rows."""
+    """One panel with up to `MOST_ROWS` rows."""
     _plain_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, 0, 0, 0)
 
 
@@ -78,7 +83,7 @@ def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
     """As `app.kernels.matmul._cpu.multiply_panels` with the packed weights in 8 bits."""
     num_rows, depth = x.shape
     x_row, out_row, num_groups = x.strides[0] // 4, out.strides[0] // 4, w.scales.shape[1]
-    rows = num_rows if num_rows <= _MOST_ROWS else min(_MOST_ROWS, num_rows - _LEAST_LEFT)
+    rows = tile_rows(num_rows)
     left, x_left = num_rows - rows, x.ctypes.data + rows * x_row * 4
     num_steps = count_steps(left, end - first, depth) if left > 0 else (end - first) * depth
     blocks, rate = fetch.blocks, fetch_rate(fetch, num_steps)

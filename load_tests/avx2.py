@@ -1,0 +1,36 @@
+"""A measurement as on a machine without AVX-512: `python -m load_tests.avx2 bench_engine --streams 32 ...`.
+
+In: the name of a module of `load_tests` and its arguments. Out: what it prints, with Numba, torch, oneDNN, MKL and vLLM
+limited to AVX2, each by the setting it has for that. XLA is not limited: the JAX engine's CPU form multiplies with Numba.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+#: Numba takes a processor's name: Haswell was the first with AVX2 and fused multiply-adds.
+ENVIRONMENT = {
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+
+
+def is_limited() -> bool:
+    """Whether this process runs so."""
+    return all(os.environ.get(name) == value for name, value in ENVIRONMENT.items())
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit("name a module of load_tests, for example: python -m load_tests.avx2 bench_engine --streams 32")
+    _, module, *arguments = sys.argv
+    command = [sys.executable, "-m", f"load_tests.{module}", *arguments]
+    os.execve(sys.executable, command, os.environ | ENVIRONMENT)
+
+
+if __name__ == "__main__":
+    main()
