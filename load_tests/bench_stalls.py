@@ -60,6 +60,7 @@ class Settings:
     num_rounds: int = 3
     num_threads: int = 0
     seed: int = 0
+    bf16_adapters: bool = True
 
 
 class _Adapters:
@@ -79,13 +80,16 @@ def run(settings: Settings) -> str:
     before = environment()
     checkpoint = load_checkpoint(settings.model)
     with tempfile.TemporaryDirectory() as folder:
-        folders = write_random_adapters(Path(folder), checkpoint.spec, _SETS, [settings.rank], settings.seed)
+        folders = write_random_adapters(
+            Path(folder), checkpoint.spec, _SETS, [settings.rank], settings.seed, settings.bf16_adapters
+        )
         sets = [read_peft(path, checkpoint.spec) for path in folders]
     bursts, thousand = _bursts(settings, checkpoint, sets), _thousand(settings, checkpoint, sets)
+    dtype = "bfloat16" if settings.bf16_adapters else "float32"
     return (
         f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}; load average before "
         f"{before['load_average']}, after {environment()['load_average']}; {settings.num_rounds} interleaved rounds, "
-        f"adapters of rank {settings.rank} over all projections.\n\n{bursts}\n\n{thousand}"
+        f"adapters of rank {settings.rank} over all projections in {dtype}.\n\n{bursts}\n\n{thousand}"
     )
 
 
@@ -221,6 +225,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=defaults.num_rounds)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--adapter-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="in their files")
     given = parser.parse_args()
     print(
         run(
@@ -239,6 +244,7 @@ def main() -> None:
                 num_rounds=given.rounds,
                 num_threads=given.threads,
                 seed=given.seed,
+                bf16_adapters=given.adapter_dtype == "bfloat16",
             )
         )
     )
