@@ -87,7 +87,7 @@ class Admission:
         self._is_open = False
         passed_first: Sequence | None = None
         refused_digests: set[str] = set()
-        refused_rank = _NO_RANK  # no rows for an absent adapter of this rank, so for none above it
+        refused_rank = _NO_RANK  # no rows for an absent adapter of this rank, so for none above it but the reserved
         written_bytes = num_tokens = num_block_refusals = 0
         for sequence in self._queue.candidates():
             if len(admitted) == max_sequences or num_tokens >= max_tokens:
@@ -98,7 +98,8 @@ class Admission:
             urgent = self._queue.is_urgent(sequence)
             if passed_first is None and not urgent:
                 passed_first = sequence  # unless it is admitted below
-            if digest in refused_digests or (is_new and sequence.rank >= refused_rank):
+            is_too_large = is_new and sequence.rank >= refused_rank and digest != self._adapters.reserved_for
+            if is_too_large or digest in refused_digests:
                 continue
             found = self._find_prefix(sequence)
             if not self._blocks_suffice(sequence, found, num_running + len(admitted)):

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from app.engine.adapter_pool import AdapterPool
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.admission import MAX_BYPASSES
+from app.engine.admission import MAX_BYPASSES, Admission
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.fair_queue import FairQueue
+from app.engine.kv_cache import BlockPool
 from app.engine.request import SamplingParams
-from tests.fakes import FakeBackend, fake_adapter, fake_request
+from app.engine.sequence import Sequence
+from app.engine.stats import Meter
+from tests.fakes import FakeBackend, fake_adapter, fake_request, fake_spec
 
 
 class Bench:
@@ -266,3 +271,31 @@ def test_a_flood_of_cold_adapters_does_not_move_anothers_turn() -> None:
     bench.run(200, flood)
     name = bench.submit("quiet", fake_adapter("quiet", 8), tenant_id="quiet")
     assert bench.run(40, flood, until=name) is not None
+
+
+def test_whoever_rows_are_reserved_for_is_not_passed_over_when_one_before_it_has_to_wait() -> None:
+    """Preempted, its adapter gone for kept ones, a small request is first in line; only the reserved rows are left."""
+    queue, pool = FairQueue(), AdapterPool(32, 8, 8)
+    admission = Admission(queue, BlockPool(64, 8), pool, Meter(), max_write_bytes=1 << 20)
+
+    def waiting(name: str, rank: int) -> Sequence:
+        adapter = fake_adapter(name, rank)
+        return Sequence(fake_request(name, [1], adapter), adapter, fake_spec(), 8)
+
+    for name in "wxyz":
+        assert pool.acquire(name, 8) is not None
+    large, small = waiting("large", 16), waiting("small", 8)
+    queue.push(large)
+    queue.mark_urgent(large)
+    assert admission.admit(8, 64, 0).sequences == []
+    assert pool.reserved_for == large.adapter_digest
+    for name in "wxyz":
+        pool.release(name)
+    pool.keep(["kept", "kept too"])
+    for name in ("kept", "kept too"):
+        assert pool.acquire(name, 8) is not None
+        pool.release(name)
+    queue.push_preempted(small)
+    admission.reopen()
+    assert admission.admit(8, 64, 0).sequences == [large]
+    pool.check()
