@@ -4,7 +4,7 @@ In: a folder that was downloaded and found good, and its digest. Out: that folde
 A download lives under `staging/` until it is whole, flushed and renamed to `objects/<digest>`: what has a
 digest for a name is complete. Each process has a staging folder of its own; those of processes that died,
 and objects that lost a byte, are removed at start. Bounded in bytes (`eviction`); an object is pinned while
-it is read. The digest is checked against the contents by whoever reads them.
+it is read. Nobody waits for another's flush or deletion. The digest is checked by whoever reads the contents.
 """
 
 from __future__ import annotations
@@ -113,29 +113,34 @@ class DiskTier:
     def keep(self, digest: str, staged: Path, load_s: float) -> bool:
         """Make a staged folder the object of this digest. False if there is no room for it beside what is pinned."""
         sizes = {file.name: file.stat().st_size for file in staged.iterdir()}
-        total = sum(sizes.values())
-        with self._lock:
-            if digest in self._kept:
-                return True
-            evicted = self._kept.add(digest, total, load_s)
-            if evicted is None:
-                return False
-            try:
-                self._write(digest, staged, {"files": sizes, "load_s": load_s})
-            except OSError:
-                self._kept.remove(digest)
-                raise
-            finally:
-                for old in evicted:
-                    self._delete(old)
+        _make_whole(staged, {"files": sizes, "load_s": load_s})
+        hidden: list[tuple[str, Path]] = []
+        try:
+            with self._lock:
+                if digest in self._kept:
+                    return True
+                evicted = self._kept.add(digest, sum(sizes.values()), load_s)
+                if evicted is None:
+                    return False
+                try:
+                    hidden += ((old, self._hide(old)) for old in evicted)
+                    self._publish(digest, staged)
+                except OSError:
+                    self._kept.remove(digest)
+                    raise
+        finally:
+            for old, trash in hidden:
+                self._discard(old, trash)
+        _flush(self._objects)
         self._counts.evicted("disk", len(evicted))
         self._report()
         return True
 
     def remove(self, digest: str) -> None:
         with self._lock:
-            if self._kept.remove(digest):
-                self._delete(digest)
+            trash = self._hide(digest) if self._kept.remove(digest) else None
+        if trash is not None:
+            self._discard(digest, trash)
         self._report()
 
     def close(self) -> None:
@@ -146,24 +151,22 @@ class DiskTier:
     def _folder(self, digest: str) -> Path:
         return self._objects / digest
 
-    def _write(self, digest: str, staged: Path, entry: dict[str, object]) -> None:
-        (staged / _ENTRY).write_text(json.dumps(entry))
-        for file in staged.iterdir():
-            _flush(file)
-        _flush(staged)
+    def _publish(self, digest: str, staged: Path) -> None:
         try:
             staged.rename(self._folder(digest))
         except OSError:
             if not self._folder(digest).is_dir():
                 raise
             # Another process was faster; the contents are the same.
-        _flush(self._objects)
 
-    def _delete(self, digest: str) -> None:
+    def _hide(self, digest: str) -> Path:
         """First out of sight, then gone: a crash in between leaves a staging folder, not half an object."""
         trash = self._staging / secrets.token_hex(8)
         with contextlib.suppress(FileNotFoundError):
             self._folder(digest).rename(trash)
+        return trash
+
+    def _discard(self, digest: str, trash: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
         self.deleted(digest)
 
@@ -173,13 +176,13 @@ class DiskTier:
             entry = _read_entry(folder)
             if entry is None:
                 logger.warning("removing %s: it is not as it was written", folder)
-                self._delete(folder.name)
+                self._discard(folder.name, self._hide(folder.name))
                 continue
             found.append((folder.stat().st_mtime, folder.name, *entry))
         for _, digest, size_bytes, load_s in sorted(found):
             evicted = self._kept.add(digest, size_bytes, load_s)
             for old in [digest] if evicted is None else evicted:
-                self._delete(old)
+                self._discard(old, self._hide(old))
         self._report()
 
     def _report(self) -> None:
@@ -210,6 +213,14 @@ def _remove_leftovers(staging: Path) -> None:
                 continue
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
+
+
+def _make_whole(staged: Path, entry: dict[str, object]) -> None:
+    """Its entry beside its files, all of it on the disk."""
+    (staged / _ENTRY).write_text(json.dumps(entry))
+    for file in staged.iterdir():
+        _flush(file)
+    _flush(staged)
 
 
 def _flush(path: Path) -> None:

@@ -274,3 +274,27 @@ def test_what_is_held_is_not_given_up_and_what_goes_is_told(tmp_path: Path) -> N
     again = DiskTier(tmp_path, 150, "lru", TierCounts(), held=["d"])
     assert again.digests == {"d"}, "also at start, though it was used longer ago"
     again.close()
+
+
+def test_nobody_waits_while_the_disk_is_busy_with_anothers_files(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flushing and deleting take as long as the files are large; the store's event loop takes the same lock."""
+    tier = open_tier(250)
+    waits: dict[str, bool] = {}
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            waits[name] = waits.get(name, False) or tier._lock.locked()
+            return call(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_tier, "_flush", noted("flush", disk_tier._flush))
+        patch.setattr(disk_tier.shutil, "rmtree", noted("delete", disk_tier.shutil.rmtree))
+        for digest in "abc":  # the third evicts the first
+            add(tier, digest)
+        tier.remove("b")
+    assert tier.digests == {"c"}
+    assert waits == {"flush": False, "delete": False}
