@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.config import NAME_PATTERN
+from app.config import NAME_PATTERN, TrafficWeight
 from app.engine.errors import ConfigError, PolyloraError
 
 DEFAULT_FILE = "configs/adapters.yaml"
@@ -45,7 +45,7 @@ class WantedAdapter(_Wanted):
     name: Name
     path: str
     pinned: bool = False
-    traffic_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    traffic_weight: TrafficWeight = 1.0
 
 
 class WantedAlias(_Wanted):

@@ -27,6 +27,9 @@ from app.engine.models import sources
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
+#: How much traffic to expect for an adapter, 1 being the usual. Bounded, so that sums over all adapters are numbers.
+TrafficWeight = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
+
 DEFAULT_MODEL_URI = sources.DEFAULT_MODEL_URI
 
 #: Engine settings that the adapter store depends on.

@@ -149,6 +149,7 @@ def test_one_failure_stops_nothing_else(
         ("adapters: [{name: x}]", r"adapters\.0\.path"),
         ("adapters: [{name: ../x, path: x}]", r"adapters\.0\.name"),
         ("adapters: [{name: x, path: x, traffic_weight: -1}]", "traffic_weight"),
+        ("adapters: [{name: x, path: x, traffic_weight: 1.0e+308}]", "traffic_weight"),
         ("adapters: [{name: x, path: x}, {name: x, path: y}]", "'x' is used twice"),
         ("adapters: [{name: x, path: x}]\naliases: [{name: x, targets: {x: 1}}]", "'x' is used twice"),
         ("aliases: [{name: x, targets: {}}]", r"aliases\.0\.targets"),

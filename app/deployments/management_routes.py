@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from app.config import TrafficWeight
 from app.deployments.frontend import Frontend
 from app.deployments.http_io import int_query, page_body, page_query, read_json
 from app.deployments.management import Management
@@ -24,7 +25,6 @@ from app.deployments.registry.view import RegistryView
 from app.engine.errors import NotFound
 
 EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: Numbers of events and audit records.
 _MAX_ID = 2**53
 
@@ -47,7 +47,7 @@ class LoadLoraBody(Body):
     lora_path: str
     base_model: str | None = None
     pin_lora: bool | None = None
-    traffic_weight: Weight | None = None
+    traffic_weight: TrafficWeight | None = None
 
 
 class UnloadLoraBody(Body):
@@ -62,12 +62,12 @@ class RegisterAdapterBody(Body):
     path: str
     wait: bool = False
     pinned: bool | None = None
-    traffic_weight: Weight | None = None
+    traffic_weight: TrafficWeight | None = None
 
 
 class ConfigureAdapterBody(Body):
     pinned: bool | None = None
-    traffic_weight: Weight | None = None
+    traffic_weight: TrafficWeight | None = None
 
 
 class AliasBody(Body):

@@ -107,6 +107,17 @@ async def test_what_cannot_be_loaded_says_why_and_is_remembered(http: httpx.Asyn
     assert not older["has_more"]
 
 
+async def test_weights_whose_sum_is_no_number_are_refused_and_change_nothing(http: httpx.AsyncClient) -> None:
+    for name in ("one", "two"):
+        body = {"name": name, "path": "new", "wait": True, "traffic_weight": 1e308}
+        answer = await http.post("/v1/loras", json=body)
+        assert (answer.status_code, "traffic_weight" in answer.text) == (400, True), answer.text
+    assert (await http.patch("/v1/loras/sql", json={"traffic_weight": 1e308})).status_code == 400
+    answer = await http.post("/v1/loras", json={"name": "new", "path": "new", "wait": True, "traffic_weight": 1e6})
+    assert (answer.status_code, answer.json()["traffic_weight"]) == (201, 1e6)
+    assert await ids(http, "/v1/loras") == ["new", "sql"]
+
+
 async def test_lists_have_pages(http: httpx.AsyncClient, service: Service) -> None:
     for index in range(5):
         await service.management.load_and_wait(f"a{index}", "new")
