@@ -99,14 +99,15 @@ class Engine:
         """Queue a request; its chunks come out of later steps.
 
         Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure;
-        then nothing was queued. `adapter` holds the weights `request.adapter` refers to.
+        then nothing was queued. `adapter` holds the weights `request.adapter` refers to. A resumed request is
+        queued however many wait: its client has begun to read the answer.
         """
         if self._failure is not None:
             raise self._failure
         validate_request(request, self._spec, self.max_context, self._kv_capacity)
         self._check_adapter(request, adapter)
         num_waiting = len(self._live_ids) - self._scheduler.num_running
-        if num_waiting >= self._max_waiting:
+        if num_waiting >= self._max_waiting and not request.resume_token_ids:
             raise QueueFull(
                 f"{num_waiting} requests are waiting and engine.max_waiting is {self._max_waiting}; try again later"
             )

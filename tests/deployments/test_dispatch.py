@@ -243,6 +243,24 @@ async def test_errors_are_the_request_s_own(make_fleet: MakeFleet) -> None:
     await dispatcher.close()
 
 
+async def test_streams_that_have_begun_continue_where_new_requests_would_be_refused(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1, max_waiting=1)
+    dispatcher = fleet.dispatcher()
+    requests = [make_request(f"r{i}", [i], max_tokens=400, ignore_eos=True) for i in range(4)]
+    tasks = []
+    for request in requests:
+        tokens: list[int] = []
+        tasks.append(asyncio.ensure_future(collect(dispatcher, request, tokens)))
+        await until(lambda tokens=tokens: len(tokens) > 0)
+    (first,) = fleet.replicas
+    fleet.add()
+    fleet.kill(first)
+    for request, (tokens, last) in zip(requests, await asyncio.gather(*tasks), strict=True):
+        assert last.error is None
+        assert tokens == expected(request)
+    await dispatcher.close()
+
+
 async def test_without_a_replica_the_wait_is_bounded(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(0)
     dispatcher = fleet.dispatcher(replica_wait_s=0.05)

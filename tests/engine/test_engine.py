@@ -357,6 +357,21 @@ def test_refusals_name_value_limit_and_way_out() -> None:
         make_engine(max_context=513)
 
 
+def test_a_stream_that_has_begun_elsewhere_is_not_refused_for_those_waiting() -> None:
+    engine, _ = make_engine(max_waiting=1)
+    engine.submit(fake_request("new", [1]))
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    begun = [line.token_id for line in fake_tokens(fake_request("moved", [2], sampling=sampling), None)][:2]
+    moved = [fake_request(f"moved {i}", [2], sampling=sampling, resume_token_ids=begun) for i in range(3)]
+    for request in moved:
+        engine.submit(request)
+    with pytest.raises(QueueFull, match="4 requests are waiting"):
+        engine.submit(fake_request("one more", [1]))
+    out = run(engine)
+    for request in moved:
+        assert_as_alone((request, None), out[request.request_id])
+
+
 def test_kv_memory_limits_a_request() -> None:
     engine, _ = make_engine(num_kv_blocks=4)
     sampling = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
