@@ -17,7 +17,7 @@ import ray
 
 from app.config import AppConfig
 from app.deployments.attendance import Attendance
-from app.deployments.metrics import TierMetrics
+from app.deployments.metrics import TierMetrics, repeat_gauges
 from app.deployments.placement import PlacementBooks, PlacementTable, ReplicaReport, make_policy
 from app.deployments.published import Changes, Published, Version
 from app.deployments.ray_calls import NamedActor, leave
@@ -71,6 +71,8 @@ class AdapterStoreActor:
         self._store.moved = self._lifecycle.moved
         self._preload = config.adapters.preload
         self._preloading: asyncio.Task[None] | None = None
+        self._gauges = counts.gauges
+        self._repeating: asyncio.Task[None] | None = None
 
     async def manage(self, method: str, *args: Any, **options: Any) -> Any:
         """A method of `Lifecycle`. What it changes every ingress knows when it returns."""
@@ -104,18 +106,24 @@ class AdapterStoreActor:
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Entry]] | None:
-        self._attendance.here()
+        self._watched()
         self._lifecycle.resume()
         return await self._lifecycle.table.newer(held, watcher_id, timeout_s)
 
     async def watch_steering(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Steering] | None:
-        self._attendance.here()
+        self._watched()
         return await self._lifecycle.steering.newer(held, watcher_id, timeout_s)
 
     async def stats(self) -> dict[str, dict[str, float]]:
         return {tier: self._store.counts.of(tier) for tier in TIERS}
+
+    def _watched(self) -> None:
+        """Somebody watches: this actor stays, and says what it holds."""
+        self._attendance.here()
+        if self._repeating is None:
+            self._repeating = asyncio.create_task(repeat_gauges(self._gauges))
 
     async def _register_all(self) -> None:
         loads = (self._lifecycle.load_and_wait(item.name, item.path, who="config") for item in self._preload)

@@ -26,7 +26,7 @@ from app.deployments.frontend import Frontend, Job
 from app.deployments.http_app import generate_result, make_app
 from app.deployments.management import Management
 from app.deployments.management_bodies import adapter_body
-from app.deployments.metrics import IngressMetrics
+from app.deployments.metrics import IngressMetrics, repeat_gauges
 from app.deployments.openai_schema import GenerateBody, parse_body
 from app.deployments.placement import PlacementTable, make_policy
 from app.deployments.ray_calls import ActorAway
@@ -73,7 +73,8 @@ class Ingress:
         self.frontend = Frontend(text, self.base_name, self._resolve, self._dispatcher.stream, config.limits)
         loop = asyncio.get_running_loop()
         self._watchers = [
-            loop.create_task(watched.follow(), context=contextvars.Context()) for watched in (self._registry, placed)
+            loop.create_task(work, context=contextvars.Context())
+            for work in (self._registry.follow(), placed.follow(), repeat_gauges(self._metrics.gauges))
         ]
         await self._store.call("preload")
         await self._registry.complete.wait()  # or the first requests would find no adapter

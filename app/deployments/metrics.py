@@ -2,11 +2,12 @@
 
 In: finished requests, and what the tiers of adapters did. Out: counters and histograms. Labels take few
 values each (route, status class, base or adapter, tier): never an adapter's or a tenant's name, of which
-there may be millions.
+there may be millions. Ray forgets a gauge that nobody sets again: gauges that follow changes are `SteadyGauge`s.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -19,6 +20,32 @@ from app.engine.request import Usage
 from app.engine.stats import EngineStats
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
+#: A gauge lives for two of Ray's reports, which are 10 s apart.
+REPEAT_S = 5.0
+
+
+class SteadyGauge:
+    """A gauge that is set when its value changes, and once more at every `repeat`."""
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = ()) -> None:
+        self._gauge = Gauge(name, description, tag_keys=tag_keys)
+        self._values: dict[tuple[tuple[str, str], ...], float] = {}
+
+    def set(self, value: float, **tags: str) -> None:
+        self._values[tuple(sorted(tags.items()))] = value
+        self._gauge.set(value, tags=tags)
+
+    def repeat(self) -> None:
+        for tags, value in self._values.copy().items():  # tiers are changed by other threads, too
+            self._gauge.set(value, tags=dict(tags))
+
+
+async def repeat_gauges(gauges: Sequence[SteadyGauge]) -> None:
+    """For as long as the process lives; a task of its event loop."""
+    while True:
+        await asyncio.sleep(REPEAT_S)
+        for gauge in gauges:
+            gauge.repeat()
 
 
 class IngressMetrics:
@@ -32,7 +59,8 @@ class IngressMetrics:
         self._latency_s = Histogram(
             "polylora_request_seconds", "From arrival to the last token.", boundaries=_SECONDS, tag_keys=("route",)
         )
-        self._adapters = Gauge("polylora_registered_adapters", "Adapters in the registry.")
+        self._adapters = SteadyGauge("polylora_registered_adapters", "Adapters in the registry.")
+        self.gauges = (self._adapters,)
 
     def request(
         self, route: str, status: int, *, arrival_s: float | None, is_adapter: bool, usages: Sequence[Usage | None]
@@ -65,8 +93,9 @@ class TierMetrics(TierCounts):
         self._misses = Counter("polylora_adapter_misses", "Adapters not found in a tier.", tag_keys=tags)
         self._evictions = Counter("polylora_adapter_evictions", "Adapters that left a tier for others.", tag_keys=tags)
         self._loaded_bytes = Counter("polylora_adapter_loaded_bytes", "Bytes brought up from a tier.", tag_keys=tags)
-        self._bytes = Gauge("polylora_adapter_bytes", "Bytes that a tier holds.", tag_keys=tags)
-        self._number = Gauge("polylora_adapters_held", "Adapters that a tier holds.", tag_keys=tags)
+        self._bytes = SteadyGauge("polylora_adapter_bytes", "Bytes that a tier holds.", tags)
+        self._number = SteadyGauge("polylora_adapters_held", "Adapters that a tier holds.", tags)
+        self.gauges = (self._bytes, self._number)
         self._load_s = Histogram(
             "polylora_adapter_load_seconds", "To bring one up from a tier.", boundaries=_SECONDS, tag_keys=tags
         )
@@ -93,8 +122,8 @@ class TierMetrics(TierCounts):
 
     def holds(self, tier: Tier, size_bytes: int, number: int) -> None:
         super().holds(tier, size_bytes, number)
-        self._bytes.set(size_bytes, tags={"tier": tier})
-        self._number.set(number, tags={"tier": tier})
+        self._bytes.set(size_bytes, tier=tier)
+        self._number.set(number, tier=tier)
 
 
 class DeviceMetrics:
