@@ -22,7 +22,7 @@ from app.deployments.management_bodies import adapter_body, alias_body, descript
 from app.deployments.openai_schema import Body, BodyT, parse_body
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import RegistryView
-from app.engine.errors import NotFound
+from app.engine.errors import InvalidRequest, NotFound
 
 EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
 #: Numbers of events and audit records.
@@ -116,7 +116,12 @@ def _who(request: Request) -> str:
 
 
 def _wants_to_wait(request: Request, default: bool) -> bool:
-    return request.query_params.get("wait", str(default)).lower() in ("true", "1")
+    """`?wait=`. Raises InvalidRequest."""
+    text = request.query_params.get("wait", str(default))
+    wants = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+    if wants is None:
+        raise InvalidRequest(f"wait is {text[:40]!r}; it is true or false", param="wait")
+    return wants
 
 
 def _add_load_routes(app: FastAPI, service: ManagedService) -> None:

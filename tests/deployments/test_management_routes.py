@@ -237,3 +237,18 @@ async def test_pins_and_weights_change_and_the_audit_says_who(http: httpx.AsyncC
     assert [record["action"] for record in records] == ["configure", "configure", "load", "request load"]
     assert records[0]["detail"] == '{"traffic_weight": 0.0}'
     assert records[0]["who"].startswith("http ")
+
+
+async def test_whether_to_wait_is_true_or_false(http: httpx.AsyncClient) -> None:
+    for method, route, body in (
+        ("POST", "/v1/loras", {"name": "new", "path": "new"}),
+        ("DELETE", "/v1/loras/sql", None),
+    ):
+        for word in ("maybe", "yes", ""):
+            answer = await http.request(method, f"{route}?wait={word}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "wait")
+    assert await ids(http, "/v1/loras") == ["sql"]
+    assert (await http.get("/v1/loras/new")).status_code == 404, "nothing was begun"
+    for word, status in (("False", 202), ("0", 202), ("TRUE", 201), ("1", 201)):  # they end in this order
+        assert (await http.post(f"/v1/loras?wait={word}", json={"name": "new", "path": "new"})).status_code == status
