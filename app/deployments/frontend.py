@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from app.config import LimitsConfig
 from app.deployments.answers import Answer
@@ -51,6 +51,14 @@ class StreamSource(Protocol):
     """`Dispatcher.stream`."""
 
     def __call__(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]: ...
+
+
+class _Names(NamedTuple):
+    """What the client called things, for errors to name them."""
+
+    prompt: str
+    limit: str
+    logprobs: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,25 +168,26 @@ class Frontend:
         num_chars = sum(len(message["content"]) for message in messages)
         token_ids = await self._tokenize(num_chars, lambda: self._model.encode_chat(messages))
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._job("chatcmpl", body, [token_ids], [ref], max_tokens=body.token_limit, num_logprobs=num_logprobs)
+        names = _Names("messages", body.limit_field, "top_logprobs")
+        return self._job("chatcmpl", body, [token_ids], [ref], body.token_limit, num_logprobs, names)
 
     async def completion(self, body: CompletionRequest) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
         ref = self.find_adapter(body.model, body.lora_path, body.user)
         prompts = body.prompts
-        self._check_sequences(len(prompts) * body.n)
+        names = _Names("prompt", "max_tokens", "logprobs")
+        self._check_sequences(len(prompts) * body.n, names)
         token_ids = [await self._prompt_ids(prompt) for prompt in prompts]
-        return self._job(
-            "cmpl", body, token_ids, [ref] * len(prompts), max_tokens=body.max_tokens, num_logprobs=body.logprobs
-        )
+        return self._job("cmpl", body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names)
 
     async def generate(self, body: GenerateBody) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
         refs = [self.find_adapter(self._base_name, name) for name in body.adapters]
         params = body.sampling_params
-        self._check_sequences(len(refs) * params.n)
+        names = _Names("text", params.limit_field, "logprobs")
+        self._check_sequences(len(refs) * params.n, names)
         token_ids = [await self._prompt_ids(text) for text in body.texts]
-        return self._job("gen", params, token_ids, refs, max_tokens=params.token_limit, num_logprobs=None)
+        return self._job("gen", params, token_ids, refs, params.token_limit, None, names)
 
     async def _prompt_ids(self, prompt: str | list[int]) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -200,11 +209,11 @@ class Frontend:
         fields: SamplingFields,
         prompts: Sequence[Sequence[int]],
         refs: Sequence[AdapterRef | None],
-        *,
         max_tokens: int | None,
         num_logprobs: int | None,
+        names: _Names,
     ) -> Job:
-        self._check_sequences(len(prompts) * fields.n)
+        self._check_sequences(len(prompts) * fields.n, names)
         if len(fields.stop_strings) > self.limits.max_stop_strings:
             raise InvalidRequest(
                 f"{len(fields.stop_strings)} stop strings exceed limits.max_stop_strings "
@@ -214,7 +223,7 @@ class Frontend:
         if num_logprobs is not None and num_logprobs > self.limits.max_logprobs:
             raise InvalidRequest(
                 f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self.limits.max_logprobs}",
-                param="top_logprobs" if prefix == "chatcmpl" else "logprobs",
+                param=names.logprobs,
             )
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
@@ -224,7 +233,7 @@ class Frontend:
                 request_id=f"{request_id}-{prompt_index * fields.n + copy}",
                 token_ids=tuple(token_ids),
                 sampling=self._sampling(
-                    fields, self._room(token_ids, max_tokens), derived_seed(seed, copy), num_logprobs
+                    fields, self._room(token_ids, max_tokens, names), derived_seed(seed, copy), num_logprobs
                 ),
                 adapter=ref,
                 arrival_s=arrival_s,
@@ -235,23 +244,23 @@ class Frontend:
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
         return Job(request_id, requests, fields.stop_strings, fields.n, deadline_s, self._source, self._model.decoder)
 
-    def _room(self, token_ids: Sequence[int], max_tokens: int | None) -> int:
+    def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Names) -> int:
         """How many tokens may be generated; everything that is left when the client sets no limit."""
         num_prompt, max_context = len(token_ids), self._model.max_context
         if not num_prompt:
-            raise InvalidRequest("the prompt has no tokens; at least one is needed", param="prompt")
+            raise InvalidRequest("the prompt has no tokens; at least one is needed", param=names.prompt)
         wanted = 1 if max_tokens is None else max_tokens
         if num_prompt + wanted > max_context:
             raise ContextOverflow(
                 f"the prompt has {num_prompt} tokens and {wanted} more are asked for, {num_prompt + wanted} together, "
-                f"but the context holds {max_context}; shorten the prompt or lower max_tokens",
-                param="messages" if num_prompt >= max_context else "max_tokens",
+                f"but the context holds {max_context}; shorten the prompt or lower {names.limit}",
+                param=names.prompt if num_prompt >= max_context else names.limit,
             )
         return max_context - num_prompt if max_tokens is None else max_tokens
 
-    def _check_sequences(self, num_sequences: int) -> None:
+    def _check_sequences(self, num_sequences: int, names: _Names) -> None:
         if num_sequences < 1:
-            raise InvalidRequest("the request has no prompt", param="prompt")
+            raise InvalidRequest("the request has no prompt", param=names.prompt)
         if num_sequences > self.limits.max_sequences:
             raise InvalidRequest(
                 f"prompts times n is {num_sequences} but limits.max_sequences is {self.limits.max_sequences}; "

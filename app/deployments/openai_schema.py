@@ -143,6 +143,11 @@ class ChatCompletionRequest(_OpenAIFields):
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    @property
+    def limit_field(self) -> str:
+        """What the client calls it."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
 
 class CompletionRequest(_OpenAIFields):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
@@ -172,6 +177,11 @@ class GenerateSampling(SamplingFields):
     @property
     def token_limit(self) -> int:
         return self.max_new_tokens or self.max_tokens or 128
+
+    @property
+    def limit_field(self) -> str:
+        """What the client calls it."""
+        return f"sampling_params.{'max_new_tokens' if self.max_tokens is None else 'max_tokens'}"
 
 
 class GenerateBody(Body):
@@ -215,7 +225,7 @@ def parse_body(kind: type[BodyT], value: object) -> BodyT:
         if name in INERT or any(_same(fields[name], neutral) for neutral in NEUTRAL.get(name, ())):
             del fields[name]
         else:
-            raise UnsupportedField(_refusal(name), param=name)
+            raise UnsupportedField(_refusal(name), param=_quotable(name))
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -232,20 +242,27 @@ def _refusal(name: str) -> str:
 def _invalid(error: ValidationError) -> InvalidRequest:
     """The first complaint, in words, and where: a union's complaint ends with the branch, which is no field.
 
-    Of a union the branch that got further knows better: not "no string", but what is wrong in the list.
+    Of a union the branch that got further knows better: not "no string", but what is wrong in the list; and of
+    the list's kinds the one whose types fit: not "no string", but a token id below 0.
     """
     items = error.errors(include_url=False, include_context=False, include_input=False)
     field = items[0]["loc"][:-1]
     of_one = [item for item in items if item["loc"][: len(field)] == field] if field else items[:1]
-    first = next((item for item in of_one if len(item["loc"]) > len(field) + 1), items[0])
+    further = [item for item in of_one if len(item["loc"]) > len(field) + 1] or items[:1]
+    first = next((item for item in further if not item["type"].endswith("_type")), further[0])
     path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")]
-    where = ".".join(map(str, path))
+    where = ".".join(_quotable(str(part)) for part in path)
     name = str(first["loc"][0]) if first["loc"] else None
     message = first["msg"].removeprefix("Value error, ")
     kind = UnsupportedField if first["type"] == "extra_forbidden" else InvalidRequest
     if first["type"] == "extra_forbidden":
         message = "unknown field; it could change the answer, so it is refused rather than ignored"
     return kind(f"{where}: {message}" if where else message, param=where or name)
+
+
+def _quotable(name: str) -> str:
+    """A client's word as an answer may repeat it: short, and without the half characters that JSON can spell."""
+    return name[:80].encode("utf-8", "backslashreplace").decode()
 
 
 def _same(value: object, neutral: object) -> bool:

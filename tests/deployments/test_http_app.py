@@ -107,6 +107,14 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
     status, error = await error_of(http, "/generate", {"text": "x", "sampling_params": {"beam_width": 4}})
     assert status == 400
     assert "beam_width" in error["message"]
+    for fields, param in (  # JSON spells half characters, and UTF-8 cannot
+        ({"\ud800x": 1}, "\\ud800x"),
+        ({"y" * 5000: 1}, "y" * 80),
+        ({"stream": True, "stream_options": {"z" * 5000: 1}}, "stream_options." + "z" * 80),
+    ):
+        answer = await http.post("/v1/chat/completions", content=json.dumps(CHAT | fields))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert len(answer.text) < 500
 
 
 @pytest.mark.parametrize(
@@ -124,6 +132,22 @@ async def test_values_out_of_range_are_refused(http: httpx.AsyncClient, field: s
     assert status == 400
     assert error["type"] == "invalid_request_error"
     assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "says"),
+    [
+        ([3, -1], "prompt.1", "greater than or equal to 0"),
+        ([[3], [4, 2**31]], "prompt.1.1", "less than 2147483648"),
+        (["a", 1], "prompt.1", "valid string"),
+    ],
+)
+async def test_the_item_of_a_prompt_that_cannot_be_used_is_named(
+    http: httpx.AsyncClient, prompt: Any, param: str, says: str
+) -> None:
+    status, error = await error_of(http, "/v1/completions", LEGACY | {"prompt": prompt})
+    assert (status, error["param"]) == (400, param)
+    assert says in error["message"]
 
 
 async def test_bodies_that_are_no_bodies(http: httpx.AsyncClient, service: Service) -> None:
@@ -153,6 +177,29 @@ async def test_context_overflow_gives_both_numbers(http: httpx.AsyncClient) -> N
     whole = await http.post("/v1/chat/completions", json={k: v for k, v in CHAT.items() if k != "max_tokens"})
     usage = whole.json()["usage"]
     assert usage["total_tokens"] == 128, "without a limit, the answer may fill the context"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/v1/completions", {"model": "base", "prompt": "x" * 128}, "prompt"),
+        ("/v1/chat/completions", {"model": "base", "messages": [{"role": "user", "content": "x" * 128}]}, "messages"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 500}, "max_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 500}, "max_completion_tokens"),
+        ("/generate", {"text": "x" * 128}, "text"),
+        ("/generate", {"text": ""}, "text"),
+        ("/generate", {"text": []}, "text"),
+        ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 500}}, "sampling_params.max_new_tokens"),
+        ("/generate", {"text": "x", "sampling_params": {"max_tokens": 500}}, "sampling_params.max_tokens"),
+        ("/v1/completions", {**LEGACY, "logprobs": 21}, "logprobs"),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+async def test_what_is_too_much_is_called_what_the_client_called_it(
+    http: httpx.AsyncClient, route: str, body: Any, param: str
+) -> None:
+    status, error = await error_of(http, route, body)
+    assert (status, error["param"]) == (400, param)
 
 
 async def test_generate_keeps_order_and_counts(http: httpx.AsyncClient) -> None:
