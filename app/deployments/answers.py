@@ -61,6 +61,7 @@ class AnswerFormat:
     token_text: TokenText
     token_bytes: TokenBytes
     want_logprobs: bool
+    include_usage: bool = False  # a stream that ends with usage: until then it is null
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, answers: Sequence[Answer], num_per_prompt: int) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class AnswerFormat:
             "logprobs": None,
             "finish_reason": None,
         }
-        return self._envelope("chat.completion.chunk") | {"choices": [choice]}
+        return self._event("chat.completion.chunk", choice)
 
     def event(self, index: int, delta: TextDelta, offset: int) -> dict[str, Any]:
         """A stream event; `offset` is how much text of this choice was sent before."""
@@ -86,8 +87,8 @@ class AnswerFormat:
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if self.is_chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
-            return self._envelope("chat.completion.chunk") | {"choices": [choice]}
-        return self._envelope("text_completion") | {"choices": [choice | {"text": delta.text}]}
+            return self._event("chat.completion.chunk", choice)
+        return self._event("text_completion", choice | {"text": delta.text})
 
     def usage_event(self, usages: Sequence[Usage | None], num_per_prompt: int) -> dict[str, Any]:
         """The last event when the client asked for usage: no choices."""
@@ -103,6 +104,10 @@ class AnswerFormat:
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
         return choice | {"text": answer.text}
+
+    def _event(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self.include_usage else {}
+        return self._envelope(kind) | {"choices": [choice]} | usage
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}

@@ -111,6 +111,7 @@ async def _respond(
 ) -> Response:
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
     model = service.frontend.text_model
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
     answer_format = AnswerFormat(
         is_chat=route == "chat",
         request_id=job.request_id,
@@ -118,6 +119,7 @@ async def _respond(
         token_text=model.token_text,
         token_bytes=model.token_bytes,
         want_logprobs=want_logprobs,
+        include_usage=include_usage,
     )
     adapter = job.requests[0].adapter
     headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
@@ -125,9 +127,8 @@ async def _respond(
         answers = await while_connected(request, job.answers())
         service.observe(route, 200, job, [answer.usage for answer in answers])
         return JSONResponse(answer_format.body(answers, job.num_per_prompt), headers=headers)
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
     usages: list[Usage | None] = [None] * len(job.requests)
-    events = _events(job, answer_format, include_usage, usages)
+    events = _events(job, answer_format, usages)
     first = await while_connected(request, anext(events))
 
     async def stream() -> AsyncGenerator[bytes]:
@@ -150,9 +151,7 @@ async def _respond(
     return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
 
-async def _events(
-    job: Job, answer_format: AnswerFormat, include_usage: bool, usages: list[Usage | None]
-) -> AsyncGenerator[bytes]:
+async def _events(job: Job, answer_format: AnswerFormat, usages: list[Usage | None]) -> AsyncGenerator[bytes]:
     offsets = [0] * len(job.requests)
     started = [not answer_format.is_chat] * len(job.requests)
     async with aclosing(job.deltas()) as deltas:
@@ -164,7 +163,7 @@ async def _events(
             usages[index] = delta.usage or usages[index]
             yield event + _sse(answer_format.event(index, delta, offsets[index]))
             offsets[index] += len(delta.text)
-    if include_usage:
+    if answer_format.include_usage:
         yield _sse(answer_format.usage_event(usages, job.num_per_prompt))
 
 

@@ -42,6 +42,7 @@ async def test_answers_and_streams_of_both_routes(http: httpx.AsyncClient) -> No
         texts, reasons = ["", ""], [None, None]
         *pieces, last = events(stream.text)
         for event in pieces:
+            assert event["usage"] is None, "as with OpenAI, until the last"
             (choice,) = event["choices"]
             texts[choice["index"]] += text_of(choice)
             reasons[choice["index"]] = choice["finish_reason"]
