@@ -265,24 +265,25 @@ def _emit_chunks(
     has `count` terms.
     """
     sums = [{place: cgutils.alloca_once(builder, vector) for place in targets} for _ in range(at_once)]
-    steps = WORD(at_once * CHUNK)
-    num_groups = builder.udiv(depth, steps) if at_once > 1 else WORD(0)
+
+    def emit(first: Any, count: Any, sums: list[_Sums]) -> None:
+        _zero(builder, vector, sums)
+        emit_steps(first, count, sums)
+        _add_to_targets(builder, vector, targets, sums, accumulate, first)
+
+    begin = WORD(0)
     if at_once > 1:
+        steps = WORD(at_once * CHUNK)
+        num_groups = builder.udiv(depth, steps)
         with cgutils.for_range(builder, num_groups, intp=WORD) as group:
-            first = builder.mul(group.index, steps)
-            _zero(builder, vector, sums)
-            emit_steps(first, WORD(CHUNK), sums)
-            _add_to_targets(builder, vector, targets, sums, accumulate, first)
-    begin = builder.mul(num_groups, steps)
-    left = builder.sub(depth, begin)
-    num_chunks = builder.udiv(builder.add(left, WORD(CHUNK - 1)), WORD(CHUNK))
+            emit(builder.mul(group.index, steps), WORD(CHUNK), sums)
+        begin = builder.mul(num_groups, steps)
+    num_chunks = builder.udiv(builder.add(builder.sub(depth, begin), WORD(CHUNK - 1)), WORD(CHUNK))
     # With nothing to sum, the result must still be written.
     num_chunks = builder.select(builder.icmp_signed("==", depth, WORD(0)), WORD(1), num_chunks)
     with cgutils.for_range(builder, num_chunks, intp=WORD) as chunk:
         first = builder.add(begin, builder.mul(chunk.index, WORD(CHUNK)))
-        _zero(builder, vector, sums[:1])
-        emit_steps(first, _at_most(builder, builder.sub(depth, first), CHUNK), sums[:1])
-        _add_to_targets(builder, vector, targets, sums[:1], accumulate, first)
+        emit(first, _at_most(builder, builder.sub(depth, first), CHUNK), sums[:1])
 
 
 def _zero(builder: Any, vector: Any, sums: list[_Sums]) -> None:

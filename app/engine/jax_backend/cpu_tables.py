@@ -22,6 +22,7 @@ from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, Matrix
 from app.engine.batch import ForwardBatch
 from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.jax_backend.arrays import TENSOR_AXIS
+from app.engine.jax_backend.extra_parts import base_bias
 from app.engine.jax_backend.shard_extras import ShardExtras
 from app.engine.jax_backend.sizes import GROUP_OF, ROW_PARALLEL, Sizes, shard_columns
 from app.engine.jax_backend.weights import Weights
@@ -234,20 +235,14 @@ class _PackedModules:
 
     def __init__(self, spec: ModelSpec, sizes: Sizes, weights: Weights) -> None:
         self._spec, self._sizes, self._layers = spec, sizes, weights.layers
-
-    def _columns(self, key: LoraKey) -> tuple[str, int, int]:
-        """Group, first column there, outputs."""
-        group, index = GROUP_OF[key.target], self._sizes.module_index(key.target)
-        first = sum(self._sizes.module_widths[group][:index])
-        return group, first, self._spec.target_shape(key.layer, key.target)[1]
+        self._shard_columns = shard_columns(spec, sizes.num_shards)
 
     def panels(self, key: LoraKey) -> Floats:
-        group, first, d_out = self._columns(key)
+        group, first = GROUP_OF[key.target], self._sizes.first_column(key.target)
+        _, d_out = self._spec.target_shape(key.layer, key.target)
         columns = slice(first // PANEL, -(-(first + d_out) // PANEL))
         stack = jax.tree.map(lambda array: np.asarray(array)[key.layer, columns], getattr(self._layers, group))
         return dequantise(stack) if isinstance(stack, Quantised) else stack
 
     def bias(self, key: LoraKey) -> Floats | None:
-        group, first, d_out = self._columns(key)
-        biases = getattr(self._layers, f"{group}_bias")
-        return None if biases is None else np.asarray(biases)[key.layer, first : first + d_out]
+        return base_bias(self._layers, self._spec, self._sizes, self._shard_columns, key)

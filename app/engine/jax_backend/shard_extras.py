@@ -129,7 +129,8 @@ class ShardExtras(HeldExtras):
 
     def _panels(self, key: LoraKey, shard: int) -> Floats:
         """A shard's part of a module as float32 panels [P, d_in, 16]."""
-        group, start, width = self._place(key)
+        group, start = GROUP_OF[key.target], self._sizes.first_column(key.target)
+        width = self._sizes.group_outputs[group][self._sizes.module_index(key.target)]
         columns = slice(start // PANEL, -(-(start + width) // PANEL))
 
         def mine(array: Any) -> NDArray[Any]:
@@ -138,12 +139,6 @@ class ShardExtras(HeldExtras):
 
         stack = jax.tree.map(mine, getattr(self._layers, group))
         return dequantise(stack) if isinstance(stack, Quantised) else stack
-
-    def _place(self, key: LoraKey) -> tuple[str, int, int]:
-        """A module's product, its first column there, and how many it has, in one shard."""
-        group, index = GROUP_OF[key.target], self._sizes.module_index(key.target)
-        widths = self._sizes.module_widths[group]
-        return group, sum(widths[:index]), self._sizes.group_outputs[group][index]
 
 
 def _entry(tables: ExtraTables, part: Part, adapter_slot: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:

@@ -80,6 +80,10 @@ class Sizes:
         """A module's place in its product."""
         return GROUPS[GROUP_OF[target]].index(target)
 
+    def first_column(self, target: str) -> int:
+        """Where a module's columns begin among those its product computes in one shard."""
+        return sum(self.module_widths[GROUP_OF[target]][: self.module_index(target)])
+
     @property
     def stored_dim(self) -> int:
         """Floats of a head in KV memory."""
@@ -172,7 +176,7 @@ def whole_output(
     Of products that are split by columns: q, k, v, gate, up.
     """
     mine = columns[key.target]
-    start = sum(sizes.module_widths[GROUP_OF[key.target]][: sizes.module_index(key.target)])
+    start = sizes.first_column(key.target)
     found = np.empty(spec.target_shape(key.layer, key.target)[1], np.float32)
     found[mine] = by_shard.reshape(sizes.num_shards, -1)[:, start : start + mine.shape[1]]
     return found
