@@ -65,7 +65,7 @@ def make_app(service: HttpService) -> FastAPI:
     _add_generate_route(app, service)
     add_management_routes(app, service)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if not service.is_ready():
             raise NotReady("no engine replica is ready", retry_after_s=5)

@@ -219,8 +219,10 @@ async def test_generate_keeps_order_and_counts(http: httpx.AsyncClient) -> None:
 
 async def test_without_a_replica_nothing_is_ready(http: httpx.AsyncClient, service: Service) -> None:
     assert (await http.get("/health")).status_code == 200
+    assert (await http.head("/health")).status_code == 200, "what some load balancers ask"
     service.fleet.known_gone.append("replica-0")
     assert (await http.get("/health")).status_code == 503
+    assert (await http.head("/health")).status_code == 503
     answer = await http.post("/v1/completions", json=LEGACY | {"stream": True})
     assert answer.status_code == 503, "a refused stream has its proper status"
     assert int(answer.headers["retry-after"]) >= 1
