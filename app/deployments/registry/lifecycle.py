@@ -95,16 +95,18 @@ class Lifecycle:
         """Take up what the last process left, once: loads begin again; what drained is free, its engines are gone."""
         if self._resumed:
             return
+        for entry in self._registry.catalog.draining():
+            self._registry.catalog.drained(entry.ref)
+        unfinished = self._registry.jobs.unfinished()
+        for job in unfinished:
+            if job.kind == "unload":
+                self._registry.jobs.advance(job, State.REMOVED)
         self._resumed = True
         self._loop = asyncio.get_running_loop()
         self._begin_to_note_moves()
-        for entry in self._registry.catalog.draining():
-            self._registry.catalog.drained(entry.ref)
-        for job in self._registry.jobs.unfinished():
+        for job in unfinished:
             if job.kind == "load":
                 self._begin(job)
-            else:
-                self._registry.jobs.advance(job, State.REMOVED)
 
     async def load(
         self,
@@ -214,8 +216,9 @@ class Lifecycle:
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
     ) -> None:
         """A replica tells what its device holds now, and which digests requests have used since it last told."""
-        await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
         await asyncio.to_thread(self._registry.catalog.note_use, used_s)
+        # Last: what fails is told again, and would be in the journal twice.
+        await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
         """What a new replica should hold before it is ready, beside what is pinned: the hottest first."""

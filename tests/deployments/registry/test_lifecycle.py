@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
 
 import pytest
 import pytest_asyncio
@@ -214,6 +215,50 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     await after.close()
     managed.store.gates["one"].set()
     await end_of(managed, cut_short)
+
+
+@pytest.mark.parametrize("fails_at", ["catalog.draining", "catalog.drained", "jobs.unfinished", "jobs.advance"])
+async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_first(
+    managed: ManagedStore, open_again: Callable[[], Registry], monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    lifecycle = managed.lifecycle
+    await lifecycle.load_and_wait("leaving", "one")
+    unload = await lifecycle.begin_unload("leaving")
+    managed.store.gates["two"] = asyncio.Event()
+    cut_short = await lifecycle.load("cut", "two")
+    after = ManagedStore(open_again(), FakeStore())  # the process is killed here
+    after.store.contents = dict(managed.store.contents)
+    part, method = fails_at.split(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(after.registry, part), method, _away)
+        with pytest.raises(NotReady):
+            after.lifecycle.resume()
+    after.lifecycle.resume()
+    assert (await end_of(after, cut_short)).state is State.LOADED
+    assert (await after.lifecycle.job(unload.job.id)).state is State.REMOVED
+    assert after.store.loads == ["two"]
+    await after.close()
+    managed.store.gates["two"].set()
+    await end_of(managed, cut_short)
+
+
+def _away(*_: object, **__: object) -> NoReturn:
+    raise NotReady("the database does not answer")
+
+
+async def test_what_is_observed_again_is_in_the_journal_once(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica tells again what the registry could not write down."""
+    await managed.lifecycle.load_and_wait("sql", "one")
+    for method in ("note_use", "note_residency"):
+        with monkeypatch.context() as patch:
+            patch.setattr(managed.registry.catalog, method, _away)
+            assert isinstance(await fails(managed.lifecycle.observe("r1", ["d1"], [], {"d1": 5.0})), NotReady)
+    await managed.lifecycle.observe("r1", ["d1"], [], {"d1": 5.0})
+    events = [event.event for event in managed.registry.journal.events("sql")]
+    assert events.count("loaded to device") == 1
+    assert [item.name for item in await managed.lifecycle.hot(5)] == ["sql"]
 
 
 async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> None:
