@@ -129,6 +129,8 @@ class PlacementBooks:
         before = self._replicas.get(report.replica_id)
         self._replicas[report.replica_id] = report
         self._seen_s[report.replica_id] = now_s
+        for digest in report.active.keys() & self._homes.keys():
+            self._homes[digest] = self._homes.pop(digest)  # by last use
         return before is None or before.resident != report.resident
 
     def gone(self, replica_id: str) -> bool:

@@ -6,10 +6,12 @@ import math
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.config import PlacementConfig
+from app.deployments import placement
 from app.deployments.placement import (
     DWELL_S,
     PlacementBooks,
@@ -114,6 +116,25 @@ def test_a_hot_adapter_is_shared_once_and_taken_back_when_it_cools() -> None:
     assert not fleet.rebalance(3.0)
     assert fleet.rebalance(2.0 + DWELL_S)
     assert fleet.table.homes[hot] == (home,)
+
+
+def test_more_adapters_than_are_remembered_do_not_take_the_homes_of_those_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement, "MAX_HOMES", 8)
+    fleet = books(3)
+    hot, *others = digests(30)
+    fleet.assign([hot])
+    (home,) = fleet.table.homes[hot]
+    fleet.report(ReplicaReport(home, num_running=60, active={hot: 60}), 1.0)
+    assert fleet.rebalance(1.0)
+    homes = fleet.table.homes[hot]
+    assert len(homes) == 2
+    for digest in others:
+        fleet.assign([digest])
+        fleet.report(ReplicaReport(home, num_running=60, active={hot: 60}), 1.0)
+    assert fleet.table.homes[hot] == homes
+    assert len(fleet.table.homes) == 8
 
 
 def test_an_even_load_is_left_alone() -> None:
