@@ -83,7 +83,7 @@ class AdapterLibrary:
         return self._sources.lane(source)
 
     def version(self, source: str) -> str:
-        """Changes when a local source is overwritten; one read may serve all who ask for one version of it.
+        """Changes when a local source is overwritten, empty for others; one read may serve all who ask for one version.
 
         Raises UnsafeSource, NotFound.
         """

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,7 @@ class AdapterStore(Generic[T]):
         self._kept = BoundedSet(max_bytes, policy)
         self._handles: dict[str, T] = {}
         self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
+        self._begun_s: dict[str, float] = {}  # when the reads that are pending began
         self._wanted: set[str] = set()  # digests being read that somebody waits for
         self._ahead: set[str] = set()  # digests that were read before anybody wanted them
         self._quarantine = quarantine or Quarantine()
@@ -172,6 +174,7 @@ class AdapterStore(Generic[T]):
 
     def _end(self, key: str, task: asyncio.Task[_Kept[T]]) -> None:
         del self._pending[key]
+        self._begun_s.pop(key, None)
         if not task.cancelled():
             task.exception()  # retrieved: every caller may have given up
 
@@ -205,14 +208,26 @@ class AdapterStore(Generic[T]):
         return kept
 
     async def _from_source(self, source: str) -> _Kept[T]:
-        """One read for all who ask for one version of a source; a local one that was overwritten is another."""
+        """One read for all who ask for one version of a source; a local one that was overwritten is another.
+
+        Where nothing tells versions apart, whoever asks when a read has begun waits for the next: what is being read
+        may be older than the question.
+        """
+        asked_s = time.monotonic()
         lane = self._library.lane(source)
         version = await self._in_lane(lane, lambda: self._library.version(source))
-        return await self._once(f"source:{version}:{source}", lambda: self._read_and_keep(lane, source))
+        key = f"source:{version}:{source}"
+        while not version and key in self._pending and self._begun_s.get(key, math.inf) <= asked_s:
+            await asyncio.wait([self._pending[key]])
+        return await self._once(key, lambda: self._read_and_keep(key, lane, source))
 
-    async def _read_and_keep(self, lane: str, source: str) -> _Kept[T]:
+    async def _read_and_keep(self, key: str, lane: str, source: str) -> _Kept[T]:
+        def read() -> LocatedAdapter:
+            self._begun_s[key] = time.monotonic()
+            return self._library.from_source(source)
+
         started_s = time.monotonic()
-        located = await self._in_lane(lane, lambda: self._library.from_source(source))
+        located = await self._in_lane(lane, read)
         return await self._keep(located, time.monotonic() - started_s)
 
     async def _keep(self, located: LocatedAdapter, load_s: float) -> _Kept[T]:

@@ -27,11 +27,13 @@ class Sources:
         self.puts: list[str] = []
         self.gates: dict[str, threading.Event] = {}
         self.versions: dict[str, str] = {}
+        self.num_asked = 0
 
     def lane(self, source: str) -> str:
         return source[:1]
 
     def version(self, source: str) -> str:
+        self.num_asked += 1
         return self.versions.get(source, "")
 
     def from_disk(self, digest: str, source: str) -> PackedAdapter | None:  # noqa: ARG002
@@ -42,12 +44,13 @@ class Sources:
 
     def from_source(self, source: str) -> LocatedAdapter:
         self.reads.append(source)
+        adapter = self.contents.get(source)  # what is there when reading begins
         if gate := self.gates.get(source):
             assert gate.wait(600)
-        if source not in self.contents:
+        if adapter is None:
             raise AdapterFormatError(f"{source} is broken")
         uri = f"/canonical/{source}" if "/" not in source else source
-        return LocatedAdapter(uri, pack_adapter(self.contents[source]))
+        return LocatedAdapter(uri, pack_adapter(adapter))
 
     def put(self, packed: PackedAdapter) -> str:
         self.puts.append(packed.card.digest)
@@ -148,13 +151,30 @@ async def test_whoever_registers_after_an_overwrite_gets_the_new_contents(
         await asyncio.sleep(0.001)
     old_gate = sources.gates.pop("a")
     sources.versions["a"] = "2"
-    new = add(sources, "b", as_name="new")
-    sources.contents["a"], kept = new, sources.contents["a"]
+    new = add(sources, "a", as_name="new")
     second = await load(store, "a")
     assert second.digest == new.card.digest
-    sources.contents["a"] = kept
     old_gate.set()
     assert (await first).digest == old.card.digest
+
+
+async def test_whoever_registers_what_has_no_version_gets_what_is_there_then(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    """A remote source, uploaded anew while its old contents are being read: one more read serves all who ask now."""
+    old = add(sources, "a", as_name="old")
+    gate = sources.gates["a"] = threading.Event()
+    first = asyncio.create_task(load(store, "a"))
+    while not sources.reads:
+        await asyncio.sleep(0.001)
+    new = add(sources, "a", as_name="new")
+    later = [asyncio.create_task(load(store, "a")) for _ in range(5)]
+    while sources.num_asked < 6:
+        await asyncio.sleep(0.001)
+    gate.set()
+    assert (await first).digest == old.card.digest
+    assert {ref.digest for ref in await asyncio.gather(*later)} == {new.card.digest}
+    assert sources.reads == ["a", "a"]
 
 
 async def test_memory_is_bounded_and_evicted_adapters_are_read_again(
