@@ -235,16 +235,19 @@ class Dispatcher:
                     self._close(stream)
 
     async def _attached_link(self, replica_id: str) -> _Link:
-        link = self._links.get(replica_id)
-        if link is None:
-            link = _Link(replica_id, asyncio.get_running_loop().create_future())
-            self._links[replica_id] = link
-            link.reader = self._spawn(self._read(link))
-        await asyncio.wait([link.attached], timeout=ATTACH_TIMEOUT_S)
-        if not link.attached.done():
-            raise ReplicaUnreachable(f"{replica_id} did not attach within {ATTACH_TIMEOUT_S:g} s")
-        link.attached.result()
-        return link
+        """The link that is read at this moment; one that ended while we waited is not it."""
+        while True:
+            link = self._links.get(replica_id)
+            if link is None:
+                link = _Link(replica_id, asyncio.get_running_loop().create_future())
+                self._links[replica_id] = link
+                link.reader = self._spawn(self._read(link))
+            await asyncio.wait([link.attached], timeout=ATTACH_TIMEOUT_S)
+            if not link.attached.done():
+                raise ReplicaUnreachable(f"{replica_id} did not attach within {ATTACH_TIMEOUT_S:g} s")
+            link.attached.result()
+            if self._links.get(replica_id) is link:
+                return link
 
     async def _read(self, link: _Link) -> None:
         """Deliver frames until the link ends, then tell every stream that still waits on it."""

@@ -16,6 +16,7 @@ from app.deployments.placement import PlacementTable
 from app.deployments.published import Changes, Version
 from app.deployments.ray_calls import ActorAway, NamedActor
 from app.deployments.registry.view import Entry, Key, RegistryView
+from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class _Follower:
         while True:
             try:
                 news = await self._actor.call(self._method, self._held, self._watcher_id, WATCH_TIMEOUT_S)
-            except ActorAway as error:
+            except (ActorAway, NotReady) as error:  # not ready: it is up, its database is away
                 logger.warning("%s; keeping the last table", error)
                 await asyncio.sleep(AWAY_S)
                 continue

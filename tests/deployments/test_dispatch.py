@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 import pytest
@@ -354,6 +354,34 @@ async def test_a_replica_that_is_slow_to_answer_delays_only_its_own(make_fleet: 
     await until(lambda: dispatcher.num_streams == 0)
     await until(lambda: dispatcher._inflight == {})
     assert [request.request_id for request in slow.submitted] == ["r0/0", "r2/0", "r4/0"], "not of one who left"
+    await dispatcher.close()
+
+
+async def test_nothing_is_submitted_for_a_link_that_nobody_reads(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between the question whether it is attached and the answer."""
+    fleet = make_fleet(1)
+    dispatcher = fleet.dispatcher()
+    await collect(dispatcher, make_request("first", [1], max_tokens=1))
+    (ended,) = dispatcher._links.values()
+    links, submit = [], fleet.submit
+
+    async def submit_and_note(replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
+        links.append(link_id)
+        return await submit(replica_id, link_id, requests)
+
+    monkeypatch.setattr(fleet, "submit", submit_and_note)
+    request = make_request("second", [2], max_tokens=4, ignore_eos=True)
+    stream = Stream(request)
+    assert await dispatcher.place([stream]) == [None]
+    await asyncio.sleep(0)  # its submission begins
+    dispatcher._drop(ended)
+    await until(lambda: stream.queue.qsize() > 0)
+    (living,) = dispatcher._links.values()
+    assert links == [living.link_id] != [ended.link_id]
+    await until(lambda: dispatcher.num_streams == 0)
+    assert dispatcher._inflight == {}
     await dispatcher.close()
 
 
