@@ -112,12 +112,15 @@ class DiskTier:
 
     def keep(self, digest: str, staged: Path, load_s: float) -> bool:
         """Make a staged folder the object of this digest. False if there is no room for it beside what is pinned."""
+        with self._lock:
+            if digest in self._kept:
+                return True
         sizes = {file.name: file.stat().st_size for file in staged.iterdir()}
         _make_whole(staged, {"files": sizes, "load_s": load_s})
         hidden: list[tuple[str, Path]] = []
         try:
             with self._lock:
-                if digest in self._kept:
+                if digest in self._kept:  # by another thread, meanwhile
                     return True
                 evicted = self._kept.add(digest, sum(sizes.values()), load_s)
                 if evicted is None:
