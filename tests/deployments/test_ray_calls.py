@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
@@ -99,7 +98,9 @@ async def test_a_lost_object_is_said_to_be() -> None:
         await held(lost())
 
 
-@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [*LOST, raised(NotReady("the database does not answer"))], ids=lambda error: type(error).__name__
+)
 async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.deployments.watching.AWAY_S", 0.0)
     news = [(Version("a life", number), str(number)) for number in range(3)]
@@ -109,7 +110,7 @@ async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pyt
         assert not following.done()
         await asyncio.sleep(0)
     following.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError):
         await following
 
 
