@@ -15,6 +15,8 @@ from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
 
 MAX_LOGPROBS = 20
+#: The least temperature that is not greedy: its reciprocal, and logits times that, must be float32s.
+MIN_TEMPERATURE = 1e-30
 MAX_STOP_TOKEN_IDS = 256
 
 
@@ -22,6 +24,11 @@ def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:
     """Raise InvalidRequest for a parameter outside its range."""
     _integer("max_tokens", params.max_tokens, 1, None)
     _number("temperature", params.temperature, 0.0, 100.0)
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature is {params.temperature} but must be 0 (greedy) or at least {MIN_TEMPERATURE}",
+            param="temperature",
+        )
     _number("top_p", params.top_p, 0.0, 1.0)
     if params.top_p == 0:
         raise InvalidRequest(

@@ -6,11 +6,13 @@ from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import SamplingParams
-from app.engine.sampling_check import validate_request, validate_sampling
+from app.engine.sampling_check import MIN_TEMPERATURE, validate_request, validate_sampling
+from app.kernels.rows import _sampling, reference
 from tests.fakes import VOCAB, fake_request, fake_spec
 
 
@@ -25,6 +27,9 @@ from tests.fakes import VOCAB, fake_request, fake_spec
         ("temperature", nan),
         ("temperature", inf),
         ("temperature", "hot"),
+        ("temperature", 9e-31),
+        ("temperature", 1e-45),
+        ("temperature", 5e-324),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_p", nan),
@@ -58,6 +63,7 @@ def test_a_parameter_out_of_range_is_named(name: str, value: Any) -> None:
     [
         {},
         {"temperature": 0, "top_p": 1, "top_k": 2**31 - 1, "min_p": 1.0, "seed": 2**64 - 1},
+        {"temperature": 1e-30},
         {"num_logprobs": 0},
         {"num_logprobs": 20, "presence_penalty": -2.0, "frequency_penalty": 2, "repetition_penalty": 1.3},
         {"stop_token_ids": (0, VOCAB - 1), "max_tokens": 1},
@@ -65,6 +71,15 @@ def test_a_parameter_out_of_range_is_named(name: str, value: Any) -> None:
 )
 def test_the_edges_of_every_range_are_accepted(values: dict[str, Any]) -> None:
     validate_sampling(SamplingParams(**values), fake_spec())
+
+
+def test_the_least_temperature_draws_the_most_likely_token() -> None:
+    """Below it the reciprocal would be infinite, and a draw uniform over the whole vocabulary."""
+    row = np.random.default_rng().permutation(VOCAB).astype(np.float32)
+    for seed in range(20):
+        settings = np.float32(MIN_TEMPERATURE), np.int32(0), np.float32(1), np.float32(0), np.uint64(seed), np.int64(3)
+        assert _sampling.draw(row, *settings) == row.argmax()
+        assert reference.draw(row, MIN_TEMPERATURE, 0, 1.0, 0.0, seed, 3) == row.argmax()
 
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 2**40, 1.5, "x", None])
