@@ -20,6 +20,8 @@ from app.engine.errors import AdapterFormatError
 _MAX_PATTERN_CHARS = 4096
 #: Escaped letters with one meaning in Python's `re` and in RE2.
 _SHARED_ESCAPES = frozenset("dDwWsSbB")
+#: What both understand, each in its own way: a repetition without a least count, a class named within a class.
+_UNLIKE = ("{,", "[:")
 
 
 def full_matches(pattern: str, names: Sequence[str], key: str) -> list[bool]:
@@ -31,6 +33,9 @@ def full_matches(pattern: str, names: Sequence[str], key: str) -> list[bool]:
     for escaped in re.findall(r"\\(.)", pattern):
         if escaped.isalnum() and escaped not in _SHARED_ESCAPES:
             raise AdapterFormatError(f"{key}: pattern {short(pattern)} uses \\{escaped}; list the module names instead")
+    for unlike in _UNLIKE:
+        if unlike in pattern:
+            raise AdapterFormatError(f"{key}: pattern {short(pattern)} uses {unlike}; list the module names instead")
     try:
         pc.match_substring_regex(pa.array([""]), pattern=pattern)  # alone first: "a)|(b" must not close our group
         found = pc.match_substring_regex(pa.array(names, pa.string()), pattern=rf"\A(?:{pattern})\z")
