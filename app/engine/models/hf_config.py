@@ -217,6 +217,8 @@ def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None
         raise CheckpointError(f"config key 'max_window_layers' is {first!r}; an integer is needed")
     if kinds is None:
         kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    if not isinstance(kinds, list):
+        raise CheckpointError(f"config key 'layer_types' is {kinds!r}; a list with one name per layer is needed")
     if len(kinds) != num_layers:
         raise CheckpointError(f"layer_types has {len(kinds)} entries but the model has {num_layers} layers")
     for kind in kinds:

@@ -10,6 +10,7 @@ Formulas: Su et al. 2021 (default), Chen et al. 2023 (linear), Meta's Llama 3.1 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ _INERT_KEYS = {"linear": frozenset({"original_max_position_embeddings"}), "defau
 def rope_spec(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
     """The table for `parameters`; CheckpointError names a variant or key that is not represented."""
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type not in _KEYS:
+    if not isinstance(rope_type, str) or rope_type not in _KEYS:
         raise CheckpointError(
             f"rope_type {rope_type!r} is not supported: its frequencies depend on the sequence; "
             f"supported are {', '.join(_KEYS)}"
@@ -95,16 +96,22 @@ def _llama3(plain: NDArray[np.float32], parameters: Mapping[str, Any], max_posit
 def _yarn(theta: float, head_dim: int, parameters: Mapping[str, Any], max_positions: int) -> RopeSpec:
     old_context = _number(parameters, "original_max_position_embeddings", max_positions)
     factor = _number(parameters, "factor", max_positions / old_context)
-    attention_factor = parameters.get("attention_factor")
-    if attention_factor is None:
-        mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        if mscale and mscale_all:
-            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
-        else:
-            attention_factor = _yarn_mscale(factor, 1.0)
-    rotations = (parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1)
-    low, high = (head_dim * math.log(old_context / (r * 2 * math.pi)) / (2 * math.log(theta)) for r in rotations)
-    if parameters.get("truncate", True):
+    if parameters.get("attention_factor") is not None:
+        attention_factor = _number(parameters, "attention_factor")
+    elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        scales = _number(parameters, "mscale"), _number(parameters, "mscale_all_dim")
+        attention_factor = _yarn_mscale(factor, scales[0]) / _yarn_mscale(factor, scales[1])
+    else:
+        attention_factor = _yarn_mscale(factor, 1.0)
+    rotations = (_number(parameters, "beta_fast", 32), _number(parameters, "beta_slow", 1))
+    try:
+        low, high = (head_dim * math.log(old_context / (r * 2 * math.pi)) / (2 * math.log(theta)) for r in rotations)
+    except (ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"rope_theta {theta} and rotations {rotations} give no range of frequencies") from error
+    truncate = parameters.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise CheckpointError(f"rope parameter 'truncate' is {truncate!r}; true or false is needed")
+    if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
@@ -130,6 +137,6 @@ def _number(parameters: Mapping[str, Any], key: str, default: float | None = Non
     value = parameters.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise CheckpointError(f"rope parameter {key!r} is {value!r}; a positive number is needed")
     return float(value)

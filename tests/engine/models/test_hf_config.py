@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.engine.errors import CheckpointError
 from app.engine.models.hf_config import spec_from_config
+from app.engine.models.rope import rope_spec
 from app.engine.models.spec import ModelSpec
 
 SIZES: dict[str, Any] = {
@@ -236,6 +238,45 @@ def test_layer_types_that_do_not_fit_are_refused(kinds: list[str]) -> None:
     config = {**saved(Qwen3Config(**SIZES)), "layer_types": kinds}
     with pytest.raises(CheckpointError, match=r"layer.type"):
         spec_from_config(config, "tiny", "00")
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("value", [0, True, 1.5, "full_attention", {}])
+def test_layer_types_that_are_no_list_are_refused(kind: type[Any], value: object) -> None:
+    with pytest.raises(CheckpointError, match="layer_types"):
+        spec_from_config({**saved(kind(**SIZES)), "layer_types": value}, "tiny", "00")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "truncate",
+    ],
+)
+@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, True, -1, nan, inf, 10**400])
+def test_a_rope_parameter_of_another_kind_is_refused_by_name(key: str, value: object) -> None:
+    if key == "truncate" and value is True:
+        value = 1
+    rope = {name: given for name, given in ROPES["yarn-all-keys"].items() if name not in ("mscale", key)}
+    rope |= {key: value} if key == "attention_factor" else {"mscale": 0.7, key: value}
+    with pytest.raises(CheckpointError, match=key):
+        spec_from_config({**saved(LlamaConfig(**SIZES)), "rope_parameters": rope}, "tiny", "00")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope_theta": 1}, {"beta_fast": 1e308, "original_max_position_embeddings": 1e-308}]
+)
+def test_yarn_without_a_range_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(CheckpointError, match="no range of frequencies"):
+        rope_spec(ROPES["yarn"] | changes, 16, 256)
 
 
 def test_more_layers_than_memory_holds_are_refused_at_once() -> None:
