@@ -9,16 +9,16 @@ its work, streaming or not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from app.deployments.answers import Answer, AnswerFormat, usage_body
+from app.deployments.event_stream import EventStream, sse
 from app.deployments.frontend import Job
 from app.deployments.http_errors import ClientGone, error_answer
 from app.deployments.http_io import PageQuery, page_body, page_query, read_json
@@ -54,8 +54,9 @@ def make_app(service: HttpService) -> FastAPI:
 
     async def refuse(request: Request, error: Exception) -> Response:
         answer = error_answer(error)
-        route = getattr(request.scope.get("route"), "path", "none")
-        service.observe(route.rsplit("/", 1)[-1], answer.status, None, [])
+        path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
+        route = path.removeprefix("/v1").split("/")[1]
+        service.observe(route, answer.status, getattr(request.state, "job", None), [])
         return JSONResponse(answer.body, status_code=answer.status, headers=answer.headers)
 
     app.add_exception_handler(HTTPException, _http_exception)
@@ -109,6 +110,7 @@ async def _respond(
     *,
     want_logprobs: bool,
 ) -> Response:
+    request.state.job = job
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
     model = service.frontend.text_model
     include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -130,25 +132,7 @@ async def _respond(
     usages: list[Usage | None] = [None] * len(job.requests)
     events = _events(job, answer_format, usages)
     first = await while_connected(request, anext(events))
-
-    async def stream() -> AsyncGenerator[bytes]:
-        status = 200
-        try:
-            async with aclosing(events):
-                yield first
-                async for event in events:
-                    yield event
-                yield b"data: [DONE]\n\n"
-        except Exception as error:
-            # The status line is out: OpenAI's clients look for an error object in the stream.
-            answer = error_answer(error)
-            status = answer.status
-            yield _sse(answer.body)
-        finally:
-            service.observe(route, status, job, usages)
-
-    headers["Cache-Control"] = "no-cache"
-    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+    return EventStream(first, events, lambda status: service.observe(route, status, job, usages), headers)
 
 
 async def _events(job: Job, answer_format: AnswerFormat, usages: list[Usage | None]) -> AsyncGenerator[bytes]:
@@ -159,19 +143,19 @@ async def _events(job: Job, answer_format: AnswerFormat, usages: list[Usage | No
             event = b""
             if not started[index]:
                 started[index] = True
-                event = _sse(answer_format.role_event(index))
+                event = sse(answer_format.role_event(index))
             usages[index] = delta.usage or usages[index]
-            yield event + _sse(answer_format.event(index, delta, offsets[index]))
+            yield event + sse(answer_format.event(index, delta, offsets[index]))
             offsets[index] += len(delta.text)
     if answer_format.include_usage:
-        yield _sse(answer_format.usage_event(usages, job.num_per_prompt))
+        yield sse(answer_format.usage_event(usages, job.num_per_prompt))
 
 
 def _add_generate_route(app: FastAPI, service: HttpService) -> None:
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await service.frontend.generate(body)
+        job = request.state.job = await service.frontend.generate(body)
         answers = await while_connected(request, job.answers())
         service.observe("generate", 200, job, [answer.usage for answer in answers])
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
@@ -255,10 +239,6 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _sse(body: Mapping[str, Any]) -> bytes:
-    return b"data: %b\n\n" % to_json(body)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

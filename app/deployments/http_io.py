@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
-from app.deployments.http_errors import BodyTooLarge, InvalidJson
+from app.deployments.http_errors import BodyTooLarge, ClientGone, InvalidJson
 from app.engine.errors import InvalidRequest
 
 #: Entries of a page: unless the client says how many, and at most.
@@ -53,12 +54,15 @@ def page_body(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str,
 
 
 async def read_json(request: Request, max_bytes: int) -> object:
-    """The body, decoded. Raises BodyTooLarge as soon as the limit is passed, InvalidJson."""
+    """The body, decoded. Raises BodyTooLarge as soon as the limit is passed, InvalidJson, ClientGone."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise BodyTooLarge(f"the body is longer than limits.max_body_bytes {max_bytes}")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise BodyTooLarge(f"the body is longer than limits.max_body_bytes {max_bytes}")
+    except ClientDisconnect:
+        raise ClientGone(f"the client went away after {len(body)} bytes of its request") from None
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from app.deployments.http_errors import TABLE, ClientGone
 from app.deployments.tiers import Tier, TierCounts
 from app.engine.adapters.lora import TARGETS
 from app.engine.models.spec import ModelSpec
@@ -65,9 +66,11 @@ class IngressMetrics:
     def request(
         self, route: str, status: int, *, arrival_s: float | None, is_adapter: bool, usages: Sequence[Usage | None]
     ) -> None:
-        """One request has ended; `status` is what the client was told."""
+        """One request has ended; `status` is what the client was told, 499 if it left before it was told all."""
         kind = {"kind": "adapter" if is_adapter else "base"}
-        self._requests.inc(tags={"route": route, "status": f"{status // 100}xx"} | kind)
+        has_left = status == TABLE[ClientGone].status
+        status_class = str(status) if has_left else f"{status // 100}xx"
+        self._requests.inc(tags={"route": route, "status": status_class} | kind)
         known = [usage for usage in usages if usage is not None]
         for counter, number in (
             (self._prompt_tokens, sum(usage.prompt_tokens for usage in known)),
@@ -76,7 +79,7 @@ class IngressMetrics:
         ):
             if number:
                 counter.inc(number, tags=kind)
-        if arrival_s is not None:
+        if arrival_s is not None and not has_left:
             self._latency_s.observe(time.time() - arrival_s, tags={"route": route})
 
     def adapters(self, number: int) -> None:

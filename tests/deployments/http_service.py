@@ -53,6 +53,7 @@ class Service:
         self.management = Management(managed, managed, lambda: fleet.table)
         self.dispatcher = fleet.dispatcher(replica_wait_s=0.2)
         self.observed: list[tuple[str, int]] = []
+        self.counted: list[tuple[Job | None, list[Usage | None]]] = []
         limits = LimitsConfig(max_body_bytes=20_000, max_sequences=4, request_timeout_s=120)
         self.frontend = Frontend(Letters(), "base", self.resolve, self.dispatcher.stream, limits)
 
@@ -66,5 +67,6 @@ class Service:
     def is_ready(self) -> bool:
         return bool(self.dispatcher.usable_loads())
 
-    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None:  # noqa: ARG002
+    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None:
         self.observed.append((route, status))
+        self.counted.append((job, list(usages)))

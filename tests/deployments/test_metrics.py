@@ -19,6 +19,7 @@ from app.engine.adapters.lora import TARGETS
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.request import Usage
 from tests.fakes import FakeBackend, fake_adapter, fake_request, fake_spec
 
 
@@ -56,6 +57,29 @@ def test_the_devices_counts_are_the_engines() -> None:
     engine.step()
     metrics.update(engine.stats())
     assert counts.of("device") == found, "nothing happened"
+
+
+def test_a_client_that_left_is_neither_an_answer_nor_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float, dict[str, str]]] = []
+
+    class Recorded:
+        def __init__(self, name: str, *_: Any, **__: Any) -> None:
+            self._name = name
+
+        def inc(self, value: float = 1, tags: Mapping[str, str] | None = None) -> None:
+            told.append((self._name, value, dict(tags or {})))
+
+        observe = inc
+
+    for kind in ("Counter", "Histogram"):
+        monkeypatch.setattr(exported, kind, Recorded)
+    metrics = IngressMetrics()
+    for status, expected in ((200, "2xx"), (404, "4xx"), (499, "499"), (503, "5xx")):
+        told.clear()
+        metrics.request("chat", status, arrival_s=1.0, is_adapter=True, usages=[Usage(5, 4, 3), None])
+        assert ("polylora_requests", 1, {"route": "chat", "status": expected, "kind": "adapter"}) in told
+        assert ("polylora_completion_tokens", 3, {"kind": "adapter"}) in told, "computed is computed"
+        assert ("polylora_request_seconds" in {name for name, *_ in told}) == (status != 499), "there was no last token"
 
 
 async def test_gauges_that_follow_changes_are_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

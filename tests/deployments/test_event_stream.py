@@ -1,0 +1,133 @@
+"""Streams are counted as what became of them, and a client that leaves at any moment leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import pytest
+
+from app.deployments.http_app import make_app
+from app.engine.errors import AdapterWriteFailed
+from tests.deployments.http_service import Service
+from tests.deployments.test_dispatch import until
+
+BODY = {"model": "sql", "prompt": "hi", "max_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture
+def _no_cycles_are_collected() -> Iterator[None]:
+    """What is freed is freed on purpose."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Client:
+    """One request as a server hands it to the application; it leaves when `leaves` is set."""
+
+    def __init__(self, service: Service, route: str, content: bytes, *, is_cut: bool = False) -> None:
+        self.status: int | None = None
+        self.events: list[bytes] = []
+        self.reads = asyncio.Event()  # cleared: it reads nothing more for now
+        self.reads.set()
+        self.leaves = asyncio.Event()
+        self._messages = [{"type": "http.request", "body": content, "more_body": is_cut}]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "path": route, "raw_path": route.encode(), "query_string": b"", "root_path": "", "scheme": "http",
+            "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "state": {},
+        }  # fmt: skip
+        self.answered = asyncio.ensure_future(make_app(service)(scope, self._receive, self._send))
+
+    async def _receive(self) -> MutableMapping[str, Any]:
+        if self._messages:
+            return self._messages.pop()
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self.status = message.get("status", self.status)
+        if message.get("body"):
+            self.events.append(message["body"])
+            await self.reads.wait()
+
+
+@pytest.mark.usefixtures("_no_cycles_are_collected")
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(service: Service, reads: bool) -> None:
+    (replica,) = service.fleet.replicas.values()
+    replica.backend.max_steps = 20
+    client = Client(service, "/v1/completions", json.dumps(BODY | {"stream": True, "n": 2}).encode())
+    await until(lambda: len(client.events) >= 4)
+    if not reads:
+        client.reads.clear()
+        num_events = len(client.events)
+        replica.backend.max_steps = 40
+        replica.backend.resumed.set()
+        replica.backend.resumed.clear()
+        await until(lambda: len(client.events) > num_events)  # it is being sent
+    client.leaves.set()
+    await client.answered
+    assert service.observed == [("completions", 499)]
+    ((job, usages),) = service.counted
+    assert job is not None
+    assert job.requests[0].adapter is not None
+    assert all(usage is not None and 0 < usage.completion_tokens < 100 for usage in usages), "what it cost is known"
+    replica.backend.resumed.set()
+    await until(lambda: not replica.engine.has_work)
+    stats = replica.thread.stats()
+    assert stats.num_aborted == 2
+    assert stats.num_blocks_free == stats.num_blocks
+    assert not any(item.num_pins for item in stats.residents)
+    assert service.dispatcher.num_streams == 0
+
+
+async def test_a_stream_that_ends_is_counted_as_answered(service: Service) -> None:
+    client = Client(service, "/v1/completions", json.dumps(BODY | {"stream": True}).encode())
+    await client.answered
+    assert client.events[-1] == b"data: [DONE]\n\n"
+    assert service.observed == [("completions", 200)]
+    assert [usage.completion_tokens for usage in service.counted[0][1] if usage] == [100]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_fails_is_counted_with_what_it_was(
+    service: Service, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    (replica,) = service.fleet.replicas.values()
+
+    def fail(*_: object) -> None:
+        raise AdapterWriteFailed("its rows did not reach the device")
+
+    monkeypatch.setattr(replica.backend, "write_adapter", fail)
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "sql", "messages": messages, "stream": stream}
+    client = Client(service, "/v1/chat/completions", json.dumps(body).encode())
+    await client.answered
+    assert client.status == 503
+    assert service.observed == [("chat", 503)]
+    ((job, _),) = service.counted
+    assert job is not None
+    assert job.requests[0].adapter is not None
+
+
+async def test_a_client_that_leaves_while_it_asks_is_no_error_of_ours(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Client(service, "/v1/completions", b'{"model": "ba', is_cut=True)
+    client.leaves.set()
+    await client.answered
+    assert service.observed == [("completions", 499)]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("route", "label"), [("/v1/chat/completions", "chat"), ("/v1/loras", "loras"), ("/generate", "generate")]
+)
+async def test_errors_are_counted_under_the_route_of_answers(service: Service, route: str, label: str) -> None:
+    await Client(service, route, b"{").answered
+    assert service.observed == [(label, 400)]
