@@ -12,6 +12,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from ray import serve
@@ -19,15 +20,15 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.config import AppConfig, LimitsConfig
+from app.deployments import python_calls
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_text
 from app.deployments.dispatch import Dispatcher, Stream
 from app.deployments.frontend import Frontend, Job
-from app.deployments.http_app import generate_result, make_app
+from app.deployments.http_app import make_app
 from app.deployments.management import Management
 from app.deployments.management_bodies import adapter_body
 from app.deployments.metrics import IngressMetrics, repeat_gauges
-from app.deployments.openai_schema import GenerateBody, parse_body
 from app.deployments.placement import PlacementTable, make_policy
 from app.deployments.ray_calls import ActorAway
 from app.deployments.registry.entries import CatalogEntry
@@ -98,23 +99,15 @@ class Ingress:
         adapter: str | list[str | None] | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """As POST /generate: one result for one text, a list for a list."""
-        job = await self._generate_job(text, sampling_params, adapter)
-        answers = await job.answers()
-        self.observe("handle", 200, job, [answer.usage for answer in answers])
-        results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
-        return results[0] if isinstance(text, str) and job.num_per_prompt == 1 else results
+        return await python_calls.generate(self, text, sampling_params, adapter)
 
     async def stream(
         self, text: str, sampling_params: dict[str, Any] | None = None, adapter: str | None = None
     ) -> AsyncGenerator[str]:
         """Pieces of one answer's text as they come (`handle.options(stream=True).stream.remote(...)`)."""
-        job = await self._generate_job(text, sampling_params, adapter)
-        usage: Usage | None = None
-        async for _, delta in job.deltas():
-            usage = delta.usage or usage
-            if delta.text:
-                yield delta.text
-        self.observe("handle", 200, job, [usage])
+        async with aclosing(python_calls.stream(self, text, sampling_params, adapter)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def list_adapters(self) -> list[dict[str, Any]]:
         found = self.registry.page((CatalogEntry,), limit=self.registry.num_adapters)
@@ -152,12 +145,6 @@ class Ingress:
         )
 
     # -- inner parts --------------------------------------------------------------------------------
-
-    async def _generate_job(
-        self, text: str | list[str], sampling_params: dict[str, Any] | None, adapter: str | list[str | None] | None
-    ) -> Job:
-        fields = {"text": text, "sampling_params": sampling_params or {}, "lora_path": adapter}
-        return await self.frontend.generate(parse_body(GenerateBody, fields))
 
     @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.002, max_concurrent_batches=8)
     async def _place_batch(self, streams: list[Stream]) -> list[Exception | None]:
