@@ -34,6 +34,12 @@ HA_PROXY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2", "load balancers are told at once that an ingress leaves"),
 )
 
+#: Ports that HAProxy takes on all interfaces beside the service's own: switch, Ray's default, what is there.
+HA_PROXY_PORTS: tuple[tuple[str, int, str], ...] = (
+    ("RAY_SERVE_HAPROXY_METRICS_PORT", 9101, "HAProxy's metrics"),
+    ("RAY_SERVE_HAPROXY_STATS_PORT", 8404, "HAProxy's statistics"),
+)
+
 
 def has_ha_proxy() -> bool:
     """Whether it can run here: its wheel comes with `ray[serve]` on Linux."""

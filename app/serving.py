@@ -27,7 +27,7 @@ import yaml
 
 from app.config import AppConfig
 from app.engine.errors import ConfigError, EngineFailure
-from app.serve_environment import set_ray_switches
+from app.serve_environment import HA_PROXY_PORTS, set_ray_switches
 from app.settings_file import IMPORT_PATH, read_settings
 
 #: A first start compiles kernels for most of a minute; a large model takes its time to load.
@@ -44,9 +44,11 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
         "port": port or http_options.get("port", 8000),
     }
     url = f"http://{_reachable(http_options['host'])}:{http_options['port']}"
-    _check_port(http_options["host"], http_options["port"])
+    _check_port(http_options["host"], http_options["port"], "choose another --port")
     if not set_ray_switches():
         _say("HAProxy is not used; Serve's own proxy costs more CPU per token")
+    elif not os.environ.get("RAY_ADDRESS"):
+        _check_ha_proxy_ports()
     started_s = time.monotonic()
     _say("starting Ray")
     _start_ray(dashboard)
@@ -180,7 +182,13 @@ def _stop(app_names: Sequence[str]) -> None:
     ray.shutdown()
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_ha_proxy_ports() -> None:
+    """Two services on one machine may have all else in common: HAProxy would be started again and again."""
+    for name, default, what in HA_PROXY_PORTS:
+        _check_port("0.0.0.0", int(os.environ.get(name, default)), f"{what} would be there; set {name} to another")
+
+
+def _check_port(host: str, port: int, way_out: str) -> None:
     """Fail early and in words: Serve would only log it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -188,7 +196,7 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); {way_out}") from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,7 +18,15 @@ from typing import Any
 import pytest
 
 from app import serving
-from app.serve_environment import HA_PROXY, HA_PROXY_SWITCHES, RAY_SWITCHES, has_ha_proxy, set_ray_switches
+from app.engine.errors import ConfigError
+from app.serve_environment import (
+    HA_PROXY,
+    HA_PROXY_PORTS,
+    HA_PROXY_SWITCHES,
+    RAY_SWITCHES,
+    has_ha_proxy,
+    set_ray_switches,
+)
 from load_tests.service import serve_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +55,29 @@ def test_this_version_of_ray_knows_the_switch(name: str) -> None:
     files = (file for part in parts for file in (folder / part).rglob("*.py"))
     is_python = any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
     assert is_python or f"{name}\0".encode() in (folder / "_raylet.so").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "default"), [(name, default) for name, default, _ in HA_PROXY_PORTS])
+def test_ray_s_ports_are_those_it_takes(name: str, default: int) -> None:
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None
+    assert ray.submodule_search_locations is not None
+    text = (Path(ray.submodule_search_locations[0]) / "serve/_private/constants.py").read_text(encoding="utf-8")
+    assert re.search(rf'"{name}", "?{default}"?\b', text)
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in HA_PROXY_PORTS])
+def test_a_port_of_ha_proxy_that_is_taken_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for other, _, _ in HA_PROXY_PORTS:
+        monkeypatch.setenv(other, "0")  # any
+    serving._check_ha_proxy_ports()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv(name, str(port))
+        with pytest.raises(ConfigError, match=rf":{port} .*set {name} to another"):
+            serving._check_ha_proxy_ports()
 
 
 def test_the_private_parts_of_serve_are_there() -> None:
