@@ -68,11 +68,15 @@ class _Adapters:
 
     def __init__(self, sets: Sequence[LoraAdapter], count: int) -> None:
         self._sets = sets
+        self._weights: dict[int, LoraAdapter] = {}
         self.refs = [AdapterRef(f"adapter-{i}", f"{i:064x}") for i in range(count)]
 
     def weights(self, index: int) -> LoraAdapter:
-        adapter = self._sets[index % len(self._sets)]
-        return replace(adapter, card=replace(adapter.card, digest=self.refs[index].digest))
+        """The same object every time, as a replica keeps them."""
+        if index not in self._weights:
+            adapter = self._sets[index % len(self._sets)]
+            self._weights[index] = replace(adapter, card=replace(adapter.card, digest=self.refs[index].digest))
+        return self._weights[index]
 
 
 def run(settings: Settings) -> str:

@@ -97,6 +97,7 @@ class FakeBackend:
         self.fail_at: int | None = None
         self.write_error: Exception | None = None
         self.closed = False
+        self.prepared: list[LoraAdapter] = []
 
     @property
     def spec(self) -> ModelSpec:
@@ -105,6 +106,9 @@ class FakeBackend:
     @property
     def limits(self) -> BackendLimits:
         return self._limits
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        self.prepared.append(adapter)
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         if self.write_error is not None:

@@ -1,7 +1,7 @@
 """The one interface between engine and device. A backend decides nothing.
 
 It owns weights, KV memory and adapter tables; it writes rows where it is told and computes the batch
-it is given. NumPy in, NumPy out. One thread calls it.
+it is given. NumPy in, NumPy out. One thread calls it, but for `prepare_adapter`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ class Backend(Protocol):
 
     @property
     def limits(self) -> BackendLimits: ...
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """Any thread, before `write_adapter`: work out what that would otherwise, while a step waits for it.
+
+        Raises AdapterMismatch for a module this decoder does not have.
+        """
+        ...
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """Copy an adapter into rows [row_start, row_start + rows) and point `adapter_slot` at them.

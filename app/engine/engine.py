@@ -111,6 +111,8 @@ class Engine:
             raise QueueFull(
                 f"{num_waiting} requests are waiting and engine.max_waiting is {self._max_waiting}; try again later"
             )
+        if adapter is not None:
+            self._backend.prepare_adapter(adapter)
         sequence = Sequence(request, adapter, self._spec, self._blocks.block_size)
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
@@ -145,6 +147,7 @@ class Engine:
         adapter; the future may raise NotReady (kept ones leave no room), EngineFailure, or what writing met.
         """
         self._check_fits(adapter, ref.name)
+        self._backend.prepare_adapter(adapter)
         resident: Future[None] = Future()
         self._order(Bring(adapter, ref, resident))
         return resident

@@ -16,7 +16,7 @@ from app.kernels.matmul._cpu import pack
 from app.kernels.matmul._quantised import Quantised, Stack
 from app.kernels.matmul._storing import dequantise, quantise
 from app.kernels.sgmv._cpu import RowPlaces, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import WritePlans, matrices, write_plan
 from app.kernels.team import Team
 from tests.engine.torch_backend.grids import on_grids
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
@@ -100,7 +100,7 @@ class _Model:
                 self.ranks[layer, slot, n] = rank
                 modules.append((layer, n, a_n, b_n))
             too_fine = np.zeros(1, np.bool_)
-            Team(1).run(write_plan, 2, WritePlans(a, b).plan(modules, start), too_fine)
+            Team(1).run(write_plan, 2, WritePlans(a, b).plan(matrices(modules), start), too_fine)
             self.places.in_bf16[slot] = not too_fine[0]
         assert tuple(np.flatnonzero(self.places.in_bf16)) == NARROW
         if self.extras is not None:

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.sgmv import _cpu, reference
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import WritePlans, matrices, write_plan
 from app.kernels.team import Team
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
@@ -54,7 +54,7 @@ def _tables(generator: np.random.Generator, *, wide: bool = False) -> Tables:
             rows[start : start + rank] = normal(generator, rank, size).astype(dtype)
         module = (0, 0, a[start : start + rank], b[start : start + rank])
         too_fine = np.array([wide])
-        Team(2).run(write_plan, 2, WritePlans([panels[None]], [b_rows[None]]).plan([module], start), too_fine)
+        Team(2).run(write_plan, 2, WritePlans([panels[None]], [b_rows[None]]).plan(matrices([module]), start), too_fine)
         places.in_bf16[adapter_slot] = not too_fine[0]
     return Tables(a, panels, b, b_rows, places)
 

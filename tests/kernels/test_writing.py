@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.sgmv._writing import PLAN_WIDTH, WritePlans, write_plan
+from app.kernels.sgmv._writing import PLAN_WIDTH, WritePlans, matrices, write_plan
 from app.kernels.team import Team
 from tests.kernels.cases import normal
 
@@ -63,7 +63,7 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
     row_start = 16
     team = Team(num_threads)
     too_fine = np.array([kind == "wide"])
-    team.run(write_plan, 2, WritePlans(a_tables, b_tables).plan(saved, row_start), too_fine)
+    team.run(write_plan, 2, WritePlans(a_tables, b_tables).plan(matrices(saved), row_start), too_fine)
     team.close()
     in_bf16, padded = "narrow" in kind, -(-rank // 8) * 8
     assert too_fine[0] != in_bf16
@@ -83,6 +83,6 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
 
 def test_an_empty_plan_writes_nothing() -> None:
     table, b_table = np.zeros((1, 1, 8, 8), np.float32), np.zeros((1, 8, 16), np.float32)
-    plan = WritePlans([table], [b_table]).plan([], 0)
+    plan = WritePlans([table], [b_table]).plan(matrices([]), 0)
     assert plan.shape == (0, PLAN_WIDTH)
     Team(1).run(write_plan, 2, plan, np.zeros(1, np.bool_))

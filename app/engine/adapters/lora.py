@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
+from app.engine.errors import AdapterMismatch
 
 #: Modules of a decoder layer that carry low-rank deltas, in the order they are applied.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -81,7 +82,7 @@ FEATURES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
     """A validated adapter: its card, one `LoraPair` per touched module, and what goes beyond plain LoRA.
 
@@ -100,6 +101,12 @@ class LoraAdapter:
     outer: Mapping[str, LoraPair] = field(default_factory=dict)
     replaced: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
+
+    def check_modules(self, num_layers: int) -> None:
+        """Raise AdapterMismatch for a module that a decoder of so many layers, without experts, does not have."""
+        for layer, target, expert in self.weights:
+            if target not in TARGETS or expert is not None or layer >= num_layers:
+                raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
 
     def widened(self) -> LoraAdapter:
         """The same adapter with every matrix in float32."""

@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.cpu_stacks import WeightStorage
-from app.engine.errors import AdapterMismatch, ConfigError
+from app.engine.errors import ConfigError
 from app.engine.jax_backend import cpu_tables, sharding, tables
 from app.engine.jax_backend.arrays import TENSOR_AXIS, KvMemory, Outcome
 from app.engine.jax_backend.cpu_tables import CpuAdapters
@@ -116,13 +116,13 @@ class JaxBackend:
     def limits(self) -> BackendLimits:
         return self._limits
 
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """See `Backend.prepare_adapter`."""
+        self._adapters.prepare(adapter)
+
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
-        for key in adapter.weights:
-            if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
-                raise AdapterMismatch(
-                    f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
-                )
+        self._adapters.prepare(adapter)
         count = next(count for count in self._classes if count >= adapter.card.max_rank)
         if count not in self._writers:  # only with skip_precompile
             self._writers[count] = self._compile_writer(count)

@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, Matrix
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
 from app.engine.batch import ForwardBatch
 from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
+from app.engine.cpu_rows import PreparedRows
 from app.engine.jax_backend.arrays import TENSOR_AXIS
 from app.engine.jax_backend.extra_parts import base_bias
 from app.engine.jax_backend.shard_extras import ShardExtras
@@ -32,7 +33,7 @@ from app.kernels.matmul._cpu import PANEL
 from app.kernels.matmul._quantised import Quantised
 from app.kernels.matmul._storing import dequantise
 from app.kernels.sgmv._cpu import RANK_PANEL, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import Matrices, WritePlans, matrices, write_plan
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -71,6 +72,7 @@ class CpuAdapters:
         self._columns = shard_columns(spec, sizes.num_shards)
         self._starts, self._in_bf16 = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.bool_)
         self._ranks = np.zeros((sizes.num_layers, num_slots, len(TARGETS)), np.int32)
+        self._prepared = PreparedRows(sizes.num_layers)
         self._team = Team(len(os.sched_getaffinity(0)))
         self._extras: AdapterExtras | ShardExtras
         if sizes.num_shards == 1:
@@ -85,9 +87,9 @@ class CpuAdapters:
     def warm_up(self, rows: CpuRows) -> None:  # noqa: ARG002
         """Compile what writing an adapter calls."""
         self._extras.warm_up()
-        key = LoraKey(0, TARGETS[0])
-        d_in, d_out = self._spec.target_shape(*key[:2])
-        self._pack([(key, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))], RANK_PANEL)
+        d_in, d_out = self._spec.target_shape(0, TARGETS[0])
+        nothing = 0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
+        self._pack([matrices([nothing])], RANK_PANEL)
 
     def shapes(self, num_rows: int) -> CpuRows:
         """The shape of each table with `num_rows` rank rows."""
@@ -107,16 +109,19 @@ class CpuAdapters:
             tuple(P() if row else P(None, None, TENSOR_AXIS) for row in is_row),
         )
 
+    def prepare(self, adapter: LoraAdapter) -> None:
+        """Any thread: work out what `assign` needs to know. Raises AdapterMismatch for modules that are not here."""
+        self._prepared.of(adapter)
+
     def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, num_rows: int) -> CpuRows:
         """From now on the slot's adapter is this one; its rows, `num_rows` of them, are to be written at `row_start`.
 
         They are arbitrary where it has none, which nobody reads.
         """
-        self._ranks[:, adapter_slot] = 0
-        for key, pair in adapter.weights.items():
-            self._ranks[key.layer, adapter_slot, TARGETS.index(key.target)] = pair.rank
-        modules = [(key, pair.a, pair.b) for key, pair in adapter.weights.items()]
-        rows, self._in_bf16[adapter_slot] = self._pack(modules, num_rows)
+        prepared = self._prepared.of(adapter)
+        self._ranks[:, adapter_slot] = prepared.ranks
+        sources = [prepared.matrices] if self._sizes.num_shards == 1 else self._split(adapter)
+        rows, self._in_bf16[adapter_slot] = self._pack(sources, num_rows)
         self._starts[adapter_slot] = row_start
         self._places_on_device = None
         return rows
@@ -183,22 +188,25 @@ class CpuAdapters:
         group, index = GROUP_OF[target], self._sizes.module_index(target)
         return self._sizes.group_inputs[group], self._sizes.module_widths[group][index]
 
-    def _pack(self, modules: list[tuple[LoraKey, Matrix, Matrix]], num_rows: int) -> tuple[CpuRows, bool]:
-        """The rows, and whether they are bfloat16's: in every shard or in none."""
-        parts, own, plans = [], [], []
+    def _split(self, adapter: LoraAdapter) -> list[Matrices]:
+        """Each shard's part of the matrices."""
+        shards = []
         for shard in range(self._sizes.num_shards):
+            modules = []
+            for (layer, target, _), (a, b) in adapter.weights.items():
+                mine, is_row = self._columns[target][shard], GROUP_OF[target] in ROW_PARALLEL
+                own = (a[:, mine], b) if is_row else (a, b[:, mine])
+                modules.append((layer, TARGETS.index(target), *own))
+            shards.append(matrices(modules))
+        return shards
+
+    def _pack(self, sources: list[Matrices], num_rows: int) -> tuple[CpuRows, bool]:
+        """The rows of each shard's matrices, and whether they are bfloat16's: in every shard or in none."""
+        parts, plans = [], []
+        for source in sources:
             a_tables, b_tables = self._empty(num_rows)
-            lines = []
-            for key, a, b in modules:
-                mine = self._columns[key.target][shard]
-                whole = self._sizes.num_shards == 1
-                is_row = GROUP_OF[key.target] in ROW_PARALLEL
-                own_a = np.ascontiguousarray(a[:, mine] if is_row and not whole else a)
-                own_b = np.ascontiguousarray(b if is_row or whole else b[:, mine])
-                lines.append((key.layer, TARGETS.index(key.target), own_a, own_b))
             parts.append((a_tables, b_tables))
-            own.append(lines)  # must live until the plans have been carried out
-            plans.append(WritePlans(a_tables, b_tables).plan(lines, 0))
+            plans.append(WritePlans(a_tables, b_tables).plan(source, 0))
         too_fine = np.zeros(1, np.bool_)
         self._team.run(write_plan, 2, np.concatenate(plans), too_fine)
         in_bf16 = not too_fine[0]

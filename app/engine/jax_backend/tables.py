@@ -85,6 +85,10 @@ class XlaAdapters:
                 by_shard[:rank, :, start : start + mine.shape[1]] = pair.b[:, mine]
         return AdapterTables(**arrays)
 
+    def prepare(self, adapter: LoraAdapter) -> None:
+        """Any thread: raises AdapterMismatch for modules that are not here."""
+        adapter.check_modules(self._sizes.num_layers)
+
     def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, num_rows: int) -> AdapterTables:
         """From now on the slot's adapter is this one; its rows, `num_rows` of them, are to be written at `row_start`.
 

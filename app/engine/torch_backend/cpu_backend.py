@@ -8,26 +8,26 @@ weights lie in memory by `cpu_weights`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter, Matrix
+from app.engine.adapters.lora import TARGETS, LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import EngineConfig
 from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
-from app.engine.errors import AdapterMismatch
+from app.engine.cpu_rows import PreparedRows
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend import cpu_decoder
 from app.engine.torch_backend.cpu_weights import PackedModules, WeightPacker, decoder_sizes, padded
 from app.engine.torch_backend.sampling import sample
 from app.kernels.paged_attention._cpu import attention_tasks
 from app.kernels.sgmv._cpu import RANK_PANEL, RowPlaces, adapter_runs, shrink_tasks
-from app.kernels.sgmv._writing import WritePlans, write_plan
+from app.kernels.sgmv._writing import Matrices, WritePlans, matrices, write_plan
 from app.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -64,6 +64,7 @@ class CpuBackend:
         self._tables = tables.result()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
         self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
+        self._prepared = PreparedRows(len(spec.layers))
         first = spec.layers[0].attention
         num_layers, width = len(spec.layers), padded(first.head_dim)
         blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
@@ -82,28 +83,23 @@ class CpuBackend:
     def limits(self) -> BackendLimits:
         return self._limits
 
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """See `Backend.prepare_adapter`."""
+        self._prepared.of(adapter)
+
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
-        ranks = np.zeros((len(self._spec.layers), len(TARGETS)), np.int32)
-        modules: list[tuple[int, int, Matrix, Matrix]] = []
-        for key, pair in adapter.weights.items():
-            if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
-                raise AdapterMismatch(
-                    f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
-                )
-            n = TARGETS.index(key.target)
-            modules.append((key.layer, n, np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b)))
-            ranks[key.layer, n] = pair.rank
-        in_bf16 = self._write_rows(modules, row_start)
+        rows = self._prepared.of(adapter)
+        in_bf16 = self._write_rows(rows.matrices, row_start)
         self._extras.write(adapter_slot, adapter)
-        self._tables.ranks[:, adapter_slot] = ranks
+        self._tables.ranks[:, adapter_slot] = rows.ranks
         self._tables.places.starts[adapter_slot] = row_start
         self._tables.places.in_bf16[adapter_slot] = in_bf16
 
-    def _write_rows(self, modules: Sequence[tuple[int, int, Matrix, Matrix]], row_start: int) -> bool:
+    def _write_rows(self, source: Matrices, row_start: int) -> bool:
         """See `WritePlans.plan`; whether the rows are in bfloat16: all modules' or none."""
         too_fine = np.zeros(1, np.bool_)
-        self._team.run(write_plan, 2, self._plans.plan(modules, row_start), too_fine)
+        self._team.run(write_plan, 2, self._plans.plan(source, row_start), too_fine)
         return not too_fine[0]
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
@@ -192,7 +188,8 @@ class CpuBackend:
             self._extras.warm_up()
         if self._limits.adapter_rank_rows:
             d_in, d_out = self._spec.target_shape(0, TARGETS[0])
-            self._write_rows([(0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))], 0)
+            nothing = 0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
+            self._write_rows(matrices([nothing]), 0)
 
     def _new_tables(self) -> cpu_decoder.AdapterTables:
         num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows

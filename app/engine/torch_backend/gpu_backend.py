@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
-from app.engine.errors import AdapterMismatch, AdapterTooLarge, CheckpointError, OutOfDeviceMemory
+from app.engine.errors import AdapterTooLarge, CheckpointError, OutOfDeviceMemory
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend.gpu_adapters import AdapterTables
 from app.engine.torch_backend.gpu_decoder import GpuDecoder, KvMemory
@@ -109,14 +109,14 @@ class GpuBackend:
         """What is multiplied (tests count who reads it)."""
         return self._weights
 
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """See `Backend.prepare_adapter`."""
+        adapter.check_modules(len(self._spec.layers))
+
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`; returns before the rows are there. Raises AdapterMismatch for a module this
         decoder does not have, AdapterTooLarge when the device has no room for what goes beyond rank rows."""
-        for key in adapter.weights:
-            if key.target not in TARGETS or key.expert is not None or key.layer >= len(self._spec.layers):
-                raise AdapterMismatch(
-                    f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
-                )
+        adapter.check_modules(len(self._spec.layers))
         try:
             with self._on_device():
                 self._extras.write(adapter_slot, adapter)

@@ -25,7 +25,7 @@ PANEL = 16
 #: machines' sixteen: a seventh row would not fit there, and sums kept in memory take three times as long.
 MOST_ROWS = 8 if has_feature("avx512f") else 6
 #: Rows that the largest tile leaves to the next one at least: fewer cannot keep a core busy.
-LEAST_LEFT = 4
+_LEAST_LEFT = 4
 
 _four_panels = multiply_tile(1, 4, 2)
 _two_panels = multiply_tile(3, 2, 2)
@@ -110,7 +110,7 @@ def multiply_columns(
 @compiled
 def tile_rows(num_rows):
     """Rows of the first tile of so many."""
-    return num_rows if num_rows <= MOST_ROWS else min(MOST_ROWS, num_rows - LEAST_LEFT)
+    return num_rows if num_rows <= MOST_ROWS else min(MOST_ROWS, num_rows - _LEAST_LEFT)
 
 
 @compiled

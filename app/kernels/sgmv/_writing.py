@@ -9,8 +9,8 @@ every module of a 135M model is 19.5 MB to read in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -29,6 +29,7 @@ _PANELS_AT_ONCE = 4
 #: Columns of a module's line in a plan: addresses and sizes, int64.
 A, B, RANK, D_IN, D_OUT, TO_A, TO_B, A_SIZE, B_SIZE = range(9)
 PLAN_WIDTH = 9
+_FACTS = [A, B, RANK, D_OUT, A_SIZE, B_SIZE]
 
 
 @intrinsic
@@ -212,6 +213,30 @@ def write_plan(team, phase, plan, too_fine):
     return phase
 
 
+class Matrices(NamedTuple):
+    """An adapter's matrices, module by module: where they are and how large. They live, unmoved, as long as this does.
+
+    layers, modules: [M] int64. facts: [M, 6] int64, the columns `_FACTS` of a plan. arrays: what facts point into.
+    """
+
+    layers: NDArray[np.int64]
+    modules: NDArray[np.int64]
+    facts: NDArray[np.int64]
+    arrays: tuple[NDArray[Any], ...]
+
+
+def matrices(modules: Iterable[tuple[int, int, NDArray[Any], NDArray[Any]]]) -> Matrices:
+    """Of (layer, module, a [r, d_in], b [r, d_out]), each array in float32 or in bfloat16; copied if not contiguous."""
+    places, facts, arrays = [], [], []
+    for layer, n, *pair in modules:
+        a, b = map(np.ascontiguousarray, pair)
+        arrays += [a, b]
+        places.append((layer, n))
+        facts.append((_address(a), _address(b), len(a), b.shape[1], a.itemsize, b.itemsize))
+    layers, numbers = np.array(places, np.int64).reshape(-1, 2).T
+    return Matrices(layers, numbers, np.array(facts, np.int64).reshape(-1, len(_FACTS)), tuple(arrays))
+
+
 class WritePlans:
     """Plans for one set of tables: what never changes is worked out once."""
 
@@ -224,27 +249,17 @@ class WritePlans:
             lines = self._template[:, n]
             lines[:, D_IN] = a.shape[2]
             for column, table in ((TO_A, a), (TO_B, b)):
-                lines[:, column] = address(table) + table.strides[0] * np.arange(num_layers)
+                lines[:, column] = _address(table) + table.strides[0] * np.arange(num_layers)
 
-    def plan(
-        self,
-        modules: Sequence[tuple[int, int, NDArray[Any], NDArray[Any]]],
-        row_start: int,
-    ) -> NDArray[np.int64]:
-        """For (layer, module, a [r, d_in], b [r, d_out]), to be written from `row_start`, a multiple of 8.
-
-        The arrays, each in float32 or in bfloat16, must be contiguous and live, unmoved, until the plan has been
-        carried out.
-        """
-        layers, numbers = np.array([(layer, n) for layer, n, _, _ in modules], np.int64).reshape(-1, 2).T
-        plan = self._template[layers, numbers]
-        facts = [(address(a), address(b), len(a), b.shape[1], a.itemsize, b.itemsize) for _, _, a, b in modules]
-        plan[:, [A, B, RANK, D_OUT, A_SIZE, B_SIZE]] = np.array(facts, np.int64).reshape(-1, 6)
+    def plan(self, source: Matrices, row_start: int) -> NDArray[np.int64]:
+        """To write `source` from `row_start` on, a multiple of 8. It must live until the plan has been carried out."""
+        plan = self._template[source.layers, source.modules]
+        plan[:, _FACTS] = source.facts
         plan[:, TO_A] += row_start * 4 * plan[:, D_IN]
-        plan[:, TO_B] += row_start * 4 * self._widths[numbers]
+        plan[:, TO_B] += row_start * 4 * self._widths[source.modules]
         return plan
 
 
-def address(array: NDArray[Any]) -> int:
+def _address(array: NDArray[Any]) -> int:
     where: int = array.__array_interface__["data"][0]  # a third of the time of array.ctypes.data
     return where
