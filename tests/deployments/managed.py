@@ -44,6 +44,7 @@ class FakeStore:
         if isinstance(found, Exception):
             raise found
         self.on_read(source, State.ON_DISK)
+        await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
         self.cached_digests.add(found)
         return ReadAdapter(f"/roots/{source}", card(found))
 

@@ -44,6 +44,9 @@ E = TypeVar("E", CatalogEntry, AliasEntry)
 #: How long "loaded" waits for every ingress to know it.
 SETTLE_TIMEOUT_S = 5.0
 MAX_SOURCE_CHARS = 4096
+#: What a load goes through until it ends, and what is ahead of it in each of these states.
+_WAY = (State.REQUESTED, State.DOWNLOADING, State.VALIDATING, State.ON_DISK, State.ON_HOST)
+_AHEAD = {state: _WAY[place + 1 :] for place, state in enumerate(_WAY)}
 #: Moves between tiers are written down together, this long after the first.
 MOVES_DELAY_S = 0.2
 
@@ -76,7 +79,7 @@ class Lifecycle:
         self._reserved_names = frozenset(reserved_names)
         self.table: PublishedTable[Key, Entry] = PublishedTable()
         self._jobs: dict[str, Job] = {}  # being worked on
-        self._passed: dict[str, list[tuple[State, float]]] = {}  # states on the way: written down with the last one
+        self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
         self._tasks: dict[str, asyncio.Task[Job]] = {}
         self._last: dict[Key, asyncio.Task[Job]] = {}  # per name, the job that was asked for last
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -262,12 +265,12 @@ class Lifecycle:
 
     def _begin(self, job: Job) -> None:
         key = (job.tenant_id, job.name)
-        self._jobs[job.id] = job
+        self._jobs[job.id], self._passed[job.id] = job, []
         task = self._spawn(self._run(job.id, self._last.get(key)))
         self._tasks[job.id] = self._last[key] = task
 
         def end(task: asyncio.Task[Job]) -> None:
-            del self._jobs[job.id], self._tasks[job.id]
+            del self._jobs[job.id], self._passed[job.id], self._tasks[job.id]
             if self._last.get(key) is task:
                 del self._last[key]
             if not task.cancelled():
@@ -309,17 +312,18 @@ class Lifecycle:
             raise
 
     async def _advance(self, job_id: str, state: State, **what: Any) -> Job:
-        passed = self._passed.pop(job_id, ())
+        passed = tuple(self._passed[job_id])
         job = await asyncio.to_thread(self._registry.jobs.advance, self._jobs[job_id], state, passed=passed, **what)
         self._jobs[job_id] = job
         return job
 
     def _note(self, source: str, state: State, job_id: str | None = None) -> None:
+        """A job that is further already stays there: the source is being read again, for another."""
         for job in list(self._jobs.values()):
-            if job.source == source and job_id in (None, job.id) and not job.is_done:
+            if job.source == source and job_id in (None, job.id) and state in _AHEAD.get(job.state, ()):
                 now_s = time.time()
                 self._jobs[job.id] = replace(job, state=state, updated_s=now_s)
-                self._passed.setdefault(job.id, []).append((state, now_s))
+                self._passed[job.id].append((state, now_s))
 
     async def _change(self, call: Callable[..., E], *args: Any, is_gone: bool = False, **options: Any) -> E:
         """Change the database and the table; returns when every ingress holds the change.

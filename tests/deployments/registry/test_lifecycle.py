@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import pytest_asyncio
@@ -110,6 +111,44 @@ async def test_loads_of_one_name_take_effect_in_the_order_they_were_asked_for(ma
     assert managed.view.find("sql") == entry
     job, again = await managed.lifecycle.load_and_wait("sql", "two")
     assert (again.ref.generation, job.generation) == (2, 2), "equal contents are the same generation"
+
+
+async def test_a_job_never_goes_back_when_its_source_is_read_again(managed: ManagedStore) -> None:
+    managed.store.gates["two"] = asyncio.Event()
+    await managed.lifecycle.load("sql", "two")
+    waiting = await managed.lifecycle.load("sql", "one")  # read at once, but not registered before the first
+    await until(lambda: managed.lifecycle._jobs[waiting.id].state is State.ON_HOST)
+    managed.store.gates["one"] = asyncio.Event()
+    other = await managed.lifecycle.load("other", "one")
+    await until(lambda: managed.lifecycle._jobs[other.id].state is State.VALIDATING)
+    assert (await managed.lifecycle.job(waiting.id)).state is State.ON_HOST
+    for gate in managed.store.gates.values():
+        gate.set()
+    for job in (waiting, other):
+        assert (await end_of(managed, job)).state is State.LOADED
+    events = [event.event for event in managed.registry.journal.events("sql")]
+    assert events.count("validating") == events.count("downloaded to disk") == 2, "each job went through it once"
+
+
+async def test_jobs_that_have_ended_leave_nothing_in_memory(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lifecycle, advance = managed.lifecycle, managed.registry.jobs.advance
+    ending = threading.Event()
+
+    def advance_slowly(job: Job, state: State, **what: Any) -> Job:
+        if job.name == "sql":
+            ending.wait(600)
+        return advance(job, state, **what)
+
+    monkeypatch.setattr(managed.registry.jobs, "advance", advance_slowly)
+    first = await lifecycle.load("sql", "one")
+    await until(lambda: managed.view.find("sql") is not None)
+    await lifecycle.load_and_wait("other", "one")  # the source is read again while the first job's end is written
+    ending.set()
+    await end_of(managed, first)
+    await until(lambda: not lifecycle._tasks)
+    assert (lifecycle._jobs, lifecycle._passed, lifecycle._last) == ({}, {}, {})
 
 
 async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
