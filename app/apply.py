@@ -2,13 +2,14 @@
 
 In: a YAML file and a service's URL. Out: the difference, printed; the changes, made; an exit status. What
 is equal is left alone, so applying twice changes nothing. Names that the file does not mention stay unless
-`--prune` is given. Adapters come before the aliases that point to them, and go after them. One change that
-fails does not keep the others from being made; the exit status then is 1.
+`--prune` is given; a file that says nothing of adapters removes none. Adapters come before the aliases that point to
+them, and go after them. One change that fails does not keep the others from being made; the exit status then is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -95,8 +96,9 @@ class Service:
         except urllib.error.HTTPError as error:
             with error:
                 raise ServiceRefused(_error_message(error)) from error
-        except (OSError, ValueError) as error:  # ValueError: no URL, or an answer that is no JSON
-            reason = getattr(error, "reason", error)
+        # ValueError: no URL, or an answer that is no JSON; HTTPException: one that is no HTTP, or half of it.
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = " ".join(str(getattr(error, "reason", error)).split())  # it may quote lines of the answer
             raise ServiceRefused(f"no answer from {self._url}: {reason}; --url names the service") from error
 
     def everything(self, route: str) -> Iterator[dict[str, Any]]:
@@ -104,10 +106,16 @@ class Service:
         after = ""
         while True:
             page = self.call("GET", f"{route}?limit=1000{after}")
-            yield from page["data"]
-            if not page["has_more"]:
+            try:
+                rows, has_more, last_id = page["data"], page["has_more"], page["last_id"]
+            except (KeyError, TypeError) as error:
+                raise ServiceRefused(
+                    f"{self._url}{route} is no list of this service's; --url names the service"
+                ) from error
+            yield from rows
+            if not has_more:
                 return
-            after = "&after=" + urllib.parse.quote(page["last_id"], safe="")
+            after = "&after=" + urllib.parse.quote(last_id, safe="")
 
 
 def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -151,7 +159,15 @@ def difference(
     prune: bool,
     reload: bool,
 ) -> list[Change]:
-    """What must be done, in the order in which it can be done: a name is free before it means the other kind."""
+    """What must be done, in the order in which it can be done: a name is free before it means the other kind.
+
+    Raises ConfigError if pruning would remove every adapter and the file does not say that there are to be none.
+    """
+    if prune and adapters and "adapters" not in wanted.model_fields_set:
+        raise ConfigError(
+            f"the file does not mention adapters, and --prune would remove all {len(adapters)} of the service; "
+            "write 'adapters: []' if there are to be none"
+        )
     names, alias_names = ({entry.name for entry in entries} for entries in (wanted.adapters, wanted.aliases))
     loads = [_adapter_change(entry, adapters.get(entry.name), reload=reload) for entry in wanted.adapters]
     puts = [_alias_change(entry, aliases.get(entry.name)) for entry in wanted.aliases]

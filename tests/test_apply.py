@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,6 +131,26 @@ def test_adds_updates_and_removes_only_when_told(
     assert apply("--reload")[2] == ["POST loras a", "POST loras b", "POST loras c"]
 
 
+@pytest.mark.parametrize(
+    "text", ["", "{}", "# adapters: [{name: a, path: a}]", "aliases: [{name: app, targets: {a: 1}}]"]
+)
+def test_a_file_without_adapters_prunes_none_unless_it_says_so(
+    service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    file = tmp_path / "adapters.yaml"
+    file.write_text(text)
+    service.adapters |= {name: {"source": name, "pinned": False, "traffic_weight": 1.0} for name in "ab"}
+    for options in ([], ["--dry-run"]):
+        assert main(["apply", str(file), "--url", service.url, "--prune", *options]) == 1
+        assert "would remove all 2 of the service; write 'adapters: []'" in capsys.readouterr().err
+    assert service.changes == []
+    file.write_text("adapters: []")
+    assert main(["apply", str(file), "--url", service.url, "--prune"]) == 0
+    assert service.changes == ["DELETE loras a", "DELETE loras b"]
+    file.write_text("")
+    assert main(["apply", str(file), "--url", service.url, "--prune"]) == 0, "there is nothing to lose"
+
+
 def test_one_failure_stops_nothing_else(
     service: FakeService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +191,38 @@ def test_without_a_service_it_is_one_line(tmp_path: Path, capsys: pytest.Capture
         assert capsys.readouterr().err.startswith(f"polylora apply: no answer from {url}: ")
     assert main(["apply", str(tmp_path / "absent.yaml")]) == 1
     assert issubclass(ServiceRefused, Exception)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"SSH-2.0-OpenSSH_9.9\r\n", "no answer from"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}", "no answer from"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "no list of this service's"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no list of this service's"),
+        (b"HTTP/1.1 404 No\r\nContent-Length: 4\r\n\r\nnone", "status 404"),
+    ],
+)
+def test_a_url_of_something_else_is_one_line(
+    answer: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f.yaml").write_text("adapters: []")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def reply() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert main(["apply", str(tmp_path / "f.yaml"), "--url", url]) == 1
+        thread.join()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert line.endswith("--url names the service")
 
 
 def test_the_shipped_file_is_read() -> None:
