@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import AddedToken, decoders
 
 from app.engine.errors import CheckpointError, InvalidRequest
 from app.engine.models.chat import ChatTemplate
@@ -22,6 +22,7 @@ from app.engine.models.incremental import ByteDecoder, IncrementalDecoder, Windo
 from app.engine.models.safetensors_folder import read_json
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class Tokenizer:
@@ -130,6 +131,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    _add_listed_tokens(backend, config)
     special = {}
     for name in _SPECIAL_NAMES:
         value = config.get(name)
@@ -137,6 +139,27 @@ def _from_folder(folder: Path) -> Tokenizer:
         if isinstance(token, str):
             special[name] = token
     return Tokenizer(backend, special, _folder_template(folder, config))
+
+
+def _add_listed_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json has (`added_tokens_decoder`: id to token), as transformers adds them."""
+    listed = config.get("added_tokens_decoder") or {}
+    try:
+        tokens = {
+            int(token_id): AddedToken(entry["content"], **{flag: entry[flag] for flag in _TOKEN_FLAGS if flag in entry})
+            for token_id, entry in listed.items()
+        }
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"added_tokens_decoder in tokenizer_config.json is not understood: {error!r}") from error
+    for token_id, token in sorted(tokens.items()):
+        if backend.token_to_id(token.content) is not None:
+            continue
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise CheckpointError(
+                f"tokenizer_config.json has {token.content!r} as id {token_id}, but tokenizer.json lacks it and ends "
+                f"before id {backend.token_to_id(token.content)}; save the tokenizer again with transformers"
+            )
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:

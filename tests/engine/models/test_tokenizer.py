@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,39 @@ def test_a_folder_equals_transformers(folder: Path) -> None:
         assert streamed(ours, [[i] for i in ids], True) == ours.decode(ids), (seed, line)
     chat = [{"role": "user", "content": "x"}]
     assert ours.render_chat(chat) == theirs.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tokens_that_only_the_configuration_has_are_added_as_transformers_does(
+    folder: Path, tmp_path: Path, special: bool
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    first = load_tokenizer(folder).vocab_size
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": special}
+    config["added_tokens_decoder"] = {
+        str(first + index): {"content": content, **flags} for index, content in enumerate(["<|im_start|>", "<tool>"])
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = load_tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ("<|im_start|>user\nThe quick<tool> fox", "<tool><tool", "<|im_start|> <|im_start|>"):
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert not {first, first + 1}.isdisjoint(ids)
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    config["added_tokens_decoder"] = {str(first + 1): {"content": "<tool>", **flags}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"<tool>' as id {first + 1}"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [[1], "x", {"x": {"content": "a"}}, {"1": "a"}, {"1": {}}, {"1": {"text": "a"}}])
+def test_listed_tokens_that_are_not_understood_are_refused(folder: Path, tmp_path: Path, listed: object) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    with pytest.raises(CheckpointError, match="added_tokens_decoder"):
+        load_tokenizer(tmp_path)
 
 
 @settings(max_examples=100, deadline=None)
