@@ -3,7 +3,8 @@
 In: groups of requests from ingress links. Out: frames of chunks. An adapter that is not at hand is
 fetched beside the engine, so it delays only its own requests; its failure is theirs alone and arrives
 as their last chunk. Requests are handed to the engine once per request id. Whoever stops reading has
-its requests aborted.
+its requests aborted. An engine that has failed or was stopped looks like a replica that died: its readers
+hear `ReplicaGone`, and may go on elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from app.deployments.frames import FrameHub
 from app.deployments.placement import ReplicaReport
-from app.deployments.transport import ReplicaUnreachable
+from app.deployments.transport import ReplicaGone
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, PolyloraError
@@ -84,7 +85,7 @@ class EngineService:
         self._loop.call_soon_threadsafe(self._deliver, chunks)
 
     async def frames(self, link_id: str) -> AsyncGenerator[list[TokenChunk]]:
-        """Frames for one reader until it leaves or has been idle for a while."""
+        """Frames for one reader until it leaves or has been idle for a while. Raises ReplicaGone if it fails."""
         try:
             async for frame in self._hub.frames(link_id, self._idle_s):
                 yield frame
@@ -94,11 +95,11 @@ class EngineService:
     def submit(self, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
         """Take requests whose chunks go to this link. False, and nothing taken, if it is not attached.
 
-        Errors of single requests arrive as their last chunk. Raises ReplicaUnreachable, and nothing is taken,
-        if the engine has failed: another replica can serve them.
+        Errors of single requests arrive as their last chunk. Raises ReplicaGone, and nothing is taken, if the
+        engine has failed: another replica can serve them.
         """
         if (failure := self.engine.failure) is not None:
-            raise ReplicaUnreachable(str(failure))
+            raise ReplicaGone(str(failure))
         if not self._hub.is_attached(link_id):
             return False
         for request in requests:
@@ -163,8 +164,10 @@ class EngineService:
         try:
             self.engine.submit(request, adapter)
         except Exception as error:
-            # One request's trouble, whatever it is, must not end the others of its group.
-            self._fail(request.request_id, error)
+            if (failure := self.engine.failure) is not None:
+                self._hub.end(ReplicaGone(str(failure)))
+            else:  # one request's trouble, whatever it is, must not end the others of its group
+                self._fail(request.request_id, error)
             return
         if adapter is not None:
             self._active[request.request_id] = adapter.card.digest
@@ -191,7 +194,11 @@ class EngineService:
         for chunk in chunks:
             if chunk.finish_reason is not None and self._active.pop(chunk.request_id, None) is not None:
                 self.changed.set()
+        if (failure := self.engine.failure) is not None:
+            chunks = [chunk for chunk in chunks if chunk.error is not failure]
         self._hub.deliver(chunks)
+        if failure is not None:
+            self._hub.end(ReplicaGone(str(failure)))
 
     def _fail(self, request_id: str, error: Exception) -> None:
         if not isinstance(error, PolyloraError):

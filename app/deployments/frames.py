@@ -38,6 +38,7 @@ class _Link:
     chunks: list[TokenChunk] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     request_ids: set[str] = field(default_factory=set)
+    end: Exception | None = None
 
 
 class FrameHub:
@@ -74,6 +75,12 @@ class FrameHub:
             if chunk.finish_reason is not None:
                 self.forget(chunk.request_id)
 
+    def end(self, error: Exception) -> None:
+        """Every link ends with this error, after what it was given before: nothing more is computed here."""
+        for link in self._links.values():
+            link.end = error
+            link.news.set()
+
     def forget(self, request_id: str) -> None:
         """Nothing more is expected for this request."""
         link = self._owners.pop(request_id, None)
@@ -81,7 +88,7 @@ class FrameHub:
             link.request_ids.discard(request_id)
 
     async def frames(self, link_id: str, idle_s: float) -> AsyncGenerator[list[TokenChunk]]:
-        """Frames of one link, an empty one first. Ends after `idle_s` without a request."""
+        """Frames of one link, an empty one first. Ends after `idle_s` without a request, or as `end` was told."""
         link = self._links[link_id] = _Link()
         yield []
         while True:
@@ -93,7 +100,10 @@ class FrameHub:
                 continue
             frame, link.chunks = link.chunks, []
             link.news.clear()
-            yield frame
+            if frame:
+                yield frame
+            if link.end is not None:
+                raise link.end
 
     def detach(self, link_id: str) -> list[str]:
         """The reader is gone. Returns the requests it still waited for."""

@@ -16,11 +16,11 @@ Frame = Sequence[TokenChunk]
 
 
 class ReplicaGone(Exception):
-    """The replica died."""
+    """The replica died, or its engine did."""
 
 
 class ReplicaUnreachable(Exception):
-    """No way to the replica at the moment: not announced yet, draining, failed, or already replaced."""
+    """No way to the replica at the moment: not announced yet, draining, or already replaced."""
 
 
 class Transport(Protocol):
