@@ -150,7 +150,7 @@ class PlacementActor:
         self._publish_if(self._books.steer(shares))
 
     async def gone(self, replica_id: str) -> None:
-        self._publish_if(self._books.gone(replica_id))
+        self._publish_if(self._books.gone(replica_id, time.monotonic()))
 
     async def assign(self, digests: Sequence[str]) -> tuple[Version, PlacementTable]:
         self._publish_if(self._books.assign(digests))

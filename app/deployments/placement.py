@@ -114,8 +114,8 @@ class PlacementBooks:
         self._replicas: dict[str, ReplicaReport] = {}
         self._seen_s: dict[str, float] = {}
         self._homes: dict[str, tuple[str, ...]] = {}
-        self._changed_s: dict[str, float] = {}
-        self._gone: set[str] = set()
+        self._changed_s: dict[str, float] = {}  # adapters whose homes dwell, and since when
+        self._gone: set[str] = set()  # replicas that may still speak
         self._shares: Mapping[str, float] = {}
 
     @property
@@ -124,23 +124,27 @@ class PlacementBooks:
 
     def report(self, report: ReplicaReport, now_s: float) -> bool:
         """A replica speaks. One that was declared gone stays gone: its last words may still arrive."""
+        self._seen_s[report.replica_id] = now_s
         if report.replica_id in self._gone:
             return False
         before = self._replicas.get(report.replica_id)
         self._replicas[report.replica_id] = report
-        self._seen_s[report.replica_id] = now_s
         for digest in report.active.keys() & self._homes.keys():
             self._homes[digest] = self._homes.pop(digest)  # by last use
         return before is None or before.resident != report.resident
 
-    def gone(self, replica_id: str) -> bool:
-        """An ingress met a dead or draining replica. Its id never comes back (Serve draws a new one)."""
+    def gone(self, replica_id: str, now_s: float) -> bool:
+        """An ingress met a dead or draining replica. It is not taken back for as long as it speaks."""
+        self._seen_s[replica_id] = now_s
         self._gone.add(replica_id)
         return self._forget(replica_id)
 
     def expire(self, now_s: float) -> bool:
-        """Drop replicas that have been silent too long."""
+        """Drop replicas that have been silent too long, and forget that they were there."""
         silent = [replica_id for replica_id, seen_s in self._seen_s.items() if now_s - seen_s > self._silence_s]
+        for replica_id in silent:
+            del self._seen_s[replica_id]
+        self._gone -= set(silent)
         forgotten = [self._forget(replica_id) for replica_id in silent]  # all of them: any() would stop early
         return any(forgotten)
 
@@ -156,7 +160,6 @@ class PlacementBooks:
                 self._widen(digest)
                 changed = True
         while len(self._homes) > MAX_HOMES:
-            self._changed_s.pop(next(iter(self._homes)), None)
             del self._homes[next(iter(self._homes))]
         return changed
 
@@ -169,6 +172,7 @@ class PlacementBooks:
 
     def rebalance(self, now_s: float) -> bool:
         """Share the busiest adapter of an overloaded replica; take the extra home back when demand is gone."""
+        self._changed_s = {digest: at_s for digest, at_s in self._changed_s.items() if now_s - at_s < DWELL_S}
         return self._widen_all() | self._share(now_s) | self._unshare(now_s)
 
     def _num_expected(self, digest: str) -> int:
@@ -196,7 +200,7 @@ class PlacementBooks:
             for digest in sorted(report.active, key=lambda digest: -report.active[digest]):
                 homes = self._homes.get(digest)
                 others = [other for other in self._replicas.values() if homes and other.replica_id not in homes]
-                if homes and report.replica_id in homes and others and self._may_change(digest, now_s):
+                if homes and report.replica_id in homes and others and digest not in self._changed_s:
                     target = min(others, key=lambda other: (other.load, other.replica_id))
                     self._homes[digest] = (*homes, target.replica_id)
                     self._changed_s[digest] = now_s
@@ -206,7 +210,7 @@ class PlacementBooks:
     def _unshare(self, now_s: float) -> bool:
         changed = False
         for digest, homes in list(self._homes.items()):
-            if len(homes) > self._num_expected(digest) and self._may_change(digest, now_s):
+            if len(homes) > self._num_expected(digest) and digest not in self._changed_s:
                 active = sum(self._replicas[home].active.get(digest, 0) for home in homes if home in self._replicas)
                 if active < SHARE_MARGIN:
                     self._homes[digest] = homes[:-1]
@@ -214,11 +218,7 @@ class PlacementBooks:
                     changed = True
         return changed
 
-    def _may_change(self, digest: str, now_s: float) -> bool:
-        return now_s - self._changed_s.get(digest, -math.inf) >= DWELL_S
-
     def _forget(self, replica_id: str) -> bool:
-        self._seen_s.pop(replica_id, None)
         if self._replicas.pop(replica_id, None) is None:
             return False
         for digest, homes in list(self._homes.items()):

@@ -59,7 +59,7 @@ def test_losing_a_replica_moves_its_adapters_only() -> None:
     fleet = books(4)
     fleet.assign(digests(200))
     before = dict(fleet.table.homes)
-    assert fleet.gone("r2")
+    assert fleet.gone("r2", 1.0)
     fleet.assign(digests(200))
     after = fleet.table.homes
     moved = {digest for digest in before if before[digest] != after[digest]}
@@ -69,9 +69,31 @@ def test_losing_a_replica_moves_its_adapters_only() -> None:
 
 def test_a_replica_declared_gone_does_not_come_back_by_a_late_report() -> None:
     fleet = books(2)
-    fleet.gone("r0")
-    assert not fleet.report(ReplicaReport("r0"), 1.0)
-    assert set(fleet.table.replicas) == {"r1"}
+    fleet.gone("r0", 1.0)
+    for now_s in (2.0, 9.0, 18.0):
+        for replica_id in ("r0", "r1"):
+            assert not fleet.report(ReplicaReport(replica_id), now_s)
+        assert not fleet.expire(now_s)
+        assert set(fleet.table.replicas) == {"r1"}
+
+
+def test_replicas_and_adapters_that_came_and_went_leave_nothing_in_the_books() -> None:
+    fleet = books(2)
+    names = digests(50)
+    for number, digest in enumerate(names):
+        now_s = 20.0 * number
+        for replica_id in ("r0", "r1", f"new{number}"):
+            fleet.report(ReplicaReport(replica_id), now_s)
+        fleet.assign([digest])
+        (home,) = fleet.table.homes[digest]
+        fleet.report(ReplicaReport(home, num_running=60, active={digest: 60}), now_s)
+        assert fleet.rebalance(now_s)
+        fleet.gone(f"new{number}", now_s)
+        fleet.gone(f"never seen {number}", now_s)
+        fleet.expire(now_s)
+    assert set(fleet._changed_s) == {names[-1]}, "it dwells"
+    assert fleet._gone == {"new49", "never seen 49"}
+    assert set(fleet._seen_s) == {"r0", "r1"} | fleet._gone
 
 
 def test_silence_takes_a_replica_off_the_table() -> None:
@@ -161,7 +183,7 @@ def test_homes_are_always_living_replicas(num_replicas: int, events: list[tuple[
             case "assign":
                 fleet.assign([names[number]])
             case "gone":
-                fleet.gone(f"r{number % 8}")
+                fleet.gone(f"r{number % 8}", float(now))
             case "add":
                 fleet.report(ReplicaReport(f"n{number}"), float(now))
             case "report":
