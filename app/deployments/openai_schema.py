@@ -9,6 +9,7 @@ Answers are assembled in `answers.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -234,7 +235,7 @@ def parse_body(kind: type[BodyT], value: object) -> BodyT:
 
 def _refusal(name: str) -> str:
     if name in NEUTRAL:
-        allowed = ", ".join(repr(value) for value in NEUTRAL[name])
+        allowed = " or ".join(json.dumps(value) for value in NEUTRAL[name])
         return f"{name!r} is not implemented here; leave it out or send {allowed}"
     return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored"
 
