@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.deployments.answers import Answer, AnswerFormat, usage_body
 from app.deployments.event_stream import EventStream, sse
@@ -50,7 +51,8 @@ class HttpService(ManagedService, Protocol):
 
 def make_app(service: HttpService) -> FastAPI:
     """All routes over one service."""
-    app = FastAPI(title="polylora", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="polylora", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(_WithoutLastSlash)
 
     async def refuse(request: Request, error: Exception) -> Response:
         answer = error_answer(error)
@@ -239,6 +241,20 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class _WithoutLastSlash:
+    """`/v1/models/` is `/v1/models`. A redirect would send clients, with what they ask, to this process's own idea of
+    its address: http:// behind a proxy that ends TLS.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/":
+            scope["path"] = scope["path"].rstrip("/")
+        await self._app(scope, receive, send)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

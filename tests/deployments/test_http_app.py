@@ -93,6 +93,7 @@ async def test_a_field_that_is_not_implemented_is_refused_by_name(http: httpx.As
         status, error = await error_of(http, route, body | {name: {"strange": 1}})
         assert (status, error["param"]) == (400, name)
         assert name in error["message"]
+        assert all(json.dumps(neutral) in error["message"] for neutral in NEUTRAL[name]), "as one would send it"
         for neutral in (*NEUTRAL[name], None):
             assert (await http.post(route, json=body | {name: neutral})).status_code == 200
 
@@ -270,6 +271,16 @@ def test_derived_seeds_differ_and_the_first_is_the_request_s_own() -> None:
     seeds = {derived_seed(seed, copy) for seed in range(20) for copy in range(64)}
     assert len(seeds) == 20 * 64
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+async def test_a_slash_at_the_end_changes_nothing(http: httpx.AsyncClient) -> None:
+    for path in ("/v1/models", "/v1/models/sql", "/health"):
+        assert (await http.get(f"{path}/")).json() == (await http.get(path)).json()
+    greedy = LEGACY | {"temperature": 0}
+    with_slash, without = [await http.post(f"/v1/completions{end}", json=greedy) for end in ("/", "")]
+    assert with_slash.status_code == 200
+    assert with_slash.json()["choices"] == without.json()["choices"]
+    assert (await http.get("/v1/nothing/")).status_code == 404
 
 
 async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
