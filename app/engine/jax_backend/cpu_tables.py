@@ -8,6 +8,7 @@ have changed.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class CpuAdapters:
         self._starts, self._in_bf16 = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.bool_)
         self._ranks = np.zeros((sizes.num_layers, num_slots, len(TARGETS)), np.int32)
         self._prepared = PreparedRows(sizes.num_layers)
+        self._staging: list[Floats] = [np.empty(0, np.float32)] * sizes.num_shards
         self._team = Team(len(os.sched_getaffinity(0)))
         self._extras: AdapterExtras | ShardExtras
         if sizes.num_shards == 1:
@@ -127,7 +129,8 @@ class CpuAdapters:
         return rows
 
     def take_extras(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, rows: CpuRows) -> None:  # noqa: ARG002
-        """Keep what the adapter has beside its rank rows."""
+        """Keep what the adapter has beside its rank rows, which are in `rows` when it returns."""
+        jax.block_until_ready(rows)  # the memory they are read from is the next adapter's, too
         self.release(adapter_slot)
         if adapter.features:
             self._extras.write(adapter_slot, adapter)
@@ -203,8 +206,8 @@ class CpuAdapters:
     def _pack(self, sources: list[Matrices], num_rows: int) -> tuple[CpuRows, bool]:
         """The rows of each shard's matrices, and whether they are bfloat16's: in every shard or in none."""
         parts, plans = [], []
-        for source in sources:
-            a_tables, b_tables = self._empty(num_rows)
+        for shard, source in enumerate(sources):
+            a_tables, b_tables = self._staged(shard, num_rows)
             parts.append((a_tables, b_tables))
             plans.append(WritePlans(a_tables, b_tables).plan(source, 0))
         too_fine = np.zeros(1, np.bool_)
@@ -219,14 +222,25 @@ class CpuAdapters:
             all_b.append(parts[0][1][n] if is_row else np.concatenate([part[1][n] for part in parts], axis=2))
         return CpuRows(tuple(all_a), tuple(all_b)), in_bf16
 
-    def _empty(self, num_rows: int) -> tuple[list[Floats], list[Floats]]:
-        """One shard's rows."""
-        a, b, layers = [], [], self._sizes.num_layers
-        for target in TARGETS:
-            d_in, width = self._module(target)
-            a.append(np.empty((layers, num_rows // RANK_PANEL, d_in, RANK_PANEL), np.float32))
-            b.append(np.empty((layers, num_rows, width), np.float32))
-        return a, b
+    def _staged(self, shard: int, num_rows: int) -> tuple[list[Floats], list[Floats]]:
+        """A shard's rows on their way to the tables: always the same memory, for new pages cost more than writing."""
+        layers = self._sizes.num_layers
+        inputs, widths = zip(*map(self._module, TARGETS), strict=True)
+        shapes: list[tuple[int, ...]] = [(layers, num_rows // RANK_PANEL, d_in, RANK_PANEL) for d_in in inputs]
+        shapes += [(layers, num_rows, width) for width in widths]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+        if len(self._staging[shard]) < ends[-1]:
+            self._staging[shard] = _aligned(ends[-1])
+        flat = np.split(self._staging[shard][: ends[-1]], ends[:-1])
+        tables = [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
+        return tables[: len(TARGETS)], tables[len(TARGETS) :]
+
+
+def _aligned(num_floats: int) -> Floats:
+    """Memory for as many at an address that XLA reads from in place: a multiple of 64."""
+    memory = np.empty(num_floats + 16, np.float32)
+    first = -memory.ctypes.data // 4 % 16
+    return memory[first : first + num_floats]
 
 
 def write_rows(tables: CpuRows, rows: CpuRows, row_start: Array) -> CpuRows:
