@@ -14,6 +14,7 @@ from app.deployments.frontend import Frontend, Job
 from app.deployments.http_app import generate_result
 from app.deployments.http_errors import TABLE, ClientGone, error_answer
 from app.deployments.openai_schema import GenerateBody, parse_body
+from app.engine.errors import InvalidRequest
 from app.engine.request import Usage
 
 
@@ -51,9 +52,14 @@ async def generate(
 async def stream(
     service: CalledService, text: str, sampling_params: dict[str, Any] | None, adapter: str | None
 ) -> AsyncGenerator[str]:
-    """Pieces of one answer's text as they come."""
+    """Pieces of one answer's text as they come. Raises as `generate`; InvalidRequest for several answers."""
     with _counted(service) as call:
         job = call.job = await _job(service, text, sampling_params, adapter)
+        if len(job.requests) != 1:
+            raise InvalidRequest(
+                f"{len(job.requests)} answers would be mixed in one stream; ask for each with a stream of its own",
+                param="text" if job.num_per_prompt == 1 else "sampling_params.n",
+            )
         async with aclosing(job.deltas()) as deltas:
             async for _, delta in deltas:
                 call.usages = [delta.usage] if delta.usage is not None else call.usages

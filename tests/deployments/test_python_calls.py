@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from typing import Any
 
 import httpx
 import pytest
@@ -42,6 +43,16 @@ async def test_a_caller_that_leaves_a_stream_is_counted(service: Service) -> Non
     replica.backend.resumed.set()
     await until(lambda: not replica.engine.has_work)
     assert replica.thread.stats().num_aborted == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "sampling", "param"), [("a", SAMPLING | {"n": 2}, "sampling_params.n"), (["a", "b"], SAMPLING, "text")]
+)
+async def test_a_stream_has_one_answer(service: Service, text: Any, sampling: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match="2 answers") as caught:
+        _ = [piece async for piece in python_calls.stream(service, text, sampling, None)]
+    assert caught.value.param == param
+    assert service.observed == [("handle", 400)]
 
 
 async def test_calls_that_fail_are_counted(service: Service) -> None:
