@@ -59,6 +59,7 @@ class _Names(NamedTuple):
     prompt: str
     limit: str
     logprobs: str
+    num_answers: str = "n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class Frontend:
         ref = self.find_adapter(body.model, body.lora_path, body.user)
         prompts = body.prompts
         names = _Names("prompt", "max_tokens", "logprobs")
-        self._check_sequences(len(prompts) * body.n, names)
+        self._check_sequences(len(prompts), body.n, names)
         token_ids = [await self._prompt_ids(prompt) for prompt in prompts]
         return self._job("cmpl", body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names)
 
@@ -184,8 +185,8 @@ class Frontend:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
         refs = [self.find_adapter(self._base_name, name) for name in body.adapters]
         params = body.sampling_params
-        names = _Names("text", params.limit_field, "logprobs")
-        self._check_sequences(len(refs) * params.n, names)
+        names = _Names("text", params.limit_field, "logprobs", "sampling_params.n")
+        self._check_sequences(len(refs), params.n, names)
         token_ids = [await self._prompt_ids(text) for text in body.texts]
         return self._job("gen", params, token_ids, refs, params.token_limit, None, names)
 
@@ -213,7 +214,7 @@ class Frontend:
         num_logprobs: int | None,
         names: _Names,
     ) -> Job:
-        self._check_sequences(len(prompts) * fields.n, names)
+        self._check_sequences(len(prompts), fields.n, names)
         if len(fields.stop_strings) > self.limits.max_stop_strings:
             raise InvalidRequest(
                 f"{len(fields.stop_strings)} stop strings exceed limits.max_stop_strings "
@@ -258,14 +259,14 @@ class Frontend:
             )
         return max_context - num_prompt if max_tokens is None else max_tokens
 
-    def _check_sequences(self, num_sequences: int, names: _Names) -> None:
-        if num_sequences < 1:
+    def _check_sequences(self, num_prompts: int, num_per_prompt: int, names: _Names) -> None:
+        if num_prompts < 1:
             raise InvalidRequest("the request has no prompt", param=names.prompt)
-        if num_sequences > self.limits.max_sequences:
+        if num_prompts * num_per_prompt > self.limits.max_sequences:
             raise InvalidRequest(
-                f"prompts times n is {num_sequences} but limits.max_sequences is {self.limits.max_sequences}; "
-                "send several requests",
-                param="n",
+                f"prompts times n is {num_prompts * num_per_prompt} but limits.max_sequences is "
+                f"{self.limits.max_sequences}; send several requests",
+                param=names.prompt if num_per_prompt == 1 else names.num_answers,
             )
 
     @staticmethod

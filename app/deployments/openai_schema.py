@@ -191,7 +191,14 @@ class GenerateBody(Body):
     text: str | list[str]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
     lora_path: str | list[str | None] | None = None
-    stream: Literal[False] = False
+    stream: bool = False
+
+    @field_validator("stream")
+    @classmethod
+    def _answers_are_whole(cls, stream: bool) -> bool:
+        if stream:
+            raise ValueError("answers come whole here; POST /v1/completions streams")
+        return stream
 
     @model_validator(mode="after")
     def _lengths_match(self) -> Self:
@@ -254,7 +261,8 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")]
     where = ".".join(_quotable(str(part)) for part in path)
     name = str(first["loc"][0]) if first["loc"] else None
-    message = first["msg"].removeprefix("Value error, ")
+    is_object = first["type"] in ("model_type", "dict_type")
+    message = "Input should be an object" if is_object else first["msg"].removeprefix("Value error, ")
     kind = UnsupportedField if first["type"] == "extra_forbidden" else InvalidRequest
     if first["type"] == "extra_forbidden":
         message = "unknown field; it could change the answer, so it is refused rather than ignored"

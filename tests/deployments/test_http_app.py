@@ -193,6 +193,11 @@ async def test_context_overflow_gives_both_numbers(http: httpx.AsyncClient) -> N
         ("/generate", {"text": []}, "text"),
         ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 500}}, "sampling_params.max_new_tokens"),
         ("/generate", {"text": "x", "sampling_params": {"max_tokens": 500}}, "sampling_params.max_tokens"),
+        ("/v1/completions", {**LEGACY, "prompt": ["x"] * 5}, "prompt"),
+        ("/v1/completions", {**LEGACY, "prompt": ["x"] * 2, "n": 3}, "n"),
+        ("/v1/chat/completions", {**CHAT, "n": 5}, "n"),
+        ("/generate", {"text": ["x"] * 5}, "text"),
+        ("/generate", {"text": "x", "sampling_params": {"n": 5}}, "sampling_params.n"),
         ("/v1/completions", {**LEGACY, "logprobs": 21}, "logprobs"),
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ],
@@ -293,6 +298,25 @@ async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
         error = answer.json()["error"]
         assert error["code"] == "no_route"
         assert re.search(says, error["message"]), error
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "says"),
+    [
+        ("/v1/chat/completions", {**CHAT, "messages": ["hi"]}, "messages.0", "should be an object"),
+        ("/v1/chat/completions", {**CHAT, "stream_options": 1}, "stream_options", "should be an object"),
+        ("/generate", {"text": "x", "sampling_params": []}, "sampling_params", "should be an object"),
+        ("/v1/aliases/x", {"targets": ["sql"]}, "targets", "should be an object"),
+        ("/generate", {"text": "x", "stream": True}, "stream", "/v1/completions streams"),
+    ],
+)
+async def test_what_is_wrong_is_said_in_words_of_json(
+    http: httpx.AsyncClient, route: str, body: Any, param: str, says: str
+) -> None:
+    answer = await http.request("PUT" if "alias" in route else "POST", route, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert says in error["message"]
 
 
 @pytest.mark.parametrize(
