@@ -147,7 +147,8 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
         prepare_s.append(_timed(lambda fresh=fresh: service.backend.prepare_adapter(fresh)))
         rows_s.append(_timed(lambda fresh=fresh: service.backend.write_adapter(1, 0, fresh)))
         started_s = time.perf_counter()
-        await service.lifecycle.end_unload(await service.lifecycle.begin_unload(path.name))
+        unload, _ = await service.lifecycle.begin_unload(path.name)
+        await service.lifecycle.end_unload(unload)
         assert service.drop(entry.ref.digest) > 0
         remove_s.append(time.perf_counter() - started_s)
     service.close()

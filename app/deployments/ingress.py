@@ -75,7 +75,12 @@ class Ingress:
         loop = asyncio.get_running_loop()
         self._watchers = [
             loop.create_task(work, context=contextvars.Context())
-            for work in (self._registry.follow(), placed.follow(), repeat_gauges(self._metrics.gauges))
+            for work in (
+                self._registry.follow(),
+                placed.follow(),
+                repeat_gauges(self._metrics.gauges),
+                self.management.keep_taking_up(),
+            )
         ]
         await self._store.call("preload")
         await self._registry.complete.wait()  # or the first requests would find no adapter

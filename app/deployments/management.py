@@ -2,7 +2,8 @@
 
 In: calls of HTTP routes and of other Ray jobs. Out: the registry's values. The registry itself lives with
 the adapter store; this class adds what only an ingress can do: free rows on the replicas, and say which
-replica holds an adapter. An unload goes on when the client that asked for it leaves.
+replica holds an adapter. An unload goes on when the client that asked for it leaves; one whose ingress ends is
+taken up by another.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from app.engine.errors import EngineFailure, NotReady
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: How often an ingress asks for unloads that nobody sees to, and says which it does. Shorter than their `UNSEEN_S`.
+TAKE_UP_INTERVAL_S = 10.0
 
 
 class StoreCall(Protocol):
@@ -60,6 +64,7 @@ class Management:
         self._replicas = replicas
         self._placement = placement
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._draining: set[str] = set()  # the jobs of unloads that this ingress sees to
 
     async def load(self, name: str, source: str, **options: Any) -> Job:
         """Begin to load an adapter."""
@@ -74,9 +79,24 @@ class Management:
     async def unload(self, name: str, *, wait: bool = True, **options: Any) -> tuple[Job, CatalogEntry]:
         """Forget a name everywhere, then free its rows once no sequence uses them, then the host's copy."""
         begin = self._spawn(self._store("manage", "begin_unload", name, **options))
-        drain = self._spawn(self._drain(begin))
-        unload: Unload = await asyncio.shield(begin)
-        return await asyncio.shield(drain) if wait else unload.job, unload.entry
+        drain = self._spawn(self._drain_begun(begin))
+        unload, entry = await asyncio.shield(begin)
+        return await asyncio.shield(drain) if wait else unload.job, entry
+
+    async def keep_taking_up(self) -> None:
+        """`take_up` until cancelled."""
+        while True:
+            await asyncio.sleep(TAKE_UP_INTERVAL_S)  # first: a new ingress does not know the replicas yet
+            try:
+                await self.take_up()
+            except NotReady as error:
+                logger.info("unloads that nobody sees to are asked for again: %s", error)
+
+    async def take_up(self) -> None:
+        """Go on with unloads whose ingress has ended, and with those that could not be ended."""
+        left: list[Unload] = await self._store("manage", "left_unloads", tuple(self._draining))
+        for unload in left:
+            self._spawn(self._drain(unload))
 
     async def configure(self, name: str, **changes: Any) -> CatalogEntry:
         entry: CatalogEntry = await self._store("manage", "configure", name, **changes)
@@ -115,13 +135,19 @@ class Management:
             if digest in report.resident
         ]
 
-    async def _drain(self, begin: asyncio.Task[Unload]) -> Job:
-        unload = await begin
-        if not unload.is_shared:
-            digest = unload.entry.ref.digest
-            await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in self._placement().replicas))
-        job: Job = await self._store("manage", "end_unload", unload)
-        return job
+    async def _drain_begun(self, begin: asyncio.Task[tuple[Unload, CatalogEntry]]) -> Job:
+        return await self._drain((await begin)[0])
+
+    async def _drain(self, unload: Unload) -> Job:
+        self._draining.add(unload.job.id)
+        try:
+            if not unload.is_shared:
+                drops = (self._drop(replica_id, unload.digest) for replica_id in self._placement().replicas)
+                await asyncio.gather(*drops)
+            job: Job = await self._store("manage", "end_unload", unload)
+            return job
+        finally:
+            self._draining.discard(unload.job.id)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of our own: it goes on when the request that began it is cancelled."""

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Table, delete, insert, select, update
 
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.database import Database
-from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, State
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, Job, State
+from app.deployments.registry.jobs import insert_job, update_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import adapters, generations, hot_set, named
 from app.deployments.steering import PinLimits
@@ -105,8 +108,10 @@ class Catalog:
             row = connection.execute(select(adapters).where(*key)).mappings().one()
         return _entry(row)
 
-    def drain(self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT) -> CatalogEntry:
-        """Take a name out of service; its generation is remembered. `drained` ends it.
+    def drain(
+        self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
+    ) -> tuple[CatalogEntry, Job]:
+        """Take a name out of service; its generation is remembered. The job is unfinished until `drained` ends it.
 
         Raises NotFound, and AdapterBusy while an alias sends requests to it.
         """
@@ -120,23 +125,31 @@ class Catalog:
             connection.execute(
                 update(adapters).where(*self._named(adapters, tenant_id, name)).values(state=State.DRAINING)
             )
-            generation, digest = row["generation"], row["digest"]
+            generation, digest, now_s = row["generation"], row["digest"], time.time()
+            job = Job(
+                uuid.uuid4().hex, name, "unload", row["uri"], State.DRAINING, who, now_s, now_s,
+                generation=generation, digest=digest, tenant_id=tenant_id,
+            )  # fmt: skip
+            insert_job(connection, self._base, job)
             record_audit(connection, self._base, who, "unload", name, tenant_id, {"generation": generation})
             record_events(connection, self._base, [NewEvent("draining", name, tenant_id, generation, digest)])
-        return _entry(row)
+        return _entry(row), job
 
-    def drained(self, ref: AdapterRef) -> None:
-        """A name's removal is complete, unless it has been registered again meanwhile."""
-        key = self._named(adapters, ref.tenant_id, ref.name)
+    def drained(self, job: Job) -> Job:
+        """An unload is complete, and so is the name's removal, unless it has been registered again meanwhile."""
+        after = replace(job, state=State.REMOVED, updated_s=time.time())
+        key = self._named(adapters, job.tenant_id, job.name)
         with self._database.write() as connection:
+            update_job(connection, after)
             done = connection.execute(
                 update(adapters)
-                .where(*key, adapters.c.state == State.DRAINING, adapters.c.generation == ref.generation)
+                .where(*key, adapters.c.state == State.DRAINING, adapters.c.generation == job.generation)
                 .values(state=State.REMOVED)
             )
             if done.rowcount:
-                event = NewEvent("removed", ref.name, ref.tenant_id, ref.generation, ref.digest)
+                event = NewEvent("removed", job.name, job.tenant_id, job.generation, job.digest)
                 record_events(connection, self._base, [event])
+        return after
 
     def configure(
         self,
@@ -174,18 +187,14 @@ class Catalog:
 
     def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
         """All names with a meaning, in order: one tenant's, or everybody's."""
-        return self._select(*(() if tenant_id is None else (adapters.c.tenant_id == tenant_id,)), state=State.LOADED)
+        return self._select(*(() if tenant_id is None else (adapters.c.tenant_id == tenant_id,)))
 
     def pinned(self) -> list[CatalogEntry]:
-        return self._select(adapters.c.pinned, state=State.LOADED)
-
-    def draining(self) -> list[CatalogEntry]:
-        """Names whose removal has begun and not ended."""
-        return self._select(state=State.DRAINING)
+        return self._select(adapters.c.pinned)
 
     def is_used(self, digest: str) -> bool:
         """Whether any name means these contents."""
-        return bool(self._select(adapters.c.digest == digest, state=State.LOADED))
+        return bool(self._select(adapters.c.digest == digest))
 
     def generations(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> list[Generation]:
         """Everything a name has meant, newest first."""
@@ -288,8 +297,8 @@ class Catalog:
         )
         self._pin_limits.check(name, map(_entry, connection.execute(query).mappings()))
 
-    def _select(self, *where: ColumnElement[bool], state: State) -> list[CatalogEntry]:
-        query = select(adapters).where(adapters.c.base_digest == self._base, adapters.c.state == state, *where)
+    def _select(self, *where: ColumnElement[bool]) -> list[CatalogEntry]:
+        query = select(adapters).where(adapters.c.base_digest == self._base, adapters.c.state == State.LOADED, *where)
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(adapters.c.tenant_id, adapters.c.name)).mappings().all()
         return [_entry(row) for row in rows]
@@ -298,11 +307,15 @@ class Catalog:
         query = select(adapters).where(*self._named(adapters, tenant_id, name), adapters.c.state == State.LOADED)
         row = connection.execute(query).mappings().first()
         if row is None:
-            raise NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
+            raise not_registered(name)
         return row
 
     def _named(self, table: Table, tenant_id: str, name: str) -> Sequence[ColumnElement[bool]]:
         return named(table, self._base, tenant_id, name)
+
+
+def not_registered(name: str) -> NotFound:
+    return NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
 
 
 def _ref(row: Mapping[Any, Any]) -> AdapterRef:

@@ -1,4 +1,4 @@
-"""What the registry says: frozen values, one kind per table; and what may be a name.
+"""What the registry says: frozen values, one kind per table; and what may be a name or a source.
 
 These travel from the database to every process that serves requests. Times are Unix seconds.
 """
@@ -6,15 +6,17 @@ These travel from the database to every process that serves requests. Times are 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from app.config import NAME_PATTERN
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.errors import InvalidRequest
+from app.engine.errors import InvalidRequest, UnsafeSource
 
 DEFAULT_TENANT = "default"
+MAX_SOURCE_CHARS = 4096
 
 
 class State(StrEnum):
@@ -34,6 +36,9 @@ class State(StrEnum):
     FAILED = "FAILED"
 
 
+_LOADING = (State.REQUESTED, State.DOWNLOADING, State.VALIDATING, State.ON_DISK, State.ON_HOST)
+#: What is ahead of a load in each state before its last.
+AHEAD: Mapping[State, Sequence[State]] = {state: _LOADING[place + 1 :] for place, state in enumerate(_LOADING)}
 #: States a job does not leave.
 FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
 
@@ -106,7 +111,10 @@ class AliasEntry:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work on a name. `pinned` and `traffic_weight` None: as they are. `generation` is known when it is done."""
+    """Work on a name. `pinned` and `traffic_weight` None: as they are.
+
+    `generation` and `digest`, of what is loaded or unloaded, are known when a load is done, and of an unload always.
+    """
 
     id: str
     name: str
@@ -158,7 +166,7 @@ class Unload(NamedTuple):
     """An unload that has begun. `is_shared`: another name means the same contents, so nothing is freed."""
 
     job: Job
-    entry: CatalogEntry
+    digest: str
     is_shared: bool
 
 
@@ -183,3 +191,9 @@ def check_name(name: str) -> None:
             "beginning with a letter or digit",
             param="name",
         )
+
+
+def check_source(source: str) -> None:
+    """Raises UnsafeSource for what is no place, wherever adapters may come from."""
+    if "\0" in source or len(source) > MAX_SOURCE_CHARS:
+        raise UnsafeSource(f"{source[:80]!r} is no place: it has a NUL or over {MAX_SOURCE_CHARS} characters")

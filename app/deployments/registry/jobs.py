@@ -1,8 +1,8 @@
 """Work on names: what was asked for, how far it is, why it failed.
 
-In: requests to load or unload, and the states they reach. Out: `Job`s that survive every process, so that
-one that was cut short is found again. A name keeps its last `MAX_JOBS_PER_NAME`. Doing the work is left
-to `lifecycle.py`.
+In: requests to load, and the states that loads and unloads reach. Out: `Job`s that survive every process, so
+that one that was cut short is found again. A name keeps its last `MAX_JOBS_PER_NAME`. Doing the work is left
+to `lifecycle.py`; an unload's job is written down by `catalog.py`, together with what it does to the name.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from app.deployments.registry.database import Database, storable
 from app.deployments.registry.entries import DEFAULT_TENANT, FINAL_STATES, Job, State
@@ -22,6 +22,8 @@ from app.deployments.registry.tables import jobs, named
 
 MAX_JOBS_PER_NAME = 20
 
+#: States a job leaves.
+_UNFINISHED = tuple(state for state in State if state not in FINAL_STATES)
 #: How the journal calls a state that was reached.
 _EVENTS = {
     State.DOWNLOADING: "downloading",
@@ -43,7 +45,6 @@ class Jobs:
     def create(
         self,
         name: str,
-        kind: Literal["load", "unload"],
         source: str = "",
         *,
         pinned: bool | None = None,
@@ -51,37 +52,16 @@ class Jobs:
         tenant_id: str = DEFAULT_TENANT,
         who: str = DEFAULT_TENANT,
     ) -> Job:
-        """Write down what was asked for."""
+        """Write down that a load was asked for."""
         now_s = time.time()
-        state = State.REQUESTED if kind == "load" else State.DRAINING
         job = Job(
-            uuid.uuid4().hex, name, kind, source, state, who, now_s, now_s, pinned, traffic_weight, tenant_id=tenant_id
-        )
-        key = named(jobs, self._base, tenant_id, name)
+            uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, pinned, traffic_weight,
+            tenant_id=tenant_id,
+        )  # fmt: skip
         with self._database.write() as connection:
-            connection.execute(
-                insert(jobs).values(
-                    id=job.id,
-                    base_digest=self._base,
-                    tenant_id=tenant_id,
-                    name=name,
-                    kind=kind,
-                    source=source,
-                    pinned=pinned,
-                    traffic_weight=traffic_weight,
-                    state=state,
-                    requested_by=who,
-                    created_s=now_s,
-                    updated_s=now_s,
-                )
-            )
-            newest = select(jobs.c.id).where(*key).order_by(jobs.c.created_s.desc()).limit(MAX_JOBS_PER_NAME)
-            connection.execute(
-                delete(jobs).where(*key, jobs.c.state.in_(FINAL_STATES), jobs.c.id.not_in(newest.scalar_subquery()))
-            )
-            record_audit(connection, self._base, who, f"request {kind}", name, tenant_id, {"source": source})
-            if kind == "load":
-                record_events(connection, self._base, [NewEvent("requested", name, tenant_id, detail=source)])
+            insert_job(connection, self._base, job)
+            record_audit(connection, self._base, who, "request load", name, tenant_id, {"source": source})
+            record_events(connection, self._base, [NewEvent("requested", name, tenant_id, detail=source)])
         return job
 
     def advance(
@@ -104,17 +84,7 @@ class Jobs:
             updated_s=time.time(),
         )
         with self._database.write() as connection:
-            connection.execute(
-                update(jobs)
-                .where(jobs.c.id == job.id)
-                .values(
-                    state=after.state,
-                    reason=after.reason,
-                    generation=after.generation,
-                    digest=after.digest,
-                    updated_s=after.updated_s,
-                )
-            )
+            update_job(connection, after)
             steps = [(*step, None) for step in passed] + [(state, after.updated_s, reason)]
             news = [
                 NewEvent(_EVENTS[step], job.name, job.tenant_id, after.generation, after.digest, detail, time_s=time_s)
@@ -138,10 +108,26 @@ class Jobs:
         return None if row is None else _job(row)
 
     def unfinished(self) -> list[Job]:
-        """Jobs of a life that ended before they did, oldest first."""
-        query = select(jobs).where(jobs.c.base_digest == self._base, jobs.c.state.not_in(FINAL_STATES))
+        """Jobs that have not ended, oldest first."""
+        query = select(jobs).where(jobs.c.base_digest == self._base, jobs.c.state.in_(_UNFINISHED))
         with self._database.read() as connection:
             return [_job(row) for row in connection.execute(query.order_by(jobs.c.created_s)).mappings()]
+
+
+def insert_job(connection: Connection, base_digest: str, job: Job) -> None:
+    """Part of the caller's transaction."""
+    connection.execute(insert(jobs).values(base_digest=base_digest, **asdict(job)))
+    key = named(jobs, base_digest, job.tenant_id, job.name)
+    newest = select(jobs.c.id).where(*key).order_by(jobs.c.created_s.desc()).limit(MAX_JOBS_PER_NAME)
+    connection.execute(
+        delete(jobs).where(*key, jobs.c.state.in_(FINAL_STATES), jobs.c.id.not_in(newest.scalar_subquery()))
+    )
+
+
+def update_job(connection: Connection, job: Job) -> None:
+    """Part of the caller's transaction."""
+    fields = ("state", "reason", "generation", "digest", "updated_s")
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values({field: getattr(job, field) for field in fields}))
 
 
 def _job(row: Mapping[Any, Any]) -> Job:

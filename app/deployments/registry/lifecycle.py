@@ -2,9 +2,10 @@
 
 In: requests to load, unload, configure and alias. Out: jobs that go through the states of `entries.State`,
 and the registry as a published table. A job is written down before work on it begins, so one that a crash
-cut short is taken up by the next process. "LOADED" is written when every ingress holds the name. Loads of
-one name take effect in the order they were asked for; while a new meaning is being read, the old one
-serves, and if reading fails it stays. Reading is the store's; rows on devices are the replicas'.
+cut short is taken up again: a load by the next process, an unload by any ingress. "LOADED" is written when
+every ingress holds the name. Loads of one name take effect in the order they were asked for; while a new
+meaning is being read, the old one serves, and if reading fails it stays. Reading is the store's; rows on
+devices are the replicas'.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any, Protocol, TypeVar
 
 from app.deployments.published import Published, PublishedTable
 from app.deployments.registry.books import Registry
-from app.deployments.registry.catalog import Move
+from app.deployments.registry.catalog import Move, not_registered
 from app.deployments.registry.entries import (
+    AHEAD,
     DEFAULT_TENANT,
     AliasEntry,
     CatalogEntry,
@@ -30,23 +32,21 @@ from app.deployments.registry.entries import (
     State,
     Unload,
     check_name,
+    check_source,
     is_name,
 )
 from app.deployments.registry.view import Entry, Key
 from app.deployments.steering import Steerer, Steering
-from app.engine.errors import InvalidRequest, NotFound, NotReady, PolyloraError, UnsafeSource
+from app.engine.errors import InvalidRequest, NotFound, NotReady, PolyloraError
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 E = TypeVar("E", CatalogEntry, AliasEntry)
 
 #: How long "loaded" waits for every ingress to know it.
 SETTLE_TIMEOUT_S = 5.0
-MAX_SOURCE_CHARS = 4096
-#: What a load goes through until it ends, and what is ahead of it in each of these states.
-_WAY = (State.REQUESTED, State.DOWNLOADING, State.VALIDATING, State.ON_DISK, State.ON_HOST)
-_AHEAD = {state: _WAY[place + 1 :] for place, state in enumerate(_WAY)}
+#: An unload that no ingress has spoken of for this long is given to the one that asks.
+UNSEEN_S = 35.0
 #: Moves between tiers are written down together, this long after the first.
 MOVES_DELAY_S = 0.2
 
@@ -59,15 +59,12 @@ class Store(Protocol):
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:
         """Read and keep an adapter. Raises what reading raises."""
-        ...
 
     def forget(self, digest: str) -> None:
         """No name means these contents any more."""
-        ...
 
     def hold(self, digests: Collection[str]) -> None:
         """Exactly these are pinned."""
-        ...
 
 
 class Lifecycle:
@@ -82,6 +79,7 @@ class Lifecycle:
         self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
         self._tasks: dict[str, asyncio.Task[Job]] = {}
         self._last: dict[Key, asyncio.Task[Job]] = {}  # per name, the job that was asked for last
+        self._seen_s: dict[str, float] = {}  # unloads, and when an ingress last said that it sees to them
         self._loop: asyncio.AbstractEventLoop | None = None
         self._resumed = False
         self._changing = asyncio.Lock()  # the database and the table change in the same order
@@ -95,15 +93,10 @@ class Lifecycle:
         store.hold(self._steerer.value.pinned_digests)
 
     def resume(self) -> None:
-        """Take up what the last process left, once: loads begin again; what drained is free, its engines are gone."""
+        """Begin the loads again that the last process left, once."""
         if self._resumed:
             return
-        for entry in self._registry.catalog.draining():
-            self._registry.catalog.drained(entry.ref)
         unfinished = self._registry.jobs.unfinished()
-        for job in unfinished:
-            if job.kind == "unload":
-                self._registry.jobs.advance(job, State.REMOVED)
         self._resumed = True
         self._loop = asyncio.get_running_loop()
         self._begin_to_note_moves()
@@ -126,14 +119,12 @@ class Lifecycle:
         Raises InvalidRequest for a name that cannot be one, UnsafeSource for a source that cannot.
         """
         self._check_name(name)
-        if "\0" in source or len(source) > MAX_SOURCE_CHARS:
-            raise UnsafeSource(f"{source[:80]!r} is no place: it has a NUL or over {MAX_SOURCE_CHARS} characters")
+        check_source(source)
         self.resume()
         present = await asyncio.to_thread(self._registry.catalog.generations, name, tenant_id=tenant_id)
         job = await asyncio.to_thread(
             self._registry.jobs.create,
             name,
-            "load",
             source,
             pinned=pinned,
             traffic_weight=traffic_weight,
@@ -152,35 +143,40 @@ class Lifecycle:
             raise NotFound(f"adapter {name!r} was unloaded as soon as it was loaded")
         return job, entry
 
-    async def begin_unload(self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT) -> Unload:
-        """Take a name out of service: when this returns no ingress knows it. `end_unload` must follow.
+    async def begin_unload(
+        self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
+    ) -> tuple[Unload, CatalogEntry]:
+        """Take a name out of service: when this returns no ingress knows it. `end_unload` follows, or `left_unloads`.
 
         Raises NotFound, AdapterBusy.
         """
         jobs: list[Job] = []
 
         def drain() -> CatalogEntry:
-            entry = self._registry.catalog.drain(name, tenant_id=tenant_id, who=who)
-            jobs.append(self._registry.jobs.create(name, "unload", entry.ref.uri, tenant_id=tenant_id, who=who))
+            entry, job = self._registry.catalog.drain(name, tenant_id=tenant_id, who=who)
+            jobs.append(job)
             return entry
 
         entry = await self._change(drain, is_gone=True)
-        is_shared = await asyncio.to_thread(self._registry.catalog.is_used, entry.ref.digest)
-        return Unload(jobs[0], entry, is_shared)
+        return await asyncio.to_thread(self._unload, jobs[0]), entry
 
     async def end_unload(self, unload: Unload) -> Job:
         """No sequence uses the adapter any more and its rows are free: free the host's copy, and be done."""
-        digest = unload.entry.ref.digest
-        if not await asyncio.to_thread(self._registry.catalog.is_used, digest):
-            self._store.forget(digest)
-        await asyncio.to_thread(self._registry.catalog.drained, unload.entry.ref)
-        return await asyncio.to_thread(
-            self._registry.jobs.advance,
-            unload.job,
-            State.REMOVED,
-            generation=unload.entry.ref.generation,
-            digest=digest,
-        )
+        if not await asyncio.to_thread(self._registry.catalog.is_used, unload.digest):
+            self._store.forget(unload.digest)
+        return await asyncio.to_thread(self._registry.catalog.drained, unload.job)
+
+    async def left_unloads(self, seen_to: Collection[str]) -> list[Unload]:
+        """Unloads that nobody sees to, for the caller to end; `seen_to` are the ids of those that it sees to already.
+
+        Their ingress has ended, or could not tell the registry. Should it be there after all, two end the same unload.
+        """
+        now_s = time.time()
+        jobs = await asyncio.to_thread(self._registry.jobs.unfinished)
+        last_s = {job.id: max(job.created_s, self._seen_s.get(job.id, 0.0)) for job in jobs if job.kind == "unload"}
+        left = [job for job in jobs if job.id in last_s and job.id not in seen_to and now_s - last_s[job.id] > UNSEEN_S]
+        self._seen_s = last_s | dict.fromkeys((*seen_to, *(job.id for job in left)), now_s)
+        return [await asyncio.to_thread(self._unload, job) for job in left]
 
     async def configure(self, name: str, **changes: Any) -> CatalogEntry:
         """`Catalog.configure`, known everywhere when it returns. Raises NotFound."""
@@ -195,13 +191,13 @@ class Lifecycle:
     async def describe(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> Description:
         """Raises NotFound for a name that nobody ever asked for."""
         if not is_name(name):
-            raise _unknown(name)
+            raise not_registered(name)
         entry, job = await asyncio.gather(
             asyncio.to_thread(self._registry.catalog.get, name, tenant_id=tenant_id),
             asyncio.to_thread(self._registry.jobs.latest, name, tenant_id=tenant_id),
         )
         if entry is None and (job is None or job.state is State.REMOVED):
-            raise _unknown(name)
+            raise not_registered(name)
         is_on_host = entry is not None and entry.ref.digest in self._store.cached_digests
         return Description(entry, job and self._jobs.get(job.id, job), is_on_host)
 
@@ -257,6 +253,10 @@ class Lifecycle:
         task = self._spawn(note())
         self._noting.add(task)
         task.add_done_callback(self._noting.discard)
+
+    def _unload(self, job: Job) -> Unload:
+        assert job.digest is not None, "an unload's job has it from its beginning"
+        return Unload(job, job.digest, self._registry.catalog.is_used(job.digest))
 
     def _check_name(self, name: str) -> None:
         check_name(name)
@@ -320,7 +320,7 @@ class Lifecycle:
     def _note(self, source: str, state: State, job_id: str | None = None) -> None:
         """A job that is further already stays there: the source is being read again, for another."""
         for job in list(self._jobs.values()):
-            if job.source == source and job_id in (None, job.id) and state in _AHEAD.get(job.state, ()):
+            if job.source == source and job_id in (None, job.id) and state in AHEAD.get(job.state, ()):
                 now_s = time.time()
                 self._jobs[job.id] = replace(job, state=state, updated_s=now_s)
                 self._passed[job.id].append((state, now_s))
@@ -348,7 +348,3 @@ class Lifecycle:
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of our own: it goes on when the call that began it is cancelled."""
         return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
-
-
-def _unknown(name: str) -> NotFound:
-    return NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Catalog, Move
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.entries import CatalogEntry, State
 from app.deployments.steering import PinLimits
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
@@ -36,10 +36,10 @@ def test_generations_rise_exactly_when_a_name_changes_its_meaning(
         old = model.get(name)
         if digest is None:
             if old is not None and old[2]:
-                entry = catalog.drain(name)
+                entry, job = catalog.drain(name)
                 assert (entry.ref.generation, entry.ref.digest) == old[:2]
                 if len(model) % 2:  # killed before the removal was complete, or not
-                    catalog.drained(entry.ref)
+                    catalog.drained(job)
                 model[name] = (old[0], old[1], False)
             else:
                 with pytest.raises(NotFound):
@@ -85,7 +85,8 @@ def test_pins_and_weights_last_until_the_name_is_removed(
     entry = add(open_again(), "sql", "other", who="bob")
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("ada", True, 2.5), "new contents, same treatment"
     assert not add(registry, "sql", pinned=False).pinned
-    registry.catalog.drained(registry.catalog.drain("sql").ref)
+    _, leaving = registry.catalog.drain("sql")
+    registry.catalog.drained(leaving)
     entry = add(registry, "sql", who="bob")
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("bob", False, 1.0)
     with pytest.raises(NotFound, match="'absent'"):
@@ -94,13 +95,15 @@ def test_pins_and_weights_last_until_the_name_is_removed(
 
 def test_a_name_that_returns_while_it_drains_stays(registry: Registry) -> None:
     add(registry, "sql")
-    leaving = registry.catalog.drain("sql")
-    assert [entry.ref for entry in registry.catalog.draining()] == [leaving.ref]
+    entry, leaving = registry.catalog.drain("sql")
+    assert registry.jobs.unfinished() == [leaving] == [registry.jobs.latest("sql")]
+    assert (leaving.state, leaving.generation, leaving.digest) == (State.DRAINING, entry.ref.generation, "d")
     back = add(registry, "sql")
-    assert back.ref.generation == leaving.ref.generation + 1
-    registry.catalog.drained(leaving.ref)
+    assert back.ref.generation == entry.ref.generation + 1
+    for _ in range(2):  # two may end it
+        assert registry.catalog.drained(leaving).state is State.REMOVED
     assert registry.catalog.get("sql") == back
-    assert registry.catalog.draining() == []
+    assert registry.jobs.unfinished() == []
 
 
 def test_use_is_remembered_in_order(registry: Registry, open_again: Callable[[], Registry]) -> None:

@@ -17,6 +17,7 @@ from sqlalchemy import text
 
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.registry.entries import State
 from app.deployments.registry.tables import metadata
 from app.engine.errors import ConfigError, NotReady
 
@@ -29,7 +30,7 @@ def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
         assert differences == []
-        assert context.get_current_revision() == "0004"
+        assert context.get_current_revision() == "0005"
     database.close()
 
 
@@ -100,6 +101,27 @@ def test_a_registry_made_before_revisions_is_taken_over(tmp_path: Path) -> None:
     assert (entry.max_rank, entry.size_bytes, entry.registered_s, entry.pinned) == (16, 99, 5.0, False)
     assert registry.catalog.register("gone", "/a/g", "d2", max_rank=8, size_bytes=9).ref.generation == 8
     assert [item.ref.generation for item in registry.catalog.generations("gone")] == [8, 7]
+    registry.close()
+
+
+def test_unloads_that_do_not_say_what_they_unload_are_over(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = command.upgrade
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "upgrade", lambda config, _: real(config, "0004"))
+        database = Database(empty_url, "base")
+    with database.write() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO jobs (id, base_digest, tenant_id, name, kind, source, state, requested_by, created_s, "
+                "updated_s) VALUES ('old', 'base', 'default', 'sql', 'unload', '/sql', 'DRAINING', 'ada', 1.0, 1.0)"
+            )
+        )
+    database.close()
+    registry = Registry(empty_url, "base")
+    found = registry.jobs.get("old")
+    assert found is not None
+    assert found.state is State.REMOVED
+    assert registry.jobs.unfinished() == []
     registry.close()
 
 

@@ -13,6 +13,8 @@ import pytest_asyncio
 
 from app.deployments.management import Management
 from app.deployments.placement import PlacementTable, ReplicaReport
+from app.deployments.registry import catalog as catalog_module
+from app.deployments.registry import lifecycle as lifecycle_module
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import Job, State
 from app.deployments.steering import Steering
@@ -193,6 +195,89 @@ async def test_an_unload_ends_although_a_replica_cannot_free_its_rows(managed: M
     assert managed.store.cached_digests == set()
 
 
+async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
+    managed: ManagedStore, open_again: Callable[[], Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managed.placement = PlacementTable({"r1": ReplicaReport("r1", resident=("d1",))})
+    first, second = (Management(managed, managed, lambda: managed.placement) for _ in range(2))
+    await first.load_and_wait("sql", "one")
+    managed.drop_gate.clear()
+    job, _ = await first.unload("sql", wait=False)
+    await until(lambda: job.id in first._draining)
+    monkeypatch.setattr(lifecycle_module, "UNSEEN_S", 1e9)
+    await second.take_up()
+    assert second._draining == set(), "its ingress may be at it"
+    monkeypatch.setattr(lifecycle_module, "UNSEEN_S", -1.0)
+    tasks = set(first._tasks)
+    await first.take_up()
+    assert first._tasks == tasks, "it sees to it"
+    for task in tasks:
+        task.cancel()  # the process of the ingress ends
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (await managed.lifecycle.job(job.id)).state is State.DRAINING
+    after = ManagedStore(open_again(), managed.store)  # so does the registry's
+    third = Management(after, managed, lambda: managed.placement)
+    await third.take_up()
+    managed.drop_gate.set()
+    assert (await end_of(after, job)).state is State.REMOVED
+    assert (managed.dropped, managed.store.cached_digests) == ([("r1", "d1")], set())
+    await second.take_up()
+    await third.take_up()
+    await until(lambda: not second._tasks and not third._tasks)
+    assert len(managed.dropped) == 1, "it is over"
+    await after.close()
+
+
+async def test_an_unload_is_seen_to_while_an_ingress_says_so(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await managed.lifecycle.load_and_wait("sql", "one")
+    unload, _ = await managed.lifecycle.begin_unload("sql")
+    began_s = unload.job.created_s
+    left = managed.lifecycle.left_unloads
+    for after_s, seen_to, expected in (
+        (lifecycle_module.UNSEEN_S - 5, [unload.job.id], []),
+        (2 * lifecycle_module.UNSEEN_S - 10, [], []),
+        (2 * lifecycle_module.UNSEEN_S, [], [unload]),
+        (3 * lifecycle_module.UNSEEN_S - 5, [], []),  # whoever was given it sees to it
+        (3 * lifecycle_module.UNSEEN_S + 5, [], [unload]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(lifecycle_module.time, "time", lambda after_s=after_s: began_s + after_s)
+            assert await left(seen_to) == expected
+    await managed.lifecycle.end_unload(unload)
+    assert await left([]) == []
+    assert managed.lifecycle._seen_s == {}
+
+
+async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    management = Management(managed, managed, PlacementTable)
+    await management.load_and_wait("sql", "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(managed.registry.catalog, "drained", _away)
+        assert isinstance(await fails(management.unload("sql")), NotReady)
+    described = await management.describe("sql")
+    assert described.job is not None
+    assert described.job.state is State.DRAINING
+    monkeypatch.setattr(lifecycle_module, "UNSEEN_S", -1.0)
+    await management.take_up()
+    assert (await end_of(managed, described.job)).state is State.REMOVED
+    assert isinstance(await fails(management.describe("sql")), NotFound)
+
+
+async def test_an_unload_that_could_not_be_written_down_did_not_begin(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, entry = await managed.lifecycle.load_and_wait("sql", "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog_module, "insert_job", _away)
+        assert isinstance(await fails(managed.lifecycle.begin_unload("sql")), NotReady)
+    assert managed.view.find("sql") == entry == managed.registry.catalog.get("sql"), "served, and known to be"
+    assert (await Management(managed, managed, PlacementTable).unload("sql"))[0].state is State.REMOVED
+
+
 async def test_a_name_that_returns_while_it_drains_is_served(managed: ManagedStore) -> None:
     management = Management(managed, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
     await management.load_and_wait("sql", "one")
@@ -230,7 +315,7 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     await lifecycle.load_and_wait("kept", "two", pinned=True)
     await lifecycle.change_alias("put", "alias", {"kept": 1.0})
     await lifecycle.load_and_wait("leaving", "one")
-    unload = await lifecycle.begin_unload("leaving")
+    unload, _ = await lifecycle.begin_unload("leaving")
     managed.store.gates["one"] = asyncio.Event()
     cut_short = await lifecycle.load("cut", "one", traffic_weight=2.0, who="ada")
     await lifecycle.observe("r1", ["d2"], [], {"d2": 5.0})
@@ -247,7 +332,7 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     entry = after.view.adapter("cut")
     assert entry is not None
     assert (entry.owner, entry.traffic_weight) == ("ada", 2.0)
-    assert (await after.lifecycle.job(unload.job.id)).state is State.REMOVED
+    assert (await after.lifecycle.job(unload.job.id)).state is State.DRAINING, "engines may still be at it"
     assert [item.name for item in await after.lifecycle.hot(5)] == ["kept"]
     events = after.registry.journal.events("kept")
     assert (events[0].event, events[0].replica_id) == ("loaded to device", "r1")
@@ -256,25 +341,19 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     await end_of(managed, cut_short)
 
 
-@pytest.mark.parametrize("fails_at", ["catalog.draining", "catalog.drained", "jobs.unfinished", "jobs.advance"])
 async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_first(
-    managed: ManagedStore, open_again: Callable[[], Registry], monkeypatch: pytest.MonkeyPatch, fails_at: str
+    managed: ManagedStore, open_again: Callable[[], Registry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lifecycle = managed.lifecycle
-    await lifecycle.load_and_wait("leaving", "one")
-    unload = await lifecycle.begin_unload("leaving")
     managed.store.gates["two"] = asyncio.Event()
-    cut_short = await lifecycle.load("cut", "two")
+    cut_short = await managed.lifecycle.load("cut", "two")
     after = ManagedStore(open_again(), FakeStore())  # the process is killed here
     after.store.contents = dict(managed.store.contents)
-    part, method = fails_at.split(".")
     with monkeypatch.context() as patch:
-        patch.setattr(getattr(after.registry, part), method, _away)
+        patch.setattr(after.registry.jobs, "unfinished", _away)
         with pytest.raises(NotReady):
             after.lifecycle.resume()
     after.lifecycle.resume()
     assert (await end_of(after, cut_short)).state is State.LOADED
-    assert (await after.lifecycle.job(unload.job.id)).state is State.REMOVED
     assert after.store.loads == ["two"]
     await after.close()
     managed.store.gates["two"].set()
