@@ -166,7 +166,8 @@ def _check_base(service: ManagedService, base_model: str | None) -> None:
 async def _unload(request: Request, service: ManagedService, name: str) -> Response:
     wait = _wants_to_wait(request, True)
     job, entry = await service.management.unload(name, wait=wait, who=_who(request))
-    answer = adapter_body(entry) | {"state": job.state, "status": "unloaded", "job": job_body(job)}
+    status = "unloaded" if job.is_done else "unloading"
+    answer = adapter_body(entry) | {"state": job.state, "status": status, "job": job_body(job)}
     return JSONResponse(answer, status_code=200 if wait else 202)
 
 

@@ -47,7 +47,8 @@ async def test_every_spelling_loads_and_unloads(http: httpx.AsyncClient) -> None
             HEADER
         ] == f"new@{generation}"
         answer = await http.request(unload[0], unload[1], json=unload[2])
-        assert (answer.status_code, answer.json()["state"]) == (200, "REMOVED")
+        assert answer.status_code == 200
+        assert (answer.json()["state"], answer.json()["status"]) == ("REMOVED", "unloaded")
         assert (await http.get("/v1/loras/new")).status_code == 404
         assert (await http.request(unload[0], unload[1], json=unload[2])).status_code == 404
         assert (await http.post("/v1/completions", json=LEGACY | {"model": "new"})).status_code == 404
@@ -86,6 +87,7 @@ async def test_a_load_answers_at_once_with_a_job(http: httpx.AsyncClient, servic
     assert before_s <= replica["last_used"] <= time.time()
     answer = await http.delete("/v1/loras/new?wait=false")
     assert (answer.status_code, answer.json()["job"]["kind"]) == (202, "unload")
+    assert (answer.json()["state"], answer.json()["status"]) == ("DRAINING", "unloading")
 
 
 async def test_what_cannot_be_loaded_says_why_and_is_remembered(http: httpx.AsyncClient, service: Service) -> None:
