@@ -19,7 +19,7 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DataError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, InternalError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import NullPool
 
 from app.engine.errors import ConfigError, InvalidRequest, NotReady
@@ -45,7 +45,7 @@ class Database:
         self._is_sqlite = parsed.get_backend_name() == "sqlite"
         options: dict[str, Any]
         if self._is_sqlite:
-            Path(parsed.database or "").parent.mkdir(parents=True, exist_ok=True)
+            _make_folder_of(Path(parsed.database or ""))
             # NullPool: a connection is closed when its transaction ends, so none outlives this object unnoticed.
             # AUTOCOMMIT: `_transaction` says where one begins, which pysqlite by itself does late.
             options = {
@@ -113,16 +113,25 @@ class Database:
                     self._end(connection, "ROLLBACK")
                     raise
                 self._end(connection, "COMMIT")
-        except OperationalError as error:
+        except (OperationalError, InternalError) as error:  # internal: PostgreSQL's, for a server that only reads
             raise NotReady(
                 f"the registry's database at {self.address} does not answer: {error.orig}", retry_after_s=5
             ) from error
         except (DataError, UnicodeEncodeError) as error:
             raise InvalidRequest("a text has characters that no database keeps (NUL, half a surrogate)") from error
+        except DatabaseError as error:
+            if type(error) is not DatabaseError:
+                raise
+            # SQLite's, for a file that is not what it wrote.
+            raise ConfigError(
+                f"the registry at {self.address} is damaged ({error.orig}); restore a copy of it"
+            ) from error
 
     def _end(self, connection: Connection, how: str) -> None:
         if self._is_sqlite:
-            connection.exec_driver_sql(how)
+            driver: Any = connection.connection.dbapi_connection
+            if how == "COMMIT" or driver.in_transaction:  # when the disk is full SQLite has rolled back itself
+                connection.exec_driver_sql(how)
         elif how == "COMMIT":
             connection.commit()
         else:
@@ -152,6 +161,13 @@ def _checked(url: str) -> URL:
         f"adapters.registry_url {parsed.render_as_string()} is neither a file of SQLite (sqlite:////path) nor "
         "PostgreSQL (postgresql://user@host/database)"
     )
+
+
+def _make_folder_of(file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the registry's folder {file.parent} cannot be made: {error.strerror}") from error
 
 
 def _write_ahead(connection: sqlite3.Connection, _: object) -> None:

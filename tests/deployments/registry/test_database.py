@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import Database, sqlite_url
@@ -160,6 +161,57 @@ def test_urls_that_name_no_registry(url: str) -> None:
     with pytest.raises(ConfigError, match=r"adapters\.registry_url") as caught:
         Database(url, "base")
     assert "secret" not in str(caught.value)
+
+
+def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path) -> None:
+    registry = Registry(sqlite_url(tmp_path / "registry.sqlite"), "base")
+    limits = [1, 2**30]
+
+    def limit(connection: sqlite3.Connection, _: object) -> None:
+        connection.execute(f"PRAGMA max_page_count={limits[0]}").close()  # never below what there is
+
+    event.listen(registry.database._engine, "connect", limit)
+    with pytest.raises(NotReady, match="database or disk is full"):
+        registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1)
+    assert registry.catalog.entries() == []
+    del limits[0]
+    registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1)
+    assert [entry.name for entry in registry.catalog.entries()] == ["big"]
+    registry.close()
+
+
+def test_a_database_that_can_only_be_read_serves_and_takes_no_change(empty_url: str) -> None:
+    """As a PostgreSQL standby, or a file on a disk that was mounted anew."""
+    registry = Registry(empty_url, "base")
+    registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1)
+
+    def read_only(connection: Any, _: object) -> None:
+        is_sqlite = isinstance(connection, sqlite3.Connection)
+        connection.execute("PRAGMA query_only=ON" if is_sqlite else "SET default_transaction_read_only = on").close()
+        if not is_sqlite:
+            connection.commit()
+
+    registry.database.close()
+    event.listen(registry.database._engine, "connect", read_only)
+    assert registry.catalog.get("sql") is not None
+    with pytest.raises(NotReady, match=r"readonly|read-only"):
+        registry.catalog.configure("sql", pinned=True)
+    registry.close()
+
+
+@pytest.mark.parametrize("contents", [b"no database " * 1000, None])
+def test_a_damaged_file_is_said(tmp_path: Path, contents: bytes | None) -> None:
+    file = tmp_path / "registry.sqlite"
+    Registry(sqlite_url(file), "base").close()
+    file.write_bytes(file.read_bytes()[:9000] if contents is None else contents)
+    with pytest.raises(ConfigError, match=r"registry\.sqlite is damaged \((file is not|database disk image is)"):
+        Registry(sqlite_url(file), "base").catalog.entries()
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
+        Database(sqlite_url(tmp_path / "file" / "folder" / "registry.sqlite"), "base")
 
 
 def test_a_database_that_does_not_answer(tmp_path: Path) -> None:
