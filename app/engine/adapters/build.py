@@ -70,6 +70,11 @@ def build_adapter(
             if bias:
                 delta_biases[key] = bias[index]
     replaced = _replaced(stored, spec)
+    for path, place in table.items():
+        if f"{path}.weight" in replaced and LoraKey(place.layer, place.targets[0]) in weights:
+            raise AdapterFormatError(
+                f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
+            )
     token_rows = _token_rows(stored, spec)
     arrays = [array for pair in (*weights.values(), *outer.values()) for array in pair]
     arrays += [*magnitudes.values(), *delta_biases.values(), *replaced.values()]
@@ -105,6 +110,9 @@ def _outer_pair(module: StoredModule, spec: ModelSpec, limits: ReadLimits) -> tu
             f"module {short(module.path)} does not exist in '{spec.name}' ({len(spec.layers)} layers); "
             "the adapter was trained on another model"
         )
+    if module.magnitude is not None or module.bias is not None:
+        part = "lora_bias" if module.magnitude is None else "DoRA"
+        raise AdapterFormatError(f"{part} on '{module.path}' is not served; train it without")
     d_in, d_out = shapes[module.path]
     _check_shapes(module, d_in, (d_out,), spec, limits)
     a, b = _fold(module, (d_out,))[0]
@@ -140,6 +148,8 @@ def _token_rows(stored: StoredAdapter, spec: ModelSpec) -> dict[str, TokenRows]:
     """PEFT trains the rows of a tied matrix once, for input and output."""
     found = {}
     for rows in stored.token_rows:
+        if rows.path not in OUTER_MODULES:
+            raise AdapterMismatch(f"rows of {short(rows.path)}: only {' and '.join(OUTER_MODULES)} have rows per token")
         if rows.rows.shape != (len(rows.token_ids), spec.hidden_size) or max(rows.token_ids) >= spec.vocab_size:
             raise AdapterMismatch(
                 f"{rows.path}: {list(rows.rows.shape)} trained rows for token ids up to {max(rows.token_ids)}, but "

@@ -14,9 +14,9 @@ from app.engine.adapters.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.peft import read_peft, read_peft_stored
 from app.engine.adapters.reading import read_adapter
-from app.engine.adapters.stored import content_digest
+from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
 from app.engine.errors import AdapterFormatError, AdapterMismatch
-from tests.engine.adapters.making import peft_beyond, tiny_spec, write_peft
+from tests.engine.adapters.making import peft_beyond, stored_tensor, tiny_spec, write_peft
 
 SPEC = tiny_spec()
 _P = "base_model.model."
@@ -74,6 +74,55 @@ def test_an_embedding_takes_plain_lora_only(tmp_path: Path, key: str) -> None:
     tensors[f"{_EMBED}.{part}"] = np.ones(24, "f4")
     with pytest.raises(AdapterFormatError, match=f"{key}.*embed_tokens"):
         read_peft(write_peft(tmp_path, config, tensors), SPEC, served=FEATURES)
+
+
+def _values(*shape: int) -> StoredTensor:
+    return stored_tensor(np.ones(shape, np.float32))
+
+
+def _module(path: str, d_in: int, d_out: int, **parts: StoredTensor) -> StoredModule:
+    return StoredModule(path, _values(2, d_in), _values(d_out, 2), 2.0, use_rslora=False, **parts)
+
+
+_PLAIN = _module("model.layers.0.self_attn.q_proj", 24, 32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "error", "says"),
+    [
+        (StoredAdapter((_module("lm_head", 24, 64, magnitude=_values(64)),)), AdapterFormatError, "DoRA on 'lm_head'"),
+        (StoredAdapter((_module("lm_head", 24, 64, bias=_values(64)),)), AdapterFormatError, "lora_bias on 'lm_head'"),
+        (
+            StoredAdapter((_module("model.embed_tokens", 64, 24, bias=_values(24)),)),
+            AdapterFormatError,
+            "lora_bias on 'model.embed_tokens'",
+        ),
+        (
+            StoredAdapter((_PLAIN,), parameters=((f"{_PLAIN.path}.weight", _values(32, 24)),)),
+            AdapterFormatError,
+            "q_proj' is replaced whole and has a LoRA",
+        ),
+        (
+            StoredAdapter(
+                (_module("model.layers.1.self_attn.qkv_proj", 24, 64),),
+                parameters=(("model.layers.1.self_attn.v_proj.weight", _values(16, 24)),),
+            ),
+            AdapterFormatError,
+            "v_proj' is replaced whole and has a LoRA",
+        ),
+        *(
+            (StoredAdapter((_PLAIN,), token_rows=(StoredRows(path, (3,), _values(1, 24)),)), AdapterMismatch, path)
+            for path in ("embed_tokens", "model.lm_head", "model.norm")
+        ),
+    ],
+)
+def test_what_only_a_card_can_say_and_no_engine_applies_is_refused(
+    tmp_path: Path, stored: StoredAdapter, error: type[Exception], says: str
+) -> None:
+    path = tmp_path / f"a{CARD_SUFFIX}"
+    write_card(path, ArrowCard("a", stored, {}))
+    with pytest.raises(error, match=says):
+        read_adapter(path, SPEC, served=FEATURES)
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
