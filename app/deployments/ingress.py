@@ -27,7 +27,7 @@ from app.deployments.dispatch import Dispatcher, Stream
 from app.deployments.frontend import Frontend, Job
 from app.deployments.http_app import make_app
 from app.deployments.management import Management
-from app.deployments.management_bodies import adapter_body
+from app.deployments.management_bodies import adapter_body, unloaded_body
 from app.deployments.metrics import IngressMetrics, repeat_gauges
 from app.deployments.placement import PlacementTable, make_policy
 from app.deployments.ray_calls import ActorAway
@@ -122,7 +122,8 @@ class Ingress:
         return adapter_body((await self.management.load_and_wait(name, path, who="handle"))[1])
 
     async def unload(self, name: str) -> dict[str, Any]:
-        return adapter_body((await self.management.unload(name, who="handle"))[1])
+        job, entry = await self.management.unload(name, who="handle")
+        return unloaded_body(entry, job)
 
     async def replica_stats(self) -> list[dict[str, Any]]:
         """Counts of every engine replica on the table: for tests and operators."""

@@ -1,6 +1,7 @@
-"""Adapters, jobs and aliases as the management routes show them.
+"""Adapters, jobs and aliases as the management routes and the Python handle show them.
 
-In: entries of the registry. Out: plain dictionaries, the bodies of answers. Nothing is asked or decided here.
+In: entries of the registry. Out: plain dictionaries, the bodies of answers. Their values are of Python's own types: a
+Ray job that gets one need not have this package. Nothing is asked or decided here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
     return {
         "id": entry.name,
         "object": "lora",
-        "state": State.LOADED,
+        "state": State.LOADED.value,
         "digest": entry.ref.digest,
         "generation": entry.ref.generation,
         "path": entry.ref.uri,
@@ -32,6 +33,12 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
     }
 
 
+def unloaded_body(entry: CatalogEntry, job: Job) -> dict[str, Any]:
+    """An adapter whose unload has begun, or ended."""
+    status = "unloaded" if job.is_done else "unloading"
+    return adapter_body(entry) | {"state": job.state.value, "status": status, "job": job_body(job)}
+
+
 def description_body(name: str, description: Description, management: Management) -> dict[str, Any]:
     """`state` and `reason` are the name's: those of its last job if it is not being served."""
     entry, job = description.entry, description.job
@@ -41,7 +48,7 @@ def description_body(name: str, description: Description, management: Management
         residency = {"host": description.is_on_host, "replicas": replicas}
         body |= adapter_body(entry) | {"reason": None, "last_used": entry.last_used_s, "residency": residency}
     elif job is not None:
-        body |= {"state": job.state, "reason": job.reason, "status": "not registered"}
+        body |= {"state": job.state.value, "reason": job.reason, "status": "not registered"}
     return body | {"job": None if job is None else job_body(job)}
 
 
@@ -52,7 +59,7 @@ def job_body(job: Job) -> dict[str, Any]:
         "name": job.name,
         "kind": job.kind,
         "path": job.source,
-        "state": job.state,
+        "state": job.state.value,
         "reason": job.reason,
         "generation": job.generation,
         "digest": job.digest,

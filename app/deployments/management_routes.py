@@ -18,7 +18,13 @@ from app.config import TrafficWeight
 from app.deployments.frontend import Frontend
 from app.deployments.http_io import int_query, page_body, page_query, read_json
 from app.deployments.management import Management
-from app.deployments.management_bodies import adapter_body, alias_body, description_body, job_body
+from app.deployments.management_bodies import (
+    adapter_body,
+    alias_body,
+    description_body,
+    job_body,
+    unloaded_body,
+)
 from app.deployments.openai_schema import Body, BodyT, parse_body
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import RegistryView
@@ -166,9 +172,7 @@ def _check_base(service: ManagedService, base_model: str | None) -> None:
 async def _unload(request: Request, service: ManagedService, name: str) -> Response:
     wait = _wants_to_wait(request, True)
     job, entry = await service.management.unload(name, wait=wait, who=_who(request))
-    status = "unloaded" if job.is_done else "unloading"
-    answer = adapter_body(entry) | {"state": job.state, "status": status, "job": job_body(job)}
-    return JSONResponse(answer, status_code=200 if wait else 202)
+    return JSONResponse(unloaded_body(entry, job), status_code=200 if wait else 202)
 
 
 def _page(

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from app.deployments import python_calls
+from app.deployments.management_bodies import adapter_body, job_body, unloaded_body
 from app.engine.errors import InvalidRequest, NotFound, QueueFull
 from tests.deployments.http_service import Service
 from tests.deployments.test_dispatch import until
@@ -53,6 +54,24 @@ async def test_a_stream_has_one_answer(service: Service, text: Any, sampling: di
         _ = [piece async for piece in python_calls.stream(service, text, sampling, None)]
     assert caught.value.param == param
     assert service.observed == [("handle", 400)]
+
+
+def classes(value: object) -> set[type]:
+    """Of a value and all within it."""
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return {type(value)}.union(*map(classes, inner))
+
+
+async def test_what_other_jobs_get_is_made_of_python_s_own_types(service: Service) -> None:
+    loading, entry = await service.management.load_and_wait("new", "new")
+    unloading, _ = await service.management.unload("new")
+    results = [
+        await python_calls.generate(service, ["a", "b"], SAMPLING, ["sql", None]),
+        adapter_body(entry) | {"job": job_body(loading)},
+        unloaded_body(entry, unloading),
+    ]
+    assert unloaded_body(entry, unloading)["state"] == "REMOVED"
+    assert {kind.__module__ for result in results for kind in classes(result)} == {"builtins"}
 
 
 async def test_calls_that_fail_are_counted(service: Service) -> None:
