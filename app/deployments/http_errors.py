@@ -32,6 +32,10 @@ class InvalidJson(errors.InvalidRequest):
     """The request body is not JSON."""
 
 
+class UnknownEncoding(errors.InvalidRequest):
+    """The request body is compressed."""
+
+
 class ClientGone(errors.PolyloraError):
     """The client closed the connection; nobody reads the answer."""
 
@@ -39,6 +43,7 @@ class ClientGone(errors.PolyloraError):
 #: The most specific class wins.
 TABLE: dict[type[Exception], HttpError] = {
     BodyTooLarge: HttpError(413, "invalid_request_error", "body_too_large"),
+    UnknownEncoding: HttpError(415, "invalid_request_error", "unsupported_encoding"),
     InvalidJson: HttpError(400, "invalid_request_error", "invalid_json"),
     errors.ContextOverflow: HttpError(400, "invalid_request_error", "context_length_exceeded"),
     errors.UnsupportedField: HttpError(400, "invalid_request_error", "unsupported_field"),

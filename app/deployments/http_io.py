@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from app.deployments.http_errors import BodyTooLarge, ClientGone, InvalidJson
+from app.deployments.http_errors import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
 from app.engine.errors import InvalidRequest
 
 #: Entries of a page: unless the client says how many, and at most.
@@ -54,7 +54,10 @@ def page_body(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str,
 
 
 async def read_json(request: Request, max_bytes: int) -> object:
-    """The body, decoded. Raises BodyTooLarge as soon as the limit is passed, InvalidJson, ClientGone."""
+    """The body, decoded. Raises UnknownEncoding, BodyTooLarge once the limit is passed, InvalidJson, ClientGone."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() not in ("", "identity"):
+        raise UnknownEncoding(f"the body's Content-Encoding is {encoding[:40]!r}; send it without, as plain JSON")
     body = bytearray()
     try:
         async for part in request.stream():

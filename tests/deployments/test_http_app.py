@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from typing import Any
@@ -169,6 +170,15 @@ async def test_bodies_that_are_no_bodies(http: httpx.AsyncClient, service: Servi
         assert answer.status_code == 400, content[:20]
     assert (await http.post("/v1/completions", content=b"x" * 20_001)).status_code == 413
     assert service.observed[-1] == ("completions", 413)
+
+
+async def test_a_compressed_body_is_named(http: httpx.AsyncClient) -> None:
+    content = gzip.compress(json.dumps(LEGACY).encode())
+    answer = await http.post("/v1/completions", content=content, headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert "'gzip'" in answer.json()["error"]["message"]
+    plain = await http.post("/v1/completions", json=LEGACY, headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
 
 
 async def test_context_overflow_gives_both_numbers(http: httpx.AsyncClient) -> None:
