@@ -161,8 +161,8 @@ class Dispatcher:
             loads = await self._wait_for_replicas()
         except NotReady as error:
             return [error for _ in streams]
-        unknown = {s.request.adapter.digest for s in living if s.request.adapter} - set(self._placer.table.homes)
-        if unknown:
+        wanted = {stream.request.adapter.digest for stream in living if stream.request.adapter}
+        if self._policy.has_homes and (unknown := wanted.difference(self._placer.table.homes)):
             await self._placer.assign(sorted(unknown))
         groups: dict[str, list[Stream]] = {}
         for stream in living:

@@ -58,13 +58,17 @@ class PlacementTable:
 
 
 class PlacementPolicy(Protocol):
-    """Where an adapter may be served. An empty answer means anywhere."""
+    """Where an adapter may be served. An empty answer means anywhere; without `has_homes` it is always empty."""
+
+    has_homes: bool
 
     def homes(self, digest: str, table: PlacementTable) -> tuple[str, ...]: ...
 
 
 class StickyPolicy:
     """An adapter goes where its rows are, else to its rendezvous replica with room under the bound."""
+
+    has_homes = True
 
     def __init__(self, load_bound: float) -> None:
         self._load_bound = load_bound
@@ -87,6 +91,8 @@ class StickyPolicy:
 
 class LeastLoadedPolicy:
     """Adapters are ignored: every request goes to the replica with the least work."""
+
+    has_homes = False
 
     def homes(self, digest: str, table: PlacementTable) -> tuple[str, ...]:  # noqa: ARG002
         return ()

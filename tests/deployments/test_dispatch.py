@@ -6,11 +6,14 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from typing import Literal
 
 import pytest
 import pytest_asyncio
 
+from app.config import PlacementConfig
 from app.deployments.dispatch import MAX_LOSSES, Dispatcher, Stream
+from app.deployments.placement import make_policy
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, InvalidRequest, NotReady, QueueFull
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
@@ -108,6 +111,32 @@ async def test_an_adapter_keeps_going_to_one_replica(make_fleet: MakeFleet) -> N
     await asyncio.gather(*(collect(dispatcher, request) for request in requests))
     assert sorted(len(replica.submitted) for replica in fleet.replicas.values()) == [0, 0, 12]
     assert fleet.fetches == [adapter.card.digest], "twelve first requests fetch once"
+    await dispatcher.close()
+
+
+@pytest.mark.parametrize(("policy", "num_questions"), [("sticky", 1), ("least_loaded", 0)])
+async def test_placement_is_asked_once_for_an_adapter_and_never_where_it_has_no_say(
+    make_fleet: MakeFleet,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Literal["sticky", "least_loaded"],
+    num_questions: int,
+) -> None:
+    fleet = make_fleet(2)
+    fleet.policy = make_policy(PlacementConfig(policy=policy))
+    dispatcher = fleet.dispatcher()
+    adapter = fake_adapter("a", 8)
+    fleet.adapters[adapter.card.digest] = adapter
+    questions, assign = [], fleet.assign
+
+    async def assign_and_note(digests: Sequence[str]) -> None:
+        questions.append(digests)
+        await assign(digests)
+
+    monkeypatch.setattr(fleet, "assign", assign_and_note)
+    for index in range(4):
+        request = make_request(f"r{index}", [index], adapter, max_tokens=3, ignore_eos=True)
+        assert (await collect(dispatcher, request))[0] == expected(request, adapter)
+    assert questions == [[adapter.card.digest]] * num_questions
     await dispatcher.close()
 
 
