@@ -11,16 +11,18 @@ devices are the replicas'.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from app.deployments.published import Published, PublishedTable
 from app.deployments.registry.books import Registry
-from app.deployments.registry.catalog import Move, not_registered
+from app.deployments.registry.catalog import not_registered
 from app.deployments.registry.entries import (
     AHEAD,
     DEFAULT_TENANT,
@@ -35,6 +37,7 @@ from app.deployments.registry.entries import (
     check_source,
     is_name,
 )
+from app.deployments.registry.moves import Moves
 from app.deployments.registry.view import Entry, Key
 from app.deployments.steering import Steerer, Steering
 from app.engine.errors import InvalidRequest, NotFound, NotReady, PolyloraError
@@ -47,8 +50,8 @@ E = TypeVar("E", CatalogEntry, AliasEntry)
 SETTLE_TIMEOUT_S = 5.0
 #: An unload that no ingress has spoken of for this long is given to the one that asks.
 UNSEEN_S = 35.0
-#: Moves between tiers are written down together, this long after the first.
-MOVES_DELAY_S = 0.2
+#: The end of a load that the database did not take is offered to it again after this long.
+RETRY_S = 5.0
 
 
 class Store(Protocol):
@@ -83,8 +86,10 @@ class Lifecycle:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._resumed = False
         self._changing = asyncio.Lock()  # the database and the table change in the same order
-        self._moves: list[Move] = []
-        self._noting: set[asyncio.Task[None]] = set()
+        self._moves = Moves(registry.catalog.note_moves)
+        #: Contents came to or left a tier of this process: the event, the digest. Any thread.
+        self.moved = self._moves.moved
+        self._writing: set[asyncio.Task[None]] = set()
         adapters = registry.catalog.entries()
         entries: list[Entry] = [*adapters, *registry.aliases.entries()]
         self.table.publish({(entry.tenant_id, entry.name): entry for entry in entries})
@@ -99,7 +104,7 @@ class Lifecycle:
         unfinished = self._registry.jobs.unfinished()
         self._resumed = True
         self._loop = asyncio.get_running_loop()
-        self._begin_to_note_moves()
+        self._moves.begin()
         for job in unfinished:
             if job.kind == "load":
                 self._begin(job)
@@ -228,32 +233,6 @@ class Lifecycle:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._note, source, state)
 
-    def moved(self, event: str, digest: str) -> None:
-        """Contents came to or left a tier of this process. Any thread."""
-        move = Move(event, digest, time.time())
-        if self._loop is None:
-            self._moves.append(move)
-        else:
-            self._loop.call_soon_threadsafe(self._take_move, move)
-
-    def _take_move(self, move: Move) -> None:
-        self._moves.append(move)
-        if len(self._moves) == 1:
-            self._begin_to_note_moves()
-
-    def _begin_to_note_moves(self) -> None:
-        async def note() -> None:
-            await asyncio.sleep(MOVES_DELAY_S)
-            moves, self._moves = self._moves, []
-            try:
-                await asyncio.to_thread(self._registry.catalog.note_moves, moves)
-            except NotReady as error:
-                logger.warning("%d moves between tiers are not in the journal: %s", len(moves), error)
-
-        task = self._spawn(note())
-        self._noting.add(task)
-        task.add_done_callback(self._noting.discard)
-
     def _unload(self, job: Job) -> Unload:
         assert job.digest is not None, "an unload's job has it from its beginning"
         return Unload(job, job.digest, self._registry.catalog.is_used(job.digest))
@@ -302,20 +281,28 @@ class Lifecycle:
                 source=job.source,
             )
             generation, digest = entry.ref.generation, entry.ref.digest
-            return await self._advance(job_id, State.LOADED, generation=generation, digest=digest)
+            return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
         except Exception as error:
             is_ours = isinstance(error, PolyloraError)
             if not is_ours:
                 logger.exception("loading %s failed", job.name)
             reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
-            await self._advance(job_id, State.FAILED, reason=reason)
+            await self._end(job_id, State.FAILED, reason=reason)
             raise
 
-    async def _advance(self, job_id: str, state: State, **what: Any) -> Job:
-        passed = tuple(self._passed[job_id])
-        job = await asyncio.to_thread(self._registry.jobs.advance, self._jobs[job_id], state, passed=passed, **what)
-        self._jobs[job_id] = job
-        return job
+    async def _end(self, job_id: str, state: State, **what: Any) -> Job:
+        """A job's last state. While the database does not take it nobody waits: it is written down later."""
+        job, passed = self._jobs[job_id], tuple(self._passed[job_id])
+        write = partial(self._registry.jobs.advance, job, state, passed=passed, **what)
+        try:
+            self._jobs[job_id] = await asyncio.to_thread(write)
+        except NotReady as error:
+            logger.warning("that %s is %s is written down later: %s", job.name, state, error)
+            self._jobs[job_id] = replace(job, state=state, **what)
+            task = self._spawn(_insist(write))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+        return self._jobs[job_id]
 
     def _note(self, source: str, state: State, job_id: str | None = None) -> None:
         """A job that is further already stays there: the source is being read again, for another."""
@@ -348,3 +335,12 @@ class Lifecycle:
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of our own: it goes on when the call that began it is cancelled."""
         return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+
+
+async def _insist(write: Callable[[], Job]) -> None:
+    """Until the database takes it."""
+    while True:
+        await asyncio.sleep(RETRY_S)
+        with contextlib.suppress(NotReady):
+            await asyncio.to_thread(write)
+            return

@@ -360,6 +360,35 @@ async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_
     await end_of(managed, cut_short)
 
 
+@pytest.mark.parametrize(("source", "end"), [("one", State.LOADED), ("absent", State.FAILED)])
+async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch, source: str, end: State
+) -> None:
+    lifecycle, advance = managed.lifecycle, managed.registry.jobs.advance
+    away = threading.Event()
+    away.set()
+
+    def advance_or_not(job: Job, state: State, **what: Any) -> Job:
+        if away.is_set():
+            _away()
+        return advance(job, state, **what)
+
+    monkeypatch.setattr(lifecycle_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(managed.registry.jobs, "advance", advance_or_not)
+    if end is State.LOADED:
+        job, entry = await lifecycle.load_and_wait("sql", source)
+        assert (job.state, job.generation, managed.view.find("sql")) == (State.LOADED, 1, entry)
+    else:
+        assert isinstance(await fails(lifecycle.load_and_wait("sql", source)), NotFound), "what was wrong with it"
+    (unfinished,) = managed.registry.jobs.unfinished()
+    away.clear()
+    job = await end_of(managed, unfinished)
+    assert (job.state, job.digest) == (end, "d1" if end is State.LOADED else None)
+    events = [event.event for event in managed.registry.journal.events("sql")]
+    assert events.count("downloading") == events.count("routable" if end is State.LOADED else "failed") == 1
+    await until(lambda: not lifecycle._writing)
+
+
 def _away(*_: object, **__: object) -> NoReturn:
     raise NotReady("the database does not answer")
 
