@@ -61,8 +61,10 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
             _wait_until_ready(app_names, _health_url(document, url))
             adapters = [adapter.name for adapter in settings.adapters.preload]
             print(_greeting(url, settings.model.name, adapters, time.monotonic() - started_s), flush=True)
-            while True:
-                time.sleep(3600)
+            _wait_for_signal()
+            _say("stopping when running requests have ended; ctrl-C again to end them now")
+            _drain(app_names)
+            return 0
         except KeyboardInterrupt:
             _say("stopping")
             return 0
@@ -162,6 +164,28 @@ def _answers(health_url: str) -> bool:
         return False
 
 
+def _wait_for_signal() -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)
+
+
+def _drain(app_names: Sequence[str]) -> None:
+    """Take no more requests and return when those that run have ended, or Serve's patience with them."""
+    import ray
+    from ray import serve
+
+    for name in app_names:
+        while True:
+            try:
+                serve.delete(name)
+            except TimeoutError:  # Serve's function waits for a minute, its replicas longer
+                continue
+            except ray.exceptions.RayError:  # nothing is left to drain
+                pass
+            break
+
+
 def _last_words(state: Any) -> str:
     messages = [deployment.message for deployment in state.deployments.values() if deployment.message]
     return "\n".join([state.message, *messages]).strip()
@@ -178,8 +202,22 @@ def _stop(app_names: Sequence[str]) -> None:
         for name in app_names:
             serve.delete(name)
     else:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        _shut_serve_down()
     ray.shutdown()
+
+
+def _shut_serve_down() -> None:
+    """Ask Serve's controller once. `serve.shutdown` repeats the question, and Ray tells of its death as of an error."""
+    import ray
+    from ray import serve
+    from ray.serve.context import _check_cached_client_alive
+
+    client, _ = _check_cached_client_alive()
+    if client is not None:
+        shut_down = client._controller.graceful_shutdown.options(max_task_retries=0)
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(shut_down.remote(), timeout=30)
+    serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _check_ha_proxy_ports() -> None:

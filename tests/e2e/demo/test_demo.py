@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 
+import httpx
 import pytest
 
 from load_tests.process_tree import processes
@@ -40,6 +42,15 @@ def test_the_default_service_starts_answers_and_stops() -> None:
         answer = json.loads(subprocess.run([*shlex.split(curl), "-sS"], capture_output=True, check=True).stdout)
         assert answer["choices"][0]["message"]["content"]
         assert answer["usage"]["completion_tokens"] > 0
+        # Whoever is being answered when it is told to end is answered to the end.
+        body = {"model": "sql", "prompt": "one", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=600) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.process.send_signal(signal.SIGINT)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.process.wait(300) == 0
+        farewell = process.tail().partition("ctrl-C stops it.")[2].split("\n")
+        assert [line for line in farewell if line and not line.startswith("polylora: stopping")] == []
     finally:
-        status = process.stop()
-    assert status == 0
+        process.stop()
