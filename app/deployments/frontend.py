@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from app.config import LimitsConfig
@@ -62,6 +62,13 @@ class _Names(NamedTuple):
     num_answers: str = "n"
 
 
+@dataclass(slots=True)
+class Progress:
+    """When the first text of a job's first answer was there (Unix time)."""
+
+    first_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """The sequences of one client request: `num_per_prompt` (n) for each prompt, in order."""
@@ -73,6 +80,7 @@ class Job:
     deadline_s: float
     source: StreamSource
     new_decoder: Callable[[], Decoder]
+    progress: Progress = field(default_factory=Progress)
 
     async def answers(self) -> list[Answer]:
         """All answers, whole. One failure ends all sequences of the request."""
@@ -97,6 +105,8 @@ class Job:
                 if isinstance(item, Exception):
                     raise item
                 num_open -= item.finish_reason is not None
+                if self.progress.first_s is None:
+                    self.progress.first_s = time.time()
                 yield index, item
         finally:
             deadline.cancel()

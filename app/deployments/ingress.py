@@ -146,6 +146,7 @@ class Ingress:
             route,
             status,
             arrival_s=first.arrival_s if first is not None else None,
+            first_s=job.progress.first_s if job is not None else None,
             is_adapter=first is not None and first.adapter is not None,
             usages=usages,
         )

@@ -1,4 +1,4 @@
-"""What operators see of an ingress and of the store, through `ray.util.metrics` (Prometheus on Ray's port).
+"""What operators see of ingresses, replicas and the store, through `ray.util.metrics` (Prometheus on Ray's port).
 
 In: finished requests, and what the tiers of adapters did. Out: counters and histograms. Labels take few
 values each (route, status class, base or adapter, tier): never an adapter's or a tenant's name, of which
@@ -21,6 +21,7 @@ from app.engine.request import Usage
 from app.engine.stats import EngineStats
 
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0]
+_TOKEN_SECONDS = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5]
 #: A gauge lives for two of Ray's reports, which are 10 s apart.
 REPEAT_S = 5.0
 
@@ -60,13 +61,35 @@ class IngressMetrics:
         self._latency_s = Histogram(
             "polylora_request_seconds", "From arrival to the last token.", boundaries=_SECONDS, tag_keys=("route",)
         )
+        self._first_token_s = Histogram(
+            "polylora_time_to_first_token_seconds",
+            "From arrival to the first text.",
+            boundaries=_SECONDS,
+            tag_keys=("route",),
+        )
+        self._per_token_s = Histogram(
+            "polylora_time_per_output_token_seconds",
+            "Between tokens of an answer, on average.",
+            boundaries=_TOKEN_SECONDS,
+            tag_keys=("route",),
+        )
         self._adapters = SteadyGauge("polylora_registered_adapters", "Adapters in the registry.")
         self.gauges = (self._adapters,)
 
     def request(
-        self, route: str, status: int, *, arrival_s: float | None, is_adapter: bool, usages: Sequence[Usage | None]
+        self,
+        route: str,
+        status: int,
+        *,
+        arrival_s: float | None,
+        first_s: float | None,
+        is_adapter: bool,
+        usages: Sequence[Usage | None],
     ) -> None:
-        """One request has ended; `status` is what the client was told, 499 if it left before it was told all."""
+        """One request has ended; `status` is what the client was told, 499 if it left before it was told all.
+
+        arrival_s, first_s: when it came and when its first text was there, if they are known (Unix time).
+        """
         kind = {"kind": "adapter" if is_adapter else "base"}
         has_left = status == TABLE[ClientGone].status
         status_class = str(status) if has_left else f"{status // 100}xx"
@@ -79,8 +102,14 @@ class IngressMetrics:
         ):
             if number:
                 counter.inc(number, tags=kind)
+        now_s, tags = time.time(), {"route": route}
         if arrival_s is not None and not has_left:
-            self._latency_s.observe(time.time() - arrival_s, tags={"route": route})
+            self._latency_s.observe(now_s - arrival_s, tags=tags)
+        if arrival_s is not None and first_s is not None:
+            self._first_token_s.observe(first_s - arrival_s, tags=tags)
+        longest = max((usage.completion_tokens for usage in known), default=0)
+        if first_s is not None and status == 200 and longest > 1:
+            self._per_token_s.observe((now_s - first_s) / (longest - 1), tags=tags)
 
     def adapters(self, number: int) -> None:
         self._adapters.set(number)
@@ -127,6 +156,41 @@ class TierMetrics(TierCounts):
         super().holds(tier, size_bytes, number)
         self._bytes.set(size_bytes, tier=tier)
         self._number.set(number, tier=tier)
+
+
+class EngineMetrics:
+    """What a replica's engine holds, and what waits for it; set again at every look, so Ray does not forget it."""
+
+    def __init__(self) -> None:
+        tags = ("state",)
+        self._requests = Gauge("polylora_engine_requests", "Requests in the engine.", tag_keys=tags)
+        self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be had.", tag_keys=tags)
+        self._rows = Gauge("polylora_rank_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags)
+        self._preemptions = Counter("polylora_preemptions", "Sequences that gave up their KV blocks to others.")
+        self._num_preemptions = 0
+
+    def update(self, stats: EngineStats) -> None:
+        num_cached = stats.num_blocks_cached
+        for gauge, values in (
+            (self._requests, {"running": stats.num_running, "waiting": stats.num_waiting}),
+            (
+                self._blocks,
+                {
+                    "used": stats.num_blocks - stats.num_blocks_free,
+                    "cached": num_cached,
+                    "free": stats.num_blocks_free - num_cached,
+                },
+            ),
+            (
+                self._rows,
+                {"held": stats.num_rank_rows - stats.num_rank_rows_free, "free": stats.num_rank_rows_free},
+            ),
+        ):
+            for state, value in values.items():
+                gauge.set(value, tags={"state": state})
+        if stats.num_preemptions > self._num_preemptions:
+            self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
+            self._num_preemptions = stats.num_preemptions
 
 
 class DeviceMetrics:

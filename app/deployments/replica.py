@@ -22,7 +22,7 @@ from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_checkpoint
 from app.deployments.engine_service import EngineService
 from app.deployments.frames import PackedFrame, pack_frame
-from app.deployments.metrics import DeviceMetrics, TierMetrics
+from app.deployments.metrics import DeviceMetrics, EngineMetrics, TierMetrics
 from app.deployments.pin_keeper import PinKeeper
 from app.deployments.ray_calls import ActorAway, held
 from app.deployments.registry.entries import CatalogEntry
@@ -75,7 +75,7 @@ class EngineReplica:
             loop.call_soon_threadsafe(self._service.changed.set)  # a report is due: the last one
 
         self._thread = EngineThread(engine, self._service.on_step, failed)
-        self._metrics = DeviceMetrics(TierMetrics(), checkpoint.spec)
+        self._metrics = EngineMetrics(), DeviceMetrics(TierMetrics(), checkpoint.spec)
         self._service.start(self._thread)
         self._thread.start()
         self._pins = PinKeeper(self._thread, self._fetch, self._brought)
@@ -226,7 +226,8 @@ class EngineReplica:
         while True:
             await asyncio.sleep(OBSERVE_INTERVAL_S)
             stats = self._thread.stats()
-            self._metrics.update(stats)
+            for metrics in self._metrics:
+                metrics.update(stats)
             resident = {item.digest for item in stats.residents}
             used_s |= self._service.take_used()
             if resident == told and not used_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -86,12 +87,17 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(ser
     assert service.dispatcher.num_streams == 0
 
 
-async def test_a_stream_that_ends_is_counted_as_answered(service: Service) -> None:
-    client = Client(service, "/v1/completions", json.dumps(BODY | {"stream": True}).encode())
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_is_counted_with_its_cost_and_its_first_token(service: Service, stream: bool) -> None:
+    client = Client(service, "/v1/completions", json.dumps(BODY | {"stream": stream}).encode())
     await client.answered
-    assert client.events[-1] == b"data: [DONE]\n\n"
+    assert not stream or client.events[-1] == b"data: [DONE]\n\n"
     assert service.observed == [("completions", 200)]
-    assert [usage.completion_tokens for usage in service.counted[0][1] if usage] == [100]
+    ((job, usages),) = service.counted
+    assert [usage.completion_tokens for usage in usages if usage] == [100]
+    assert job is not None
+    assert job.progress.first_s is not None
+    assert job.requests[0].arrival_s <= job.progress.first_s <= time.time()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -113,6 +119,7 @@ async def test_a_request_that_fails_is_counted_with_what_it_was(
     ((job, _),) = service.counted
     assert job is not None
     assert job.requests[0].adapter is not None
+    assert job.progress.first_s is None
 
 
 async def test_a_client_that_leaves_while_it_asks_is_no_error_of_ours(
