@@ -41,6 +41,8 @@ _RECEIVE_BYTES = 1 << 16
 _REQUEST = struct.Struct("<Q")
 #: Linux 5.14; Python's `mmap` does not name it.
 _MADV_POPULATE_WRITE = 23
+#: Of the warm process and its readers: they work beside engines, whose every step somebody waits for.
+NICENESS = 10
 #: Pages are had ahead after this long: not while the processors put to use what was read just before.
 _AHEAD_AFTER_S = 0.25
 
@@ -66,6 +68,7 @@ def serve(control: socket.socket) -> None:
     """Fork once per message until the server hangs up."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the readers
     gc.freeze()  # what is loaded now stays shared with every reader
+    os.nice(NICENESS)
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, _REQUEST.size, 2)
         if not message:

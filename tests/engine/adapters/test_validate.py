@@ -23,6 +23,7 @@ from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.packing import unpack_adapter
 from app.engine.adapters.peft import read_peft, read_peft_stored
+from app.engine.adapters.reading_fork import NICENESS
 from app.engine.adapters.reading_process import ChildLimits
 from app.engine.adapters.validate import Validator, files_digest
 from app.engine.errors import (
@@ -59,6 +60,13 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not come true"
         time.sleep(0.01)
+
+
+def test_readers_give_way_to_engines() -> None:
+    process = reading_process.ReadingProcess()
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    until(lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == min(ours + NICENESS, 19))
+    process.close()
 
 
 def card_of(validator: Validator, path: Path) -> AdapterCard:
