@@ -19,8 +19,11 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: serve fetch install test lint clean
 
+# A configuration of the JAX engine needs JAX, too.
+JAX := $(if $(shell grep -s '^ *backend: *jax' $(CONFIG)),$(VENV)/.installed-jax)
+
 # It fetches the model itself, with progress.
-serve: install
+serve: install $(JAX)
 	@exec $(BIN)/polylora serve --config $(CONFIG) --host $(HOST) --port $(PORT) $(if $(DASHBOARD),--dashboard)
 
 fetch: install
@@ -53,6 +56,11 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.created
 	@echo "installing polylora and what it needs (minutes the first time)"
 	@$(PIP) install $(TORCH)
 	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.installed-jax: $(VENV)/.installed
+	@echo "installing JAX"
+	@$(PIP) install --editable '.[jax]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

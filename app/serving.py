@@ -37,6 +37,8 @@ START_TIMEOUT_S = 900.0
 def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *, dashboard: bool) -> int:
     """Run the service in the foreground. Raises PolyloraError when it cannot start."""
     settings = read_settings(config_path)
+    if not os.environ.get("RAY_ADDRESS"):  # another cluster has environments of its own
+        settings.engine.check_installed()
     document = yaml.safe_load(config_path.read_text(encoding="utf-8"))
     http_options = document.setdefault("http_options", {})
     http_options |= {

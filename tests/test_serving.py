@@ -81,7 +81,7 @@ def test_a_port_of_ha_proxy_that_is_taken_is_named_before_anything_starts(
 
 
 def test_the_private_parts_of_serve_are_there() -> None:
-    """`serving._deploy` and the ingress use them; Ray's version is pinned, so a change arrives with a new pin only."""
+    """`serving` and the ingress use them; Ray's version is pinned, so a change arrives with a new pin only."""
     code = """if True:
         import inspect
         from ray.serve._private import api
@@ -92,6 +92,9 @@ def test_the_private_parts_of_serve_are_there() -> None:
         assert names <= set(inspect.signature(api._create_controller_and_proxy_refs).parameters)
         api._coerce_controller_options(None)
         assert callable(ServeControllerClient.deploy_apps) and callable(_set_global_client)
+        from ray.serve.context import _check_cached_client_alive
+        from ray.serve._private.controller import ServeController
+        assert callable(_check_cached_client_alive) and callable(ServeController.graceful_shutdown)
         from ray.serve._private.handle_options import InitHandleOptions
         from ray.serve.handle import DeploymentHandle
         assert InitHandleOptions(_run_router_in_separate_loop=False) and callable(DeploymentHandle._init)
@@ -170,6 +173,20 @@ def test_only_a_200_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             server.shutdown()
             thread.join()
     assert not serving._answers(url)
+
+
+def test_make_installs_jax_for_the_configuration_that_needs_it() -> None:
+    for config, needs_it in (("configs/serve.yaml", False), ("configs/serve-jax.yaml", True)):
+        command = ["make", "--dry-run", "--always-make", "serve", f"CONFIG={config}"]
+        recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert (".[jax]" in recipe) is needs_it
+
+
+def test_a_missing_jax_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "jax" else pytest.fail(name))
+    with pytest.raises(ConfigError, match=r"JAX is not installed: pip install 'polylora\[jax\]'"):
+        serving.serve_until_stopped(ROOT / "configs/serve-jax.yaml", None, None, dashboard=False)
 
 
 def test_measurements_start_the_service_as_make_does() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from app.engine.errors import ConfigError
 from app.engine.eviction import EvictionPolicy
 
 
@@ -78,6 +80,14 @@ class EngineConfig(BaseModel):
     compilation_cache_dir: str = Field(
         "", description="JAX: folder that keeps compiled programs between starts; empty keeps none."
     )
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if the backend needs what this environment lacks."""
+        if self.backend == "jax" and importlib.util.find_spec("jax") is None:
+            raise ConfigError(
+                "engine.backend is 'jax' but JAX is not installed: pip install 'polylora[jax]', or in a checkout "
+                ".venv/bin/pip install --editable '.[jax]'"
+            )
 
     @property
     def is_cuda(self) -> bool:

@@ -14,13 +14,10 @@ from app.engine.models.checkpoint import Checkpoint
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """CheckpointError or ConfigError if the model or a setting is not for this backend or machine."""
+    config.check_installed()
     if config.backend == "jax":
-        try:
-            from app.engine.jax_backend import loading as jax_loading
-        except ModuleNotFoundError as error:
-            if error.name != "jax":
-                raise
-            raise ConfigError("engine.backend is 'jax' but JAX is not installed: pip install polylora[jax]") from error
+        from app.engine.jax_backend import loading as jax_loading
+
         return jax_loading.load_backend(checkpoint, config)
     if config.tensor_parallel != 1:
         raise ConfigError(
