@@ -95,13 +95,7 @@ class CpuAdapters:
 
     def shapes(self, num_rows: int) -> CpuRows:
         """The shape of each table with `num_rows` rank rows."""
-        a, b = [], []
-        for target in TARGETS:
-            d_in, width = self._module(target)
-            shards, is_row = self._sizes.num_shards, GROUP_OF[target] in ROW_PARALLEL
-            a.append((self._sizes.num_layers, num_rows // RANK_PANEL, d_in * (shards if is_row else 1), RANK_PANEL))
-            b.append((self._sizes.num_layers, num_rows, width * (1 if is_row else shards)))
-        return CpuRows(tuple(a), tuple(b))
+        return self._shapes(num_rows, self._sizes.num_shards)
 
     def specs(self) -> CpuRows:
         """A of o and down is split like their input, B of the others like their output; the rest is replicated."""
@@ -191,6 +185,16 @@ class CpuAdapters:
         group, index = GROUP_OF[target], self._sizes.module_index(target)
         return self._sizes.group_inputs[group], self._sizes.module_widths[group][index]
 
+    def _shapes(self, num_rows: int, shards: int) -> CpuRows:
+        """Of the tables of so many shards side by side."""
+        a, b = [], []
+        for target in TARGETS:
+            d_in, width = self._module(target)
+            is_row = GROUP_OF[target] in ROW_PARALLEL
+            a.append((self._sizes.num_layers, num_rows // RANK_PANEL, d_in * (shards if is_row else 1), RANK_PANEL))
+            b.append((self._sizes.num_layers, num_rows, width * (1 if is_row else shards)))
+        return CpuRows(tuple(a), tuple(b))
+
     def _split(self, adapter: LoraAdapter) -> list[Matrices]:
         """Each shard's part of the matrices."""
         shards = []
@@ -224,10 +228,8 @@ class CpuAdapters:
 
     def _staged(self, shard: int, num_rows: int) -> tuple[list[Floats], list[Floats]]:
         """A shard's rows on their way to the tables: always the same memory, for new pages cost more than writing."""
-        layers = self._sizes.num_layers
-        inputs, widths = zip(*map(self._module, TARGETS), strict=True)
-        shapes: list[tuple[int, ...]] = [(layers, num_rows // RANK_PANEL, d_in, RANK_PANEL) for d_in in inputs]
-        shapes += [(layers, num_rows, width) for width in widths]
+        own = self._shapes(num_rows, 1)
+        shapes = [*own.a, *own.b]
         ends = np.cumsum([math.prod(shape) for shape in shapes])
         if len(self._staging[shard]) < ends[-1]:
             self._staging[shard] = _aligned(ends[-1])
