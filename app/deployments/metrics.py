@@ -1,8 +1,9 @@
 """What operators see of ingresses, replicas and the store, through `ray.util.metrics` (Prometheus on Ray's port).
 
-In: finished requests, and what the tiers of adapters did. Out: counters and histograms. Labels take few
-values each (route, status class, base or adapter, tier): never an adapter's or a tenant's name, of which
-there may be millions. Ray forgets a gauge that nobody sets again: gauges that follow changes are `SteadyGauge`s.
+In: finished requests, what the tiers of adapters did, snapshots of an engine. Out: counters, gauges and histograms.
+Labels take few values each (route, status class, base or adapter, tier, state): never an adapter's or a tenant's name,
+of which there may be millions. Ray forgets a gauge that nobody sets again: gauges that follow changes are
+`SteadyGauge`s.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ class EngineMetrics:
         self._num_preemptions = 0
 
     def update(self, stats: EngineStats) -> None:
+        """Tell a snapshot, and the preemptions since the last one."""
         num_cached = stats.num_blocks_cached
         for gauge, values in (
             (self._requests, {"running": stats.num_running, "waiting": stats.num_waiting}),

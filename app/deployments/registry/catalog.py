@@ -315,6 +315,7 @@ class Catalog:
 
 
 def not_registered(name: str) -> NotFound:
+    """What to raise for a name that means nothing."""
     return NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
 
 
