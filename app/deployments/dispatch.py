@@ -14,13 +14,12 @@ import asyncio
 import contextvars
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.deployments.placement import PlacementPolicy, choose_replica
+from app.deployments.streams import Link, Lost, Stream
 from app.deployments.transport import Placer, ReplicaGone, ReplicaUnreachable, Transport
 from app.engine.errors import EngineFailure, NotReady
 from app.engine.request import GenerateRequest, TokenChunk
@@ -32,59 +31,6 @@ MAX_LOSSES = 4
 #: A replica that could not be reached is left alone for this long.
 AVOID_S = 0.5
 ATTACH_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """Put in a stream's queue in place of a chunk: that placement came to nothing, the stream must be placed again.
-
-    `died`: the replica died with the stream on it.
-    """
-
-    placement: int
-    died: bool
-
-
-@dataclass(eq=False, slots=True)
-class Stream:
-    """One request on its way: where it is computed and what has arrived.
-
-    Every placement is a new engine request, so nothing an old replica still does can reach the stream.
-    `submitting` holds back an abort that would overtake its own submission.
-    """
-
-    request: GenerateRequest
-    queue: asyncio.Queue[TokenChunk | _Lost] = field(default_factory=asyncio.Queue)
-    received: list[int] = field(default_factory=list)
-    link: _Link | None = None
-    placement: int = 0
-    num_losses: int = 0
-    submitting: bool = False
-    closed: bool = False
-
-    @property
-    def placement_id(self) -> str:
-        return f"{self.request.request_id}/{self.placement}"
-
-    def placed_request(self) -> GenerateRequest:
-        """The request as this placement computes it: from the tokens already received."""
-        resume = (*self.request.resume_token_ids, *self.received)
-        return replace(self.request, request_id=self.placement_id, resume_token_ids=resume)
-
-
-@dataclass(eq=False, slots=True)
-class _Link:
-    """Our connection to one replica. `attached` is set by the first frame, or failed with the reader.
-
-    `draining`: the replica takes no new requests; sooner or later it is stopped.
-    """
-
-    replica_id: str
-    attached: asyncio.Future[None]
-    link_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    streams: dict[str, Stream] = field(default_factory=dict)
-    reader: asyncio.Task[None] | None = None
-    draining: bool = False
 
 
 class Dispatcher:
@@ -104,7 +50,7 @@ class Dispatcher:
         self._policy = policy
         self._admit = admit or self._place_alone
         self._replica_wait_s = replica_wait_s
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
         self._inflight: dict[str, int] = {}
         self._avoid_until_s: dict[str, float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -234,12 +180,12 @@ class Dispatcher:
                 if stream.closed:
                     self._close(stream)
 
-    async def _attached_link(self, replica_id: str) -> _Link:
+    async def _attached_link(self, replica_id: str) -> Link:
         """The link that is read at this moment; one that ended while we waited is not it."""
         while True:
             link = self._links.get(replica_id)
             if link is None:
-                link = _Link(replica_id, asyncio.get_running_loop().create_future())
+                link = Link(replica_id, asyncio.get_running_loop().create_future())
                 self._links[replica_id] = link
                 link.reader = self._spawn(self._read(link))
             await asyncio.wait([link.attached], timeout=ATTACH_TIMEOUT_S)
@@ -249,7 +195,7 @@ class Dispatcher:
             if self._links.get(replica_id) is link:
                 return link
 
-    async def _read(self, link: _Link) -> None:
+    async def _read(self, link: Link) -> None:
         """Deliver frames until the link ends, then tell every stream that still waits on it."""
         try:
             async for frame in self._transport.frames(link.replica_id, link.link_id):
@@ -269,7 +215,7 @@ class Dispatcher:
         finally:
             self._drop(link)
 
-    def _deliver(self, link: _Link, chunk: TokenChunk) -> None:
+    def _deliver(self, link: Link, chunk: TokenChunk) -> None:
         stream = link.streams.get(chunk.request_id)
         if stream is None:
             return  # closed meanwhile; the abort is on its way
@@ -297,10 +243,10 @@ class Dispatcher:
     def _lose(self, placements: Sequence[tuple[Stream, int]], *, died: bool = False) -> None:
         for stream, placement in placements:
             if stream.placement == placement:
-                stream.queue.put_nowait(_Lost(placement, died=died and stream.link is not None))
+                stream.queue.put_nowait(Lost(placement, died=died and stream.link is not None))
                 self._forget(stream)
 
-    def _drop(self, link: _Link, *, died: bool = False) -> None:
+    def _drop(self, link: Link, *, died: bool = False) -> None:
         """End a link once: nobody submits to it any more, and all its streams are placed again."""
         if self._links.get(link.replica_id) is not link:
             return

@@ -23,7 +23,7 @@ from app.config import AppConfig, LimitsConfig
 from app.deployments import python_calls
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_text
-from app.deployments.dispatch import Dispatcher, Stream
+from app.deployments.dispatch import Dispatcher
 from app.deployments.frontend import Frontend, Job
 from app.deployments.http_app import make_app
 from app.deployments.management import Management
@@ -34,6 +34,7 @@ from app.deployments.ray_calls import ActorAway
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import RegistryView
 from app.deployments.serve_transport import ServeTransport
+from app.deployments.streams import Stream
 from app.deployments.watching import ServePlacer, Watched, WatchedRegistry
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady

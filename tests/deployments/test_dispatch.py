@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 
 from app.config import PlacementConfig
-from app.deployments.dispatch import MAX_LOSSES, Dispatcher, Stream
+from app.deployments.dispatch import MAX_LOSSES, Dispatcher
 from app.deployments.placement import make_policy
+from app.deployments.streams import Stream
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, InvalidRequest, NotReady, QueueFull
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk

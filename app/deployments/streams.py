@@ -1,0 +1,65 @@
+"""One request on its way, and the connection to the replica that computes it.
+
+The dispatcher changes these, on one event loop; a stream's caller reads its queue. Every placement is a new engine
+request, so nothing an old replica still does can reach the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field, replace
+
+from app.engine.request import GenerateRequest, TokenChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Put in a stream's queue in place of a chunk: that placement came to nothing, the stream must be placed again.
+
+    `died`: the replica died with the stream on it.
+    """
+
+    placement: int
+    died: bool
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One request on its way: where it is computed and what has arrived.
+
+    `submitting` holds back an abort that would overtake its own submission.
+    """
+
+    request: GenerateRequest
+    queue: asyncio.Queue[TokenChunk | Lost] = field(default_factory=asyncio.Queue)
+    received: list[int] = field(default_factory=list)
+    link: Link | None = None
+    placement: int = 0
+    num_losses: int = 0
+    submitting: bool = False
+    closed: bool = False
+
+    @property
+    def placement_id(self) -> str:
+        return f"{self.request.request_id}/{self.placement}"
+
+    def placed_request(self) -> GenerateRequest:
+        """The request as this placement computes it: from the tokens already received."""
+        resume = (*self.request.resume_token_ids, *self.received)
+        return replace(self.request, request_id=self.placement_id, resume_token_ids=resume)
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """Our connection to one replica. `attached` is set by the first frame, or failed with the reader.
+
+    `draining`: the replica takes no new requests; sooner or later it is stopped.
+    """
+
+    replica_id: str
+    attached: asyncio.Future[None]
+    link_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    streams: dict[str, Stream] = field(default_factory=dict)
+    reader: asyncio.Task[None] | None = None
+    draining: bool = False
