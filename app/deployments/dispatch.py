@@ -4,7 +4,8 @@ In: `GenerateRequest`s and a placement table. Out: `TokenChunk`s, in order, each
 One link per replica: a long-lived reader of frames (one frame per engine step, chunks of all our
 streams) and one `submit` call per group of requests that were placed together. When a link breaks, its
 streams are placed again from the tokens already received, so a caller never notices which replica
-answers. A caller that leaves (disconnect, stop string, timeout: all the same here) aborts its sequence.
+answers. What a replica has no room for goes on to another; it is refused once each has refused it. A caller
+that leaves (disconnect, stop string, timeout: all the same here) aborts its sequence.
 Ray is behind the `Transport`; HTTP and text are not known here.
 """
 
@@ -19,9 +20,9 @@ from contextlib import suppress
 from typing import Any
 
 from app.deployments.placement import PlacementPolicy, choose_replica
-from app.deployments.streams import Link, Lost, Stream
+from app.deployments.streams import Link, Lost, Refused, Stream
 from app.deployments.transport import Placer, ReplicaGone, ReplicaUnreachable, Transport
-from app.engine.errors import EngineFailure, NotReady
+from app.engine.errors import AdapterKeptOut, EngineFailure, NotReady, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Dispatcher:
         }
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
-        """Chunks of one request; the last one has a finish reason. Raises NotReady, EngineFailure.
+        """Chunks of one request; the last one has a finish reason. Raises NotReady, QueueFull, EngineFailure.
 
         Closing the generator aborts the sequence.
         """
@@ -93,34 +94,44 @@ class Dispatcher:
                 stream.closed = item.finish_reason is not None
                 yield item
             elif item.placement == stream.placement:
-                stream.num_losses += item.died
+                if isinstance(item, Refused):
+                    stream.refusals[item.replica_id] = item.error
+                else:
+                    stream.num_losses += item.died
+                    stream.refusals.clear()
                 return
 
     async def place(self, streams: Sequence[Stream]) -> list[Exception | None]:
         """Place requests that arrived together: one decision, one call per replica. None means placed.
 
+        A replica that had no room for a request is not asked again; if it was the last, its refusal is the answer.
         Nobody waits for a replica that is slow to answer: what becomes of its group each stream hears through its
         queue, and if the replica turns out to be gone it asks again.
         """
-        living = [stream for stream in streams if not stream.closed]
         try:
             loads = await self._wait_for_replicas()
         except NotReady as error:
             return [error for _ in streams]
-        wanted = {stream.request.adapter.digest for stream in living if stream.request.adapter}
+        wanted = {s.request.adapter.digest for s in streams if s.request.adapter and not s.closed}
         if self._policy.has_homes and (unknown := wanted.difference(self._placer.table.homes)):
             await self._placer.assign(sorted(unknown))
         groups: dict[str, list[Stream]] = {}
-        for stream in living:
+        errors: list[Exception | None] = [None for _ in streams]
+        for index, stream in enumerate(streams):
+            if stream.closed:
+                continue
             digest = stream.request.adapter.digest if stream.request.adapter else None
-            replica_id = choose_replica(digest, self._placer.table, loads, self._policy)
-            assert replica_id is not None, "loads was not empty"
+            untried = {replica_id: load for replica_id, load in loads.items() if replica_id not in stream.refusals}
+            replica_id = choose_replica(digest, self._placer.table, untried, self._policy)
+            if replica_id is None:
+                errors[index] = next(reversed(stream.refusals.values()))
+                continue
             loads[replica_id] += 1
             groups.setdefault(replica_id, []).append(stream)
         for replica_id, group in groups.items():
             self._count(replica_id, len(group))
             self._spawn(self._submit(replica_id, group))
-        return [None for _ in streams]
+        return errors
 
     async def close(self) -> None:
         """Stop reading; streams still open are left to their callers."""
@@ -219,7 +230,10 @@ class Dispatcher:
         stream = link.streams.get(chunk.request_id)
         if stream is None:
             return  # closed meanwhile; the abort is on its way
-        stream.queue.put_nowait(chunk)
+        if isinstance(chunk.error, QueueFull | AdapterKeptOut):
+            stream.queue.put_nowait(Refused(stream.placement, link.replica_id, chunk.error))
+        else:
+            stream.queue.put_nowait(chunk)
         if chunk.finish_reason is not None:
             self._forget(stream)
 

@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from dataclasses import dataclass, field, replace
 
+from app.engine.errors import Overloaded
 from app.engine.request import GenerateRequest, TokenChunk
 
 
@@ -24,19 +25,30 @@ class Lost:
     died: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The same: that replica has no room for the request, and has computed nothing of this placement."""
+
+    placement: int
+    replica_id: str
+    error: Overloaded
+
+
 @dataclass(eq=False, slots=True)
 class Stream:
     """One request on its way: where it is computed and what has arrived.
 
-    `submitting` holds back an abort that would overtake its own submission.
+    `submitting` holds back an abort that would overtake its own submission. `refusals`: why each replica that was
+    asked since the last loss has no room.
     """
 
     request: GenerateRequest
-    queue: asyncio.Queue[TokenChunk | Lost] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[TokenChunk | Lost | Refused] = field(default_factory=asyncio.Queue)
     received: list[int] = field(default_factory=list)
     link: Link | None = None
     placement: int = 0
     num_losses: int = 0
+    refusals: dict[str, Overloaded] = field(default_factory=dict)
     submitting: bool = False
     closed: bool = False
 

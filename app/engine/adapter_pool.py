@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.engine.errors import AdapterTooLarge, NotReady
+from app.engine.errors import AdapterKeptOut, AdapterTooLarge
 from app.engine.eviction import NEVER, EvictionOrder, EvictionPolicy, Priority
 
 
@@ -122,7 +122,7 @@ class AdapterPool:
             )
 
     def check_room(self, name: str, digest: str, rank: int, extra_bytes: int = 0) -> None:
-        """Raise NotReady if what operators keep here is enough to keep this adapter out, whatever else leaves."""
+        """Raise AdapterKeptOut if what operators keep here leaves no room for this adapter, whatever else leaves."""
         if digest in self._residents:
             return
         kept = [entry for entry in self._residents.values() if entry.digest in self._kept]
@@ -140,7 +140,9 @@ class AdapterPool:
             )
         else:
             return
-        raise NotReady(f"pinned adapters leave no room for adapter {name!r}. It needs {lack}, or unpin an adapter")
+        raise AdapterKeptOut(
+            f"pinned adapters leave no room for adapter {name!r}. It needs {lack}, or unpin an adapter"
+        )
 
     def keep(self, digests: Iterable[str]) -> None:
         """From now on exactly these are never evicted once they are resident; `drop` frees them all the same.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from app.engine.adapter_pool import AdapterPool
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.errors import NotReady
+from app.engine.errors import AdapterKeptOut
 from app.engine.fair_queue import INPUT_PRICE, RANK_ROW_PRICE, FairQueue
 from app.engine.kv_cache import BlockPool
 from app.engine.sequence import Sequence, Status
@@ -45,7 +45,7 @@ class Refusal(NamedTuple):
     """No sequence of this adapter can start, for this reason."""
 
     digest: str
-    error: NotReady
+    error: AdapterKeptOut
 
 
 class Admitted(NamedTuple):
@@ -156,7 +156,7 @@ class Admission:
         assert sequence.request.adapter is not None
         try:
             self._adapters.check_room(sequence.request.adapter.name, digest, sequence.rank, sequence.extra_bytes)
-        except NotReady as error:
+        except AdapterKeptOut as error:
             return Refusal(digest, error)
         return None
 

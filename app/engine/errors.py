@@ -8,6 +8,7 @@
       Overloaded              try again later
         QueueFull               this engine's waiting queue is at its limit       (429)
         NotReady                no replica can take the request now               (503)
+          AdapterKeptOut          pinned adapters leave no room for the request's
       DeadlineExceeded        the request took longer than it may                 (504)
       AdapterError            an adapter that cannot be used                      (400)
         AdapterFormatError      a file, key or tensor that is not understood, or is missing
@@ -76,6 +77,10 @@ class QueueFull(Overloaded):
 
 class NotReady(Overloaded):
     """No replica can take the request at the moment."""
+
+
+class AdapterKeptOut(NotReady):
+    """Adapters that operators keep on this engine's device leave no room for the request's."""
 
 
 class DeadlineExceeded(PolyloraError):
