@@ -12,6 +12,7 @@ times in seconds from the start, ascending. Open loop: times never depend on how
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,8 @@ KINDS = "constant, poisson, gamma:CV, onoff:ON_S:OFF_S"
 
 def arrival_times(spec: str, rate: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
     """`count` times in seconds, `rate` per second on average. ValueError for a spec not understood."""
-    if rate <= 0:
-        raise ValueError(f"the rate is {rate} requests/s but must be above 0")
+    if not 0 < rate < math.inf:
+        raise ValueError(f"the rate is {rate} requests/s but must be a number above 0")
     kind, numbers = split_spec(spec)
     match kind, numbers:
         case "constant", []:
@@ -44,14 +45,24 @@ def arrival_times(spec: str, rate: float, count: int, rng: np.random.Generator) 
 
 
 def split_spec(spec: str) -> tuple[str, list[float]]:
-    """'gamma:2' -> ('gamma', [2.0]). ValueError where something after the name is not a number."""
+    """'gamma:2' -> ('gamma', [2.0]). ValueError where something after the name is not a finite number."""
     kind, *rest = spec.split(":")
-    return kind, [float(number) for number in rest]
+    numbers = []
+    for text in rest:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"{spec!r}: {text!r} is not a number")
+        numbers.append(number)
+    return kind, numbers
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One line of a trace. What is None is drawn as if there were no trace."""
+    """One line of a trace. What is None is drawn as if there were no trace. ValueError for a field that is no
+    such value: a time below 0, a length below 1, an empty name."""
 
     arrival_s: float
     model: str | None = None
@@ -59,11 +70,24 @@ class TraceEntry:
     output_tokens: int | None = None
     tenant: str | None = None
 
+    def __post_init__(self) -> None:
+        if type(self.arrival_s) not in (int, float) or not 0 <= self.arrival_s < math.inf:
+            raise ValueError(f"arrival_s is {self.arrival_s!r} but must be a number of seconds from 0")
+        for name in ("prompt_tokens", "output_tokens"):
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or count < 1):
+                raise ValueError(f"{name} is {count!r} but must be a whole number from 1")
+        for name in ("model", "tenant"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not text):
+                raise ValueError(f"{name} is {text!r} but must be a name")
+
 
 def read_trace(lines: Iterable[str], source: Path | str = "trace") -> list[TraceEntry]:
     """JSON lines with `arrival_s` and any of the other fields of `TraceEntry`, in order of arrival.
 
-    ValueError names the line that is not understood: an unknown field is one, a time that goes back too.
+    ValueError names the line that is not understood: an unknown field is one, a time that goes back too. A
+    trace without any request is one as well.
     """
     entries: list[TraceEntry] = []
     for number, line in enumerate(lines, 1):
@@ -71,9 +95,11 @@ def read_trace(lines: Iterable[str], source: Path | str = "trace") -> list[Trace
             continue
         try:
             entry = TraceEntry(**json.loads(line))
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{source}, line {number}: {error}") from error
-        if entry.arrival_s < (entries[-1].arrival_s if entries else 0):
+        if entries and entry.arrival_s < entries[-1].arrival_s:
             raise ValueError(f"{source}, line {number}: arrival_s {entry.arrival_s} is before the line above; sort it")
         entries.append(entry)
+    if not entries:
+        raise ValueError(f"{source} holds no request: one JSON object a line, with arrival_s at least")
     return entries

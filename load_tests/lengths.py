@@ -22,18 +22,25 @@ _TEXT = (
 )
 _WORDS = tuple(_TEXT.split())
 
+#: No server takes more, and no client should make such prompts by a slip.
+_LONGEST = 1_000_000
+
 
 def lengths(spec: str, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """ValueError for a spec not understood."""
+    """[count] from `rng`. ValueError for a spec not understood, a number of words that is not whole among them."""
     kind, numbers = split_spec(spec)
     match kind, numbers:
-        case "fixed", [n] if n >= 1:
+        case "fixed", [n] if n >= 1 and n.is_integer():
             return np.full(count, int(n))
-        case "uniform", [low, high] if 1 <= low <= high:
+        case "uniform", [low, high] if 1 <= low <= high and low.is_integer() and high.is_integer():
             return rng.integers(int(low), int(high) + 1, count)
-        case "lognormal", [median, sigma, *most] if median >= 1 and sigma >= 0 and len(most) <= 1:
-            drawn = np.exp(rng.normal(np.log(median), sigma, count))
-            return np.clip(np.rint(drawn), 1, most[0] if most else np.inf).astype(np.int64)
+        case "lognormal", [median, sigma] | [median, sigma, _] if (
+            median >= 1 and sigma >= 0 and min(numbers[2:] or [1]) >= 1
+        ):
+            drawn = np.rint(np.exp(rng.normal(np.log(median), sigma, count)))
+            if len(numbers) == 2 and drawn.max(initial=1) > _LONGEST:
+                raise ValueError(f"{spec!r} draws lengths of up to {drawn.max():.0f}; bound it: {spec}:MAX")
+            return np.clip(drawn, 1, numbers[2] if len(numbers) == 3 else _LONGEST).astype(np.int64)
     raise ValueError(f"length distribution {spec!r} is not one of {KINDS}")
 
 

@@ -8,7 +8,7 @@ In: a spec, the number of adapters, arrival times. Out: adapter indices [count],
 - `hotset:SIZE:SHARE:PERIOD`: SHARE of the requests go to SIZE adapters; every PERIOD seconds the next SIZE are hot.
 - Punica's four classes (Chen et al. 2023), which set the number of adapters by the number of requests:
   `distinct` (each request its own), `identical` (one for all), `skewed` (each adapter 1.5 times as
-  popular as the next), `punica-uniform` (about sqrt(count) adapters alike).
+  popular as the next), `punica-uniform` (ceil(sqrt(count)) adapters alike).
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def adapter_indices(spec: str, num_adapters: int, arrival_s: NDArray[np.float64]
         case "powerlaw", [alpha] if alpha > 0:
             drawn = np.floor(num_adapters * rng.random(count) ** (1 / alpha)).astype(np.int64)
             return np.minimum(drawn, num_adapters - 1)
-        case "hotset", [size, share, period_s] if 1 <= size <= num_adapters and 0 <= share <= 1 and period_s > 0:
+        case "hotset", [size, share, period_s] if (
+            1 <= size <= num_adapters and size.is_integer() and 0 <= share <= 1 and period_s > 0
+        ):
             return _hot_set(int(size), share, period_s, num_adapters, arrival_s, rng)
         case "distinct", []:
             if num_adapters < count:
@@ -53,9 +55,14 @@ def adapter_indices(spec: str, num_adapters: int, arrival_s: NDArray[np.float64]
                 raise ValueError(
                     f"skewed:{ratio}: each adapter must be more popular than the next; use a ratio above 1"
                 )
-            return _weighted(ratio ** -np.arange(min(num_adapters, 200), dtype=np.float64), count, rng)
+            return _weighted(ratio ** -np.arange(num_adapters, dtype=np.float64), count, rng)
         case "punica-uniform", []:
-            return rng.integers(0, min(num_adapters, math.ceil(math.sqrt(max(1, count)))), count)
+            wanted = math.ceil(math.sqrt(count))
+            if num_adapters < wanted:
+                raise ValueError(
+                    f"punica-uniform needs the root of {count} requests, {wanted} adapters: there are {num_adapters}"
+                )
+            return rng.integers(0, wanted, count)
     raise ValueError(f"popularity {spec!r} is not one of {KINDS} for {num_adapters} adapters")
 
 

@@ -7,6 +7,7 @@ changing one leaves the others as they were.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,9 @@ from load_tests.popularity import adapter_indices
 
 @dataclass(frozen=True, slots=True)
 class WorkloadConfig:
-    """`shared_prefix_words` stand in front of every prompt of one model. With `num_tenants` of at least two and
-    `adversary_factor` above 1 the last tenant sends that many times what each other one sends."""
+    """`shared_prefix_words` are the first ones of every prompt of one model and count as part of its length; at
+    least one word of its own follows. With `num_tenants` of at least two and `adversary_factor` above 1 the
+    last tenant sends that many times what each other one sends; `rate` is what all of them send together."""
 
     seed: int = 0
     num_requests: int = 100
@@ -52,14 +54,9 @@ def plan(
 ) -> list[PlannedRequest]:
     """`models` in order of popularity. `base_share` of the requests go to `base_model`. A trace's own
     fields win over what is drawn, and its length over `num_requests`. ValueError for a bad configuration."""
-    if not 0 <= config.base_share <= 1 or (config.base_share > 0 and base_model is None):
-        raise ValueError(f"base_share is {config.base_share}: give a share from 0 to 1, and --base-model if above 0")
-    if config.num_tenants < 1 or config.adversary_factor < 1:
-        raise ValueError(
-            f"num_tenants {config.num_tenants} and adversary_factor {config.adversary_factor} must be at least 1"
-        )
-    streams = np.random.SeedSequence(config.seed).spawn(7)
-    arriving, choosing, asking, answering, writing, prefixing, owning = map(np.random.default_rng, streams)
+    _check(config, base_model)
+    streams = np.random.SeedSequence(config.seed).spawn(8)
+    arriving, choosing, asking, answering, writing, prefixing, owning, sharing = map(np.random.default_rng, streams)
     count = len(trace) or config.num_requests
     times = (
         np.array([entry.arrival_s for entry in trace])
@@ -67,7 +64,7 @@ def plan(
         else arrival_times(config.arrivals, config.rate, count, arriving)
     )
     chosen = adapter_indices(config.popularity, len(models), times, choosing)
-    is_base = choosing.random(count) < config.base_share
+    is_base = sharing.random(count) < config.base_share
     prompt_lengths = lengths(config.prompt_lengths, count, asking)
     output_lengths = lengths(config.output_lengths, count, answering)
     weights = np.ones(config.num_tenants)
@@ -75,12 +72,14 @@ def plan(
         weights[-1] = config.adversary_factor
     tenants = owning.choice(config.num_tenants, size=count, p=weights / weights.sum())
     prefixes: dict[str, str] = {}
+    if config.shared_prefix_words:
+        for name in filter(None, (*models, base_model, *(entry.model for entry in trace))):
+            if name not in prefixes:
+                prefixes[name] = words(config.shared_prefix_words, prefixing) + " "
 
     requests = []
     for i, entry in enumerate(trace or [TraceEntry(float(t)) for t in times]):
         model = entry.model or (base_model if is_base[i] and base_model is not None else models[chosen[i]])
-        if config.shared_prefix_words and model not in prefixes:
-            prefixes[model] = words(config.shared_prefix_words, prefixing) + " "
         own = max(1, (entry.prompt_tokens or int(prompt_lengths[i])) - config.shared_prefix_words)
         requests.append(
             PlannedRequest(
@@ -93,3 +92,18 @@ def plan(
             )
         )
     return requests
+
+
+def _check(config: WorkloadConfig, base_model: str | None) -> None:
+    least = {"seed": 0, "num_requests": 1, "shared_prefix_words": 0, "num_tenants": 1, "adversary_factor": 1}
+    for name, least_value in least.items():
+        if not least_value <= getattr(config, name) < math.inf:
+            raise ValueError(f"{name} is {getattr(config, name)} but must be a number of at least {least_value}")
+    if not 0 <= config.base_share <= 1:
+        raise ValueError(f"base_share is {config.base_share} but must be from 0 to 1")
+    if (config.base_share > 0) != (base_model is not None):
+        raise ValueError(
+            f"base_share is {config.base_share} and base_model is {base_model}: requests for a base need both"
+        )
+    if config.adversary_factor > 1 and config.num_tenants == 1:
+        raise ValueError(f"adversary_factor is {config.adversary_factor} but there is one tenant; give num_tenants too")

@@ -52,13 +52,14 @@ def test_the_seed_decides() -> None:
 
 @pytest.mark.parametrize("spec", ["", "poison", "gamma", "gamma:0", "gamma:x", "poisson:3", "onoff:0:1", "onoff:1"])
 def test_unknown_processes_are_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"not one of|could not convert"):
+    with pytest.raises(ValueError, match=r"not one of|is not a number"):
         arrival_times(spec, 1, 3, np.random.default_rng(0))
 
 
-def test_a_rate_of_zero_is_refused() -> None:
+@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
+def test_a_rate_of_nothing_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
-        arrival_times("poisson", 0, 3, np.random.default_rng(0))
+        arrival_times("poisson", rate, 3, np.random.default_rng(0))
 
 
 def test_traces() -> None:
@@ -67,8 +68,27 @@ def test_traces() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", '{"model": "sql"}', '{"arrival_s": 1, "colour": "red"}', '{"arrival_s": 0.1}', '{"arrival_s": -1}']
+    "line",
+    [
+        "{",
+        "[1]",
+        '{"model": "sql"}',
+        '{"arrival_s": 1, "colour": "red"}',
+        '{"arrival_s": 0.1}',
+        '{"arrival_s": -1}',
+        '{"arrival_s": "1"}',
+        '{"arrival_s": NaN}',
+        '{"arrival_s": 1, "model": 3}',
+        '{"arrival_s": 1, "tenant": ""}',
+        '{"arrival_s": 1, "prompt_tokens": 0}',
+        '{"arrival_s": 1, "output_tokens": 2.5}',
+    ],
 )
 def test_bad_trace_lines_are_named(line: str) -> None:
     with pytest.raises(ValueError, match="trace, line 2"):
         read_trace(['{"arrival_s": 0.2}', line])
+
+
+def test_a_trace_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"day\.jsonl holds no request"):
+        read_trace(["", " "], "day.jsonl")

@@ -64,12 +64,22 @@ def test_skewed_is_geometric() -> None:
     assert found[:-1] / found[1:] == pytest.approx(np.full(4, 1.5), rel=0.06)
 
 
-@pytest.mark.parametrize("spec", ["zipf", "zipf:-1", "powerlaw:0", "hotset:9:0.5:1", "hotset:1:2:1", "skewed:1", "x"])
+def test_skewed_reaches_every_adapter() -> None:
+    """With a ratio near 1 the tail is long: 300 adapters of 1.001 each have nearly the same share."""
+    weights = 1.001 ** -np.arange(300)
+    assert shares("skewed:1.001", 300) == pytest.approx(weights / weights.sum(), abs=0.002)
+
+
+@pytest.mark.parametrize(
+    "spec", ["zipf", "zipf:-1", "powerlaw:0", "hotset:9:0.5:1", "hotset:1:2:1", "hotset:1.5:0.5:1", "skewed:1", "x"]
+)
 def test_unknown_popularity_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"not one of|above 1"):
         adapter_indices(spec, 8, np.zeros(3), np.random.default_rng(0))
 
 
-def test_distinct_needs_enough_adapters() -> None:
+def test_distinct_and_punica_uniform_need_enough_adapters() -> None:
     with pytest.raises(ValueError, match="4 requests, 3 adapters"):
         adapter_indices("distinct", 3, np.zeros(4), np.random.default_rng(0))
+    with pytest.raises(ValueError, match="10 requests, 4 adapters: there are 3"):
+        adapter_indices("punica-uniform", 3, np.zeros(10), np.random.default_rng(0))

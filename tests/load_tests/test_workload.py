@@ -28,6 +28,23 @@ def test_arrivals_do_not_disturb_the_rest() -> None:
         assert replace(before, arrival_s=0) == replace(after, arrival_s=0)
 
 
+def test_a_models_prefix_does_not_depend_on_who_comes_first() -> None:
+    config = replace(CONFIG, shared_prefix_words=8, prompt_lengths="fixed:12")
+    plans = [plan(replace(config, popularity=kind), MODELS) for kind in ("uniform", "skewed:9")]
+    first, second = ({r.model: r.prompt.split()[:8] for r in requests} for requests in plans)
+    assert [r.model for r in plans[0]][:4] != [r.model for r in plans[1]][:4]
+    assert all(first[model] == prefix for model, prefix in second.items())
+
+
+def test_popularity_does_not_move_the_base() -> None:
+    config = replace(CONFIG, base_share=0.4)
+    plans = [
+        plan(replace(config, popularity=kind), MODELS, "base") for kind in ("uniform", "powerlaw:0.5", "hotset:2:1:9")
+    ]
+    bases = [[r.model == "base" for r in requests] for requests in plans]
+    assert bases[0] == bases[1] == bases[2]
+
+
 def test_lengths_are_kept() -> None:
     requests = plan(CONFIG, MODELS)
     assert {len(r.prompt.split()) for r in requests} == set(range(5, 21))
@@ -40,10 +57,30 @@ def test_lognormal_median_and_spread() -> None:
     assert drawn.std() == pytest.approx(0.7, rel=0.03)
 
 
-@pytest.mark.parametrize("spec", ["fixed", "fixed:0", "uniform:5:4", "uniform:0:4", "lognormal:9", "normal:1:1"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "fixed",
+        "fixed:0",
+        "uniform:5:4",
+        "uniform:0:4",
+        "lognormal:9",
+        "normal:1:1",
+        "fixed:1.5",
+        "uniform:1:2.5",
+        "lognormal:9:1:0",
+        "lognormal:9:1:5:5",
+    ],
+)
 def test_unknown_lengths_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match="not one of"):
         lengths(spec, 3, np.random.default_rng(0))
+
+
+def test_a_length_out_of_all_proportion_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bound it: lognormal:500:6:MAX"):
+        lengths("lognormal:500:6", 1000, np.random.default_rng(0))
+    assert lengths("lognormal:500:6:4000", 1000, np.random.default_rng(0)).max() == 4000
 
 
 def test_prefixes_are_shared_within_a_model_only() -> None:
@@ -76,7 +113,19 @@ def test_a_trace_wins_over_what_is_drawn() -> None:
     assert second.model in MODELS
 
 
-@pytest.mark.parametrize("changes", [{"base_share": 0.5}, {"base_share": 2.0}, {"num_tenants": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_share": 0.5},
+        {"base_share": 2.0},
+        {"num_tenants": 0},
+        {"adversary_factor": 2.0},
+        {"num_tenants": 2, "adversary_factor": float("nan")},
+        {"num_requests": 0},
+        {"shared_prefix_words": -1},
+        {"seed": -1},
+    ],
+)
 def test_bad_configurations_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"base_share|num_tenants"):
+    with pytest.raises(ValueError, match=next(reversed(changes))):
         plan(replace(CONFIG, **changes), MODELS)
