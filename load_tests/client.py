@@ -1,9 +1,10 @@
 """Sends planned requests to an OpenAI endpoint and notes when what came back.
 
-In: requests, an endpoint. Out: one `Outcome` per request, failures included; nothing is retried. Open loop:
-each request leaves at its time, whatever happened to the others, and its clock starts at the time it was due,
-not at the time a busy client got round to it. Closed loop: N streams, each sends its next request when the
-last has ended. Only /v1/completions with `stream: true` is used: every compatible server has it.
+In: requests, an endpoint. Out: one `Outcome` per request, failures included; nothing is retried, and each is also
+handed over when it ends, so that a run which is broken off loses only what has not ended. Open loop: each
+request leaves at its time, whatever happened to the others, and its clock starts at the time it was due, not at the
+time a busy client got round to it. Closed loop: N streams, each sends its next request when the last has ended.
+Only /v1/completions with `stream: true` is used: every compatible server has it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -32,8 +33,8 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Outcome:
-    """One request's life in seconds from the start of the run. `chunk_s` are times of events with new text
-    or new tokens; `error` is None for a complete answer."""
+    """One request's life in seconds from the start of the run. `chunk_s` are times of events with new text, or of
+    the last one of an answer without any; `error` is None for a complete answer."""
 
     index: int
     model: str
@@ -67,21 +68,30 @@ class Outcome:
         return [b - a for a, b in zip(self.chunk_s, self.chunk_s[1:], strict=False)]
 
 
-async def open_loop(endpoint: Endpoint, requests: Sequence[PlannedRequest]) -> list[Outcome]:
+async def open_loop(
+    endpoint: Endpoint, requests: Sequence[PlannedRequest], on_end: Callable[[Outcome], None] = lambda _: None
+) -> list[Outcome]:
     """Send each request at its `arrival_s`; the outcomes in the order of `requests`."""
     async with _session(endpoint) as session:
         start = time.perf_counter()
 
         async def one(request: PlannedRequest) -> Outcome:
             await asyncio.sleep(max(0.0, start + request.arrival_s - time.perf_counter()))
-            return await _send(session, endpoint, request, start, request.arrival_s)
+            outcome = await _send(session, endpoint, request, start, request.arrival_s)
+            on_end(outcome)
+            return outcome
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(request)) for request in requests]
     return [task.result() for task in tasks]
 
 
-async def closed_loop(endpoint: Endpoint, requests: Sequence[PlannedRequest], num_streams: int) -> list[Outcome]:
+async def closed_loop(
+    endpoint: Endpoint,
+    requests: Sequence[PlannedRequest],
+    num_streams: int,
+    on_end: Callable[[Outcome], None] = lambda _: None,
+) -> list[Outcome]:
     """`num_streams` at a time, as fast as they are answered; `arrival_s` is ignored."""
     if num_streams < 1:
         raise ValueError(f"{num_streams} streams: at least one is needed")
@@ -90,7 +100,12 @@ async def closed_loop(endpoint: Endpoint, requests: Sequence[PlannedRequest], nu
         left = iter(requests)
 
         async def stream() -> list[Outcome]:
-            return [await _send(session, endpoint, request, start, time.perf_counter() - start) for request in left]
+            own = []
+            for request in left:
+                outcome = await _send(session, endpoint, request, start, time.perf_counter() - start)
+                on_end(outcome)
+                own.append(outcome)
+            return own
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(stream()) for _ in range(num_streams)]
@@ -122,15 +137,19 @@ async def _send(
                 outcome.error = f"HTTP {response.status}: {(await response.text())[:200]}"
             else:
                 await _read(response, outcome, start)
-    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
+    except TimeoutError:
+        outcome.error = f"no complete answer within {endpoint.timeout_s:g} s"
+    except aiohttp.ClientError as error:
         outcome.error = f"{type(error).__name__}: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        outcome.error = f"the answer is not a stream of completions as OpenAI has it: {type(error).__name__}: {error}"
     outcome.done_s = time.perf_counter() - start
     return outcome
 
 
 async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float) -> None:
     """Server-sent events until [DONE]. The last token's text may be empty (half a character, end of text)."""
-    ended = False
+    ended = counted = False
     async for line in response.content:
         if not line.startswith(b"data:"):
             continue
@@ -140,13 +159,14 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float
             ended = True
             continue
         event = json.loads(data)
-        if "error" in event:
-            outcome.error = str(event["error"])[:200]
+        if (error := event.get("error")) is not None:
+            outcome.error = str(error)[:200]
             return
         if usage := event.get("usage"):
-            outcome.prompt_tokens = usage["prompt_tokens"]
-            outcome.completion_tokens = usage["completion_tokens"]
-        choices = event.get("choices", ())
+            counted = True
+            outcome.prompt_tokens = int(usage["prompt_tokens"])
+            outcome.completion_tokens = int(usage["completion_tokens"])
+        choices = event.get("choices") or ()
         # An answer without any text still has a first chunk: the one that ends it.
         if any(c.get("text") or (c.get("finish_reason") and not outcome.chunk_s) for c in choices):
             outcome.chunk_s.append(now)
@@ -154,5 +174,5 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float
         outcome.error = "the stream ended without [DONE]"
     elif not outcome.chunk_s:
         outcome.error = "the answer had no choices"
-    elif not outcome.completion_tokens:
+    elif not counted:
         outcome.error = "the answer had no usage; the server must support stream_options.include_usage"

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from load_tests.client import Outcome
 
 PERCENTILES = (50, 90, 95, 99)
+
+#: Different errors in the report; the JSON lines have them all.
+MOST_ERRORS = 10
 
 #: Summary key → what it is called in the report.
 LATENCIES = {
@@ -44,11 +47,12 @@ class Slo:
         return all(limit is None or value <= limit for value, limit in zip(values, limits, strict=True))
 
 
-def summarise(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
-    """Numbers of one run, with one entry per tenant. ValueError for no outcomes."""
+def summarise(outcomes: Sequence[Outcome], slo: Slo, num_unfinished: int = 0) -> dict[str, Any]:
+    """Numbers of one run, with one entry per tenant. Of `num_unfinished` requests nothing is known: the run was
+    broken off. ValueError for no outcomes."""
     if not outcomes:
         raise ValueError("no outcomes to summarise; send at least one request")
-    summary = _numbers(outcomes, slo, _span_s(outcomes))
+    summary = {"num_unfinished": num_unfinished, **_numbers(outcomes, slo, _span_s(outcomes))}
     tenants = sorted({outcome.tenant for outcome in outcomes})
     if len(tenants) > 1:
         summary["tenants"] = {
@@ -101,22 +105,22 @@ def _counts(values: Iterable[str]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-def write_jsonl(
-    file: TextIO, config: Mapping[str, Any], outcomes: Sequence[Outcome], summary: Mapping[str, Any]
-) -> None:
-    """One line of configuration, one per request, one of summary."""
-    file.write(json.dumps({"kind": "config", **config}) + "\n")
-    for outcome in outcomes:
-        file.write(json.dumps({"kind": "request", **asdict(outcome)}) + "\n")
-    file.write(json.dumps({"kind": "summary", **summary}) + "\n")
+def json_line(kind: str, values: Mapping[str, Any] | Outcome) -> str:
+    """One line of a run's file: its `config`, a `request`, its `summary`."""
+    return json.dumps({"kind": kind, **(asdict(values) if isinstance(values, Outcome) else values)}) + "\n"
 
 
 def markdown(title: str, summary: Mapping[str, Any]) -> str:
     """A report of one page: rates, latencies in milliseconds, tenants, errors."""
     failed = f", {summary['num_failed']} failed" if summary["num_failed"] else ""
+    broken_off = [
+        f"Broken off: {summary['num_unfinished']} more requests had not ended and are in none of these numbers.",
+        "",
+    ]
     lines = [
         f"## {title}",
         "",
+        *(broken_off if summary["num_unfinished"] else ()),
         f"{summary['num_requests']} requests{failed} in {summary['span_s']:.1f} s: "
         f"{summary['requests_per_s']:.2f} requests/s, {summary['tokens_per_s']:.1f} tokens/s.",
         f"Objectives met by {100 * summary['slo_attainment']:.1f} % of requests: goodput "
@@ -140,7 +144,10 @@ def markdown(title: str, summary: Mapping[str, Any]) -> str:
                 f"{100 * numbers['slo_attainment']:.1f} % | {cells[0]} | {cells[1]} | {numbers['tokens_per_s']:.1f} |"
             )
     if summary["errors"]:
-        lines += ["", "Errors:", *(f"- {count} × {error}" for error, count in summary["errors"].items())]
+        shown = list(summary["errors"].items())[:MOST_ERRORS]
+        lines += ["", "Errors:", *(f"- {count} × {' '.join(error.split())}" for error, count in shown)]
+        if more := len(summary["errors"]) - len(shown):
+            lines.append(f"- and {more} others, in the JSON lines")
     return "\n".join(lines) + "\n"
 
 

@@ -1,13 +1,17 @@
 """A tiny OpenAI server that says as many words as it is asked for, and sometimes misbehaves by request.
 
-It answers by model name: "refuse" with 429, "break" ends its stream early, "late" waits first. Nothing is answered
-before as many requests have been there at once as `min_open` says: what is sent one by one hangs.
+It answers by model name: "refuse" with 429, "break" ends its stream early, "late" waits first, "odd" sends what is
+no event of a completion, "silent" counts no token, "never" says nothing, "ctrl-c" interrupts this process and
+says nothing. Nothing is answered before as many requests have been there at once as `min_open` says: what is sent
+one by one hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -37,6 +41,11 @@ class FakeServer:
             async with self._arrived:
                 self._arrived.notify_all()
                 await self._arrived.wait_for(lambda: self.max_open >= self.min_open)
+            if body["model"] in {"never", "ctrl-c"}:
+                if body["model"] == "ctrl-c":
+                    os.kill(os.getpid(), signal.SIGINT)
+                while request.transport is not None:
+                    await asyncio.sleep(0.01)
             return await self._stream(request, body)
         finally:
             self.num_open -= 1
@@ -45,9 +54,11 @@ class FakeServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
 
-        async def send(event: dict[str, Any]) -> None:
+        async def send(event: object) -> None:
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
+        if body["model"] == "odd":
+            await send(body["odd"])
         await asyncio.sleep(0.05 if body["model"] == "late" else 0.001)
         for i in range(body["max_tokens"]):
             last = i == body["max_tokens"] - 1
@@ -56,6 +67,8 @@ class FakeServer:
                 return response
             await asyncio.sleep(0)
         usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": body["max_tokens"]}
+        if body["model"] == "silent":
+            usage["completion_tokens"] = 0
         await send({"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
 
 from load_tests.client import Outcome
-from load_tests.report import Slo, markdown, percentiles, summarise, write_jsonl
+from load_tests.report import Slo, json_line, markdown, percentiles, summarise
 
 
 def outcome(index: int, due_s: float, chunk_s: list[float], tokens: int, tenant: str = "t") -> Outcome:
@@ -74,14 +73,18 @@ def test_all_failed_still_makes_a_report() -> None:
     assert "1 × HTTP 500: no" in markdown("nothing works", summary)
 
 
+def test_a_report_of_many_errors_stays_short() -> None:
+    failed = [Outcome(i, "m", "t", 3.0, 3.5, done_s=6.0, error=f"HTTP 500:\n {i}") for i in range(14)]
+    text = markdown("much goes wrong", summarise(failed, Slo()))
+    assert text.count("1 × HTTP 500: ") == 10
+    assert "and 4 others" in text
+
+
 def test_json_lines_and_markdown() -> None:
     summary = summarise([FAST, SLOW], Slo(ttft_s=1.0))
-    file = io.StringIO()
-    write_jsonl(file, {"seed": 3}, [FAST, SLOW], summary)
-    lines = [json.loads(line) for line in file.getvalue().splitlines()]
-    assert [line["kind"] for line in lines] == ["config", "request", "request", "summary"]
-    assert lines[0]["seed"] == 3
-    assert lines[1]["chunk_s"] == FAST.chunk_s
+    assert json.loads(json_line("config", {"seed": 3})) == {"kind": "config", "seed": 3}
+    request = json.loads(json_line("request", FAST))
+    assert (request["kind"], request["index"], request["chunk_s"]) == ("request", 0, FAST.chunk_s)
     text = markdown("two requests", summary)
     assert "Objectives met by 50.0 % of requests" in text
     assert "| first token | 1100.0 | 1100.0 |" in text

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from openai.types.completion_create_params import CompletionCreateParamsBase, CompletionCreateParamsStreaming
 
 from load_tests.client import Endpoint, closed_loop, open_loop
 from load_tests.run import main
@@ -65,6 +68,37 @@ async def test_failures_are_outcomes() -> None:
     assert "Connect" in unreachable.error
 
 
+@pytest.mark.parametrize(
+    "odd", [None, [], 7, {"choices": [3]}, {"usage": {"tokens": 3}}, {"usage": {"prompt_tokens": []}}]
+)
+async def test_an_odd_event_is_a_failure_of_its_request_alone(odd: object) -> None:
+    requests = [PlannedRequest(i, 0.0, model, "t", "x", 3) for i, model in enumerate(["odd", "a"])]
+    async with serving() as (url, _):
+        strange, good = await open_loop(Endpoint(url, extra_body={"odd": odd}), requests)
+    assert strange.error is not None
+    assert "not a stream of completions" in strange.error
+    assert good.error is None
+
+
+async def test_an_error_that_is_null_is_none() -> None:
+    request = PlannedRequest(0, 0.0, "odd", "t", "x", 3)
+    async with serving() as (url, _):
+        (outcome,) = await open_loop(Endpoint(url, extra_body={"odd": {"error": None, "choices": None}}), [request])
+    assert outcome.error is None
+
+
+async def test_an_answer_of_no_tokens_is_one() -> None:
+    async with serving() as (url, _):
+        (outcome,) = await open_loop(Endpoint(url), [PlannedRequest(0, 0.0, "silent", "t", "x", 1)])
+    assert (outcome.error, outcome.completion_tokens) == (None, 0)
+
+
+async def test_an_answer_that_does_not_come_is_named() -> None:
+    async with serving() as (url, _):
+        (outcome,) = await open_loop(Endpoint(url, timeout_s=0.2), [PlannedRequest(0, 0.0, "never", "t", "x", 1)])
+    assert outcome.error == "no complete answer within 0.2 s"
+
+
 def test_smoke_from_the_command_line(server: tuple[str, FakeServer], tmp_path: Path) -> None:
     url, fake = server
     names = tmp_path / "names.txt"
@@ -94,3 +128,79 @@ def test_a_run_without_any_answer_fails(server: tuple[str, FakeServer], tmp_path
             *("--out", str(tmp_path / "x")),
         ])  # fmt: skip
     assert not (tmp_path / "x.png").exists()
+
+
+def test_nothing_beyond_openais_fields_is_sent(server: tuple[str, FakeServer], tmp_path: Path) -> None:
+    """Other servers refuse, or ignore, what they do not know."""
+    main(["--url", server[0] + "/", "--models", "a", "--requests", "1", "--out", str(tmp_path / "x")])
+    (body,) = server[1].bodies
+    openais = (CompletionCreateParamsBase, CompletionCreateParamsStreaming)
+    assert set(body) <= {name for part in openais for name in part.__annotations__}
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """As in a terminal: a shell's background jobs start with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_ctrl_c_keeps_what_has_ended(server: tuple[str, FakeServer], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"arrival_s": 0, "model": m}) + "\n" for m in ["a", "refuse", "ctrl-c", "a"]))
+    out = tmp_path / "x"
+    with pytest.raises(SystemExit, match="130"):
+        main([
+            *("--url", server[0], "--models", "a", "--trace", str(trace), "--closed-loop", "1", "--out", str(out)),
+        ])  # fmt: skip
+    config, first, second, summary = (json.loads(line) for line in Path(f"{out}.jsonl").read_text().splitlines())
+    assert (config["kind"], first["model"], second["model"]) == ("config", "a", "refuse")
+    assert (summary["num_requests"], summary["num_unfinished"]) == (2, 2)
+    assert "Broken off: 2 more requests" in Path(f"{out}.md").read_text()
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_ctrl_c_before_anything_has_ended(server: tuple[str, FakeServer], tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    with pytest.raises(SystemExit, match="130"):
+        main(["--url", server[0], "--models", "ctrl-c", "--requests", "1", "--rate", "1000", "--out", str(out)])
+    assert len(Path(f"{out}.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--popularity", "zipf"], "popularity 'zipf' is not one of"),
+        (["--popularity", "zipf:x"], "'x' is not a number"),
+        (["--arrivals", "gamma:inf"], "'inf' is not a number"),
+        (["--prompt-lengths", "fixed:2.5"], "'fixed:2.5' is not one of"),
+        (["--output-lengths", "lognormal:5:1:0"], "'lognormal:5:1:0' is not one of"),
+        (["--requests", "0"], "num_requests is 0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--shared-prefix-words", "-4"], "shared_prefix_words is -4"),
+        (["--rate", "nan"], "--rate: 'nan' is not a number above 0"),
+        (["--timeout", "0"], "--timeout: '0' is not a number above 0"),
+        (["--slo-ttft", "-1"], "--slo-ttft: '-1' is not a number above 0"),
+        (["--closed-loop", "0"], "--closed-loop: '0' is not a whole number from 1"),
+        (["--extra-body", "[1]"], "[1] is not a JSON object"),
+        (["--extra-body", "{"], "--extra-body: {: Expecting"),
+        (["--api-keys", "/nowhere.json"], "No such file"),
+        (["--models", "@/nowhere.txt"], "No such file"),
+        (["--trace", "/nowhere.jsonl"], "No such file"),
+        (["--trace", "/dev/null"], "/dev/null holds no request"),
+        (["--url", "127.0.0.1:8000/v1"], "does not start with http://"),
+        (["--adversary-factor", "5"], "there is one tenant"),
+        (["--base-model", "b"], "requests for a base need both"),
+        (["--base-share", "0.5"], "requests for a base need both"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x"),
+    ],
+)
+def test_bad_options_are_refused_in_words(
+    given: list[str], words: str, server: tuple[str, FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", server[0], "--models", "a", "--requests", "1", "--out", str(tmp_path / "x"), *given])
+    assert words in capsys.readouterr().err
+    assert not server[1].bodies
