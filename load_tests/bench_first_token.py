@@ -21,16 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import resolve_model
-from app.settings_file import IMPORT_PATH, read_settings
+from app.settings_file import read_settings
 from load_tests.client import Endpoint, closed_loop
 from load_tests.lengths import words
 from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
-from load_tests.service import ROOT, Service, free_port, serve_arguments
+from load_tests.service import ROOT, Service, free_port, serve_arguments, settings_with_adapters
 from load_tests.workload import PlannedRequest
 
 BASE, DEVICE, HOST, DISK = "base", "adapter on the device", "adapter in host memory", "adapter on disk"
@@ -111,15 +110,11 @@ def run(config: Path, rank: int, num_rounds: int, num_words: int) -> str:
         folder = Path(name)
         folders = write_random_adapters(folder / "adapters", spec, num_adapters, [rank], seed=0, bf16=True)
         size_bytes = (folders[0] / "adapter_model.safetensors").stat().st_size
-        document = yaml.safe_load(config.read_text(encoding="utf-8"))
-        application = next(item for item in document["applications"] if item["import_path"] == IMPORT_PATH)
-        application["args"]["adapters"] = {
-            "roots": [str(folder / "adapters")],
-            "host_cache_bytes": HOST_ROOM * size_bytes + size_bytes // 2,
-        }
-        (folder / "serve.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+        host_bytes = HOST_ROOM * size_bytes + size_bytes // 2
+        adapters = {"roots": [str(folder / "adapters")], "host_cache_bytes": host_bytes}
+        settings = settings_with_adapters(config, folder, adapters)
         port = free_port()
-        with Service(serve_arguments(str(folder / "serve.yaml"), port)) as service:
+        with Service(serve_arguments(str(settings), port)) as service:
             service.wait_for("Ready after")
             bench = Bench(f"http://127.0.0.1:{port}/v1", model.name, folders, num_rounds, num_words)
             cases = {BASE: bench.base, DEVICE: bench.device, HOST: bench.host, DISK: bench.disk}

@@ -22,6 +22,9 @@ from threading import Thread
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import yaml
+
+from app.settings_file import IMPORT_PATH
 from load_tests.process_tree import session_processes
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +41,16 @@ class Line(NamedTuple):
 def serve_arguments(config: str, port: int, host: str = "127.0.0.1") -> list[str]:
     """`polylora` with these is what `make serve` runs."""
     return ["serve", "--config", config, "--host", host, "--port", str(port)]
+
+
+def settings_with_adapters(config: Path, folder: Path, adapters: dict[str, object]) -> Path:
+    """The settings file `config` with its `adapters` replaced, as a file in `folder`."""
+    document = yaml.safe_load(config.read_text(encoding="utf-8"))
+    application = next(item for item in document["applications"] if item["import_path"] == IMPORT_PATH)
+    application["args"]["adapters"] = adapters
+    settings = folder / "serve.yaml"
+    settings.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return settings
 
 
 class Service:

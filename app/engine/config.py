@@ -57,6 +57,12 @@ class EngineConfig(BaseModel):
     )
     max_adapter_slots: int = Field(256, ge=1, description="Adapters resident at once, the base included.")
     max_batch_tokens: int = Field(256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks.")
+    prefill_step_ms: int = Field(
+        100,
+        ge=0,
+        description="While sequences decode, a step takes in as many prompt tokens as let it end in about this time, "
+        "and in any case as many as it decodes: so long prompts delay streams. 0: max_batch_tokens alone.",
+    )
     max_batch_sequences: int = Field(64, ge=1, description="Sequences running at once.")
     max_waiting: int = Field(512, ge=1, description="Requests waiting for a turn before new ones are refused with 429.")
     max_context: int = Field(0, ge=0, description="Longest prompt plus answer; 0 takes the model's own limit.")

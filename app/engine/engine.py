@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -33,6 +33,7 @@ from app.engine.errors import (
     QueueFull,
 )
 from app.engine.kv_cache import BlockPool
+from app.engine.prefill_pace import PrefillPace
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.sampling_check import validate_request
 from app.engine.scheduler import Schedule, Scheduler
@@ -58,7 +59,7 @@ class _Keep:
 class Engine:
     """One base model, its KV memory and adapter tables, and the requests that share them."""
 
-    def __init__(self, backend: Backend, config: EngineConfig) -> None:
+    def __init__(self, backend: Backend, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         self._backend = backend
         self._spec = backend.spec
         limits = backend.limits
@@ -79,6 +80,8 @@ class Engine:
             limits.adapter_extra_bytes,
             config.adapter_eviction,
         )
+        self._pace = PrefillPace(config.prefill_step_ms / 1000)
+        self._clock = clock
         self._scheduler = Scheduler(
             self._blocks,
             self._adapters,
@@ -86,6 +89,7 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             max_batch_sequences=config.max_batch_sequences,
             max_write_bytes=config.adapter_write_bytes_per_step,
+            pace=self._pace,
         )
         self._builder = BatchBuilder(limits.block_size)
         self._inbox: deque[_Submit | _Abort | _Keep | Drop | Bring] = deque()
@@ -273,11 +277,11 @@ class Engine:
         return plan
 
     def _write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
-        started_s = time.perf_counter()
+        started_s = self._clock()
         if not self._backend.limits.takes_bfloat16:
             adapter = adapter.widened()
         self._backend.write_adapter(adapter_slot, row_start, adapter)
-        self._meter.adapter_write_s += time.perf_counter() - started_s
+        self._meter.adapter_write_s += self._clock() - started_s
 
     def _end_all(self, digest: str, error: Exception) -> list[TokenChunk]:
         """End an adapter's live sequences with an error."""
@@ -309,13 +313,18 @@ class Engine:
 
     def _forward(self, plan: Schedule, chunks: list[TokenChunk]) -> ForwardOutput | None:
         """Compute the step; None if a write that it waited for failed. Then the others' turn is the next step."""
+        started_s = self._clock()
         try:
-            return self._backend.forward(self._builder.build(plan.items))
+            output = self._backend.forward(self._builder.build(plan.items))
         except AdapterError:
             left = self._without_unready(plan, chunks)
             if len(left.items) == len(plan.items):
                 raise
             return None
+        num_tokens = sum(count for _, count in plan.items)
+        if num_tokens > len(plan.items):
+            self._pace.observe(num_tokens, self._clock() - started_s)
+        return output
 
     def _without_adapter(self, digest: str, error: AdapterError, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
         """End an adapter's requests with an error, free its rows, and leave it out of the step."""

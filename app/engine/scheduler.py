@@ -1,8 +1,8 @@
 """What the next step computes: continuous batching with chunked prefill.
 
 In: sequences to run or to end, and each step's output. Out: a `Schedule` per step and the chunks it
-produced. Every running sequence that decodes gets its token first; the rest of the token budget
-is shared by prefill chunks and newly admitted sequences. When blocks run out the
+produced. Every running sequence that decodes gets its token first; the rest of the token budget, no more than the pace
+of prefill allows beside them, is shared by prefill chunks and newly admitted sequences. When blocks run out the
 youngest gives all of its own back and is computed again later (preemption by recompute): the oldest
 always finishes, so everyone does. Arrays are the batch builder's, memory is the pools'.
 """
@@ -16,6 +16,7 @@ from app.engine.admission import AdapterWrite, Admission, Refusal
 from app.engine.batch import ForwardOutput
 from app.engine.fair_queue import OUTPUT_PRICE, FairQueue
 from app.engine.kv_cache import BlockPool
+from app.engine.prefill_pace import PrefillPace
 from app.engine.prefill_split import spend_rest, split_prefill
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.sequence import Sequence, Status
@@ -51,12 +52,14 @@ class Scheduler:
         max_batch_tokens: int,
         max_batch_sequences: int,
         max_write_bytes: int,
+        pace: PrefillPace,
     ) -> None:
         self._blocks = blocks
         self._adapters = adapters
         self._meter = meter
         self._max_tokens = max_batch_tokens
         self._max_sequences = min(max_batch_sequences, max_batch_tokens)  # each decodes one token per step
+        self._pace = pace
         self._queue = FairQueue()
         self._admission = Admission(self._queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
         self._running: list[Sequence] = []  # by order, oldest first
@@ -126,7 +129,7 @@ class Scheduler:
             if sequence.num_computed == sequence.num_blocks * block_size and not self._grow(sequence, preempted):
                 continue
             items.append((sequence, 1))
-        budget = self._max_tokens - len(items)
+        budget = self._pace.max_tokens(len(items), self._max_tokens - len(items))
         prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
         counts = split_prefill(prefills, budget, self._queue.waiting_tenants())
         budget -= sum(counts)

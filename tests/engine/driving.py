@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
@@ -23,10 +23,12 @@ def make_engine(
     rows: int = 64,
     alignment: int = 8,
     max_adapter_slots: int = 8,
+    clock: Callable[[], float] = lambda: 0.0,
     **config: int | bool,
 ) -> tuple[Engine, FakeBackend]:
+    """`clock` stands still, so that what the machine does changes no plan."""
     backend = FakeBackend(BackendLimits(num_kv_blocks, block_size, rows, alignment, max_adapter_slots))
-    return Engine(backend, EngineConfig.model_validate(config)), backend
+    return Engine(backend, EngineConfig.model_validate(config), clock), backend
 
 
 def run(engine: Engine, max_steps: int = 20_000) -> dict[str, list[TokenChunk]]:

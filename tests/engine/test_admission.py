@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self, limits: BackendLimits, **config: int | bool) -> None:
         self.backend = FakeBackend(limits)
-        self.engine = Engine(self.backend, EngineConfig.model_validate(config))
+        self.engine = Engine(self.backend, EngineConfig.model_validate(config), clock=lambda: 0.0)
         self.step = 0
         self.first: dict[str, int] = {}
         self.ended: dict[str, int] = {}

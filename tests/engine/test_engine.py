@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,7 @@ def scripts(draw: st.DrawFn) -> tuple[dict[str, int | bool], list[tuple[str, obj
         "rows": draw(st.sampled_from([32, 48, 64])),
         "max_adapter_slots": draw(st.integers(2, 6)),
         "max_batch_tokens": draw(st.integers(8, 40)),
+        "prefill_step_ms": draw(st.sampled_from([0, 5, 50])),
         "max_batch_sequences": draw(st.integers(1, 8)),
         "adapter_write_bytes_per_step": draw(st.sampled_from([1, 200, 10_000])),
         "prefix_cache": draw(st.booleans()),
@@ -98,7 +100,8 @@ def test_any_company_gives_the_tokens_of_being_alone(
     script: tuple[dict[str, int | bool], list[tuple[str, object]]],
 ) -> None:
     config, events = script
-    engine, _ = make_engine(**config)  # type: ignore[arg-type]
+    ticks = itertools.count()
+    engine, _ = make_engine(clock=lambda: 0.01 * next(ticks), **config)  # type: ignore[arg-type]
     submitted: dict[str, Submitted] = {}
     aborted: set[str] = set()
     out: dict[str, list[TokenChunk]] = {}

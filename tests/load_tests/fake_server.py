@@ -25,6 +25,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.registered: list[str] = []
         self.num_open = self.max_open = 0
         self.min_open = 1
         self._arrived = asyncio.Condition()
@@ -49,6 +50,10 @@ class FakeServer:
             return await self._stream(request, body)
         finally:
             self.num_open -= 1
+
+    async def register(self, request: web.Request) -> web.Response:
+        self.registered.append((await request.json())["path"])
+        return web.json_response({}, status=201)
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -80,6 +85,7 @@ async def serving() -> AsyncIterator[tuple[str, FakeServer]]:
     fake = FakeServer()
     application = web.Application()
     application.router.add_post("/v1/completions", fake.completions)
+    application.router.add_post("/v1/loras", fake.register)
     runner = web.AppRunner(application)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

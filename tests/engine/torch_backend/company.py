@@ -162,6 +162,7 @@ def _random_config(
         max_adapter_slots=pick(2, 3, 8),
         adapter_extra_bytes=pick(300_000, 450_000, 1 << 24),  # one adapter's extras always fit
         max_batch_tokens=pick(8, 13, 32, 100, 256),
+        prefill_step_ms=pick(0, 1, 5, 100),
         max_batch_sequences=pick(1, 3, 8, 32),
         adapter_write_bytes_per_step=pick(1, 100_000, 1 << 24),
         prefix_cache=bool(generator.integers(4)),
