@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic_core import to_json
+
 from app.deployments.text import TextDelta
 from app.engine.request import TokenLogprobs, Usage
 
@@ -89,6 +91,11 @@ class AnswerFormat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
             return self._event("chat.completion.chunk", choice)
         return self._event("text_completion", choice | {"text": delta.text})
+
+    def text_event(self, index: int) -> tuple[bytes, bytes]:
+        """JSON of `event` for a delta with only text: what is before the text, and what is behind it."""
+        before, _, behind = to_json(self.event(index, TextDelta("\0"), 0)).rpartition(to_json("\0"))
+        return before, behind
 
     def usage_event(self, usages: Sequence[Usage | None], num_per_prompt: int) -> dict[str, Any]:
         """The last event when the client asked for usage: no choices."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from typing import Any
 from app.deployments.placement import PlacementPolicy, choose_replica
 from app.deployments.streams import Link, Lost, Refused, Stream
 from app.deployments.transport import Placer, ReplicaGone, ReplicaUnreachable, Transport
-from app.engine.errors import AdapterKeptOut, EngineFailure, NotReady, QueueFull
+from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, NotReady, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -69,44 +70,44 @@ class Dispatcher:
             if self._avoid_until_s.get(replica_id, 0.0) <= now_s
         }
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
-        """Chunks of one request; the last one has a finish reason. Raises NotReady, QueueFull, EngineFailure.
+    async def stream(self, request: GenerateRequest, deadline_s: float = math.inf) -> AsyncGenerator[TokenChunk]:
+        """Chunks of one request; the last one has a finish reason.
 
-        Closing the generator aborts the sequence.
+        Raises NotReady, QueueFull, EngineFailure, DeadlineExceeded. Closing the generator aborts the sequence.
+        `deadline_s` is a time of the event loop's clock.
         """
-        stream = Stream(request)
+        stream = Stream(request, deadline_s)
+        alarm = None
+        if deadline_s < math.inf:
+            alarm = asyncio.get_running_loop().call_at(deadline_s, stream.inbox.put, stream.late())
         try:
-            while True:
-                await self._place(stream)
-                async for chunk in self._chunks(stream):
-                    yield chunk
-                    if stream.closed:
-                        return
+            await self._place(stream)
+            while not stream.closed:
+                item = await stream.inbox.get()
+                if isinstance(item, TokenChunk):
+                    stream.received.extend(item.token_ids)
+                    stream.closed = item.finish_reason is not None
+                    yield item
+                elif isinstance(item, DeadlineExceeded):
+                    raise item
+                elif item.placement == stream.placement:
+                    if isinstance(item, Refused):
+                        stream.refusals[item.replica_id] = item.error
+                    else:
+                        stream.num_losses += item.died
+                        stream.refusals.clear()
+                    await self._place(stream)
         finally:
+            if alarm is not None:
+                alarm.cancel()
             self._close(stream)
-
-    async def _chunks(self, stream: Stream) -> AsyncGenerator[TokenChunk]:
-        """What this placement yields, until it ends or is lost."""
-        while True:
-            item = await stream.queue.get()
-            if isinstance(item, TokenChunk):
-                stream.received.extend(item.token_ids)
-                stream.closed = item.finish_reason is not None
-                yield item
-            elif item.placement == stream.placement:
-                if isinstance(item, Refused):
-                    stream.refusals[item.replica_id] = item.error
-                else:
-                    stream.num_losses += item.died
-                    stream.refusals.clear()
-                return
 
     async def place(self, streams: Sequence[Stream]) -> list[Exception | None]:
         """Place requests that arrived together: one decision, one call per replica. None means placed.
 
         A replica that had no room for a request is not asked again; if it was the last, its refusal is the answer.
         Nobody waits for a replica that is slow to answer: what becomes of its group each stream hears through its
-        queue, and if the replica turns out to be gone it asks again.
+        inbox, and if the replica turns out to be gone it asks again.
         """
         try:
             loads = await self._wait_for_replicas()
@@ -151,7 +152,12 @@ class Dispatcher:
                 f"request {stream.request.request_id} lost {MAX_LOSSES} replicas, which died with it; giving up on it"
             )
         stream.placement += 1
-        if error := await self._admit(stream):
+        try:
+            async with asyncio.timeout_at(stream.deadline_s if stream.deadline_s < math.inf else None):
+                error = await self._admit(stream)
+        except TimeoutError:
+            raise stream.late() from None
+        if error is not None:
             raise error
 
     async def _wait_for_replicas(self) -> dict[str, int]:
@@ -182,7 +188,7 @@ class Dispatcher:
         except Exception as error:
             for stream, placement in placements:
                 if stream.placement == placement:
-                    stream.queue.put_nowait(TokenChunk(stream.placement_id, finish_reason="error", error=error))
+                    stream.inbox.put(TokenChunk(stream.placement_id, finish_reason="error", error=error))
                     self._forget(stream)
         self._count(replica_id, -num_counted)
         for stream, placement in placements:
@@ -231,9 +237,9 @@ class Dispatcher:
         if stream is None:
             return  # closed meanwhile; the abort is on its way
         if isinstance(chunk.error, QueueFull | AdapterKeptOut):
-            stream.queue.put_nowait(Refused(stream.placement, link.replica_id, chunk.error))
+            stream.inbox.put(Refused(stream.placement, link.replica_id, chunk.error))
         else:
-            stream.queue.put_nowait(chunk)
+            stream.inbox.put(chunk)
         if chunk.finish_reason is not None:
             self._forget(stream)
 
@@ -257,7 +263,7 @@ class Dispatcher:
     def _lose(self, placements: Sequence[tuple[Stream, int]], *, died: bool = False) -> None:
         for stream, placement in placements:
             if stream.placement == placement:
-                stream.queue.put_nowait(Lost(placement, died=died and stream.link is not None))
+                stream.inbox.put(Lost(placement, died=died and stream.link is not None))
                 self._forget(stream)
 
     def _drop(self, link: Link, *, died: bool = False) -> None:

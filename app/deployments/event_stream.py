@@ -32,7 +32,7 @@ class EventStream(StreamingResponse):
         on_end: Callable[[int], None],
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(self._body(), media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
+        super().__init__(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
         self._first = first
         self._events = events
         self._on_end = on_end
@@ -42,19 +42,23 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # Not in `_body`: a client that leaves while an event is being sent leaves that generator where it is.
             self._on_end(self._status)
             await self._events.aclose()
 
-    async def _body(self) -> AsyncGenerator[bytes]:
-        try:
-            yield self._first
-            async for event in self._events:
-                yield event
-            self._status = 200
-            yield b"data: [DONE]\n\n"
-        except Exception as error:
-            # The status line is out: OpenAI's clients look for an error object in the stream.
-            answer = error_answer(error)
-            self._status = answer.status
-            yield sse(answer.body)
+    async def stream_response(self, send: Send) -> None:
+        """One loop from the events to the server: what the base class does in three is half the cost of an event."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        event = self._first
+        while True:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            try:
+                event = await anext(self._events)
+            except StopAsyncIteration:
+                self._status, last = 200, b"data: [DONE]\n\n"
+                break
+            except Exception as error:
+                # The status line is out: OpenAI's clients look for an error object in the stream.
+                answer = error_answer(error)
+                self._status, last = answer.status, sse(answer.body)
+                break
+        await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from app.deployments.answers import Answer
 from app.deployments.openai_schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
 from app.deployments.text import Decoder, TextDelta, text_deltas
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import ContextOverflow, DeadlineExceeded, InvalidRequest, NotFound
+from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 
 #: Text longer than this is tokenized in a thread: it would hold up every stream of this process.
@@ -50,7 +51,7 @@ class TextModel(Protocol):
 class StreamSource(Protocol):
     """`Dispatcher.stream`."""
 
-    def __call__(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]: ...
+    def __call__(self, request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]: ...
 
 
 class _Names(NamedTuple):
@@ -89,37 +90,44 @@ class Job:
             answers[index].add(delta)
         return answers
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta]]:
+    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta]]:
         """(sequence index, delta) as they come. Closing the generator aborts what still runs.
 
-        Raises what a sequence raises, and DeadlineExceeded.
+        Raises what a sequence raises, DeadlineExceeded among it.
         """
-        queue: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
-        late = DeadlineExceeded(f"request {self.request_id} took longer than limits.request_timeout_s; it was aborted")
-        deadline = asyncio.get_running_loop().call_at(self.deadline_s, queue.put_nowait, (0, late))
+        return self._sequence(0) if len(self.requests) == 1 else self._merged()
+
+    async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
+        chunks = self.source(self.requests[index], self.deadline_s)
+        async with aclosing(text_deltas(chunks, self.new_decoder(), self.stops)) as deltas:
+            async for delta in deltas:
+                if self.progress.first_s is None:
+                    self.progress.first_s = time.time()
+                yield index, delta
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """Several sequences: a task each, because whichever has something is next."""
+        queue: asyncio.Queue[tuple[int, TextDelta] | Exception] = asyncio.Queue()
         tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.requests))]
         num_open = len(tasks)
         try:
             while num_open:
-                index, item = await queue.get()
+                item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                num_open -= item.finish_reason is not None
-                if self.progress.first_s is None:
-                    self.progress.first_s = time.time()
-                yield index, item
+                num_open -= item[1].finish_reason is not None
+                yield item
         finally:
-            deadline.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, index: int, queue: asyncio.Queue[tuple[int, TextDelta | Exception]]) -> None:
+    async def _run(self, index: int, queue: asyncio.Queue[tuple[int, TextDelta] | Exception]) -> None:
         try:
-            async for delta in text_deltas(self.source(self.requests[index]), self.new_decoder(), self.stops):
-                queue.put_nowait((index, delta))
+            async for item in self._sequence(index):
+                queue.put_nowait(item)
         except Exception as error:
-            queue.put_nowait((index, error))  # raised by whoever reads the job
+            queue.put_nowait(error)  # raised by whoever reads the job
 
 
 class Frontend:

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -140,14 +141,19 @@ async def _respond(
 async def _events(job: Job, answer_format: AnswerFormat, usages: list[Usage | None]) -> AsyncGenerator[bytes]:
     offsets = [0] * len(job.requests)
     started = [not answer_format.is_chat] * len(job.requests)
+    texts = [answer_format.text_event(index) for index in range(len(job.requests))]
     async with aclosing(job.deltas()) as deltas:
         async for index, delta in deltas:
-            event = b""
+            usages[index] = delta.usage or usages[index]
+            if started[index] and delta.finish_reason is None and not answer_format.want_logprobs:
+                before, behind = texts[index]  # nearly every event: only its text is new
+                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
+            else:
+                event = sse(answer_format.event(index, delta, offsets[index]))
             if not started[index]:
                 started[index] = True
-                event = sse(answer_format.role_event(index))
-            usages[index] = delta.usage or usages[index]
-            yield event + sse(answer_format.event(index, delta, offsets[index]))
+                event = sse(answer_format.role_event(index)) + event
+            yield event
             offsets[index] += len(delta.text)
     if answer_format.include_usage:
         yield sse(answer_format.usage_event(usages, job.num_per_prompt))

@@ -1,22 +1,24 @@
 """One request on its way, and the connection to the replica that computes it.
 
-The dispatcher changes these, on one event loop; a stream's caller reads its queue. Every placement is a new engine
+The dispatcher changes these, on one event loop; a stream's caller reads its inbox. Every placement is a new engine
 request, so nothing an old replica still does can reach the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from dataclasses import dataclass, field, replace
 
-from app.engine.errors import Overloaded
+from app.deployments.inbox import Inbox
+from app.engine.errors import DeadlineExceeded, Overloaded
 from app.engine.request import GenerateRequest, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Put in a stream's queue in place of a chunk: that placement came to nothing, the stream must be placed again.
+    """Put in a stream's inbox in place of a chunk: that placement came to nothing, the stream must be placed again.
 
     `died`: the replica died with the stream on it.
     """
@@ -38,12 +40,13 @@ class Refused:
 class Stream:
     """One request on its way: where it is computed and what has arrived.
 
-    `submitting` holds back an abort that would overtake its own submission. `refusals`: why each replica that was
-    asked since the last loss has no room.
+    `deadline_s` is a time of the event loop's clock. `submitting` holds back an abort that would overtake its own
+    submission. `refusals`: why each replica that was asked since the last loss has no room.
     """
 
     request: GenerateRequest
-    queue: asyncio.Queue[TokenChunk | Lost | Refused] = field(default_factory=asyncio.Queue)
+    deadline_s: float = math.inf
+    inbox: Inbox[TokenChunk | Lost | Refused | DeadlineExceeded] = field(default_factory=Inbox)
     received: list[int] = field(default_factory=list)
     link: Link | None = None
     placement: int = 0
@@ -55,6 +58,10 @@ class Stream:
     @property
     def placement_id(self) -> str:
         return f"{self.request.request_id}/{self.placement}"
+
+    def late(self) -> DeadlineExceeded:
+        request_id = self.request.request_id
+        return DeadlineExceeded(f"request {request_id} took longer than limits.request_timeout_s; it was aborted")
 
     def placed_request(self) -> GenerateRequest:
         """The request as this placement computes it: from the tokens already received."""

@@ -53,6 +53,8 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is safe to send, whether a stop string was met). After a meeting there is no more."""
+        if not self._stops:
+            return text, False
         self._held += text
         found = [(index + len(stop), index) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
@@ -87,8 +89,8 @@ async def text_deltas(
     Returning early (a stop string) closes `chunks`, which aborts the sequence.
     """
     matcher = StopMatcher(stops)
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     usage: Usage | None = None
     async with aclosing(chunks) as source:  # type: ignore[type-var]  # every source is a generator
         async for chunk in source:
@@ -109,7 +111,7 @@ async def text_deltas(
                 text += tail if stopped else tail + matcher.finish()
                 reason = "stop" if stopped else reason
             if text or reason is not None:
-                yield TextDelta(text, tuple(token_ids), tuple(logprobs), reason, usage)
-                token_ids, logprobs = [], []
+                yield TextDelta(text, token_ids, logprobs, reason, usage)
+                token_ids, logprobs = (), ()
             if reason is not None:
                 return

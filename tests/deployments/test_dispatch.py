@@ -17,7 +17,7 @@ from app.deployments.placement import make_policy
 from app.deployments.streams import Stream
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.errors import EngineFailure, InvalidRequest, NotReady, QueueFull
+from app.engine.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NotReady, QueueFull
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from tests.deployments.fleet import Fleet
 from tests.fakes import fake_adapter, fake_request, fake_tokens
@@ -490,7 +490,7 @@ async def test_nothing_is_submitted_for_a_link_that_nobody_reads(
     assert await dispatcher.place([stream]) == [None]
     await asyncio.sleep(0)  # its submission begins
     dispatcher._drop(ended)
-    await until(lambda: stream.queue.qsize() > 0)
+    await until(lambda: len(stream.inbox) > 0)
     (living,) = dispatcher._links.values()
     assert links == [living.link_id] != [ended.link_id]
     await until(lambda: dispatcher.num_streams == 0)
@@ -533,6 +533,14 @@ async def test_a_failed_engine_takes_no_more_requests(make_fleet: MakeFleet) -> 
     assert [request.request_id for request in failing.submitted] == ["r0/1"]
     assert fleet.known_gone == [failing.replica_id]
     assert dispatcher._inflight == {}
+    await dispatcher.close()
+
+
+async def test_a_request_that_waits_too_long_for_a_replica_is_late(make_fleet: MakeFleet) -> None:
+    dispatcher = make_fleet(0).dispatcher()
+    request = make_request("r", [1])
+    with pytest.raises(DeadlineExceeded, match="request r took longer"):
+        await anext(dispatcher.stream(request, asyncio.get_running_loop().time()))
     await dispatcher.close()
 
 

@@ -6,13 +6,16 @@ import asyncio
 import gzip
 import json
 import re
-from typing import Any
+from typing import Any, Never
 
 import httpx
 import pytest
+from pydantic_core import to_json
 
+from app.deployments.answers import AnswerFormat
 from app.deployments.frontend import derived_seed
 from app.deployments.openai_schema import INERT, NEUTRAL
+from app.deployments.text import TextDelta
 from tests.deployments.http_service import Service
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
@@ -54,6 +57,20 @@ async def test_answers_and_streams_of_both_routes(http: httpx.AsyncClient) -> No
         assert last["choices"] == []
         assert last["usage"] == whole["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
         assert whole["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_an_event_of_text_alone_is_the_event_of_its_delta(is_chat: bool, include_usage: bool) -> None:
+    def no_text(_: int) -> Never:
+        raise AssertionError("only logprobs need it")
+
+    for model in ("base", "\0", 'a "\0" b', "\\u0000"):
+        answer_format = AnswerFormat(is_chat, "r-0", model, no_text, no_text, False, include_usage)
+        before, behind = answer_format.text_event(3)
+        for text in ("a", '"\\', "\0", "\n\t\x7f\x1b", "é漢🎉", "\u2028</script>"):
+            assert before + to_json(text) + behind == to_json(answer_format.event(3, TextDelta(text), 7))
+            assert json.loads(before + to_json(text) + behind) == answer_format.event(3, TextDelta(text), 7)
 
 
 async def test_an_answer_that_ends_at_a_stop_string_is_counted(http: httpx.AsyncClient) -> None:
@@ -264,18 +281,21 @@ async def test_a_bug_is_a_500_that_tells_nothing(
     assert "NoneType" in caplog.text
 
 
-async def test_a_request_that_takes_too_long_is_504_and_aborted(http: httpx.AsyncClient, service: Service) -> None:
+@pytest.mark.parametrize("num_answers", [1, 2])
+async def test_a_request_that_takes_too_long_is_504_and_aborted(
+    http: httpx.AsyncClient, service: Service, num_answers: int
+) -> None:
     (replica,) = service.fleet.replicas.values()
     replica.backend.max_steps = 0
     timeout_s = 0.05
     while not replica.submitted:  # on a machine so busy that the time is up on the way there, a longer one
         service.frontend.limits = service.frontend.limits.model_copy(update={"request_timeout_s": timeout_s})
-        answer = await http.post("/v1/completions", json=LEGACY)
+        answer = await http.post("/v1/completions", json=LEGACY | {"n": num_answers})
         assert answer.status_code == 504
         timeout_s *= 2
     replica.backend.resumed.set()
     async with asyncio.timeout(120):
-        while replica.thread.stats().num_aborted < 1:
+        while replica.thread.stats().num_aborted < num_answers:
             await asyncio.sleep(0.002)
     assert not replica.engine.has_work
 
