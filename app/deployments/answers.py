@@ -5,6 +5,7 @@ In: `TextDelta`s of one or more sequences. Out: plain dictionaries. Nothing is d
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,22 @@ def usage_body(usages: Sequence[Usage | None], num_per_prompt: int = 1) -> dict[
     }
 
 
+class TokenOffsets:
+    """Where the tokens of one answer begin in its text, in characters, though a token may be part of a character
+    and a piece of an answer may hold back some of its text."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def push(self, token_id: int) -> int:
+        """Of the next token. One in the middle of a character begins where that character does."""
+        offset = self._offset
+        self._offset += len(self._decoder.decode(self._token_bytes(token_id)))
+        return offset
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """The envelope of one request's answers: /v1/chat/completions or /v1/completions."""
@@ -83,9 +100,9 @@ class AnswerFormat:
         }
         return self._event("chat.completion.chunk", choice)
 
-    def event(self, index: int, delta: TextDelta, offset: int) -> dict[str, Any]:
-        """A stream event; `offset` is how much text of this choice was sent before."""
-        logprobs = self._logprobs(delta.logprobs, offset)
+    def event(self, index: int, delta: TextDelta, offsets: TokenOffsets) -> dict[str, Any]:
+        """A stream event; `offsets` is this choice's, the same one for all of its events."""
+        logprobs = self._logprobs(delta.logprobs, offsets)
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if self.is_chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
@@ -94,7 +111,9 @@ class AnswerFormat:
 
     def text_event(self, index: int) -> tuple[bytes, bytes]:
         """JSON of `event` for a delta with only text: what is before the text, and what is behind it."""
-        before, _, behind = to_json(self.event(index, TextDelta("\0"), 0)).rpartition(to_json("\0"))
+        before, _, behind = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.token_bytes))).rpartition(
+            to_json("\0")
+        )
         return before, behind
 
     def usage_event(self, usages: Sequence[Usage | None], num_per_prompt: int) -> dict[str, Any]:
@@ -106,7 +125,7 @@ class AnswerFormat:
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": answer.finish_reason,
-            "logprobs": self._logprobs(answer.logprobs, 0),
+            "logprobs": self._logprobs(answer.logprobs, TokenOffsets(self.token_bytes)),
         }
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
@@ -119,10 +138,10 @@ class AnswerFormat:
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any] | None:
         if not self.want_logprobs:
             return None
-        return self._chat_logprobs(logprobs) if self.is_chat else self._legacy_logprobs(logprobs, offset)
+        return self._chat_logprobs(logprobs) if self.is_chat else self._legacy_logprobs(logprobs, offsets)
 
     def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -138,25 +157,28 @@ class AnswerFormat:
         ]
         return {"content": content, "refusal": None}
 
-    def _legacy_logprobs(self, logprobs: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        tokens = [self.token_text(item.token_id) for item in logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        tops = [
-            {
-                self.token_text(token_id): _finite(logprob)
-                for token_id, logprob in (*item.top, (item.token_id, item.logprob))
-            }
-            for item in logprobs
-        ]
+    def _legacy_logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any]:
+        tops: list[dict[str, float]] = []
+        for item in logprobs:
+            top: dict[str, float] = {}
+            for token_id, logprob in item.top:
+                top.setdefault(self._legacy_token(token_id), _finite(logprob))
+            top[self._legacy_token(item.token_id)] = _finite(item.logprob)
+            tops.append(top)
         return {
-            "tokens": tokens,
+            "tokens": [self._legacy_token(item.token_id) for item in logprobs],
             "token_logprobs": [_finite(item.logprob) for item in logprobs],
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": [offsets.push(item.token_id) for item in logprobs],
         }
+
+    def _legacy_token(self, token_id: int) -> str:
+        """Its text; of part of a character its bytes, as OpenAI writes them: two such tokens are not the same."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text
+        raw = self.token_bytes(token_id)
+        return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _finite(logprob: float) -> float:

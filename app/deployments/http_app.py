@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.deployments.answers import Answer, AnswerFormat, usage_body
+from app.deployments.answers import Answer, AnswerFormat, TokenOffsets, usage_body
 from app.deployments.event_stream import EventStream, sse
 from app.deployments.frontend import Job
 from app.deployments.http_errors import ClientGone, error_answer
@@ -139,7 +139,7 @@ async def _respond(
 
 
 async def _events(job: Job, answer_format: AnswerFormat, usages: list[Usage | None]) -> AsyncGenerator[bytes]:
-    offsets = [0] * len(job.requests)
+    offsets = [TokenOffsets(answer_format.token_bytes) for _ in job.requests]
     started = [not answer_format.is_chat] * len(job.requests)
     texts = [answer_format.text_event(index) for index in range(len(job.requests))]
     async with aclosing(job.deltas()) as deltas:
@@ -154,7 +154,6 @@ async def _events(job: Job, answer_format: AnswerFormat, usages: list[Usage | No
                 started[index] = True
                 event = sse(answer_format.role_event(index)) + event
             yield event
-            offsets[index] += len(delta.text)
     if answer_format.include_usage:
         yield sse(answer_format.usage_event(usages, job.num_per_prompt))
 
