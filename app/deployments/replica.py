@@ -21,7 +21,7 @@ from app.config import AppConfig
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_checkpoint
 from app.deployments.engine_service import EngineService
-from app.deployments.frames import PackedFrame, pack_frame
+from app.deployments.frames import pack_frame
 from app.deployments.metrics import DeviceMetrics, EngineMetrics, TierMetrics
 from app.deployments.pin_keeper import PinKeeper
 from app.deployments.ray_calls import ActorAway, held
@@ -82,7 +82,7 @@ class EngineReplica:
         forever = (self._report_forever(), self._observe_forever(), self._steer_forever(), self._steering.follow())
         self._reporters = [loop.create_task(work) for work in forever]
 
-    async def frames(self, link_id: str, target_replica_id: str | None = None) -> AsyncGenerator[PackedFrame]:
+    async def frames(self, link_id: str, target_replica_id: str | None = None) -> AsyncGenerator[bytes]:
         """A reader attaches; its first frame is empty."""
         self._must_be(target_replica_id)
         async for frame in self._service.frames(link_id):

@@ -28,12 +28,16 @@ def random_chunk(rng: np.random.Generator) -> TokenChunk:
 def test_a_frame_arrives_as_it_was_sent() -> None:
     rng = np.random.default_rng()
     chunks = [random_chunk(rng) for _ in range(200)]
-    arrived = unpack_frame(pickle.loads(pickle.dumps(pack_frame(chunks))))
+    arrived = unpack_frame(pack_frame(chunks))
     assert arrived == chunks
     for chunk, before in zip(arrived, chunks, strict=True):
         assert (type(chunk.error), str(chunk.error)) == (type(before.error), str(before.error))  # not compared by ==
 
 
 def test_tokens_alone_travel_as_plain_tuples() -> None:
-    assert pack_frame([TokenChunk("a/1", (5, 6))]) == [("a/1", (5, 6))]
-    assert unpack_frame([]) == pack_frame([]) == []
+    assert pickle.loads(pack_frame([TokenChunk("a/1", (5, 6))])) == [("a/1", (5, 6))]
+    assert unpack_frame(pack_frame([])) == []
+
+
+def test_ray_need_not_read_a_frame() -> None:
+    assert type(pack_frame([TokenChunk("a/1", (5, 6))])) is bytes
