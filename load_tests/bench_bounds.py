@@ -32,9 +32,8 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend.loading import load_backend
-from load_tests.bench_engine import numbers
 from load_tests.decoding import EngineDecoder
-from load_tests.measuring import environment, rounds, spread
+from load_tests.measuring import environment, numbers, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 
 MATMUL, BANDWIDTH, PREFILL = "matmul", "bandwidth", "prefill"

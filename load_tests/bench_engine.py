@@ -32,7 +32,7 @@ from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.torch_backend.loading import load_backend
 from load_tests.decoding import Decoded, Decoder, EngineDecoder
-from load_tests.measuring import Spread, environment, ratios, rounds, spread
+from load_tests.measuring import Spread, environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 
 
@@ -266,17 +266,6 @@ def _ratios(settings: Settings, compared: Sequence[tuple[Comparison, Spread]]) -
         cells = [str(ratio) for comparison, ratio in compared if comparison.title == title]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """'1,8,32' -> (1, 8, 32); an empty text is none. Raises argparse.ArgumentTypeError."""
-    try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 1,8,32") from error
-    if any(number < 1 for number in found):
-        raise argparse.ArgumentTypeError(f"{text!r} must hold integers of at least 1")
-    return found
 
 
 def main() -> None:

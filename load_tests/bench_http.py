@@ -32,11 +32,10 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import resolve_model
 from app.engine.models.tokenizer import load_tokenizer
 from app.settings_file import read_settings
-from load_tests.bench_engine import numbers
 from load_tests.client import Endpoint, closed_loop
 from load_tests.decoding import EngineDecoder
 from load_tests.lengths import words
-from load_tests.measuring import environment, ratios, rounds, spread
+from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.process_tree import cpu_seconds
 from load_tests.service import Service, free_port, serve_arguments
 from load_tests.workload import PlannedRequest

@@ -30,9 +30,8 @@ from app.engine.jax_backend.sizes import Form
 from app.engine.loading import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from load_tests.bench_engine import numbers
 from load_tests.decoding import Decoder, EngineDecoder
-from load_tests.measuring import environment, ratios, rounds, spread
+from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 
 TORCH, TRANSFORMERS, PEFT = "torch engine", "transformers", "PEFT mixed batch"

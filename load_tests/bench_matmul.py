@@ -29,8 +29,7 @@ from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
 from app.kernels.matmul._cpu import matmul, pack
 from app.kernels.team import Team
-from load_tests.bench_engine import numbers
-from load_tests.measuring import environment, ratios, rounds, spread
+from load_tests.measuring import environment, numbers, ratios, rounds, spread
 
 Floats = NDArray[np.float32]
 

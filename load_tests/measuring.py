@@ -2,11 +2,13 @@
 
 In: named measurements. Out: one value per name and round. Two values of one round were taken minutes or
 less apart on the same machine, so their ratio means something even when neither value does. Every second
-round runs backwards, so that a drift favours nobody. Also here: what machine and versions a run saw.
+round runs backwards, so that a drift favours nobody. Also here: what machine and versions a run saw, and lists of
+numbers on the command line.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -88,3 +90,14 @@ def _commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """'1,8,32' -> (1, 8, 32); an empty text is none. Raises argparse.ArgumentTypeError."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 1,8,32") from error
+    if any(number < 1 for number in found):
+        raise argparse.ArgumentTypeError(f"{text!r} must hold integers of at least 1")
+    return found

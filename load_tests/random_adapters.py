@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +27,7 @@ from app.engine.adapters.lora import TARGETS
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
+from load_tests.measuring import numbers
 
 _PARENTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn")
 
@@ -75,31 +79,45 @@ def write_random_adapters(
 
 
 def register(url: str, folder: Path) -> None:
-    """Load an adapter under its folder's name (vLLM's route). Raises urllib.error.URLError."""
+    """Load an adapter under its folder's name (vLLM's route), with the key in OPENAI_API_KEY. Raises OSError, with
+    the service's words where it refuses."""
     body = json.dumps({"lora_name": folder.name, "lora_path": str(folder.absolute())}).encode()
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/load_lora_adapter", data=body, headers={"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60):
-        pass
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}",
+    }
+    request = urllib.request.Request(f"{url.rstrip('/')}/load_lora_adapter", data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+    except urllib.error.HTTPError as error:
+        words = error.read().decode(errors="replace")
+        raise OSError(f"{folder.name} was not loaded: HTTP {error.code}: {words[:500]}") from error
 
 
-def main() -> None:
-    """Command line."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line. Exits with 2 for options not understood, 1 when an adapter cannot be loaded."""
     parser = argparse.ArgumentParser(description="Write random adapters as PEFT folders.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--count", type=int, default=8)
-    parser.add_argument("--ranks", default="8,16,32,64", help="taken in turn")
+    parser.add_argument("--ranks", type=numbers, default=(8, 16, 32, 64), help="8,16,32,64: taken in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--register", metavar="URL", help="a service, ending in /v1, that may read the folder")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if arguments.seed < 0 or not arguments.ranks:
+        parser.error("--seed must be at least 0, and --ranks must name one rank at least")
     spec = load_checkpoint(resolve_model(arguments.model)).spec
-    ranks = [int(rank) for rank in arguments.ranks.split(",")]
-    for folder in write_random_adapters(arguments.out, spec, arguments.count, ranks, arguments.seed, bf16=True):
+    for index in range(arguments.count):
+        rank = arguments.ranks[index % len(arguments.ranks)]
+        folder = arguments.out / f"adapter-{index:04}"
+        write_random_adapter(folder, spec, rank, arguments.seed + index, bf16=True)
         if arguments.register:
-            register(arguments.register, folder)
-        print(folder.name)
+            try:
+                register(arguments.register, folder)
+            except OSError as error:
+                sys.exit(str(error))
+        print(folder.name, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 from app.engine.adapters.reading import read_adapter
 from app.kernels.team import Team
-from load_tests import bench_engine, bench_matmul
+from load_tests import bench_engine, bench_matmul, random_adapters
 from load_tests.bench_engine import Settings
 from load_tests.measuring import ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
@@ -79,6 +81,47 @@ def test_random_adapters_have_the_ranks_asked_for(tmp_path: Path) -> None:
     assert [card.max_rank for card in cards] == [4, 1, 16, 4, 1]
     assert len({card.digest for card in cards}) == 5
     assert all(len(card.targets) == 7 for card in cards)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Loads what it is asked for, but not "adapter-0001"."""
+
+    keys: ClassVar[list[str | None]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.keys.append(self.headers["Authorization"])
+        self.send_response(403 if body["lora_name"] == "adapter-0001" else 200)
+        self.end_headers()
+        self.wfile.write(b'{"error": {"message": "outside the roots"}}')
+
+    def log_message(self, *_: object) -> None:
+        """Quietly."""
+
+
+def test_random_adapters_are_loaded_until_one_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tiny_model("llama"), tmp_path / "model")
+    Answers.keys.clear()
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(SystemExit, match=r"adapter-0001 was not loaded: HTTP 403: .*outside the roots"):
+            random_adapters.main([
+                *("--model", str(tmp_path / "model"), "--count", "3", "--ranks", "2", "--out", str(tmp_path / "out")),
+                *("--register", f"http://127.0.0.1:{server.server_port}/v1"),
+            ])  # fmt: skip
+        server.shutdown()
+    assert capsys.readouterr().out == "adapter-0000\n"
+    assert Answers.keys == ["Bearer secret"] * 2
+
+
+@pytest.mark.parametrize("given", [["--ranks", "8,x"], ["--ranks", ""], ["--ranks", "0"], ["--seed", "-1"]])
+def test_random_adapters_name_bad_options(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        random_adapters.main(["--out", str(tmp_path), *given])
+    assert given[0] in capsys.readouterr().err
 
 
 def test_packed_products_are_computed_right_and_checked_for_company() -> None:
