@@ -52,7 +52,7 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo, num_unfinished: int = 0) ->
     broken off. ValueError for no outcomes."""
     if not outcomes:
         raise ValueError("no outcomes to summarise; send at least one request")
-    summary = {"num_unfinished": num_unfinished, **_numbers(outcomes, slo, _span_s(outcomes))}
+    summary = {"num_unfinished": num_unfinished, "slo": asdict(slo), **_numbers(outcomes, slo, _span_s(outcomes))}
     tenants = sorted({outcome.tenant for outcome in outcomes})
     if len(tenants) > 1:
         summary["tenants"] = {
@@ -123,7 +123,7 @@ def markdown(title: str, summary: Mapping[str, Any]) -> str:
         *(broken_off if summary["num_unfinished"] else ()),
         f"{summary['num_requests']} requests{failed} in {summary['span_s']:.1f} s: "
         f"{summary['requests_per_s']:.2f} requests/s, {summary['tokens_per_s']:.1f} tokens/s.",
-        f"Objectives met by {100 * summary['slo_attainment']:.1f} % of requests: goodput "
+        f"{_attainment(summary)}: goodput "
         f"{summary['goodput_requests_per_s']:.2f} requests/s, {summary['goodput_tokens_per_s']:.1f} tokens/s.",
         "",
         "| ms | mean | " + " | ".join(f"p{p}" for p in PERCENTILES) + " | max |",
@@ -149,6 +149,12 @@ def markdown(title: str, summary: Mapping[str, Any]) -> str:
         if more := len(summary["errors"]) - len(shown):
             lines.append(f"- and {more} others, in the JSON lines")
     return "\n".join(lines) + "\n"
+
+
+def _attainment(summary: Mapping[str, Any]) -> str:
+    named = [f"{LATENCIES[key]} {limit:g} s" for key, limit in summary["slo"].items() if limit is not None]
+    share = f"{100 * summary['slo_attainment']:.1f} % of requests"
+    return f"Objectives ({', '.join(named)}) met by {share}" if named else f"No objectives were set, {share} succeeded"
 
 
 def _latency_row(name: str, values: Mapping[str, float] | None) -> str:

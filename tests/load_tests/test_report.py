@@ -86,6 +86,7 @@ def test_json_lines_and_markdown() -> None:
     request = json.loads(json_line("request", FAST))
     assert (request["kind"], request["index"], request["chunk_s"]) == ("request", 0, FAST.chunk_s)
     text = markdown("two requests", summary)
-    assert "Objectives met by 50.0 % of requests" in text
+    assert "Objectives (first token 1 s) met by 50.0 % of requests" in text
+    assert "No objectives were set, 100.0 % of requests succeeded: goodput" in markdown("x", summarise([FAST], Slo()))
     assert "| first token | 1100.0 | 1100.0 |" in text
     assert "| slow | 1 | 0 | 0.0 % | 2000 | 2000 |" in text

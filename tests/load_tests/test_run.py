@@ -117,7 +117,7 @@ def test_smoke_from_the_command_line(server: tuple[str, FakeServer], tmp_path: P
     assert summary["completion_tokens"] == sum(body["max_tokens"] for body in fake.bodies)
     assert len(summary["tenants"]) == 3
     assert config["models"] == ["sql", "extract", "support"]
-    assert "Objectives met by 100.0 %" in Path(f"{out}.md").read_text()
+    assert "Objectives (first token 30 s) met by 100.0 %" in Path(f"{out}.md").read_text()
     assert Path(f"{out}.png").read_bytes().startswith(b"\x89PNG")
 
 
