@@ -19,10 +19,11 @@ RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_USAGE_STATS_ENABLED", "0", "nothing is sent anywhere"),
     ("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0", "no hop between threads per frame: nothing of ours blocks"),
     ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5", "each turn asks Ray three questions; a lost replica is seen so late"),
-    ("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "1000", "ten times a second in each process, for what is read every 10 s"),
+    ("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "5000", "ten times a second in each process, for what is read every 10 s"),
     ("RAY_task_events_report_interval_ms", "10000", "task states in the dashboard and `ray list tasks` are so old"),
     ("RAY_event_stats", "0", "times every callback of every process, for tables in Ray's own debug logs"),
     ("REPORTER_UPDATE_INTERVAL_MS", "10000", "CPU and memory of every process, for metrics that leave every 10 s"),
+    ("METRICS_RECORD_INTERVAL_S", "60", "CPU and memory of the dashboard's own process, which also runs without it"),
     ("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0", "look for log files to show drivers as often as the next line says"),
     ("LOG_NAME_UPDATE_INTERVAL_S", "5", "instead of ten times a second; the files themselves are written at once"),
     ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60", "Ray ends a proxy that is not ready after three times 5 s"),
@@ -31,6 +32,7 @@ RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
 #: With HAProxy only.
 HA_PROXY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     (HA_PROXY, "1", "connections end at the ingress: an eighth of the default proxy's CPU per token"),
+    ("RAY_SERVE_HAPROXY_NBTHREAD", "1", "a step's events wake one thread, not four; a token takes it about 25 us"),
     ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2", "load balancers are told at once that an ingress leaves"),
 )
 
