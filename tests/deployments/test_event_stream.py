@@ -58,11 +58,14 @@ class Client:
 
 
 @pytest.mark.usefixtures("_no_cycles_are_collected")
+@pytest.mark.parametrize("num_answers", [1, 2])
 @pytest.mark.parametrize("reads", [True, False])
-async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(service: Service, reads: bool) -> None:
+async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
+    service: Service, reads: bool, num_answers: int
+) -> None:
     (replica,) = service.fleet.replicas.values()
     replica.backend.max_steps = 20
-    client = Client(service, "/v1/completions", json.dumps(BODY | {"stream": True, "n": 2}).encode())
+    client = Client(service, "/v1/completions", json.dumps(BODY | {"stream": True, "n": num_answers}).encode())
     await until(lambda: len(client.events) >= 4)
     if not reads:
         client.reads.clear()
@@ -81,7 +84,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(ser
     replica.backend.resumed.set()
     await until(lambda: not replica.engine.has_work)
     stats = replica.thread.stats()
-    assert stats.num_aborted == 2
+    assert stats.num_aborted == num_answers
     assert stats.num_blocks_free == stats.num_blocks
     assert not any(item.num_pins for item in stats.residents)
     assert service.dispatcher.num_streams == 0
