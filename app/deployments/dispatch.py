@@ -22,13 +22,14 @@ from typing import Any
 
 from app.deployments.placement import PlacementPolicy, choose_replica
 from app.deployments.streams import Link, Lost, Refused, Stream
-from app.deployments.transport import Placer, ReplicaGone, ReplicaUnreachable, Transport
+from app.deployments.transport import EngineFailed, Placer, ReplicaGone, ReplicaUnreachable, Transport
 from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, NotReady, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-#: A request that was on this many replicas when they died is blamed for it. Those that drain do not count.
+#: A request that was on this many replicas when they died is blamed for it. Those that drain do not count, nor do those
+#: whose engine failed: who is to blame for that is found out (`trials`).
 MAX_LOSSES = 4
 #: A replica that could not be reached is left alone for this long.
 AVOID_S = 0.5
@@ -95,6 +96,7 @@ class Dispatcher:
                         stream.refusals[item.replica_id] = item.error
                     else:
                         stream.num_losses += item.died
+                        stream.num_failures += item.failed
                         stream.refusals.clear()
                     await self._place(stream)
         finally:
@@ -251,7 +253,8 @@ class Dispatcher:
         link = self._links.get(replica_id)
         was_attached = link is not None and link.attached.done() and link.attached.exception() is None
         if link is not None and isinstance(error, ReplicaGone):
-            self._drop(link, died=not link.draining)
+            failure = error if isinstance(error, EngineFailed) else None
+            self._drop(link, died=failure is None and not link.draining, failure=failure)
         elif link is not None:
             link.draining = True
         self._avoid_until_s = {r: t for r, t in self._avoid_until_s.items() if r in self._placer.table.replicas}
@@ -260,13 +263,25 @@ class Dispatcher:
         if isinstance(error, ReplicaGone) or was_attached:
             self._spawn(self._placer.gone(replica_id))
 
-    def _lose(self, placements: Sequence[tuple[Stream, int]], *, died: bool = False) -> None:
+    def _lose(
+        self, placements: Sequence[tuple[Stream, int]], *, died: bool = False, failure: EngineFailed | None = None
+    ) -> None:
+        """Have streams placed again, but for the one that is to blame for an engine's failure."""
         for stream, placement in placements:
-            if stream.placement == placement:
-                stream.inbox.put(Lost(placement, died=died and stream.link is not None))
-                self._forget(stream)
+            if stream.placement != placement:
+                continue
+            if failure is not None and failure.culprit == stream.placement_id:
+                given_up = EngineFailure(
+                    f"request {stream.request.request_id} was being computed when {stream.num_failures + 1} engines "
+                    "failed, the last time as the only suspect; giving up on it"
+                )
+                stream.inbox.put(TokenChunk(stream.placement_id, finish_reason="error", error=given_up))
+            else:
+                failed = failure is not None and stream.placement_id in failure.suspects
+                stream.inbox.put(Lost(placement, died and stream.link is not None, failed))
+            self._forget(stream)
 
-    def _drop(self, link: Link, *, died: bool = False) -> None:
+    def _drop(self, link: Link, *, died: bool = False, failure: EngineFailed | None = None) -> None:
         """End a link once: nobody submits to it any more, and all its streams are placed again."""
         if self._links.get(link.replica_id) is not link:
             return
@@ -274,7 +289,7 @@ class Dispatcher:
         if not link.attached.done():
             link.attached.set_exception(ReplicaUnreachable(f"replica {link.replica_id} closed the stream"))
             link.attached.exception()  # retrieved: nobody may be waiting
-        self._lose([(stream, stream.placement) for stream in link.streams.values()], died=died)
+        self._lose([(stream, stream.placement) for stream in link.streams.values()], died=died, failure=failure)
         if link.reader is not None and link.reader is not asyncio.current_task():
             link.reader.cancel()
 

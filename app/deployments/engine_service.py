@@ -4,7 +4,7 @@ In: groups of requests from ingress links. Out: frames of chunks. An adapter tha
 fetched beside the engine, so it delays only its own requests; its failure is theirs alone and arrives
 as their last chunk. Requests are handed to the engine once per request id. Whoever stops reading has
 its requests aborted. An engine that has failed or was stopped looks like a replica that died: its readers
-hear `ReplicaGone`, and may go on elsewhere.
+hear `ReplicaGone`, and may go on elsewhere. Requests over which an engine may have failed enter one at a time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from app.deployments.frames import FrameHub
 from app.deployments.placement import ReplicaReport
-from app.deployments.transport import ReplicaGone
+from app.deployments.transport import EngineFailed, ReplicaGone
+from app.deployments.trials import Trials
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, PolyloraError
@@ -58,6 +60,8 @@ class EngineService:
         self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()
         self._fetching: dict[str, asyncio.Task[LoraAdapter]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._trials = Trials()
+        self._end: ReplicaGone | None = None
         self._active: dict[str, str] = {}  # request id -> adapter digest
         self._used_s: dict[str, float] = {}  # adapter digest -> when a request last entered with it
         self._last_used_s: dict[str, float] = {}  # the same, of those that are resident
@@ -98,8 +102,8 @@ class EngineService:
         Errors of single requests arrive as their last chunk. Raises ReplicaGone, and nothing is taken, if the
         engine has failed: another replica can serve them.
         """
-        if (failure := self.engine.failure) is not None:
-            raise ReplicaGone(str(failure))
+        if self.engine.failure is not None:
+            raise self._ended(self.engine.failure)
         if not self._hub.is_attached(link_id):
             return False
         for request in requests:
@@ -121,6 +125,7 @@ class EngineService:
         for request_id in request_ids:
             self._hub.forget(request_id)
             self._active.pop(request_id, None)
+            self._trials.forget(request_id)
             task = self._waiting.pop(request_id, None)
             if task is not None:
                 task.cancel()
@@ -147,7 +152,7 @@ class EngineService:
         """What placement wants to know, given the engine's counts."""
         self._last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in resident}
         active = dict(Counter(self._active.values()))
-        num_waiting += len(self._waiting)
+        num_waiting += len(self._waiting) + self._trials.num_waiting
         return ReplicaReport(replica_id, num_running, num_waiting, resident, active, dict(self._last_used_s))
 
     async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
@@ -161,18 +166,26 @@ class EngineService:
         self._enter(request, adapter)
 
     def _enter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
+        if request.num_failures:
+            self._trials.begin(request, partial(self._submit, request, adapter))
+        else:
+            self._submit(request, adapter)
+
+    def _submit(self, request: GenerateRequest, adapter: LoraAdapter | None) -> bool:
+        """Whether the engine has taken it; if not, its client, or everybody's, has been told."""
         try:
             self.engine.submit(request, adapter)
         except Exception as error:
             if (failure := self.engine.failure) is not None:
-                self._hub.end(ReplicaGone(str(failure)))
+                self._hub.end(self._ended(failure))
             else:  # one request's trouble, whatever it is, must not end the others of its group
                 self._fail(request.request_id, error)
-            return
+            return False
         if adapter is not None:
             self._active[request.request_id] = adapter.card.digest
             self._used_s[adapter.card.digest] = self._last_used_s[adapter.card.digest] = time.time()
             self.changed.set()
+        return True
 
     async def _adapter(self, ref: AdapterRef) -> LoraAdapter:
         """One fetch per digest, however many requests wait for it."""
@@ -197,8 +210,21 @@ class EngineService:
         if (failure := self.engine.failure) is not None:
             chunks = [chunk for chunk in chunks if chunk.error is not failure]
         self._hub.deliver(chunks)
+        for chunk in chunks:
+            self._trials.heard(chunk)
         if failure is not None:
-            self._hub.end(ReplicaGone(str(failure)))
+            self._hub.end(self._ended(failure))
+
+    def _ended(self, failure: EngineFailure) -> ReplicaGone:
+        """What readers hear whenever they ask: that nothing is computed any more, and whose fault it may be."""
+        if self._end is None:
+            if self._trials.current in failure.computing:
+                self._end = EngineFailed(str(failure), culprit=self._trials.current)
+            elif failure.computing:
+                self._end = EngineFailed(str(failure), suspects=failure.computing)
+            else:
+                self._end = ReplicaGone(str(failure))
+        return self._end
 
     def _fail(self, request_id: str, error: Exception) -> None:
         if not isinstance(error, PolyloraError):

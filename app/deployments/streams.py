@@ -20,11 +20,12 @@ from app.engine.request import GenerateRequest, TokenChunk
 class Lost:
     """Put in a stream's inbox in place of a chunk: that placement came to nothing, the stream must be placed again.
 
-    `died`: the replica died with the stream on it.
+    `died`: the replica died with the stream on it. `failed`: its engine did, in a step that computed the stream.
     """
 
     placement: int
     died: bool
+    failed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Stream:
     link: Link | None = None
     placement: int = 0
     num_losses: int = 0
+    num_failures: int = 0
     refusals: dict[str, Overloaded] = field(default_factory=dict)
     submitting: bool = False
     closed: bool = False
@@ -66,7 +68,12 @@ class Stream:
     def placed_request(self) -> GenerateRequest:
         """The request as this placement computes it: from the tokens already received."""
         resume = (*self.request.resume_token_ids, *self.received)
-        return replace(self.request, request_id=self.placement_id, resume_token_ids=resume)
+        return replace(
+            self.request,
+            request_id=self.placement_id,
+            resume_token_ids=resume,
+            num_failures=self.num_failures,
+        )
 
 
 @dataclass(eq=False, slots=True)

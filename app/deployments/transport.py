@@ -6,7 +6,7 @@ errors with which a call ends that finds no replica. Protocols only: `serve_tran
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Protocol
 
 from app.deployments.placement import PlacementTable
@@ -17,6 +17,15 @@ Frame = Sequence[TokenChunk]
 
 class ReplicaGone(Exception):
     """The replica died, or its engine did."""
+
+
+class EngineFailed(ReplicaGone):
+    """Its engine failed in a step: over `culprit`, which was on trial in it; if none was, over one of `suspects`."""
+
+    def __init__(self, message: str, suspects: Iterable[str] = (), culprit: str | None = None) -> None:
+        super().__init__(message)
+        self.suspects = frozenset(suspects)
+        self.culprit = culprit
 
 
 class ReplicaUnreachable(Exception):

@@ -212,6 +212,7 @@ class Engine:
         """Take in what has arrived, compute one batch, and return what it produced."""
         if self._failure is not None:
             return self._refuse_all(self._failure)
+        plan: Schedule | None = None
         try:
             chunks = self._drain_inbox()
             if self._orders.bring(self._write_brought):
@@ -229,7 +230,8 @@ class Engine:
             self._release_vacated()
         except Exception as error:
             # The state of the device and of the books is unknown: nothing here can be trusted any more.
-            failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}")
+            computing = [] if plan is None else [sequence.request_id for sequence, _ in plan.items]
+            failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}", computing=computing)
             failure.__cause__ = error
             self._failure = failure
             return self._refuse_all(failure)

@@ -32,6 +32,8 @@ the door (`app.deployments`); the numbers above are for the reader.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PolyloraError(Exception):
     """Root of the tree. `str(error)` is safe to show to the caller."""
@@ -151,7 +153,14 @@ class OutOfDeviceMemory(ConfigError):
 
 
 class EngineFailure(PolyloraError):
-    """The engine stopped working; every stream it held ends with this error."""
+    """The engine stopped working; every stream it held ends with this error.
+
+    `computing`: ids of the requests in the step that failed, if a step did: one of them may have been the cause.
+    """
+
+    def __init__(self, message: str, *, computing: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.computing = frozenset(computing)
 
 
 def _rebuild_invalid_request(kind: type[InvalidRequest], message: str, param: str | None) -> InvalidRequest:

@@ -47,7 +47,7 @@ class GenerateRequest:
     `resume_token_ids` are tokens this request has already produced elsewhere: they are treated as
     generated output (they count against max_tokens and penalties) and are not sent again.
     `cache_salt` keys the prefix cache beside the adapter digest; it is derived by the server.
-    `weight` is the tenant's share in fair queueing.
+    `weight` is the tenant's share in fair queueing. `num_failures` engines have failed in a step that computed it.
     """
 
     request_id: str
@@ -59,6 +59,7 @@ class GenerateRequest:
     cache_salt: bytes = b""
     arrival_s: float = 0.0
     resume_token_ids: tuple[int, ...] = ()
+    num_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)

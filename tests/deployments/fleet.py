@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from app.config import PlacementConfig
 from app.deployments.dispatch import Dispatcher
@@ -32,11 +32,14 @@ class PausableBackend(FakeBackend):
         self.max_steps: int | None = None
         self.num_steps = 0
         self.resumed = threading.Event()
+        self.fails_over: Callable[[ForwardBatch], bool] = lambda _: False
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if self.max_steps is not None and self.num_steps >= self.max_steps:
             self.resumed.wait(120)
         self.num_steps += 1
+        if self.fails_over(batch):
+            raise RuntimeError("an illegal instruction")
         return super().forward(batch)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -15,6 +16,7 @@ from app.config import PlacementConfig
 from app.deployments.dispatch import MAX_LOSSES, Dispatcher
 from app.deployments.placement import make_policy
 from app.deployments.streams import Stream
+from app.deployments.transport import EngineFailed
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NotReady, QueueFull
@@ -396,16 +398,67 @@ async def test_a_request_that_loses_every_replica_is_given_up(make_fleet: MakeFl
     await dispatcher.close()
 
 
-async def test_a_request_that_stops_engines_is_given_up_before_it_stops_all(make_fleet: MakeFleet) -> None:
+@pytest.mark.parametrize("position", [12, 30])
+async def test_a_request_that_engines_fail_over_takes_two_of_them_and_no_other_request(
+    make_fleet: MakeFleet, position: int
+) -> None:
+    """It does so at its first token, or at a later one; the others may be anywhere."""
+    fleet = make_fleet(4)
+    dispatcher = fleet.dispatcher()
+    pairs = random_requests(fleet, 40, random.Random(position), max_tokens=40)
+    poison = make_request("poison", list(range(12)), max_tokens=40, ignore_eos=True)
+    poison = replace(poison, sampling=replace(poison.sampling, top_k=13))
+    for replica in fleet.replicas.values():
+        replica.backend.fails_over = lambda batch: bool(
+            ((batch.sampling.top_k == 13) & (batch.sampling.positions == position)).any()
+        )
+    answers = [asyncio.ensure_future(collect(dispatcher, request)) for request, _ in pairs[:20]]
+    given_up = asyncio.ensure_future(collect(dispatcher, poison))
+    answers += [asyncio.ensure_future(collect(dispatcher, request)) for request, _ in pairs[20:]]
+    for (request, adapter), (tokens, last) in zip(pairs, await asyncio.gather(*answers), strict=True):
+        assert last.error is None
+        assert tokens == expected(request, adapter)
+    tokens, last = await given_up
+    assert tokens == expected(poison)[: position - 12], "what was computed is answered"
+    assert isinstance(last.error, EngineFailure)
+    assert "request poison was being computed when 2 engines failed" in str(last.error)
+    assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 2
+    await until(lambda: len(fleet.known_gone) == 2)
+    assert dispatcher._inflight == {}
+    await dispatcher.close()
+
+
+async def test_a_request_that_engines_fail_over_wherever_it_is_takes_three(make_fleet: MakeFleet) -> None:
+    """Each computes some of it, so the second is no proof."""
     fleet = make_fleet(MAX_LOSSES + 2)
     for replica in fleet.replicas.values():
         replica.backend.fail_at = 3
     dispatcher = fleet.dispatcher()
-    with pytest.raises(EngineFailure, match=f"lost {MAX_LOSSES} replicas"):
-        await collect(dispatcher, make_request("poison", [1], max_tokens=500, ignore_eos=True))
-    assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == MAX_LOSSES
-    await until(lambda: len(fleet.known_gone) == MAX_LOSSES)
+    request = make_request("poison", [1], max_tokens=500, ignore_eos=True)
+    tokens, last = await collect(dispatcher, request)
+    assert tokens == expected(request)[: len(tokens)]
+    assert isinstance(last.error, EngineFailure)
+    assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 3
+    await until(lambda: len(fleet.known_gone) == 3)
     assert dispatcher._inflight == {}
+    await dispatcher.close()
+
+
+async def test_engines_that_fail_over_others_are_no_request_s_fault(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(MAX_LOSSES + 1)
+    dispatcher = fleet.dispatcher()
+    request = make_request("waiting", [1], max_tokens=30, ignore_eos=True)
+    for replica in fleet.replicas.values():
+        replica.backend.max_steps = 3  # never to the end of the answer
+    answer = asyncio.ensure_future(collect(dispatcher, request))
+    for number in range(1, MAX_LOSSES + 2):
+        await until(lambda number=number: sum(len(r.submitted) for r in fleet.replicas.values()) == number)
+        (replica,) = (r for r in fleet.replicas.values() if r.submitted and r.replica_id not in fleet.known_gone)
+        assert replica.submitted[0].num_failures == 0
+        replica.service._hub.end(EngineFailed("an illegal instruction", suspects=["another/1"]))
+        await until(lambda number=number: len(fleet.known_gone) == number)
+    fleet.add()
+    assert (await answer)[0] == expected(request)
     await dispatcher.close()
 
 

@@ -281,6 +281,7 @@ def test_a_failing_backend_ends_every_stream_with_its_error() -> None:
     error = out["r0"][-1].error
     assert isinstance(error, EngineFailure)
     assert "the fake device is on fire" in str(error)
+    assert error.computing == {"r0", "r1"}, "not those that waited"
     assert engine.failure is error
     with pytest.raises(EngineFailure, match="on fire"):
         engine.submit(fake_request("late", [1]))
