@@ -55,6 +55,7 @@ TABLE: dict[type[Exception], HttpError] = {
     ClientGone: HttpError(499, "client_closed_request", "client_closed_request"),
     errors.DeadlineExceeded: HttpError(504, "server_error", "timeout"),
     errors.AdapterBusy: HttpError(409, "invalid_request_error", "adapter_busy"),
+    errors.AdapterUnloaded: HttpError(409, "invalid_request_error", "adapter_unloaded"),
     errors.AdapterUntrusted: HttpError(403, "invalid_request_error", "untrusted_adapter"),
     errors.AdapterQuarantined: HttpError(503, "server_error", "adapter_quarantined"),
     errors.AdapterWriteFailed: HttpError(503, "server_error", "adapter_write_failed"),

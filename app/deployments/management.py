@@ -76,8 +76,11 @@ class Management:
         result: tuple[Job, CatalogEntry] = await self._store("manage", "load_and_wait", name, source, **options)
         return result
 
-    async def unload(self, name: str, *, wait: bool = True, **options: Any) -> tuple[Job, CatalogEntry]:
-        """Forget a name everywhere, then free its rows once no sequence uses them, then the host's copy."""
+    async def unload(self, name: str, *, wait: bool = True, **options: Any) -> tuple[Job, CatalogEntry | None]:
+        """Forget a name everywhere, then free its rows once no sequence uses them, then the host's copy.
+
+        A name that was only being loaded has no entry: its loads are cancelled.
+        """
         begin = self._spawn(self._store("manage", "begin_unload", name, **options))
         drain = self._spawn(self._drain_begun(begin))
         unload, entry = await asyncio.shield(begin)
@@ -135,10 +138,12 @@ class Management:
             if digest in report.resident
         ]
 
-    async def _drain_begun(self, begin: asyncio.Task[tuple[Unload, CatalogEntry]]) -> Job:
+    async def _drain_begun(self, begin: asyncio.Task[tuple[Unload, CatalogEntry | None]]) -> Job:
         return await self._drain((await begin)[0])
 
     async def _drain(self, unload: Unload) -> Job:
+        if unload.digest is None:
+            return unload.job
         self._draining.add(unload.job.id)
         try:
             if not unload.is_shared:

@@ -33,10 +33,11 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
     }
 
 
-def unloaded_body(entry: CatalogEntry, job: Job) -> dict[str, Any]:
-    """An adapter whose unload has begun, or ended."""
+def unloaded_body(entry: CatalogEntry | None, job: Job) -> dict[str, Any]:
+    """An adapter whose unload has begun, or ended; `entry` None: it was only being loaded."""
     status = "unloaded" if job.is_done else "unloading"
-    return adapter_body(entry) | {"state": job.state.value, "status": status, "job": job_body(job)}
+    body = {"id": job.name, "object": "lora"} if entry is None else adapter_body(entry)
+    return body | {"state": job.state.value, "status": status, "job": job_body(job)}
 
 
 def description_body(name: str, description: Description, management: Management) -> dict[str, Any]:

@@ -18,6 +18,7 @@
         AdapterReadFailed       reading it crashed or ran out of time
         AdapterWriteFailed      its rows did not reach the device                 (503)
         AdapterBusy             the operation must wait for sequences in flight   (409)
+        AdapterUnloaded         it was unloaded while it was being loaded          (409)
         AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
       UnsafeSource            a path or URI outside what this server may read     (403)
       SourceError             fetching from a permitted source failed             (502)
@@ -119,6 +120,10 @@ class AdapterWriteFailed(AdapterError):
 
 class AdapterBusy(AdapterError):
     """The operation must wait until sequences in flight have left the adapter."""
+
+
+class AdapterUnloaded(AdapterError):
+    """It was being loaded when somebody unloaded it."""
 
 
 class AdapterQuarantined(AdapterError):

@@ -59,6 +59,34 @@ async def test_every_spelling_loads_and_unloads(http: httpx.AsyncClient) -> None
         assert (await http.post(route, json=body)).status_code == 404
 
 
+async def test_what_is_deleted_while_it_is_being_loaded_does_not_appear(
+    http: httpx.AsyncClient, service: Service
+) -> None:
+    gate = service.managed.store.gates["new"] = asyncio.Event()
+    asked = await http.post("/v1/loras", json={"name": "new", "path": "new"})
+    waiting = asyncio.create_task(http.post("/v1/loras?wait=true", json={"name": "new", "path": "new"}))
+    while service.managed.store.loads.count("new") < 2:
+        await asyncio.sleep(0.005)
+    deleted = await http.delete("/v1/loras/new")
+    assert deleted.status_code == 200
+    body = deleted.json()
+    assert {key: body[key] for key in ("id", "object", "state", "status")} == {
+        "id": "new",
+        "object": "lora",
+        "state": "REMOVED",
+        "status": "unloaded",
+    }
+    refused = await waiting
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "adapter_unloaded")
+    gate.set()
+    async with asyncio.timeout(600):
+        while (job := (await http.get(asked.headers["location"])).json())["state"] != "FAILED":
+            await asyncio.sleep(0.005)
+    assert "unloaded while it was being loaded" in job["reason"]
+    assert (await http.get("/v1/loras/new")).status_code == 404
+    assert (await http.delete("/v1/loras/new")).status_code == 404
+
+
 async def test_a_load_answers_at_once_with_a_job(http: httpx.AsyncClient, service: Service) -> None:
     before_s = time.time()
     gate = service.managed.store.gates["new"] = asyncio.Event()

@@ -21,7 +21,7 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, insert, select,
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.database import Database
 from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, Job, State
-from app.deployments.registry.jobs import insert_job, update_job
+from app.deployments.registry.jobs import cancel_loads, check_wanted, insert_job, update_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import adapters, generations, hot_set, named
 from app.deployments.steering import PinLimits
@@ -38,6 +38,14 @@ class Move(NamedTuple):
     event: str
     digest: str
     time_s: float
+
+
+class Drained(NamedTuple):
+    """What an unload began with. `entry` None: there was none yet. `cancelled`: jobs of loads of the name."""
+
+    entry: CatalogEntry | None
+    job: Job
+    cancelled: Sequence[str]
 
 
 class Catalog:
@@ -62,14 +70,18 @@ class Catalog:
         pinned: bool | None = None,
         traffic_weight: float | None = None,
         source: str | None = None,
+        job: Job | None = None,
     ) -> CatalogEntry:
         """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
 
         `pinned` and `traffic_weight` None: as they were. `source` is how the caller called the place.
-        Raises InvalidRequest if an alias has the name, AdapterTooLarge if it would be pinned and does not fit.
+        Raises InvalidRequest if an alias has the name, AdapterTooLarge if it would be pinned and does not fit,
+        AdapterUnloaded if `job`, the load that it is for, was cancelled.
         """
         key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
+            if job is not None:
+                check_wanted(connection, job)
             if is_alias(connection, self._base, tenant_id, name):
                 raise InvalidRequest(f"{name!r} is an alias; remove the alias or choose another name", param="name")
             old = connection.execute(select(adapters).where(*key)).mappings().first()
@@ -108,24 +120,32 @@ class Catalog:
             row = connection.execute(select(adapters).where(*key)).mappings().one()
         return _entry(row)
 
-    def drain(
-        self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
-    ) -> tuple[CatalogEntry, Job]:
-        """Take a name out of service; its generation is remembered. The job is unfinished until `drained` ends it.
+    def drain(self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT) -> Drained:
+        """Take a name out of service, and cancel the loads of it that were asked for; its generation is remembered.
 
+        The job is unfinished until `drained` ends it, unless there was nothing but loads to cancel.
         Raises NotFound, and AdapterBusy while an alias sends requests to it.
         """
+        key = self._named(adapters, tenant_id, name)
+        now_s = time.time()
         with self._database.write() as connection:
-            row = self._living(connection, tenant_id, name)
+            cancelled = cancel_loads(connection, self._base, tenant_id, name)
+            query = select(adapters).where(*key, adapters.c.state == State.LOADED)
+            row = connection.execute(query).mappings().first()
+            if row is None:
+                if not cancelled:
+                    raise not_registered(name)
+                job = Job(uuid.uuid4().hex, name, "unload", "", State.REMOVED, who, now_s, now_s, tenant_id=tenant_id)
+                insert_job(connection, self._base, job)
+                record_audit(connection, self._base, who, "unload", name, tenant_id, {"cancelled": cancelled})
+                return Drained(None, job, cancelled)
             users = aliases_to(connection, self._base, tenant_id, name)
             if users:
                 raise AdapterBusy(
                     f"alias {users[0]!r} sends requests to adapter {name!r}; promote or remove the alias first"
                 )
-            connection.execute(
-                update(adapters).where(*self._named(adapters, tenant_id, name)).values(state=State.DRAINING)
-            )
-            generation, digest, now_s = row["generation"], row["digest"], time.time()
+            connection.execute(update(adapters).where(*key).values(state=State.DRAINING))
+            generation, digest = row["generation"], row["digest"]
             job = Job(
                 uuid.uuid4().hex, name, "unload", row["uri"], State.DRAINING, who, now_s, now_s,
                 generation=generation, digest=digest, tenant_id=tenant_id,
@@ -133,7 +153,7 @@ class Catalog:
             insert_job(connection, self._base, job)
             record_audit(connection, self._base, who, "unload", name, tenant_id, {"generation": generation})
             record_events(connection, self._base, [NewEvent("draining", name, tenant_id, generation, digest)])
-        return _entry(row), job
+        return Drained(_entry(row), job, cancelled)
 
     def drained(self, job: Job) -> Job:
         """An unload is complete, and so is the name's removal, unless it has been registered again meanwhile."""

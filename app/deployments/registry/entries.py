@@ -113,7 +113,8 @@ class AliasEntry:
 class Job:
     """Work on a name. `pinned` and `traffic_weight` None: as they are.
 
-    `generation` and `digest`, of what is loaded or unloaded, are known when a load is done, and of an unload always.
+    `generation` and `digest`, of what is loaded or unloaded, are known when a load is done; of an unload always, unless
+    there was but a load to cancel.
     """
 
     id: str
@@ -163,10 +164,13 @@ class AuditRecord:
 
 
 class Unload(NamedTuple):
-    """An unload that has begun. `is_shared`: another name means the same contents, so nothing is freed."""
+    """An unload that has begun. `is_shared`: another name means the same contents, so nothing is freed.
+
+    `digest` None: nothing was registered yet, only loads of the name were cancelled, and the unload is over.
+    """
 
     job: Job
-    digest: str
+    digest: str | None
     is_shared: bool
 
 

@@ -2,7 +2,8 @@
 
 In: requests to load, and the states that loads and unloads reach. Out: `Job`s that survive every process, so
 that one that was cut short is found again. A name keeps its last `MAX_JOBS_PER_NAME`. Doing the work is left
-to `lifecycle.py`; an unload's job is written down by `catalog.py`, together with what it does to the name.
+to `lifecycle.py`; an unload's job is written down by `catalog.py`, together with what it does to the name and to
+loads of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from app.deployments.registry.database import Database, storable
 from app.deployments.registry.entries import DEFAULT_TENANT, FINAL_STATES, Job, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import jobs, named
+from app.engine.errors import AdapterUnloaded
 
 MAX_JOBS_PER_NAME = 20
 
@@ -122,6 +124,26 @@ def insert_job(connection: Connection, base_digest: str, job: Job) -> None:
     connection.execute(
         delete(jobs).where(*key, jobs.c.state.in_(FINAL_STATES), jobs.c.id.not_in(newest.scalar_subquery()))
     )
+
+
+def cancel_loads(connection: Connection, base_digest: str, tenant_id: str, name: str) -> list[str]:
+    """The ids of the loads of a name that have not ended: now they have. Part of the caller's transaction."""
+    mine = (*named(jobs, base_digest, tenant_id, name), jobs.c.kind == "load", jobs.c.state.in_(_UNFINISHED))
+    ids = list(connection.scalars(select(jobs.c.id).where(*mine)))
+    values = {"state": State.FAILED, "reason": str(unloaded(name)), "updated_s": time.time()}
+    connection.execute(update(jobs).where(*mine).values(values))
+    return ids
+
+
+def check_wanted(connection: Connection, job: Job) -> None:
+    """Raises AdapterUnloaded for a load that was cancelled. Part of the caller's transaction."""
+    if connection.scalar(select(jobs.c.state).where(jobs.c.id == job.id)) == State.FAILED:
+        raise unloaded(job.name)
+
+
+def unloaded(name: str) -> AdapterUnloaded:
+    """What a load ends with that was cancelled."""
+    return AdapterUnloaded(f"adapter {name!r} was unloaded while it was being loaded; load it again if it is wanted")
 
 
 def update_job(connection: Connection, job: Job) -> None:

@@ -4,8 +4,8 @@ In: requests to load, unload, configure and alias. Out: jobs that go through the
 and the registry as a published table. A job is written down before work on it begins, so one that a crash
 cut short is taken up again: a load by the next process, an unload by any ingress. "LOADED" is written when
 every ingress holds the name. Loads of one name take effect in the order they were asked for; while a new
-meaning is being read, the old one serves, and if reading fails it stays. Reading is the store's; rows on
-devices are the replicas'.
+meaning is being read, the old one serves, and if reading fails it stays. An unload cancels those that were asked
+for before. Reading is the store's; rows on devices are the replicas'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from app.deployments.published import Published, PublishedTable
 from app.deployments.registry.books import Registry
-from app.deployments.registry.catalog import not_registered
+from app.deployments.registry.catalog import Drained, not_registered
 from app.deployments.registry.entries import (
     AHEAD,
     DEFAULT_TENANT,
@@ -37,6 +37,7 @@ from app.deployments.registry.entries import (
     check_source,
     is_name,
 )
+from app.deployments.registry.jobs import unloaded
 from app.deployments.registry.moves import Moves
 from app.deployments.registry.view import Entry, Key
 from app.deployments.steering import Steerer, Steering
@@ -44,7 +45,7 @@ from app.engine.errors import InvalidRequest, NotFound, NotReady, PolyloraError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-E = TypeVar("E", CatalogEntry, AliasEntry)
+E = TypeVar("E", CatalogEntry, AliasEntry, CatalogEntry | None)
 
 #: How long "loaded" waits for every ingress to know it.
 SETTLE_TIMEOUT_S = 5.0
@@ -81,6 +82,7 @@ class Lifecycle:
         self._jobs: dict[str, Job] = {}  # being worked on
         self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
         self._tasks: dict[str, asyncio.Task[Job]] = {}
+        self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
         self._last: dict[Key, asyncio.Task[Job]] = {}  # per name, the job that was asked for last
         self._seen_s: dict[str, float] = {}  # unloads, and when an ingress last said that it sees to them
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -150,23 +152,27 @@ class Lifecycle:
 
     async def begin_unload(
         self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
-    ) -> tuple[Unload, CatalogEntry]:
+    ) -> tuple[Unload, CatalogEntry | None]:
         """Take a name out of service: when this returns no ingress knows it. `end_unload` follows, or `left_unloads`.
 
-        Raises NotFound, AdapterBusy.
+        Loads of it that were asked for before end with AdapterUnloaded; if there was nothing else the unload has no
+        digest, and is over. Raises NotFound, AdapterBusy.
         """
-        jobs: list[Job] = []
+        done: list[Drained] = []
 
-        def drain() -> CatalogEntry:
-            entry, job = self._registry.catalog.drain(name, tenant_id=tenant_id, who=who)
-            jobs.append(job)
-            return entry
+        def drain() -> CatalogEntry | None:
+            done.append(self._registry.catalog.drain(name, tenant_id=tenant_id, who=who))
+            return done[0].entry
 
         entry = await self._change(drain, is_gone=True)
-        return await asyncio.to_thread(self._unload, jobs[0]), entry
+        for job_id in done[0].cancelled:
+            if (cancelled := self._cancelled.get(job_id)) is not None and not cancelled.done():
+                cancelled.set_result(None)
+        return await asyncio.to_thread(self._unload, done[0].job), entry
 
     async def end_unload(self, unload: Unload) -> Job:
         """No sequence uses the adapter any more and its rows are free: free the host's copy, and be done."""
+        assert unload.digest is not None, "then it is over"
         if not await asyncio.to_thread(self._registry.catalog.is_used, unload.digest):
             self._store.forget(unload.digest)
         return await asyncio.to_thread(self._registry.catalog.drained, unload.job)
@@ -234,8 +240,7 @@ class Lifecycle:
             self._loop.call_soon_threadsafe(self._note, source, state)
 
     def _unload(self, job: Job) -> Unload:
-        assert job.digest is not None, "an unload's job has it from its beginning"
-        return Unload(job, job.digest, self._registry.catalog.is_used(job.digest))
+        return Unload(job, job.digest, job.digest is None or self._registry.catalog.is_used(job.digest))
 
     def _check_name(self, name: str) -> None:
         check_name(name)
@@ -245,11 +250,12 @@ class Lifecycle:
     def _begin(self, job: Job) -> None:
         key = (job.tenant_id, job.name)
         self._jobs[job.id], self._passed[job.id] = job, []
+        self._cancelled[job.id] = asyncio.get_running_loop().create_future()
         task = self._spawn(self._run(job.id, self._last.get(key)))
         self._tasks[job.id] = self._last[key] = task
 
         def end(task: asyncio.Task[Job]) -> None:
-            del self._jobs[job.id], self._passed[job.id], self._tasks[job.id]
+            del self._jobs[job.id], self._passed[job.id], self._tasks[job.id], self._cancelled[job.id]
             if self._last.get(key) is task:
                 del self._last[key]
             if not task.cancelled():
@@ -262,7 +268,7 @@ class Lifecycle:
         self._loop = asyncio.get_running_loop()
         try:
             self._note(job.source, State.DOWNLOADING, job_id)
-            uri, card = await self._store.load(job.source, job.tenant_id)
+            uri, card = await self._read(job)
             self._note(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
@@ -279,6 +285,7 @@ class Lifecycle:
                 pinned=job.pinned,
                 traffic_weight=job.traffic_weight,
                 source=job.source,
+                job=job,
             )
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
@@ -289,6 +296,16 @@ class Lifecycle:
             reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
             await self._end(job_id, State.FAILED, reason=reason)
             raise
+
+    async def _read(self, job: Job) -> ReadAdapter:
+        """Ends at once when the job is cancelled; others may wait for what is read, so reading goes on."""
+        reading = self._spawn(self._store.load(job.source, job.tenant_id))
+        either: list[asyncio.Future[Any]] = [reading, self._cancelled[job.id]]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+        reading.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: it is nobody's
+        raise unloaded(job.name)
 
     async def _end(self, job_id: str, state: State, **what: Any) -> Job:
         """A job's last state. While the database does not take it nobody waits: it is written down later."""
@@ -321,6 +338,8 @@ class Lifecycle:
         async def change() -> E:
             async with self._changing:
                 entry = await asyncio.to_thread(call, *args, **options)
+                if entry is None:
+                    return entry
                 key, now = (entry.tenant_id, entry.name), None if is_gone else entry
                 self.table.publish({key: now})
                 if self._steerer.apply(key, now):

@@ -36,7 +36,7 @@ def test_generations_rise_exactly_when_a_name_changes_its_meaning(
         old = model.get(name)
         if digest is None:
             if old is not None and old[2]:
-                entry, job = catalog.drain(name)
+                entry, job, _ = catalog.drain(name)
                 assert (entry.ref.generation, entry.ref.digest) == old[:2]
                 if len(model) % 2:  # killed before the removal was complete, or not
                     catalog.drained(job)
@@ -85,7 +85,7 @@ def test_pins_and_weights_last_until_the_name_is_removed(
     entry = add(open_again(), "sql", "other", who="bob")
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("ada", True, 2.5), "new contents, same treatment"
     assert not add(registry, "sql", pinned=False).pinned
-    _, leaving = registry.catalog.drain("sql")
+    _, leaving, _ = registry.catalog.drain("sql")
     registry.catalog.drained(leaving)
     entry = add(registry, "sql", who="bob")
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("bob", False, 1.0)
@@ -95,7 +95,7 @@ def test_pins_and_weights_last_until_the_name_is_removed(
 
 def test_a_name_that_returns_while_it_drains_stays(registry: Registry) -> None:
     add(registry, "sql")
-    entry, leaving = registry.catalog.drain("sql")
+    entry, leaving, _ = registry.catalog.drain("sql")
     assert registry.jobs.unfinished() == [leaving] == [registry.jobs.latest("sql")]
     assert (leaving.state, leaving.generation, leaving.digest) == (State.DRAINING, entry.ref.generation, "d")
     back = add(registry, "sql")

@@ -51,7 +51,7 @@ def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> No
     registry.catalog.configure("a", pinned=True, who="bob")
     registry.aliases.put("x", {"a": 1}, who="bob")
     registry.aliases.remove("x", who="bob")
-    registry.catalog.drained(registry.catalog.drain("a", who="eve")[1])
+    registry.catalog.drained(registry.catalog.drain("a", who="eve").job)
     events = registry.journal.events("a")
     assert [event.event for event in reversed(events)] == [
         "requested", "downloading", "validating", "downloaded to disk", "loaded to host", "registered", "routable",

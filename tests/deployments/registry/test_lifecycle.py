@@ -19,7 +19,15 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import Job, State
 from app.deployments.steering import Steering
 from app.deployments.transport import ReplicaGone
-from app.engine.errors import AdapterBusy, AdapterFormatError, EngineFailure, InvalidRequest, NotFound, NotReady
+from app.engine.errors import (
+    AdapterBusy,
+    AdapterFormatError,
+    AdapterUnloaded,
+    EngineFailure,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+)
 from tests.deployments.managed import FakeStore, ManagedStore, fails
 
 
@@ -181,6 +189,87 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     assert isinstance(await fails(management.unload("sql")), NotFound)
     _, entry = await management.load_and_wait("sql", "one")
     assert entry.ref.generation == 2, "what was removed and returns is a new generation"
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
+    managed: ManagedStore, open_again: Callable[[], Registry], is_registered: bool
+) -> None:
+    management = Management(managed, managed, PlacementTable)
+    if is_registered:
+        await management.load_and_wait("sql", "one")
+    gate = managed.store.gates["two"] = asyncio.Event()
+    pending = await management.load("sql", "two")
+    waiting = asyncio.create_task(management.load_and_wait("sql", "two"))
+    other = await management.load("other", "two")
+    await until(lambda: managed.store.loads.count("two") == 3)
+    job, entry = await management.unload("sql")
+    assert (job.kind, job.state, job.digest) == ("unload", State.REMOVED, "d1" if is_registered else None)
+    assert (entry is not None) == is_registered
+    assert isinstance(await fails(waiting), AdapterUnloaded), "at once, not when it has been read"
+    ended = await end_of(managed, pending)
+    assert (ended.state, ended.generation) == (State.FAILED, None)
+    assert "'sql' was unloaded while it was being loaded" in str(ended.reason)
+    after = ManagedStore(open_again(), managed.store)  # the process is killed here
+    assert [item.name for item in after.registry.jobs.unfinished()] == ["other"]
+    await after.close()
+    gate.set()
+    assert (await end_of(managed, other)).state is State.LOADED, "another name's load goes on"
+    await until(lambda: not managed.lifecycle._tasks)
+    assert managed.lifecycle._cancelled == {}
+    assert managed.view.find("sql") is None
+    assert isinstance(await fails(management.describe("sql")), NotFound)
+    assert isinstance(await fails(management.unload("sql")), NotFound), "there is nothing left to cancel"
+    _, entry = await management.load_and_wait("sql", "two")
+    assert entry.ref.generation == 1 + is_registered, "what never took effect is no generation"
+    assert managed.view.find("sql") == entry
+
+
+async def test_a_load_that_was_read_before_the_unload_and_waits_its_turn_does_not_come_after_it(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands before the registry's door while the unload goes through."""
+    register = managed.registry.catalog.register
+    arrived, may_go = threading.Event(), threading.Event()
+
+    def register_late(*args: Any, **options: Any) -> Any:
+        arrived.set()
+        may_go.wait(600)
+        return register(*args, **options)
+
+    monkeypatch.setattr(managed.registry.catalog, "register", register_late)
+    pending = await managed.lifecycle.load("sql", "one")
+    await asyncio.to_thread(arrived.wait, 600)
+    drained = managed.registry.catalog.drain("sql")  # as another process would
+    may_go.set()
+    assert drained.cancelled == [pending.id]
+    assert (await end_of(managed, pending)).state is State.FAILED
+    assert managed.registry.catalog.entries() == []
+    assert managed.registry.catalog.generations("sql") == []
+
+
+async def test_an_unload_that_is_refused_cancels_nothing(managed: ManagedStore) -> None:
+    lifecycle = managed.lifecycle
+    await lifecycle.load_and_wait("sql", "one")
+    await lifecycle.change_alias("put", "app", {"sql": 1.0})
+    managed.store.gates["two"] = asyncio.Event()
+    pending = await lifecycle.load("sql", "two")
+    assert isinstance(await fails(lifecycle.begin_unload("sql")), AdapterBusy)
+    managed.store.gates["two"].set()
+    job = await end_of(managed, pending)
+    assert (job.state, job.generation) == (State.LOADED, 2)
+
+
+async def test_a_load_that_is_asked_for_after_an_unload_takes_effect(managed: ManagedStore) -> None:
+    lifecycle = managed.lifecycle
+    managed.store.gates["one"] = asyncio.Event()
+    before = await lifecycle.load("sql", "one")
+    await lifecycle.begin_unload("sql")
+    after = asyncio.create_task(lifecycle.load_and_wait("sql", "one"))
+    managed.store.gates["one"].set()
+    _, entry = await after
+    assert (await end_of(managed, before)).state is State.FAILED
+    assert managed.view.find("sql") == entry
 
 
 @pytest.mark.parametrize("error", [EngineFailure("on fire"), NotReady("reached r2"), ReplicaGone("r1")])
@@ -414,7 +503,7 @@ async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> N
 
     async def churn(name: str, index: int) -> None:
         for step in range(4):
-            with contextlib.suppress(NotFound):
+            with contextlib.suppress(NotFound, AdapterUnloaded):
                 if (step + index) % 3:
                     await management.load_and_wait(name, ("one", "two")[(step * index) % 2])
                 else:
