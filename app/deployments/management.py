@@ -12,6 +12,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.deployments.placement import PlacementTable
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 #: How often an ingress asks for unloads that nobody sees to, and says which it does. Shorter than their `UNSEEN_S`.
 TAKE_UP_INTERVAL_S = 10.0
+#: How often a drain asks whether a name means the contents again: then their rows need not become free.
+USED_AGAIN_INTERVAL_S = 1.0
 
 
 class StoreCall(Protocol):
@@ -147,12 +150,26 @@ class Management:
         self._draining.add(unload.job.id)
         try:
             if not unload.is_shared:
-                drops = (self._drop(replica_id, unload.digest) for replica_id in self._placement().replicas)
-                await asyncio.gather(*drops)
+                await self._free(unload.digest)
             job: Job = await self._store("manage", "end_unload", unload)
             return job
         finally:
             self._draining.discard(unload.job.id)
+
+    async def _free(self, digest: str) -> None:
+        """Until no replica has rows of these contents, or a name means them again: then they are free some other time.
+
+        New requests would keep them for ever, and are not told apart from those that the unload waits for.
+        """
+        drops = self._spawn(self._drop_everywhere(digest))
+        while not (await asyncio.wait([drops], timeout=USED_AGAIN_INTERVAL_S))[0]:
+            with suppress(NotReady):  # asked again
+                if await self._store("manage", "is_used", digest):
+                    return
+        drops.result()
+
+    async def _drop_everywhere(self, digest: str) -> None:
+        await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in self._placement().replicas))
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task of our own: it goes on when the request that began it is cancelled."""

@@ -173,9 +173,13 @@ class Lifecycle:
     async def end_unload(self, unload: Unload) -> Job:
         """No sequence uses the adapter any more and its rows are free: free the host's copy, and be done."""
         assert unload.digest is not None, "then it is over"
-        if not await asyncio.to_thread(self._registry.catalog.is_used, unload.digest):
+        if not await self.is_used(unload.digest):
             self._store.forget(unload.digest)
         return await asyncio.to_thread(self._registry.catalog.drained, unload.job)
+
+    async def is_used(self, digest: str) -> bool:
+        """Whether any name means these contents."""
+        return await asyncio.to_thread(self._registry.catalog.is_used, digest)
 
     async def left_unloads(self, seen_to: Collection[str]) -> list[Unload]:
         """Unloads that nobody sees to, for the caller to end; `seen_to` are the ids of those that it sees to already.

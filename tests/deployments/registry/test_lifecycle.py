@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import pytest_asyncio
 
+from app.deployments import management as management_module
 from app.deployments.management import Management
 from app.deployments.placement import PlacementTable, ReplicaReport
 from app.deployments.registry import catalog as catalog_module
@@ -379,6 +380,48 @@ async def test_a_name_that_returns_while_it_drains_is_served(managed: ManagedSto
     assert managed.view.find("sql") == back
     assert (await management.describe("sql")).entry == back
     assert managed.store.cached_digests == {"d1"}
+
+
+@pytest.mark.parametrize("name", ["sql", "twin"])
+async def test_an_unload_ends_although_its_contents_are_used_again(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The same digest: requests that came since keep its rows, and those that it waits for are not told apart."""
+    monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
+    management = Management(managed, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    await management.load_and_wait("sql", "one")
+    managed.drop_gate.clear()  # there is always some request for it
+    job, _ = await management.unload("sql", wait=False)
+    assert not (await managed.lifecycle.job(job.id)).is_done
+    _, back = await management.load_and_wait(name, "one")
+    assert (await end_of(managed, job)).state is State.REMOVED
+    assert managed.view.find(name) == back
+    assert managed.store.cached_digests == {"d1"}
+    assert managed.dropped == []
+    managed.drop_gate.set()
+    await until(lambda: not management._tasks)
+
+
+async def test_a_drain_goes_on_while_the_registry_is_away(
+    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
+    management = Management(managed, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    await management.load_and_wait("sql", "one")
+    managed.drop_gate.clear()
+    questions = []
+
+    def is_used(digest: str) -> NoReturn:
+        questions.append(digest)
+        _away()
+
+    with monkeypatch.context() as patch:
+        job, _ = await management.unload("sql", wait=False)
+        patch.setattr(managed.registry.catalog, "is_used", is_used)
+        await until(lambda: len(questions) > 2)
+    assert not (await managed.lifecycle.job(job.id)).is_done
+    managed.drop_gate.set()
+    assert (await end_of(managed, job)).state is State.REMOVED
 
 
 async def test_aliases_pins_and_weights_are_known_everywhere(managed: ManagedStore) -> None:
