@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Table, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, update
 
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.database import Database
@@ -234,7 +234,11 @@ class Catalog:
             for digest, used_s in last_used_s.items():
                 connection.execute(
                     update(adapters)
-                    .where(adapters.c.base_digest == self._base, adapters.c.digest == digest)
+                    .where(
+                        adapters.c.base_digest == self._base,
+                        adapters.c.digest == digest,
+                        func.coalesce(adapters.c.last_used_s, used_s) <= used_s,  # another may have told of a later one
+                    )
                     .values(last_used_s=used_s)
                 )
             held = connection.scalars(

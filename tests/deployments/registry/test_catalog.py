@@ -123,6 +123,16 @@ def test_use_is_remembered_in_order(registry: Registry, open_again: Callable[[],
     assert [entry.name for entry in after.hot(10)] == ["d", "b", "a"]
 
 
+def test_the_last_use_of_a_name_never_goes_back(registry: Registry) -> None:
+    """Replicas tell of it in any order, and late if the registry was away."""
+    add(registry, "a", "digest-a")
+    for used_s, known_s in ((10.0, 10.0), (8.0, 10.0), (12.0, 12.0), (12.0, 12.0), (-1.0, 12.0)):
+        registry.catalog.note_use({"digest-a": used_s})
+        entry = registry.catalog.get("a")
+        assert entry is not None
+        assert entry.last_used_s == known_s
+
+
 def test_aliases_change_by_version(registry: Registry, open_again: Callable[[], Registry]) -> None:
     for name in ("v1", "v2"):
         add(registry, name)
