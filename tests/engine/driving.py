@@ -73,10 +73,15 @@ def assert_as_alone(submitted: Submitted, chunks: list[TokenChunk]) -> None:
 
 
 def assert_empty(engine: Engine) -> None:
-    """Nothing is held when nothing runs."""
+    """Nothing is held when nothing runs, and what was used is somebody's."""
     stats = engine.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert stats.num_blocks_free == stats.num_blocks
     assert all(resident.num_pins == 0 for resident in stats.residents)
-    totals = [sum(getattr(t, name) for t in stats.tenants.values()) for name in ("prompt_tokens", "completion_tokens")]
-    assert totals == [stats.num_prompt_tokens, stats.num_tokens_generated]
+    metered = {
+        "prompt_tokens": stats.num_prompt_tokens,
+        "cached_tokens": stats.num_cached_tokens,
+        "completion_tokens": stats.num_tokens_generated,
+        "adapter_write_bytes": stats.num_adapter_write_bytes,
+    }
+    assert {name: sum(getattr(t, name) for t in stats.tenants.values()) for name in metered} == metered
