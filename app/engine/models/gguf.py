@@ -19,7 +19,16 @@ from app.engine.errors import CheckpointError
 from app.engine.models.gguf_file import GgufFile
 from app.engine.models.names import canonical_gguf_name
 from app.engine.models.rope import rope_spec
-from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec, checked_num_layers
+from app.engine.models.spec import (
+    MAX_SIZE,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+    checked_head_dim,
+    checked_num_layers,
+)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -48,7 +57,7 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
     keys = _namespace(file, str(architecture))
     hidden_size, num_heads = _integer(keys, "embedding_length"), _integer(keys, "attention.head_count")
     num_kv_heads = _integer(keys, "attention.head_count_kv", num_heads)
-    head_dim = _integer(keys, "attention.key_length", hidden_size // num_heads)
+    head_dim = checked_head_dim(_integer(keys, "attention.key_length", hidden_size // num_heads))
     if num_heads % num_kv_heads:
         raise CheckpointError(f"attention.head_count {num_heads} is not a multiple of head_count_kv {num_kv_heads}")
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -69,18 +78,20 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
     )
     mlp = MlpSpec(_integer(keys, "feed_forward_length"), bias=f"{first}mlp.gate_proj.bias" in names)
     embedding = file.tensors.get("token_embd.weight")
+    vocab_size = _integer(keys, "vocab_size", embedding.shape[0] if embedding is not None else None)
+    end_ids = (_token_id(file, key, vocab_size) for key in ("eos", "eot", "eom"))
     return ModelSpec(
         name=name,
         family=str(architecture),
         digest=digest,
-        vocab_size=_integer(keys, "vocab_size", embedding.shape[0] if embedding is not None else None),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         max_positions=max_positions,
         norm_eps=_positive(keys, "attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in file.tensors,
         layers=(LayerSpec(attention, mlp),) * checked_num_layers(_integer(keys, "block_count")),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=_eos_token_ids(file),
+        bos_token_id=_token_id(file, "bos", vocab_size),
+        eos_token_ids=tuple(dict.fromkeys(token_id for token_id in end_ids if token_id is not None)),
     )
 
 
@@ -142,15 +153,20 @@ def _rope(file: GgufFile, keys: dict[str, Any], head_dim: int, max_positions: in
     return replace(rope, inv_freq=tuple(float(f) for f in np.asarray(rope.inv_freq, dtype=np.float32) / divisors))
 
 
-def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    found = (file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    return tuple(dict.fromkeys(int(value) for value in found if value is not None))
+def _token_id(file: GgufFile, which: str, vocab_size: int) -> int | None:
+    key = f"tokenizer.ggml.{which}_token_id"
+    value = file.metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise CheckpointError(f"GGUF key {key!r} is {value!r}; a token id, from 0 and below {vocab_size}, is needed")
+    return value
 
 
 def _integer(keys: dict[str, Any], key: str, default: int | None = None) -> int:
     value = keys.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"GGUF key {key!r} is {value!r}; a positive integer is needed")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+        raise CheckpointError(f"GGUF key {key!r} is {value!r}; a positive integer up to {MAX_SIZE} is needed")
     return value
 
 

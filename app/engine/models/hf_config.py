@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 from app.engine.errors import CheckpointError
 from app.engine.models.rope import rope_spec
-from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, checked_num_layers
+from app.engine.models.spec import (
+    MAX_SIZE,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    checked_head_dim,
+    checked_num_layers,
+)
 
 _READ = """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
@@ -129,7 +137,7 @@ def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, num_
         raise CheckpointError(
             f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and head_dim is not given"
         )
-    return _positive(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
+    return checked_head_dim(_positive(config, "head_dim", family.default_head_dim or hidden_size // num_heads))
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,8 +181,8 @@ def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, An
 def _token_id(value: object, key: str) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise CheckpointError(f"{key} is {value!r}; a token id or null is needed")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE:
+        raise CheckpointError(f"{key} is {value!r}; a token id up to {MAX_SIZE} or null is needed")
     return value
 
 
@@ -182,8 +190,8 @@ def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config key {key!r} is {value!r}; a positive integer is needed")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+        raise CheckpointError(f"config key {key!r} is {value!r}; a positive integer up to {MAX_SIZE} is needed")
     return value
 
 

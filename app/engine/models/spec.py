@@ -13,6 +13,8 @@ from typing import Literal
 from app.engine.errors import CheckpointError
 
 MAX_LAYERS = 1_000  # the deepest published decoders have some 130
+MAX_HEAD_DIM = 8_192  # the widest published heads have 576
+MAX_SIZE = 2**31 - 1  # of whatever a configuration counts: beyond it int32 indices end
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +101,12 @@ def checked_num_layers(num_layers: int) -> int:
     if num_layers > MAX_LAYERS:
         raise CheckpointError(f"the model claims {num_layers} layers; at most {MAX_LAYERS} are read. Is it damaged?")
     return num_layers
+
+
+def checked_head_dim(head_dim: int) -> int:
+    """`head_dim` itself; CheckpointError where its rotary frequencies alone would exhaust memory."""
+    if head_dim > MAX_HEAD_DIM:
+        raise CheckpointError(
+            f"the model claims heads that are {head_dim} wide; at most {MAX_HEAD_DIM} are read. Is it damaged?"
+        )
+    return head_dim

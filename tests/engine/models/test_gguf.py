@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from transformers import (
 
 from app.engine.errors import CheckpointError
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.gguf_file import read_gguf
+from app.engine.models.gguf import spec_from_gguf
+from app.engine.models.gguf_file import GgufFile, read_gguf
 from app.engine.models.hf_config import spec_from_config
 
 SIZES: dict[str, Any] = {
@@ -253,7 +255,7 @@ def test_a_damaged_file_is_an_error_and_never_a_crash(tmp_path: Path) -> None:
     assert refused > 50
 
 
-@pytest.mark.parametrize("num_layers", [1 << 16, 1 << 31])
+@pytest.mark.parametrize("num_layers", [1 << 16, (1 << 31) - 1])
 def test_more_layers_than_memory_holds_are_refused_at_once(tmp_path: Path, num_layers: int) -> None:
     write_gguf(tmp_path / "m.gguf", random_model(CONFIGS["llama-tied"]))
     whole = bytearray((tmp_path / "m.gguf").read_bytes())
@@ -263,3 +265,54 @@ def test_more_layers_than_memory_holds_are_refused_at_once(tmp_path: Path, num_l
     (tmp_path / "m.gguf").write_bytes(whole)
     with pytest.raises(CheckpointError, match=f"claims {num_layers} layers"):
         load_checkpoint(tmp_path / "m.gguf")
+
+
+def header(**replaced: Any) -> GgufFile:
+    """A llama's metadata alone; `replaced` has "__" for "."."""
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.context_length": 512,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.layer_norm_rms_epsilon": 2.0**-17,
+        "llama.vocab_size": 96,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    metadata |= {key.replace("__", "."): value for key, value in replaced.items()}
+    return GgufFile(Path("tiny.gguf"), metadata, {}, np.zeros(0, np.uint8))
+
+
+@pytest.mark.parametrize("value", ["<s>", 1.0, -1, 96, 1 << 63, True, [1]])
+@pytest.mark.parametrize("key", ["bos", "eos", "eot", "eom"])
+def test_token_ids_that_are_none_are_refused(key: str, value: object) -> None:
+    assert spec_from_gguf(header(), "tiny", "00").eos_token_ids == (2,)
+    name = f"tokenizer.ggml.{key}_token_id"
+    with pytest.raises(CheckpointError, match=rf"{name}' is {re.escape(repr(value))}; .* below 96"):
+        spec_from_gguf(header(**{name: value}), "tiny", "00")
+
+
+@pytest.mark.parametrize("value", [1 << 40, 1 << 63])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "embedding_length",
+        "context_length",
+        "feed_forward_length",
+        "vocab_size",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+    ],
+)
+def test_sizes_no_model_has_are_refused_before_anything_is_made_of_them(key: str, value: int) -> None:
+    with pytest.raises(CheckpointError, match=rf"'{key}' is {value}; .* 2147483647"):
+        spec_from_gguf(header(**{f"llama.{key}": value}), "tiny", "00")
+
+
+@pytest.mark.parametrize("keys", [{"attention.key_length": 1_000_000}, {"embedding_length": 40_000_000}])
+def test_heads_no_model_has_are_refused(keys: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match=r"heads that are \d+ wide; at most 8192"):
+        spec_from_gguf(header(**{f"llama.{key}": value for key, value in keys.items()}), "tiny", "00")

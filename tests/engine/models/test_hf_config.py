@@ -280,5 +280,18 @@ def test_yarn_without_a_range_is_refused(changes: dict[str, float]) -> None:
 
 
 def test_more_layers_than_memory_holds_are_refused_at_once() -> None:
-    with pytest.raises(CheckpointError, match="claims 2147483648 layers"):
-        spec_from_config({**saved(LlamaConfig(**SIZES)), "num_hidden_layers": 1 << 31}, "tiny", "00")
+    with pytest.raises(CheckpointError, match="claims 2147483647 layers"):
+        spec_from_config({**saved(LlamaConfig(**SIZES)), "num_hidden_layers": (1 << 31) - 1}, "tiny", "00")
+
+
+@pytest.mark.parametrize("value", [10**30, 10**400, 1 << 31], ids=["1e30", "1e400", "2**31"])
+@pytest.mark.parametrize("key", [*SIZES, "head_dim", "bos_token_id", "eos_token_id"])
+def test_sizes_no_model_has_are_refused_before_anything_is_made_of_them(key: str, value: int) -> None:
+    with pytest.raises(CheckpointError, match=rf"{key}.* is {value}; .* 2147483647"):
+        spec_from_config(saved(LlamaConfig(**SIZES)) | {key: value}, "tiny", "00")
+
+
+@pytest.mark.parametrize("keys", [{"head_dim": 8193}, {"head_dim": None, "hidden_size": 40_000_000}])
+def test_heads_no_model_has_are_refused(keys: dict[str, int | None]) -> None:
+    with pytest.raises(CheckpointError, match=r"heads that are \d+ wide; at most 8192"):
+        spec_from_config(saved(LlamaConfig(**SIZES)) | keys, "tiny", "00")
