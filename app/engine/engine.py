@@ -115,8 +115,8 @@ class Engine:
             raise QueueFull(
                 f"{num_waiting} requests are waiting and engine.max_waiting is {self._max_waiting}; try again later"
             )
-        if adapter is not None:
-            self._backend.prepare_adapter(adapter)
+        if adapter is not None and not self._adapters.is_resident(adapter.card.digest):
+            self._backend.prepare_adapter(adapter)  # one that leaves before its turn is prepared when it is written
         sequence = Sequence(request, adapter, self._spec, self._blocks.block_size)
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")

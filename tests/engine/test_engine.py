@@ -337,6 +337,21 @@ def test_an_adapter_that_cannot_be_written_fails_only_its_own_requests() -> None
     assert [resident.digest for resident in engine.stats().residents] == [good.card.digest]
 
 
+def test_an_adapter_is_not_prepared_again_while_it_is_resident() -> None:
+    """A service that has unmapped it and fetched it again gives the engine another object with the same contents."""
+    engine, backend = make_engine()
+    for index, num_prepared in enumerate((1, 1, 2)):
+        adapter = fake_adapter("a", 8)
+        pair = (fake_request(f"r{index}", [index, 2], adapter), adapter)
+        engine.submit(*pair)
+        assert len(backend.prepared) == num_prepared
+        assert_as_alone(pair, run(engine)[f"r{index}"])
+        if index == 1:
+            freed = engine.drop_adapter(adapter.card.digest)
+            engine.step()
+            assert freed.result(timeout=0) == 8
+
+
 def test_refusals_name_value_limit_and_way_out() -> None:
     engine, _ = make_engine(max_context=32, max_waiting=2, rows=24)
     with pytest.raises(ContextOverflow, match=r"20 tokens.*max_tokens is 16.*36.*32"):
