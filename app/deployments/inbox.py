@@ -27,9 +27,7 @@ class Inbox(Generic[T]):
 
     def put(self, item: T) -> None:
         self._items.append(item)
-        if (
-            self._news is not None and not self._news.done()
-        ):  # it is done when its reader was cancelled, or is on its way
+        if self._news is not None and not self._news.done():  # done: its reader is on its way, or was cancelled
             self._news.set_result(None)
 
     async def get(self) -> T:
