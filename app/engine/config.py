@@ -61,7 +61,7 @@ class EngineConfig(BaseModel):
         100,
         ge=0,
         description="While sequences decode, a step takes in as many prompt tokens as let it end in about this time, "
-        "and in any case as many as it decodes: so long prompts delay streams. 0: max_batch_tokens alone.",
+        "or in twice the time that it takes without, if that is longer. 0: as many as max_batch_tokens allows.",
     )
     max_batch_sequences: int = Field(64, ge=1, description="Sequences running at once.")
     max_waiting: int = Field(512, ge=1, description="Requests waiting for a turn before new ones are refused with 429.")

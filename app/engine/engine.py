@@ -323,9 +323,8 @@ class Engine:
             if len(left.items) == len(plan.items):
                 raise
             return None
-        num_tokens = sum(count for _, count in plan.items)
-        if num_tokens > len(plan.items):
-            self._pace.observe(num_tokens, self._clock() - started_s)
+        chunks_of = [count for _, count in plan.items if count > 1]
+        self._pace.observe(len(plan.items) - len(chunks_of), sum(chunks_of), self._clock() - started_s)
         return output
 
     def _without_adapter(self, digest: str, error: AdapterError, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
