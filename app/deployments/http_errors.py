@@ -64,6 +64,14 @@ TABLE: dict[type[Exception], HttpError] = {
     errors.SourceError: HttpError(502, "server_error", "source_error"),
     errors.PolyloraError: HttpError(500, "server_error", "internal_error"),
 }
+#: OpenAI's clients send a request again by themselves after 409 and 5xx, unless they are told that it is in vain or,
+#: of a request over which engines fail, harmful.
+FINAL = (
+    errors.EngineFailure,
+    errors.DeadlineExceeded,
+    errors.AdapterBusy,
+    errors.AdapterUnloaded,
+)
 UNEXPECTED = HttpError(500, "server_error", "internal_error")
 
 
@@ -87,4 +95,6 @@ def error_answer(error: BaseException) -> ErrorAnswer:
     headers = {}
     if isinstance(error, errors.Overloaded | errors.AdapterQuarantined):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, FINAL):
+        headers["X-Should-Retry"] = "false"
     return ErrorAnswer(row.status, body, headers)
