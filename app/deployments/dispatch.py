@@ -184,6 +184,10 @@ class Dispatcher:
             if not await self._transport.submit(replica_id, link.link_id, requests):
                 self._drop(link)
                 self._lose(placements)
+        except EngineFailed:
+            # The reader hears it, too, behind the tokens that came before, from which the others go on.
+            self._leave_alone(replica_id)
+            self._lose(placements)
         except (ReplicaGone, ReplicaUnreachable) as error:
             self._avoid(replica_id, error)
             self._lose(placements)  # unless they went with the link
@@ -257,11 +261,14 @@ class Dispatcher:
             self._drop(link, died=failure is None and not link.draining, failure=failure)
         elif link is not None:
             link.draining = True
-        self._avoid_until_s = {r: t for r, t in self._avoid_until_s.items() if r in self._placer.table.replicas}
-        self._avoid_until_s[replica_id] = time.monotonic() + AVOID_S
+        self._leave_alone(replica_id)
         logger.info("replica %s: %s", replica_id, error)
         if isinstance(error, ReplicaGone) or was_attached:
             self._spawn(self._placer.gone(replica_id))
+
+    def _leave_alone(self, replica_id: str) -> None:
+        self._avoid_until_s = {r: t for r, t in self._avoid_until_s.items() if r in self._placer.table.replicas}
+        self._avoid_until_s[replica_id] = time.monotonic() + AVOID_S
 
     def _lose(
         self, placements: Sequence[tuple[Stream, int]], *, died: bool = False, failure: EngineFailed | None = None

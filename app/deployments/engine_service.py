@@ -177,7 +177,8 @@ class EngineService:
             self.engine.submit(request, adapter)
         except Exception as error:
             if (failure := self.engine.failure) is not None:
-                self._hub.end(self._ended(failure))
+                if not failure.computing:  # else the end comes behind the last chunks
+                    self._hub.end(self._ended(failure))
             else:  # one request's trouble, whatever it is, must not end the others of its group
                 self._fail(request.request_id, error)
             return False
@@ -207,12 +208,14 @@ class EngineService:
         for chunk in chunks:
             if chunk.finish_reason is not None and self._active.pop(chunk.request_id, None) is not None:
                 self.changed.set()
-        if (failure := self.engine.failure) is not None:
+        failure = self.engine.failure  # it may be that of a step whose chunks are yet to come
+        is_over = failure is not None and any(chunk.error is failure for chunk in chunks)
+        if is_over:
             chunks = [chunk for chunk in chunks if chunk.error is not failure]
         self._hub.deliver(chunks)
         for chunk in chunks:
             self._trials.heard(chunk)
-        if failure is not None:
+        if failure is not None and is_over:
             self._hub.end(self._ended(failure))
 
     def _ended(self, failure: EngineFailure) -> ReplicaGone:
