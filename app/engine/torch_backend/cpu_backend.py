@@ -56,20 +56,16 @@ class CpuBackend:
         self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
-        # The pages of the tables are touched while weights are unpacked: seconds, where memory is new to the machine.
+        # Pages are touched while weights are unpacked: seconds, where memory is new to the machine.
         with ThreadPoolExecutor(1) as aside:
-            tables = aside.submit(self._new_tables)
+            tables, kv_memory = aside.submit(self._new_tables), aside.submit(self._new_kv_memory)
             packer = WeightPacker(spec, self._sizes, max_positions, config.weight_storage, self._team)
             self._weights = packer.pack_all(tensors)
         self._tables = tables.result()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
         self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
         self._prepared = PreparedRows(len(spec.layers))
-        first = spec.layers[0].attention
-        num_layers, width = len(spec.layers), padded(first.head_dim)
-        blocks = (num_layers, config.num_kv_blocks, first.num_kv_heads)
-        self._k_memory = np.zeros((*blocks, width, config.block_size), np.float32)
-        self._v_memory = np.zeros((*blocks, config.block_size, width), np.float32)
+        self._k_memory, self._v_memory = kv_memory.result()
         self._work = self._new_workspace()
         base = PackedModules(spec, self._weights, self._sizes)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
@@ -201,6 +197,15 @@ class CpuBackend:
         places = RowPlaces(np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_))
         ranks = np.zeros((num_layers, num_slots, len(TARGETS)), np.int32)
         return cpu_decoder.AdapterTables._make([*a, *b, places, ranks])
+
+    def _new_kv_memory(self) -> tuple[Floats, Floats]:
+        first = self._spec.layers[0].attention
+        width, block_size = padded(first.head_dim), self._config.block_size
+        blocks = (len(self._spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
+        # full() here, too: a block is in all layers, and with pages of 2 MB the first token in new pages waited for 60.
+        return np.full((*blocks, width, block_size), 0, np.float32), np.full(
+            (*blocks, block_size, width), 0, np.float32
+        )
 
     def _new_workspace(self) -> cpu_decoder.Workspace:
         spec, sizes = self._spec, self._sizes
