@@ -9,6 +9,7 @@ processes start together. What the rows mean is left to the modules beside this 
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,5 +172,17 @@ def _make_folder_of(file: Path) -> None:
 
 
 def _write_ahead(connection: sqlite3.Connection, _: object) -> None:
-    """Readers beside one writer. The mode is the file's; it is set once, and asked for by every connection."""
-    connection.execute("PRAGMA journal_mode=WAL").close()
+    """Readers beside one writer. The mode is the file's; it is set once, and asked for by every connection.
+
+    Of several that open a new file at once SQLite lets one set it, and refuses the others without its own wait.
+    """
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
+        else:
+            return

@@ -65,6 +65,20 @@ def test_processes_that_start_together_make_the_schema_once(empty_url: str) -> N
     registry.close()
 
 
+def test_a_file_that_another_process_is_making_is_waited_for(tmp_path: Path) -> None:
+    """SQLite itself refuses at once where it would wait with a lock that the other needs."""
+    maker = sqlite3.connect(tmp_path / "new.sqlite", isolation_level=None, check_same_thread=False)
+    maker.execute("BEGIN IMMEDIATE")
+    thread = threading.Timer(0.5, maker.execute, ["COMMIT"])
+    thread.start()
+    database = Database(sqlite_url(tmp_path / "new.sqlite"), "base")
+    with database.read() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM adapters")) == 0
+    thread.join(600)
+    database.close()
+    maker.close()
+
+
 def test_a_revision_that_fails_leaves_nothing_behind(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = command.upgrade
 
