@@ -21,6 +21,7 @@ from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import EngineConfig
 from app.engine.cpu_extras import AdapterExtras, sample_runs, token_slots
 from app.engine.cpu_rows import PreparedRows
+from app.engine.memory_pages import PageTaker
 from app.engine.models.spec import ModelSpec
 from app.engine.torch_backend import cpu_decoder
 from app.engine.torch_backend.cpu_weights import PackedModules, WeightPacker, decoder_sizes, padded
@@ -58,14 +59,16 @@ class CpuBackend:
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
         # Pages are touched while weights are unpacked: seconds, where memory is new to the machine.
         with ThreadPoolExecutor(1) as aside:
-            tables, kv_memory = aside.submit(self._new_tables), aside.submit(self._new_kv_memory)
+            tables = aside.submit(self._new_tables)
             packer = WeightPacker(spec, self._sizes, max_positions, config.weight_storage, self._team)
             self._weights = packer.pack_all(tensors)
         self._tables = tables.result()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
         self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
         self._prepared = PreparedRows(len(spec.layers))
-        self._k_memory, self._v_memory = kv_memory.result()
+        self._k_memory, self._v_memory = self._new_kv_memory()
+        # A block is in all layers: with pages of 2 MB the first token in new pages would wait for 60 of them.
+        self._pages = PageTaker([*self._k_memory, *self._v_memory])
         self._work = self._new_workspace()
         base = PackedModules(spec, self._weights, self._sizes)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
@@ -148,6 +151,7 @@ class CpuBackend:
     def close(self) -> None:
         """End the threads and drop every array."""
         self._team.close()
+        self._pages.stop()
         for name in ("_weights", "_k_memory", "_v_memory", "_rows", "_tables", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -202,10 +206,7 @@ class CpuBackend:
         first = self._spec.layers[0].attention
         width, block_size = padded(first.head_dim), self._config.block_size
         blocks = (len(self._spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
-        # full() here, too: a block is in all layers, and with pages of 2 MB the first token in new pages waited for 60.
-        return np.full((*blocks, width, block_size), 0, np.float32), np.full(
-            (*blocks, block_size, width), 0, np.float32
-        )
+        return np.zeros((*blocks, width, block_size), np.float32), np.zeros((*blocks, block_size, width), np.float32)
 
     def _new_workspace(self) -> cpu_decoder.Workspace:
         spec, sizes = self._spec, self._sizes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from app.engine.config import EngineConfig
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.torch_backend.cpu_backend import CpuBackend
 from tests.engine.logits_check import NUM_BLOCKS, check_family
+from tests.engine.test_memory_pages import num_absent_pages
 from tests.engine.torch_backend.checkpoints import FAMILIES, save, tiny_model
 
 CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=64, max_batch_tokens=256, max_batch_sequences=8)
@@ -31,23 +30,13 @@ def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, tmp_p
     check_family(family, tmp_path, make_backend, LENGTHS, chunk_end)
 
 
-def test_kv_memory_is_there_before_the_first_token(tmp_path: Path) -> None:
+def test_kv_memory_is_there_before_tokens_come_to_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     checkpoint = load_checkpoint(save(tiny_model("llama"), tmp_path))
-    config = CONFIG.model_copy(update={"num_kv_blocks": 4096})
+    config = CONFIG.model_copy(update={"num_kv_blocks": 32768})
     backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), config)
+    backend._pages.wait()
     for memory in (backend._k_memory, backend._v_memory):
-        assert memory.nbytes > 1 << 23
-        assert _num_absent_pages(memory) == 0
-    untouched = np.frombuffer(mmap.mmap(-1, 1 << 23), np.uint8)  # not np.zeros: that may be memory of former arrays
-    assert _num_absent_pages(untouched) > 0, "what would be found otherwise"
+        assert memory.nbytes > 1 << 25, "so large that it cannot be what a former array has left"
+        assert num_absent_pages(memory) == 0
     backend.close()
-
-
-def _num_absent_pages(array: np.ndarray) -> int:
-    first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    num_pages = (array.ctypes.data + array.nbytes - first) // mmap.PAGESIZE
-    states = np.zeros(num_pages, np.uint8)
-    address, size = ctypes.c_void_p(first), ctypes.c_size_t(num_pages * mmap.PAGESIZE)
-    assert ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(states.ctypes.data)) == 0
-    return int((states & 1 == 0).sum())
