@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -57,13 +56,13 @@ class CpuBackend:
         self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
-        # Pages are touched while weights are unpacked: seconds, where memory is new to the machine.
-        with ThreadPoolExecutor(1) as aside:
-            tables = aside.submit(self._new_tables)
-            packer = WeightPacker(spec, self._sizes, max_positions, config.weight_storage, self._team)
-            self._weights = packer.pack_all(tensors)
-        self._tables = tables.result()
+        self._tables = self._new_tables()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
+        # Pages come while weights are unpacked: seconds, where memory is new to the machine. The first adapter needs all.
+        pages_of_rows = PageTaker(rows)
+        packer = WeightPacker(spec, self._sizes, max_positions, config.weight_storage, self._team)
+        self._weights = packer.pack_all(tensors)
+        pages_of_rows.wait()
         self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
         self._prepared = PreparedRows(len(spec.layers))
         self._k_memory, self._v_memory = self._new_kv_memory()
@@ -194,9 +193,8 @@ class CpuBackend:
     def _new_tables(self) -> cpu_decoder.AdapterTables:
         num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows
         shapes = [self._spec.target_shape(0, target) for target in TARGETS]
-        # full(), not zeros(): the pages are touched now, not by the first adapters while streams wait.
-        a = [np.full((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), 0, np.float32) for d_in, _ in shapes]
-        b = [np.full((num_layers, rows, padded(d_out)), 0, np.float32) for _, d_out in shapes]
+        a = [np.zeros((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), np.float32) for d_in, _ in shapes]
+        b = [np.zeros((num_layers, rows, padded(d_out)), np.float32) for _, d_out in shapes]
         num_slots = self._limits.max_adapter_slots
         places = RowPlaces(np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_))
         ranks = np.zeros((num_layers, num_slots, len(TARGETS)), np.int32)
