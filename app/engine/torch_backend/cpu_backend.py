@@ -58,7 +58,7 @@ class CpuBackend:
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
         self._tables = self._new_tables()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
-        # Pages come while weights are unpacked: seconds, where memory is new to the machine. The first adapter needs all.
+        # The first adapter needs all pages. They come while weights are unpacked.
         pages_of_rows = PageTaker(rows)
         packer = WeightPacker(spec, self._sizes, max_positions, config.weight_storage, self._team)
         self._weights = packer.pack_all(tensors)
