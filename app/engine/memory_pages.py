@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ class PageTaker:
         self._thread = threading.Thread(target=self._take_all, name="memory-pages", daemon=True)
         self._pieces = _in_order([(part.ctypes.data, part.nbytes) for part in parts])
         try:
-            for first, end in [next(self._pieces) for _ in parts]:
+            for first, end in islice(self._pieces, len(parts)):
                 _take(first, end)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):

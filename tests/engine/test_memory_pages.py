@@ -43,6 +43,11 @@ def test_all_pages_come_and_the_front_of_every_part_at_once() -> None:
         assert not part.any()
 
 
+@pytest.mark.parametrize("parts", [[], [np.zeros((3, 0, 8))]])
+def test_nothing_takes_no_pages(parts: list[np.ndarray]) -> None:
+    PageTaker(parts).wait()
+
+
 def test_what_is_written_meanwhile_stays() -> None:
     memory = untouched(40 * PIECE)
     rng = np.random.default_rng()

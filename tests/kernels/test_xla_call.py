@@ -22,7 +22,7 @@ from app.kernels.matmul._cpu import pack
 from app.kernels.paged_attention import _cpu as attention_cpu
 from app.kernels.paged_attention import _ffi as attention_ffi
 from app.kernels.rows import _cpu as rows_cpu
-from app.kernels.team import Team
+from app.kernels.team import Team, leave, take
 from tests.kernels.cases import normal, rng
 from tests.kernels.test_linear_jax import no_adapters
 
@@ -178,11 +178,15 @@ def test_rotation_and_attention_have_the_kernels_bits_and_write_memory_in_place(
 
 
 def _add_all(record: int) -> None:
-    args = xla_call.args_of(record)
-    out = xla_call.floats(xla_call.buffer(args, args[0]), (1,))
-    out[0] = np.float32(0.0)
-    for b in range(args[0]):
-        out[0] += xla_call.floats(xla_call.buffer(args, b), (1,))[0]
+    team, args = xla_call.team_of(record), xla_call.args_of(record)
+    num_done = 0
+    if take(team, 0) == 0:
+        out = xla_call.floats(xla_call.buffer(args, args[0]), (1,))
+        out[0] = np.float32(0.0)
+        for b in range(args[0]):
+            out[0] += xla_call.floats(xla_call.buffer(args, b), (1,))[0]
+        num_done = 1
+    leave(team, 0, 1, num_done)
     xla_call.leave_record(record)
 
 
