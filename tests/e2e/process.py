@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
+from app.serve_environment import HA_PROXY_SWITCHES
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT, end_session, own_environment
 
@@ -67,8 +68,9 @@ class ServiceProcess:
         self.environment = os.environ | own_environment(self.folder)
         self.environment |= {
             "OMP_NUM_THREADS": "1",
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            **{name: value for name, value, _ in HA_PROXY_SWITCHES},
+            # Of Ray's 30 s: HAProxy has to hear, before it is over, which ingress takes an old one's place.
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
             # A proxy that a busy machine starts slowly is waited for; Ray would replace it after three times 5 s.
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",
             "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
