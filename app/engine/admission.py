@@ -77,7 +77,8 @@ class Admission:
     def admit(self, max_sequences: int, max_tokens: int, num_running: int) -> Admitted:
         """Sequences in fair order.
 
-        At most `max_sequences`, and none beyond those that fill `max_tokens`.
+        At most `max_sequences`, and none beyond those that fill `max_tokens`. Writes are limited for the sake of those
+        that run: where nothing runs, all that have room start together.
         """
         admitted: list[Sequence] = []
         writes: list[AdapterWrite] = []
@@ -89,6 +90,7 @@ class Admission:
         refused_digests: set[str] = set()
         refused_rank = _NO_RANK  # no rows for an absent adapter of this rank, so for none above it but the reserved
         written_bytes = num_tokens = num_block_refusals = 0
+        is_limited = num_running > 0
         for sequence in self._queue.candidates():
             if len(admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
@@ -109,7 +111,7 @@ class Admission:
                 continue
             if sequence.adapter is not None and digest is not None:
                 size = sequence.adapter.card.size_bytes if is_new else 0
-                if written_bytes and written_bytes + size > self._max_write_bytes:
+                if is_limited and written_bytes and written_bytes + size > self._max_write_bytes:
                     self._is_open = True  # the budget is new in the next step
                     refused_digests.add(digest)
                     continue

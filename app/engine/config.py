@@ -69,7 +69,7 @@ class EngineConfig(BaseModel):
     adapter_write_bytes_per_step: int = Field(
         16 << 20,
         ge=1,
-        description="Adapter bytes written per step: a burst of cold ones cannot stall streams.",
+        description="Adapter bytes written per step while sequences run: a burst of cold ones cannot stall streams.",
     )
     prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
     tensor_parallel: int = Field(1, ge=1, description="Devices that share one model; the JAX engine only.")

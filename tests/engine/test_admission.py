@@ -172,17 +172,31 @@ def test_many_starving_adapters_are_all_served() -> None:
 
 def test_writes_keep_to_the_budget_and_a_larger_adapter_still_gets_through() -> None:
     bench = Bench(BackendLimits(256, 8, 256, 8, 40), adapter_write_bytes_per_step=100)
+    bench.submit("stream", tokens=100)
+    bench.run(1)
     sizes = [60, 60, 40, 250, 30, 30, 30, 60, 100, 99, 1]
     for index, size in enumerate(sizes):
         bench.submit("cold", fake_adapter(f"c{index}", 8, size_bytes=size), tokens=30)
     bench.run(60)
     assert len(bench.ended) == len(sizes)
+    assert bench.live["stream"] == 1, "there was always somebody to spare"
     per_step: dict[int, list[int]] = {}
     for step, _, size in bench.backend.writes:
         per_step.setdefault(step, []).append(size)
     assert sorted(size for step in per_step.values() for size in step) == sorted(sizes)
     assert all(sum(step) <= 100 or len(step) == 1 for step in per_step.values())
     assert len(per_step) <= 10, "the budget is used, not one write per step"
+
+
+def test_with_nothing_running_cold_adapters_are_written_together() -> None:
+    bench = Bench(BackendLimits(256, 8, 256, 8, 40), adapter_write_bytes_per_step=100)
+    names = [bench.submit("cold", fake_adapter(f"c{i}", 8, size_bytes=100), tokens=9) for i in range(5)]
+    bench.run(1)
+    assert len({step for step, _, _ in bench.backend.writes}) == 1
+    assert [bench.first[name] for name in names] == [bench.first[names[0]]] * 5
+    late = [bench.submit("cold", fake_adapter(f"d{i}", 8, size_bytes=100), tokens=9) for i in range(3)]
+    bench.run(8)
+    assert len({bench.first[name] for name in late}) == 3
 
 
 def test_streams_keep_their_pace_during_a_burst_of_cold_adapters() -> None:
