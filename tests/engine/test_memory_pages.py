@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.engine import memory_pages
-from app.engine.memory_pages import PageTaker
+from app.engine.memory_pages import PageTaker, take_pages
 
 PIECE = 1 << 21
 
@@ -71,6 +71,16 @@ def test_it_lets_go_of_memory_when_stopped_and_when_done() -> None:
         assert held() is None
 
 
+def test_all_pages_come_now() -> None:
+    memory = untouched(5 * PIECE)
+    part = memory[3 * mmap.PAGESIZE // 2 : -mmap.PAGESIZE // 2]
+    memory[0] = part[7] = 9
+    take_pages(part)
+    assert num_absent_pages(memory) == 0
+    assert memory.sum() == 18
+    take_pages(part[:0])
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
 def test_a_system_that_takes_none_ahead_has_them_written_to(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: int) -> None:
@@ -79,6 +89,9 @@ def test_a_system_that_takes_none_ahead_has_them_written_to(monkeypatch: pytest.
     monkeypatch.setattr(memory_pages, "_take", refuse)
     memory = untouched(5 * PIECE)
     PageTaker([memory[:PIECE], memory[PIECE:]])
+    assert num_absent_pages(memory) == 0
+    memory = untouched(5 * PIECE)
+    take_pages(memory)
     assert num_absent_pages(memory) == 0
 
 
@@ -95,3 +108,5 @@ def test_no_memory_is_an_error_at_start_and_a_warning_later(
     assert "Cannot allocate memory" in caplog.text
     with pytest.raises(OSError, match="Cannot allocate memory"):
         PageTaker([memory, memory[PIECE:]])
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        take_pages(memory[PIECE:])

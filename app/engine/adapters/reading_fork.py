@@ -34,13 +34,12 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import PackedAdapter, pack_adapter
 from app.engine.adapters.reading import read_adapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
+from app.engine.memory_pages import take_pages
 from app.engine.models.spec import ModelSpec
 
 _RECEIVE_BYTES = 1 << 16
 #: A request for a reader says how many bytes it should have at hand.
 _REQUEST = struct.Struct("<Q")
-#: Linux 5.14; Python's `mmap` does not name it.
-_MADV_POPULATE_WRITE = 23
 #: Of the warm process and its readers: they work beside engines, whose every step somebody waits for.
 NICENESS = 10
 #: Pages are had ahead after this long: not while the processors put to use what was read just before.
@@ -84,7 +83,7 @@ def serve(control: socket.socket) -> None:
 def _read_one(stream_descriptor: int, shared: int, ahead_bytes: int) -> None:
     with socket.socket(fileno=stream_descriptor) as stream:
         if ahead_bytes and not select.select([stream], [], [], _AHEAD_AFTER_S)[0]:
-            _have_pages(mmap.mmap(shared, ahead_bytes))
+            take_pages(_map(shared, ahead_bytes))
         question = bytearray()
         while received := stream.recv(_RECEIVE_BYTES):
             question += received
@@ -98,12 +97,9 @@ def _read_one(stream_descriptor: int, shared: int, ahead_bytes: int) -> None:
             stream.shutdown(socket.SHUT_RDWR)
 
 
-def _have_pages(memory: mmap.mmap) -> None:
-    """Of memory that is all zeros."""
-    try:
-        memory.madvise(_MADV_POPULATE_WRITE)
-    except OSError:  # an older kernel gives pages one by one, as they are written to
-        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
+def _map(shared: int, num_bytes: int) -> NDArray[np.uint8]:
+    """The memory that the server sized, from its front on."""
+    return np.frombuffer(mmap.mmap(shared, num_bytes), np.uint8)
 
 
 def _read_and_pack(task: ReadingTask, shared: int) -> tuple[dict[str, Any], tuple[LoraAdapter, PackedAdapter] | None]:
@@ -114,9 +110,9 @@ def _read_and_pack(task: ReadingTask, shared: int) -> tuple[dict[str, Any], tupl
             raise MemoryError
         if not num_bytes:
             return np.empty(0, np.uint8)
-        mapped = mmap.mmap(shared, num_bytes)
-        _have_pages(mapped)
-        return np.frombuffer(mapped, np.uint8)
+        memory = _map(shared, num_bytes)
+        take_pages(memory)
+        return memory
 
     try:
         adapter = read_adapter(task.path, task.spec, task.limits, task.served)
