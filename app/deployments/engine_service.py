@@ -96,6 +96,10 @@ class EngineService:
         finally:
             self.abort(self._hub.detach(link_id))
 
+    def leave(self, link_id: str) -> None:
+        """Its reader has gone: `frames` ends, and the link's requests are aborted."""
+        self._hub.leave(link_id)
+
     def submit(self, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
         """Take requests whose chunks go to this link. False, and nothing taken, if it is not attached.
 

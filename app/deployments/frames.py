@@ -41,6 +41,7 @@ class _Link:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     request_ids: set[str] = field(default_factory=set)
     end: Exception | None = None
+    left: bool = False
 
 
 class FrameHub:
@@ -90,7 +91,7 @@ class FrameHub:
             link.request_ids.discard(request_id)
 
     async def frames(self, link_id: str, idle_s: float) -> AsyncGenerator[list[TokenChunk]]:
-        """Frames of one link, an empty one first. Ends after `idle_s` without a request, or as `end` was told."""
+        """Frames of one link, an empty one first. Ends after `idle_s` without a request, or as `end` or `leave` say."""
         link = self._links[link_id] = _Link()
         yield []
         while True:
@@ -100,12 +101,20 @@ class FrameHub:
                 if not link.request_ids and not link.chunks:
                     return
                 continue
+            if link.left:
+                return
             frame, link.chunks = link.chunks, []
             link.news.clear()
             if frame:
                 yield frame
             if link.end is not None and not link.chunks:  # some may have come while the frame was read
                 raise link.end
+
+    def leave(self, link_id: str) -> None:
+        """Nobody reads this link any more: it ends now."""
+        if (link := self._links.get(link_id)) is not None:
+            link.left = True
+            link.news.set()
 
     def detach(self, link_id: str) -> list[str]:
         """The reader is gone. Returns the requests it still waited for."""

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -21,6 +22,7 @@ from app.config import AppConfig
 from app.deployments.actors import placement_actor, store_actor
 from app.deployments.base_model import open_checkpoint
 from app.deployments.engine_service import EngineService
+from app.deployments.frame_sockets import FrameSocket
 from app.deployments.frames import pack_frame
 from app.deployments.metrics import DeviceMetrics, EngineMetrics, TierMetrics
 from app.deployments.pin_keeper import PinKeeper
@@ -62,6 +64,7 @@ class EngineReplica:
         self._placement = placement_actor(config, context.app_name)
         self._report_interval_s = config.placement.report_interval_s
         self._service = EngineService(self._fetch)
+        self._socket = FrameSocket(self._replica_id)
         checkpoint = await asyncio.to_thread(open_checkpoint, config.model)
         self._backend = await asyncio.to_thread(load_backend, checkpoint, config.engine)
         engine = Engine(self._backend, config.engine)
@@ -78,15 +81,22 @@ class EngineReplica:
         self._metrics = EngineMetrics(), DeviceMetrics(TierMetrics(), checkpoint.spec)
         self._service.start(self._thread)
         self._thread.start()
+        await self._socket.open()
         self._pins = PinKeeper(self._thread, self._fetch, self._brought)
         forever = (self._report_forever(), self._observe_forever(), self._steer_forever(), self._steering.follow())
         self._reporters = [loop.create_task(work) for work in forever]
 
-    async def frames(self, link_id: str, target_replica_id: str | None = None) -> AsyncGenerator[bytes]:
-        """A reader attaches; its first frame is empty."""
+    async def frames(
+        self, link_id: str, by_socket: bool = False, target_replica_id: str | None = None
+    ) -> AsyncGenerator[bytes]:
+        """A reader attaches; its first frame is empty. `by_socket`: the others go through its connection to ours."""
         self._must_be(target_replica_id)
-        async for frame in self._service.frames(link_id):
-            yield pack_frame(frame)
+        leave = partial(self._service.leave, link_id)
+        async with aclosing(self._service.frames(link_id)) as frames:
+            alone = (pack_frame(frame) async for frame in frames)
+            async with aclosing(self._socket.carry(link_id, frames, leave) if by_socket else alone) as items:
+                async for item in items:
+                    yield item
 
     async def submit(
         self, link_id: str, requests: Sequence[GenerateRequest], target_replica_id: str | None = None
@@ -111,6 +121,7 @@ class EngineReplica:
         return {
             "replica_id": self._replica_id,
             "pid": os.getpid(),
+            "num_socket_links": self._socket.num_connections,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting + self._service.num_waiting_for_adapters,
             "num_blocks": stats.num_blocks,
@@ -136,6 +147,7 @@ class EngineReplica:
         for reporter in self._reporters:
             reporter.cancel()
         self._pins.close()
+        self._socket.close()
         await asyncio.to_thread(self._thread.stop, 10.0)
         self._backend.close()
 

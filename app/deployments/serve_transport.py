@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
+from app.deployments.frame_sockets import connect, frames_beside
 from app.deployments.frames import unpack_frame
 from app.deployments.ray_calls import unwrapped
 from app.deployments.transport import Frame, ReplicaGone
@@ -27,10 +29,18 @@ class ServeTransport:
         self._engines = engines
 
     async def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
-        call: Any = self._engines.frames.options(stream=True).remote(link_id, target_replica_id=replica_id)
+        connection = await connect(replica_id)
+        by_socket = connection is not None
+        call: Any = self._engines.frames.options(stream=True).remote(link_id, by_socket, target_replica_id=replica_id)
+        logger.info("frames of replica %s come through %s", replica_id, "a socket" if by_socket else "Ray")
         try:
-            async for packed in call:
-                yield unpack_frame(packed)
+            if connection is None:
+                async for packed in call:
+                    yield unpack_frame(packed)
+            else:
+                async with aclosing(frames_beside(call, link_id, connection)) as items:
+                    async for packed in items:
+                        yield unpack_frame(packed)
         except RayActorError as error:
             raise ReplicaGone(f"replica {replica_id}: {type(error).__name__}") from error
         except RayTaskError as error:

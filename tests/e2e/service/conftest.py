@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,7 +65,9 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @contextmanager
-def running_service(folder: Path, engine: dict[str, Any], num_replicas: int) -> Iterator[Service]:
+def running_service(
+    folder: Path, engine: dict[str, Any], num_replicas: int, environment: Mapping[str, str] | None = None
+) -> Iterator[Service]:
     """A tiny model with adapters of all `RANKS`, served by so many engine replicas and ingresses."""
     save_tiny_model(folder / "model")
     for seed, (name, rank) in enumerate(RANKS.items()):
@@ -78,7 +81,8 @@ def running_service(folder: Path, engine: dict[str, Any], num_replicas: int) -> 
         preload=list(RANKS),
         limits={"max_body_bytes": 200_000},
     )
-    process = serve_run(document, port, {name: value for name, value, _ in RAY_SWITCHES})  # as `polylora serve` does
+    switches = {name: value for name, value, _ in RAY_SWITCHES}  # as `polylora serve` does
+    process = serve_run(document, port, {**switches, **(environment or {})})
     try:
         process.wait_until_healthy(600)
         yield Service(process, document, folder / "loras")
@@ -109,3 +113,16 @@ def handle(service: Service) -> Iterator[Callable[..., Any]]:
     with ThreadPoolExecutor(4) as threads:
         yield call
     ray.shutdown()
+
+
+async def num_socket_links(service: Service, handle: Callable[..., Any]) -> int:
+    """How many links send their frames through sockets while an answer is on its way."""
+    body = {"model": "r8", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=service.url, timeout=600) as http,
+        http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        answer.raise_for_status()
+        await anext(answer.aiter_lines())
+        stats = await asyncio.to_thread(handle, "replica_stats")
+    return sum(item["num_socket_links"] for item in stats)

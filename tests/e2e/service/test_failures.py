@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from load_tests.service import ROOT
-from tests.e2e.service.conftest import RANKS, Service
+from tests.e2e.service.conftest import RANKS, Service, num_socket_links
 from tests.e2e.service.test_openai_client import run
 
 Handle = Callable[..., Any]
@@ -70,6 +70,10 @@ def ingress_url(service: Service) -> str:
             if httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}:
                 return url
     raise AssertionError(f"no ingress listens on ports {first} to {first + 19}")
+
+
+async def test_frames_come_through_sockets(service: Service, handle: Handle) -> None:
+    assert await num_socket_links(service, handle) > 0
 
 
 @pytest.mark.parametrize("streams", [True, False])

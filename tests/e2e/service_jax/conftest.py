@@ -1,4 +1,7 @@
-"""The tiny service on the JAX engine, as `configs/serve-jax.yaml` sets it, but for the model and its sizes."""
+"""The tiny service on the JAX engine, as `configs/serve-jax.yaml` sets it, but for the model and its sizes.
+
+Its processes have no folder for sockets, as if each were on a machine of its own: frames come through Ray.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from app.deployments.frame_sockets import FOLDER_VARIABLE
 from load_tests.service import ROOT
 from tests.e2e.service.conftest import Service, running_service
 
@@ -25,5 +29,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     engine = document["applications"][0]["args"]["engine"]
     assert engine["backend"] == "jax"
     settings = engine | {"max_context": 1024, "compilation_cache_dir": str(folder / "xla")}
-    with running_service(folder, settings, num_replicas=1) as started:
+    sockets = folder / "sockets"
+    sockets.mkdir()
+    sockets.chmod(0o755)  # others may enter it: refused
+    with running_service(folder, settings, 1, {FOLDER_VARIABLE: str(sockets)}) as started:
         yield started

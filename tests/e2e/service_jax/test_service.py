@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.e2e.service.conftest import Service
 from tests.e2e.service.test_adapters_under_traffic import (
     test_a_name_loaded_again_with_new_contents_means_the_new_ones,
     test_load_and_unload_while_traffic_runs,
@@ -11,7 +12,6 @@ from tests.e2e.service.test_openai_client import (
     test_generate_takes_lists_with_nulls,
     test_logprobs_are_those_of_the_tokens,
 )
-from tests.e2e.service_jax.conftest import Service
 
 __all__ = [
     "test_a_name_loaded_again_with_new_contents_means_the_new_ones",
@@ -24,3 +24,10 @@ __all__ = [
 
 def test_the_cache_of_programs_is_filled(service: Service) -> None:
     assert any((service.loras.parent / "xla").iterdir())
+
+
+def test_frames_come_through_ray(service: Service) -> None:
+    """There is no socket; the other tests read their answers all the same."""
+    sockets = service.loras.parent / "sockets"
+    assert sockets.is_dir()
+    assert not any(sockets.iterdir())
