@@ -11,13 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from load_tests.workload import PlannedRequest
+
+#: For so long after [DONE] a connection's answer may take to end; one that takes longer is not used again.
+_DRAIN_S = 0.05
+
+#: More tokens than any answer has, few enough to be summed and divided.
+_MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Outcome:
 
     @property
     def e2e_s(self) -> float:
-        """Due to last event."""
+        """Due to [DONE]."""
         return self.done_s - self.due_s
 
     @property
@@ -113,7 +123,8 @@ async def closed_loop(
 
 
 def _session(endpoint: Endpoint) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s)
+    # By default aiohttp rounds a timeout above five seconds up, to a whole second of the loop's clock.
+    timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s, ceil_threshold=math.inf)
     return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
@@ -141,14 +152,25 @@ async def _send(
         outcome.error = f"no complete answer within {endpoint.timeout_s:g} s"
     except aiohttp.ClientError as error:
         outcome.error = f"{type(error).__name__}: {error}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    # Deep JSON ends in a RecursionError, Infinity tokens in an OverflowError, a line without end in aiohttp's own.
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        HttpProcessingError,
+    ) as error:
         outcome.error = f"the answer is not a stream of completions as OpenAI has it: {type(error).__name__}: {error}"
-    outcome.done_s = time.perf_counter() - start
+    if outcome.error is not None:
+        outcome.done_s = time.perf_counter() - start
     return outcome
 
 
 async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float) -> None:
-    """Server-sent events until [DONE]. The last token's text may be empty (half a character, end of text)."""
+    """Server-sent events until [DONE], which ends the answer whatever its connection does then. The last token's text
+    may be empty (half a character, end of text)."""
     ended = counted = False
     async for line in response.content:
         if not line.startswith(b"data:"):
@@ -157,15 +179,16 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float
         data = line[5:].strip()
         if data == b"[DONE]":
             ended = True
-            continue
+            outcome.done_s = now
+            break
         event = json.loads(data)
         if (error := event.get("error")) is not None:
             outcome.error = str(error)[:200]
             return
         if usage := event.get("usage"):
             counted = True
-            outcome.prompt_tokens = int(usage["prompt_tokens"])
-            outcome.completion_tokens = int(usage["completion_tokens"])
+            outcome.prompt_tokens = _tokens(usage["prompt_tokens"])
+            outcome.completion_tokens = _tokens(usage["completion_tokens"])
         choices = event.get("choices") or ()
         # An answer without any text still has a first chunk: the one that ends it.
         if any(c.get("text") or (c.get("finish_reason") and not outcome.chunk_s) for c in choices):
@@ -176,3 +199,19 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float
         outcome.error = "the answer had no choices"
     elif not counted:
         outcome.error = "the answer had no usage; the server must support stream_options.include_usage"
+    if ended:
+        await _drain(response)
+
+
+def _tokens(value: Any) -> int:
+    if not 0 <= int(value) <= _MOST_TOKENS:
+        raise ValueError("usage counts less than no token, or more than any answer has")
+    return int(value)
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Read what follows [DONE], so that the connection can be used again; how that ends changes no outcome."""
+    with suppress(TimeoutError, aiohttp.ClientError, HttpProcessingError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in response.content.iter_any():
+                pass

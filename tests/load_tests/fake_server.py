@@ -1,9 +1,9 @@
 """A tiny OpenAI server that says as many words as it is asked for, and sometimes misbehaves by request.
 
 It answers by model name: "refuse" with 429, "break" ends its stream early, "late" waits first, "odd" sends what is
-no event of a completion, "silent" counts no token, "never" says nothing, "ctrl-c" interrupts this process and
-says nothing. Nothing is answered before as many requests have been there at once as `min_open` says: what is sent
-one by one hangs.
+no event of a completion (a text as it is), "silent" counts no token, "held" keeps its answer open after [DONE] and
+"reset" cuts the connection there, "never" says nothing, "ctrl-c" interrupts this process and says nothing. Nothing
+is answered before as many requests have been there at once as `min_open` says: what is sent one by one hangs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class FakeServer:
         self.keys: list[str] = []
         self.registered: list[str] = []
         self.num_open = self.max_open = 0
+        self.clients: set[object] = set()
         self.min_open = 1
         self._arrived = asyncio.Condition()
 
@@ -34,6 +35,7 @@ class FakeServer:
         body = await request.json()
         self.bodies.append(body)
         self.keys.append(request.headers["Authorization"])
+        self.clients.add(request.transport)
         if body["model"] == "refuse":
             return web.json_response({"error": {"message": "too busy"}}, status=429)
         self.num_open += 1
@@ -60,7 +62,8 @@ class FakeServer:
         await response.prepare(request)
 
         async def send(event: object) -> None:
-            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+            text = event if isinstance(event, str) else json.dumps(event)
+            await response.write(f"data: {text}\n\n".encode())
 
         if body["model"] == "odd":
             await send(body["odd"])
@@ -76,6 +79,12 @@ class FakeServer:
             usage["completion_tokens"] = 0
         await send({"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
+        if body["model"] == "held":
+            while request.transport is not None:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01 if body["model"] == "reset" else 0)
+        if body["model"] == "reset" and request.transport is not None:
+            request.transport.abort()
         return response
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from openai.types.completion_create_params import CompletionCreateParamsBase, CompletionCreateParamsStreaming
 
+from load_tests import client
 from load_tests.client import Endpoint, closed_loop, open_loop
 from load_tests.run import main
 from load_tests.workload import PlannedRequest, WorkloadConfig, plan
@@ -69,7 +71,20 @@ async def test_failures_are_outcomes() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [None, [], 7, {"choices": [3]}, {"usage": {"tokens": 3}}, {"usage": {"prompt_tokens": []}}]
+    "odd",
+    [
+        None,
+        [],
+        7,
+        {"choices": [3]},
+        {"usage": {"tokens": 3}},
+        {"usage": {"prompt_tokens": []}},
+        {"usage": {"prompt_tokens": math.inf}},
+        {"usage": {"prompt_tokens": 3, "completion_tokens": 1e300}},
+        {"usage": {"prompt_tokens": 3, "completion_tokens": -3}},
+        pytest.param("[" * 100_000, id="deep"),
+        pytest.param('"' + "x" * 1_000_000, id="long"),
+    ],
 )
 async def test_an_odd_event_is_a_failure_of_its_request_alone(odd: object) -> None:
     requests = [PlannedRequest(i, 0.0, model, "t", "x", 3) for i, model in enumerate(["odd", "a"])]
@@ -91,6 +106,27 @@ async def test_an_answer_of_no_tokens_is_one() -> None:
     async with serving() as (url, _):
         (outcome,) = await open_loop(Endpoint(url), [PlannedRequest(0, 0.0, "silent", "t", "x", 1)])
     assert (outcome.error, outcome.completion_tokens) == (None, 0)
+
+
+@pytest.mark.parametrize("model", ["held", "reset"])
+async def test_an_answer_ends_with_done(model: str) -> None:
+    async with serving() as (url, _):
+        (outcome,) = await open_loop(Endpoint(url, timeout_s=5), [PlannedRequest(0, 0.0, model, "t", "x", 3)])
+    assert outcome.error is None
+    assert outcome.chunk_s[-1] <= outcome.done_s < 4
+
+
+async def test_a_connection_is_used_again() -> None:
+    async with serving() as (url, fake):
+        outcomes = await closed_loop(Endpoint(url), plan(CONFIG, ["a"]), 1)
+    assert all(outcome.error is None for outcome in outcomes)
+    assert len(fake.clients) == 1
+
+
+async def test_a_timeout_is_not_rounded() -> None:
+    async with client._session(Endpoint("http://127.0.0.1:9/v1", timeout_s=7.3)) as session:
+        assert session.timeout.total == 7.3
+        assert session.timeout.ceil_threshold > 7.3
 
 
 async def test_an_answer_that_does_not_come_is_named() -> None:
