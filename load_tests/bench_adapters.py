@@ -34,6 +34,7 @@ from app.engine.engine import Engine
 from app.engine.loading import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
 from load_tests.measuring import Spread, environment, spread
 from load_tests.random_adapters import write_random_adapter
@@ -118,6 +119,12 @@ class _Service:
         self.backend.close()
 
 
+def _host_bytes(settings: Settings, spec: ModelSpec) -> int:
+    """What `num_host` of the many hold: two bytes a value, as they are written in bfloat16 and stay so."""
+    d_in, d_out = spec.target_shape(0, "q_proj")
+    return max(1 << 20, settings.num_host * len(spec.layers) * settings.small_rank * (d_in + d_out) * 2)
+
+
 def _host_copy(packed: PackedAdapter) -> PackedAdapter:
     return PackedAdapter(packed.header, [array.copy() for array in packed.arrays])
 
@@ -185,11 +192,7 @@ async def _many(settings: Settings, checkpoint: Checkpoint, folder: Path) -> str
         num_kv_blocks=CONCURRENT * 4,
         prefix_cache=False,
     )
-    d_in, d_out = checkpoint.spec.target_shape(0, "q_proj")
-    host_bytes = max(
-        1 << 20, settings.num_host * len(checkpoint.spec.layers) * settings.small_rank * (d_in + d_out) * 4
-    )
-    service = _Service(checkpoint, folder, config, host_bytes)
+    service = _Service(checkpoint, folder, config, _host_bytes(settings, checkpoint.spec))
     started_s = time.perf_counter()
     entries = await asyncio.gather(*(service.register(f"a{i}", f"a{i}") for i in range(settings.num_adapters)))
     registered_s = time.perf_counter() - started_s

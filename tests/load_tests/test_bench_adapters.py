@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 
-from load_tests.bench_adapters import Settings, run
+from app.engine.adapters.reading import read_adapter
+from load_tests.bench_adapters import Settings, _host_bytes, run
+from load_tests.random_adapters import write_random_adapter
+from tests.engine.adapters.making import tiny_spec
 from tests.engine.torch_backend.checkpoints import save, tiny_model
 
 
@@ -24,3 +27,12 @@ def test_every_line_is_measured(tmp_path: Path) -> None:
     on_device, in_host = (int(value) for value in re.findall(r"(\d+)% of requests", text))
     assert 0 < on_device < 100, "some were found, some had to be written"
     assert in_host == 100, "the bound on host memory is above forty"
+
+
+def test_host_memory_has_room_for_as_many_as_asked(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, num_host=40, small_rank=64)
+    spec = tiny_spec(num_layers=8)
+    folder = write_random_adapter(tmp_path / "a", spec, settings.small_rank, 0, ["q_proj"], bf16=True)
+    held_bytes = read_adapter(folder, spec).card.size_bytes
+    assert _host_bytes(settings, spec) > 1 << 20, "no floor in the way"
+    assert _host_bytes(settings, spec) // held_bytes == settings.num_host
