@@ -5,7 +5,8 @@ In: a spec, the number of adapters, arrival times. Out: adapter indices [count],
 - `uniform`: every adapter alike.
 - `zipf:S`: adapter i with probability proportional to (i + 1)^-S.
 - `powerlaw:A`: index floor(N u^(1/A)), u uniform: S-LoRA's power law (Sheng et al. 2023); smaller is more skewed.
-- `hotset:SIZE:SHARE:PERIOD`: SHARE of the requests go to SIZE adapters; every PERIOD seconds the next SIZE are hot.
+- `hotset:SIZE:SHARE:PERIOD`: SHARE of the requests go to SIZE adapters, the rest to the others (of which there are none
+  if SIZE is all of them); every PERIOD seconds the next SIZE are hot.
 - Punica's four classes (Chen et al. 2023), which set the number of adapters by the number of requests:
   `distinct` (each request its own), `identical` (one for all), `skewed` (each adapter 1.5 times as
   popular as the next), `punica-uniform` (ceil(sqrt(count)) adapters alike).
@@ -39,9 +40,9 @@ def adapter_indices(spec: str, num_adapters: int, arrival_s: NDArray[np.float64]
         case "powerlaw", [alpha] if alpha > 0:
             drawn = np.floor(num_adapters * rng.random(count) ** (1 / alpha)).astype(np.int64)
             return np.minimum(drawn, num_adapters - 1)
-        case "hotset", [size, share, period_s] if (
-            1 <= size <= num_adapters and size.is_integer() and 0 <= share <= 1 and period_s > 0
-        ):
+        case "hotset", [size, share, period_s] if size >= 1 and size.is_integer() and 0 <= share <= 1 and period_s > 0:
+            if size > num_adapters:
+                raise ValueError(f"{spec!r}: a hot set of {int(size)} adapters, but there are {num_adapters}")
             return _hot_set(int(size), share, period_s, num_adapters, arrival_s, rng)
         case "distinct", []:
             if num_adapters < count:
@@ -63,7 +64,7 @@ def adapter_indices(spec: str, num_adapters: int, arrival_s: NDArray[np.float64]
                     f"punica-uniform needs the root of {count} requests, {wanted} adapters: there are {num_adapters}"
                 )
             return rng.integers(0, wanted, count)
-    raise ValueError(f"popularity {spec!r} is not one of {KINDS} for {num_adapters} adapters")
+    raise ValueError(f"popularity {spec!r} is not one of {KINDS}")
 
 
 def _weighted(weights: NDArray[np.float64], count: int, rng: np.random.Generator) -> Indices:
@@ -79,6 +80,6 @@ def _hot_set(
     rng: np.random.Generator,
 ) -> Indices:
     first = (arrival_s // period_s).astype(np.int64) * size
-    hot = (first + rng.integers(0, size, len(arrival_s))) % num_adapters
-    anyone = rng.integers(0, num_adapters, len(arrival_s))
-    return np.where(rng.random(len(arrival_s)) < share, hot, anyone)
+    hot = rng.integers(0, size, len(arrival_s))
+    cold = rng.integers(size, num_adapters, len(arrival_s)) if size < num_adapters else hot
+    return (first + np.where(rng.random(len(arrival_s)) < share, hot, cold)) % num_adapters

@@ -39,7 +39,14 @@ def test_the_hot_set_rotates() -> None:
     for period in range(3):
         now = indices[(arrival_s >= 10 * period) & (arrival_s < 10 * period + 10)]
         hot = (now >= 3 * period) & (now < 3 * period + 3)
-        assert hot.mean() == pytest.approx(0.9 + 0.1 * 3 / 30, abs=0.01)
+        assert hot.mean() == pytest.approx(0.9, abs=0.006)
+        assert set(now.tolist()) == set(range(30)), "the rest goes to all the others"
+
+
+def test_a_hot_set_of_all_takes_every_request() -> None:
+    assert shares("hotset:5:0.2:1", 5) == pytest.approx(np.full(5, 0.2), abs=0.01)
+    with pytest.raises(ValueError, match="a hot set of 9 adapters, but there are 8"):
+        shares("hotset:9:0.5:1", 8)
 
 
 def test_a_hot_set_wraps_around() -> None:
@@ -71,7 +78,7 @@ def test_skewed_reaches_every_adapter() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["zipf", "zipf:-1", "powerlaw:0", "hotset:9:0.5:1", "hotset:1:2:1", "hotset:1.5:0.5:1", "skewed:1", "x"]
+    "spec", ["zipf", "zipf:-1", "powerlaw:0", "hotset:0:0.5:1", "hotset:1:2:1", "hotset:1.5:0.5:1", "skewed:1", "x"]
 )
 def test_unknown_popularity_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"not one of|above 1"):
