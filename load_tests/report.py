@@ -2,7 +2,8 @@
 
 In: the outcomes of one run and the service level objectives. Out: a summary of plain values. A failed request
 counts against attainment and goodput and has no latency. Percentiles are linear between ranks (NumPy's
-default). The rate is over the time from the first request due to the last answer complete.
+default). Rates are over the time from the first request due to the last good answer complete, or the last request
+due, if that is later: one that hangs until its time is up does not thin out what the others got.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo, num_unfinished: int = 0) ->
 
 
 def _span_s(outcomes: Sequence[Outcome]) -> float:
-    return max(outcome.done_s for outcome in outcomes) - min(outcome.due_s for outcome in outcomes)
+    """See the module; without any good answer until the last request ended."""
+    good = [outcome.done_s for outcome in outcomes if outcome.error is None]
+    ends = [*good, *(outcome.due_s for outcome in outcomes)] if good else [outcome.done_s for outcome in outcomes]
+    return max(ends) - min(outcome.due_s for outcome in outcomes)
 
 
 def _numbers(outcomes: Sequence[Outcome], slo: Slo, span_s: float) -> dict[str, Any]:

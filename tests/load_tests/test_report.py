@@ -28,16 +28,24 @@ def test_one_requests_latencies() -> None:
 
 def test_rates_and_goodput() -> None:
     summary = summarise([FAST, SLOW, FAILED], Slo(ttft_s=1.0))
-    assert summary["span_s"] == pytest.approx(5.0)  # from 1.0 to 6.0
+    assert summary["span_s"] == pytest.approx(4.0)  # from 1.0 to 5.0: a failed request's end is no answer
     assert (summary["num_requests"], summary["num_failed"]) == (3, 1)
-    assert summary["tokens_per_s"] == pytest.approx(7 / 5)
+    assert summary["tokens_per_s"] == pytest.approx(7 / 4)
     assert summary["slo_attainment"] == pytest.approx(1 / 3)
-    assert summary["goodput_requests_per_s"] == pytest.approx(1 / 5)
-    assert summary["goodput_tokens_per_s"] == pytest.approx(1.0)
+    assert summary["goodput_requests_per_s"] == pytest.approx(1 / 4)
+    assert summary["goodput_tokens_per_s"] == pytest.approx(5 / 4)
     assert summary["ttft_s"]["max"] == pytest.approx(2.0)
     assert summary["errors"] == {"HTTP 500: no": 1}
     assert summary["tenants"]["slow"]["slo_attainment"] == 0
     assert summary["tenants"]["t"]["num_failed"] == 1
+
+
+def test_rates_are_over_the_time_in_which_requests_were_due_and_answered() -> None:
+    hanging = Outcome(2, "m", "t", 3.0, 3.0, done_s=603.0, error="no complete answer within 600 s")
+    late = Outcome(3, "m", "t", 9.0, 9.0, done_s=9.1, error="HTTP 500: no")
+    assert summarise([FAST, SLOW, hanging], Slo())["span_s"] == pytest.approx(4.0)
+    assert summarise([FAST, SLOW, hanging, late], Slo())["span_s"] == pytest.approx(8.0)
+    assert summarise([hanging, late], Slo())["span_s"] == pytest.approx(600.0)
 
 
 @pytest.mark.parametrize(
