@@ -20,6 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+#: No server takes more tokens in one request, and no client should make such prompts by a slip.
+MOST_TOKENS = 1_000_000
+
 KINDS = "constant, poisson, gamma:CV, onoff:ON_S:OFF_S"
 
 
@@ -34,6 +37,8 @@ def arrival_times(spec: str, rate: float, count: int, rng: np.random.Generator) 
         case "poisson", []:
             return np.cumsum(rng.exponential(1 / rate, count))
         case "gamma", [cv] if cv > 0:
+            if not 1e-3 <= cv <= 1e3:
+                raise ValueError(f"{spec!r}: a coefficient of variation must be from 0.001 to 1000")
             shape = cv**-2
             return np.cumsum(rng.gamma(shape, 1 / (rate * shape), count))
         case "onoff", [on_s, off_s] if on_s > 0 and off_s >= 0:
@@ -62,7 +67,7 @@ def split_spec(spec: str) -> tuple[str, list[float]]:
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
     """One line of a trace. What is None is drawn as if there were no trace. ValueError for a field that is no
-    such value: a time below 0, a length below 1, an empty name."""
+    such value: a time below 0, a length below 1 or above `MOST_TOKENS`, an empty name."""
 
     arrival_s: float
     model: str | None = None
@@ -75,8 +80,8 @@ class TraceEntry:
             raise ValueError(f"arrival_s is {self.arrival_s!r} but must be a number of seconds from 0")
         for name in ("prompt_tokens", "output_tokens"):
             count = getattr(self, name)
-            if count is not None and (type(count) is not int or count < 1):
-                raise ValueError(f"{name} is {count!r} but must be a whole number from 1")
+            if count is not None and (type(count) is not int or not 1 <= count <= MOST_TOKENS):
+                raise ValueError(f"{name} is {count!r} but must be a whole number from 1 to {MOST_TOKENS}")
         for name in ("model", "tenant"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
@@ -95,7 +100,7 @@ def read_trace(lines: Iterable[str], source: Path | str = "trace") -> list[Trace
             continue
         try:
             entry = TraceEntry(**json.loads(line))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:  # RecursionError: deep JSON
             raise ValueError(f"{source}, line {number}: {error}") from error
         if entries and entry.arrival_s < entries[-1].arrival_s:
             raise ValueError(f"{source}, line {number}: arrival_s {entry.arrival_s} is before the line above; sort it")

@@ -27,7 +27,7 @@ from load_tests.workload import PlannedRequest
 _DRAIN_S = 0.05
 
 #: More tokens than any answer has, few enough to be summed and divided.
-_MOST_TOKENS = 1 << 40
+_MOST_COUNTED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float
 
 
 def _tokens(value: Any) -> int:
-    if not 0 <= int(value) <= _MOST_TOKENS:
+    if not 0 <= int(value) <= _MOST_COUNTED:
         raise ValueError("usage counts less than no token, or more than any answer has")
     return int(value)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from load_tests.arrivals import split_spec
+from load_tests.arrivals import MOST_TOKENS, split_spec
 
 KINDS = "fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MAX]"
 
@@ -22,26 +22,32 @@ _TEXT = (
 )
 _WORDS = tuple(_TEXT.split())
 
-#: No server takes more, and no client should make such prompts by a slip.
-_LONGEST = 1_000_000
-
 
 def lengths(spec: str, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """[count] from `rng`. ValueError for a spec not understood, a number of words that is not whole among them."""
+    """[count] from `rng`. ValueError for a spec not understood, a number of words that is not whole among them, and
+    for lengths above `MOST_TOKENS`."""
     kind, numbers = split_spec(spec)
     match kind, numbers:
         case "fixed", [n] if n >= 1 and n.is_integer():
-            return np.full(count, int(n))
+            return np.full(count, _at_most(n, spec))
         case "uniform", [low, high] if 1 <= low <= high and low.is_integer() and high.is_integer():
-            return rng.integers(int(low), int(high) + 1, count)
+            return rng.integers(int(low), _at_most(high, spec) + 1, count)
         case "lognormal", [median, sigma] | [median, sigma, _] if (
-            median >= 1 and sigma >= 0 and min(numbers[2:] or [1]) >= 1
+            median >= 1 and sigma >= 0 and all(longest >= 1 and longest.is_integer() for longest in numbers[2:])
         ):
-            drawn = np.rint(np.exp(rng.normal(np.log(median), sigma, count)))
-            if len(numbers) == 2 and drawn.max(initial=1) > _LONGEST:
-                raise ValueError(f"{spec!r} draws lengths of up to {drawn.max():.0f}; bound it: {spec}:MAX")
-            return np.clip(drawn, 1, numbers[2] if len(numbers) == 3 else _LONGEST).astype(np.int64)
+            longest = _at_most(numbers[2], spec) if len(numbers) == 3 else MOST_TOKENS
+            with np.errstate(over="ignore"):
+                drawn = np.rint(np.exp(rng.normal(np.log(median), sigma, count)))
+            if len(numbers) == 2 and drawn.max(initial=1) > longest:
+                raise ValueError(f"{spec!r} draws lengths of up to {drawn.max():.3g}; bound it: {spec}:MAX")
+            return np.clip(drawn, 1, longest).astype(np.int64)
     raise ValueError(f"length distribution {spec!r} is not one of {KINDS}")
+
+
+def _at_most(length: float, spec: str) -> int:
+    if length > MOST_TOKENS:
+        raise ValueError(f"{spec!r}: a length of {length:.7g} is above {MOST_TOKENS}, more than a server takes")
+    return int(length)
 
 
 def words(count: int, rng: np.random.Generator) -> str:

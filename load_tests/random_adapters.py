@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--register", metavar="URL", help="a service, ending in /v1, that may read the folder")
     arguments = parser.parse_args(argv)
-    if arguments.seed < 0 or not arguments.ranks:
-        parser.error("--seed must be at least 0, and --ranks must name one rank at least")
+    if arguments.seed < 0 or not arguments.ranks or arguments.count < 1:
+        parser.error("--seed must be at least 0, --count at least 1, and --ranks must name one rank at least")
     spec = load_checkpoint(resolve_model(arguments.model)).spec
     for index in range(arguments.count):
         rank = arguments.ranks[index % len(arguments.ranks)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from load_tests.arrivals import TraceEntry, arrival_times
+from load_tests.arrivals import MOST_TOKENS, TraceEntry, arrival_times
 from load_tests.lengths import lengths, words
 from load_tests.popularity import adapter_indices
 
@@ -96,6 +96,8 @@ def plan(
 
 def _check(config: WorkloadConfig, base_model: str | None) -> None:
     least = {"seed": 0, "num_requests": 1, "shared_prefix_words": 0, "num_tenants": 1, "adversary_factor": 1}
+    if config.shared_prefix_words > MOST_TOKENS:
+        raise ValueError(f"shared_prefix_words is {config.shared_prefix_words} but must be at most {MOST_TOKENS}")
     for name, least_value in least.items():
         if not least_value <= getattr(config, name) < math.inf:
             raise ValueError(f"{name} is {getattr(config, name)} but must be a number of at least {least_value}")

@@ -56,6 +56,12 @@ def test_unknown_processes_are_refused(spec: str) -> None:
         arrival_times(spec, 1, 3, np.random.default_rng(0))
 
 
+@pytest.mark.parametrize("spec", ["gamma:1e-160", "gamma:0.0009", "gamma:1001"])
+def test_a_burstiness_out_of_all_proportion_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"must be from 0\.001 to 1000"):
+        arrival_times(spec, 1, 3, np.random.default_rng(0))
+
+
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_a_rate_of_nothing_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
@@ -82,6 +88,9 @@ def test_traces() -> None:
         '{"arrival_s": 1, "tenant": ""}',
         '{"arrival_s": 1, "prompt_tokens": 0}',
         '{"arrival_s": 1, "output_tokens": 2.5}',
+        '{"arrival_s": 1, "output_tokens": 1000001}',
+        '{"arrival_s": 1, "prompt_tokens": 1000000000000}',
+        pytest.param("[" * 100_000, id="deep"),
     ],
 )
 def test_bad_trace_lines_are_named(line: str) -> None:

@@ -117,7 +117,9 @@ def test_random_adapters_are_loaded_until_one_is_refused(
     assert Answers.keys == ["Bearer secret"] * 2
 
 
-@pytest.mark.parametrize("given", [["--ranks", "8,x"], ["--ranks", ""], ["--ranks", "0"], ["--seed", "-1"]])
+@pytest.mark.parametrize(
+    "given", [["--ranks", "8,x"], ["--ranks", ""], ["--ranks", "0"], ["--seed", "-1"], ["--count", "-3"]]
+)
 def test_random_adapters_name_bad_options(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         random_adapters.main(["--out", str(tmp_path), *given])

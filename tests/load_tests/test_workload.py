@@ -70,6 +70,7 @@ def test_lognormal_median_and_spread() -> None:
         "uniform:1:2.5",
         "lognormal:9:1:0",
         "lognormal:9:1:5:5",
+        "lognormal:64:1:2.5",
     ],
 )
 def test_unknown_lengths_are_refused(spec: str) -> None:
@@ -81,6 +82,14 @@ def test_a_length_out_of_all_proportion_is_refused() -> None:
     with pytest.raises(ValueError, match=r"bound it: lognormal:500:6:MAX"):
         lengths("lognormal:500:6", 1000, np.random.default_rng(0))
     assert lengths("lognormal:500:6:4000", 1000, np.random.default_rng(0)).max() == 4000
+    with pytest.raises(ValueError, match=r"up to inf; bound it"):
+        lengths("lognormal:64:1000", 1000, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("spec", ["fixed:1e12", "fixed:1000001", "uniform:1:1e30", "lognormal:64:1:1e12"])
+def test_a_bound_out_of_all_proportion_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match="is above 1000000"):
+        lengths(spec, 3, np.random.default_rng(0))
 
 
 def test_prefixes_are_shared_within_a_model_only() -> None:
@@ -123,6 +132,7 @@ def test_a_trace_wins_over_what_is_drawn() -> None:
         {"num_tenants": 2, "adversary_factor": float("nan")},
         {"num_requests": 0},
         {"shared_prefix_words": -1},
+        {"shared_prefix_words": 10**12},
         {"seed": -1},
     ],
 )
