@@ -13,6 +13,9 @@ from matplotlib.figure import Figure
 
 from load_tests.client import Outcome
 
+#: Tenants that a legend names; one of hundreds leaves no room for the axes.
+MOST_TENANTS = 10
+
 
 def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     """Four panels. ValueError when no request succeeded: there is nothing to draw."""
@@ -20,14 +23,16 @@ def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     if not good:
         raise ValueError("no request succeeded; there is nothing to plot")
     figure = Figure(figsize=(11, 7.5), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(_plain(title))
     over_time, first, steady, rate = figure.subplots(2, 2).flat
 
-    for tenant in sorted({outcome.tenant for outcome in good}):
+    tenants = sorted({outcome.tenant for outcome in good})
+    for tenant in tenants:
         own = [outcome for outcome in good if outcome.tenant == tenant]
-        over_time.plot([o.due_s for o in own], [o.ttft_s for o in own], ".", label=tenant)
+        over_time.plot([o.due_s for o in own], [o.ttft_s for o in own], ".", label=_plain(tenant))
     over_time.set(xlabel="due, s", ylabel="first token after, s", title="first token over time")
-    over_time.legend(loc="upper left", fontsize="small")
+    if len(tenants) <= MOST_TENANTS:
+        over_time.legend(loc="upper left", fontsize="small")
 
     _cumulative(first, [o.ttft_s for o in good], "first token")
     _cumulative(first, [o.e2e_s for o in good], "end to end")
@@ -45,6 +50,11 @@ def plot(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     rate.stairs(np.histogram(chunks, seconds)[0], seconds)
     rate.set(xlabel="s", ylabel="chunks/s", title="throughput")
     figure.savefig(path, dpi=110)
+
+
+def _plain(name: str) -> str:
+    """As matplotlib shows it unchanged: between $ it reads mathematics, and what starts with _ has no legend."""
+    return " " * name.startswith("_") + name.replace("$", r"\$")
 
 
 def _cumulative(axes: object, values: Sequence[float], label: str) -> None:
