@@ -20,16 +20,20 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from load_tests import arrivals, lengths, popularity
+from load_tests.arrivals import TraceEntry, read_trace
 from load_tests.client import Endpoint, Outcome, closed_loop, open_loop
 from load_tests.report import Slo, json_line, markdown, summarise
 from load_tests.workload import PlannedRequest, WorkloadConfig, plan
+
+#: Tenants in the words of an error; a trace may have thousands.
+MOST_NAMES = 8
 
 
 def run(
@@ -45,16 +49,27 @@ def run(
         asyncio.run(closed_loop(endpoint, requests, num_streams, on_end))
 
 
+class Recorded(NamedTuple):
+    """`complete`: the outcomes are of all requests; not after ctrl-C. `report`: for people, empty for no outcome."""
+
+    outcomes: list[Outcome]
+    complete: bool
+    report: str
+
+
 def record(
     out: Path, config: Mapping[str, Any], endpoint: Endpoint, requests: Sequence[PlannedRequest], slo: Slo
-) -> tuple[list[Outcome], bool]:
-    """Run and write OUT.jsonl, each request's line when it ends, OUT.md and, with matplotlib, OUT.png; print the
-    report. The outcomes, and whether they are all of them: not after ctrl-C. OSError for files that cannot be
-    written, before anything is sent."""
+) -> Recorded:
+    """Run and write OUT.jsonl, each request's line when it ends, OUT.md and, with matplotlib, OUT.png. What an older
+    run left there is gone before anything is sent. OSError for files that cannot be written, before that too."""
     outcomes: list[Outcome] = []
     complete = True
     out.parent.mkdir(parents=True, exist_ok=True)
-    with Path(f"{out}.jsonl").open("w", buffering=1) as file:
+    report_path, plot_path = Path(f"{out}.md"), Path(f"{out}.png")
+    with Path(f"{out}.jsonl").open("a", buffering=1) as file:
+        for path in (report_path, plot_path):
+            path.unlink(missing_ok=True)
+        file.truncate(0)  # now that all three can be written
         file.write(json_line("config", config))
 
         def keep(outcome: Outcome) -> None:
@@ -68,19 +83,57 @@ def record(
         except KeyboardInterrupt:
             complete = False
         if not outcomes:
-            return [], complete
+            return Recorded([], complete, "")
         summary = summarise(outcomes, slo, len(requests) - len(outcomes))
         file.write(json_line("summary", summary))
     text = markdown(out.name, summary)
-    Path(f"{out}.md").write_text(text)
-    print(("\n" if sys.stderr.isatty() else "") + text)
+    report_path.write_text(text)
     if importlib.util.find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed")
+        text += "\nno plot: matplotlib is not installed\n"
     elif summary["num_failed"] < summary["num_requests"]:
         from load_tests.plot import plot
 
-        plot(outcomes, out.name, Path(f"{out}.png"))
-    return outcomes, complete
+        plot(outcomes, out.name, plot_path)
+    return Recorded(outcomes, complete, text)
+
+
+def show(report: str) -> None:
+    """On stdout, while somebody reads it; the files have it all."""
+    try:
+        print(("\n" if sys.stderr.isatty() else "") + report, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's end fails at it again
+
+
+def check_keys(default_key: str, api_keys: Mapping[str, object], tenants: Collection[str]) -> None:
+    """ValueError for a key that cannot be sent in a header, or is of no tenant. Keys are not in its words."""
+    if strange := sorted(set(api_keys) - set(tenants)):
+        raise ValueError(f"--api-keys names {strange[0]!r}, but the tenants are {_some(sorted(tenants))}")
+    named = {f"--api-keys: the key of {tenant!r}": key for tenant, key in api_keys.items()}
+    for name, key in {"OPENAI_API_KEY": default_key, **named}.items():
+        if not isinstance(key, str) or not key.isprintable():
+            raise ValueError(f"{name} must be text without line breaks and other control characters")
+
+
+def tenant_names(config: WorkloadConfig, trace: Sequence[TraceEntry]) -> set[str]:
+    """Who may have a request in a plan of these."""
+    drawn = not trace or any(entry.tenant is None for entry in trace)
+    numbered = {f"tenant-{i}" for i in range(config.num_tenants)} if drawn else set()
+    return numbered | {entry.tenant for entry in trace if entry.tenant is not None}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def trace_entries(path: Path) -> list[TraceEntry]:
+    """See `read_trace`. ValueError, OSError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return read_trace(text.split("\n"), path)
 
 
 def model_names(text: str) -> list[str]:
@@ -88,7 +141,7 @@ def model_names(text: str) -> list[str]:
     try:
         names = Path(text[1:]).read_text().split() if text.startswith("@") else text.split(",")
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
     if not names or not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} names no model, or an empty one")
     return names
@@ -98,8 +151,8 @@ def json_object(text: str) -> dict[str, Any]:
     """A JSON object; '@FILE' reads one. Raises argparse.ArgumentTypeError for anything else."""
     try:
         value = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: deep JSON
+        raise argparse.ArgumentTypeError(f"{text[:80]}: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text} is not a JSON object such as {{"ignore_eos": true}}')
     return value
@@ -187,16 +240,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser()
     arguments = options.parse_args(argv)
     config = WorkloadConfig(**{field.name: getattr(arguments, field.name) for field in fields(WorkloadConfig)})
+    default_key = os.environ.get("OPENAI_API_KEY", "none")
     try:
-        trace = []
-        if arguments.trace:
-            trace = arrivals.read_trace(arguments.trace.read_text().splitlines(), arguments.trace)
+        trace = trace_entries(arguments.trace) if arguments.trace else []
+        if arguments.closed_loop and config.popularity.startswith("hotset"):
+            raise ValueError(
+                f"--closed-loop has no arrival times, by which --popularity {config.popularity} turns; choose another"
+            )
         requests = plan(config, arguments.models, arguments.base_model, trace)
+        check_keys(default_key, arguments.api_keys, tenant_names(config, trace))
     except (ValueError, OSError) as error:
         options.error(str(error))
     endpoint = Endpoint(
         url=arguments.url,
-        default_key=os.environ.get("OPENAI_API_KEY", "none"),
+        default_key=default_key,
         api_keys=arguments.api_keys,
         extra_body=arguments.extra_body,
         timeout_s=arguments.timeout,
@@ -215,12 +272,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "slo": asdict(slo),
     }
     try:
-        outcomes, complete = record(arguments.out, written, endpoint, requests, slo)
+        recorded = record(arguments.out, written, endpoint, requests, slo)
     except OSError as error:
         options.error(f"--out {arguments.out}: {error}")
-    if not complete:
+    show(recorded.report)
+    if not recorded.complete:
         raise SystemExit(130)  # what a shell reports of a program ended by ctrl-C
-    if all(outcome.error is not None for outcome in outcomes):
+    if all(outcome.error is not None for outcome in recorded.outcomes):
         raise SystemExit(1)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +177,95 @@ def test_nothing_beyond_openais_fields_is_sent(server: tuple[str, FakeServer], t
     assert set(body) <= {name for part in openais for name in part.__annotations__}
 
 
+def test_an_older_runs_report_does_not_stay(server: tuple[str, FakeServer], tmp_path: Path) -> None:
+    for suffix in ("jsonl", "md", "png"):
+        (tmp_path / f"x.{suffix}").write_text("older\n")
+    options = ["--requests", "1", "--rate", "1000", "--out", str(tmp_path / "x")]
+    with pytest.raises(SystemExit, match="1"):
+        main(["--url", server[0], "--models", "refuse", *options])
+    assert not (tmp_path / "x.png").exists()
+    assert "older" not in (tmp_path / "x.md").read_text() + (tmp_path / "x.jsonl").read_text()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "md", "png"])
+def test_files_that_cannot_be_written_are_found_before_anything_is_sent(
+    suffix: str, server: tuple[str, FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"x.{suffix}").mkdir()
+    kept = tmp_path / ("x.md" if suffix == "jsonl" else "x.jsonl")
+    kept.write_text("older\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", server[0], "--models", "a", "--requests", "1", "--out", str(tmp_path / "x")])
+    assert f"x.{suffix}" in capsys.readouterr().err
+    assert kept.read_text() == "older\n"
+    assert not server[1].bodies
+
+
+def test_a_report_that_nobody_reads_is_written_all_the_same(server: tuple[str, FakeServer], tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "load_tests.run", "--url", server[0], "--models", "a", "--requests", "1"]
+    ended = subprocess.run(
+        [*command, "--out", str(tmp_path / "x")], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "x.md").exists()
+    assert (tmp_path / "x.png").exists()
+
+
+def test_tenants_of_a_trace_have_keys(server: tuple[str, FakeServer], tmp_path: Path) -> None:
+    trace, keys = tmp_path / "trace.jsonl", tmp_path / "keys.json"
+    trace.write_text('{"arrival_s": 0, "tenant": "them"}\n{"arrival_s": 0}\n')
+    keys.write_text('{"them": "theirs", "tenant-0": "first"}')
+    main([
+        *("--url", server[0], "--models", "a", "--trace", str(trace), "--api-keys", str(keys)),
+        *("--out", str(tmp_path / "x")),
+    ])  # fmt: skip
+    assert sorted(server[1].keys) == ["Bearer first", "Bearer theirs"]
+    assert "theirs" not in (tmp_path / "x.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ('{"tenant-0": "a", "tenant-7": "b"}', "names 'tenant-7', but the tenants are tenant-0, tenant-1"),
+        ('{"tenant-0": null}', "the key of 'tenant-0' must be text"),
+        ('{"tenant-0": "hidden\\n"}', "the key of 'tenant-0' must be text"),
+    ],
+)
+def test_keys_that_cannot_be_meant_are_refused(
+    keys: str, words: str, server: tuple[str, FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys.json").write_text(keys)
+    options = ["--tenants", "2", "--api-keys", str(tmp_path / "keys.json"), "--out", str(tmp_path / "x")]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", server[0], "--models", "a", *options])
+    error = capsys.readouterr().err
+    assert words in error
+    assert "hidden" not in error
+    assert not server[1].bodies
+
+
+def test_a_key_with_a_line_break_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "hidden\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", "http://127.0.0.1:9/v1", "--models", "a", "--out", str(tmp_path / "x")])
+    error = capsys.readouterr().err
+    assert "OPENAI_API_KEY must be text without line breaks" in error
+    assert "hidden" not in error
+
+
+def test_a_trace_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(b'{"arrival_s": 0}\n\xff\xfe\n')
+    with pytest.raises(SystemExit, match="2"):
+        main(["--url", "http://127.0.0.1:9/v1", "--models", "a", "--trace", str(trace), "--out", str(tmp_path / "x")])
+    assert f"{trace}: 'utf-8' codec" in capsys.readouterr().err
+
+
 @pytest.fixture
 def _interruptible() -> Iterator[None]:
     """As in a terminal: a shell's background jobs start with SIGINT ignored."""
@@ -221,6 +313,11 @@ def test_ctrl_c_before_anything_has_ended(server: tuple[str, FakeServer], tmp_pa
         (["--slo-ttft", "-1"], "--slo-ttft: '-1' is not a number above 0"),
         (["--closed-loop", "0"], "--closed-loop: '0' is not a whole number from 1"),
         (["--extra-body", "[1]"], "[1] is not a JSON object"),
+        (["--closed-loop", "3", "--popularity", "hotset:1:1:60"], "by which --popularity hotset:1:1:60 turns"),
+        (["--popularity", "hotset:3:0.5:60"], "a hot set of 3 adapters, but there are 1"),
+        (["--arrivals", "gamma:1e-160"], "must be from 0.001 to 1000"),
+        (["--prompt-lengths", "fixed:1e12"], "is above 1000000"),
+        (["--extra-body", "[" * 100_000], "recursion"),
         (["--extra-body", "{"], "--extra-body: {: Expecting"),
         (["--api-keys", "/nowhere.json"], "No such file"),
         (["--models", "@/nowhere.txt"], "No such file"),
