@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
 from app.deployments.answers import Answer
@@ -24,8 +24,12 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 
-#: Text longer than this is tokenized in a thread: it would hold up every stream of this process.
+T = TypeVar("T")
+
+#: Text of a request longer than this is tokenized in a thread: it would hold up every stream of this process.
 MAX_INLINE_CHARS = 20_000
+#: A message without text takes as long as so many characters: its role is written by the template and tokenized too.
+CHARS_PER_MESSAGE = 32
 
 
 class TextModel(Protocol):
@@ -184,8 +188,8 @@ class Frontend:
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in body.messages
         ]
-        num_chars = sum(len(message["content"]) for message in messages)
-        token_ids = await self._tokenize(num_chars, lambda: self._model.encode_chat(messages))
+        num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
+        token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         names = _Names("messages", body.limit_field, "top_logprobs")
         return self._job("chatcmpl", body, [token_ids], [ref], body.token_limit, num_logprobs, names)
@@ -196,7 +200,7 @@ class Frontend:
         prompts = body.prompts
         names = _Names("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
-        token_ids = [await self._prompt_ids(prompt) for prompt in prompts]
+        token_ids = await self._prompt_ids(prompts)
         return self._job("cmpl", body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names)
 
     async def generate(self, body: GenerateBody) -> Job:
@@ -205,12 +209,16 @@ class Frontend:
         params = body.sampling_params
         names = _Names("text", params.limit_field, "logprobs", "sampling_params.n")
         self._check_sequences(len(refs), params.n, names)
-        token_ids = [await self._prompt_ids(text) for text in body.texts]
+        token_ids = await self._prompt_ids(body.texts)
         return self._job("gen", params, token_ids, refs, params.token_limit, None, names)
 
-    async def _prompt_ids(self, prompt: str | list[int]) -> Sequence[int]:
+    async def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
+        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await _tokenized(num_chars, lambda: [self._ids_of(prompt) for prompt in prompts])
+
+    def _ids_of(self, prompt: str | list[int]) -> Sequence[int]:
         if isinstance(prompt, str):
-            return await self._tokenize(len(prompt), lambda: self._model.encode(prompt))
+            return self._model.encode(prompt)
         for token_id in prompt:
             if token_id >= self._model.vocab_size:
                 raise InvalidRequest(
@@ -218,9 +226,6 @@ class Frontend:
                     param="prompt",
                 )
         return prompt
-
-    async def _tokenize(self, num_chars: int, encode: Callable[[], Sequence[int]]) -> Sequence[int]:
-        return await asyncio.to_thread(encode) if num_chars > MAX_INLINE_CHARS else encode()
 
     def _job(
         self,
@@ -303,6 +308,10 @@ class Frontend:
             repetition_penalty=fields.repetition_penalty,
             num_logprobs=num_logprobs,
         )
+
+
+async def _tokenized(num_chars: int, encode: Callable[[], T]) -> T:
+    return await asyncio.to_thread(encode) if num_chars > MAX_INLINE_CHARS else encode()
 
 
 def derived_seed(seed: int, copy: int) -> int:

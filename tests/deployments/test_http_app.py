@@ -6,19 +6,30 @@ import asyncio
 import gzip
 import json
 import re
+import threading
+import time
 from typing import Any, Never
 
 import httpx
 import pytest
 from pydantic_core import to_json
 
+from app.config import LimitsConfig
 from app.deployments.answers import AnswerFormat
 from app.deployments.frontend import derived_seed
-from app.deployments.openai_schema import INERT, NEUTRAL
+from app.deployments.openai_schema import (
+    INERT,
+    NEUTRAL,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateBody,
+    GenerateSampling,
+)
 from app.deployments.text import TextDelta
 from tests.deployments.http_service import Service
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
+EMPTY = {"role": "user", "content": ""}
 LEGACY = {"model": "base", "prompt": "hi", "max_tokens": 6, "ignore_eos": True}
 
 
@@ -187,6 +198,51 @@ async def test_bodies_that_are_no_bodies(http: httpx.AsyncClient, service: Servi
         assert answer.status_code == 400, content[:20]
     assert (await http.post("/v1/completions", content=b"x" * 20_001)).status_code == 413
     assert service.observed[-1] == ("completions", 413)
+
+
+async def test_a_body_of_many_keys_is_read_in_one_pass(http: httpx.AsyncClient, service: Service) -> None:
+    service.frontend.limits = LimitsConfig()
+    content = "{" + ",".join(f'"k{number}":0' for number in [*range(20_000), 19_999]) + "}"
+    begin_s = time.process_time()
+    error = (await http.post("/v1/completions", content=content)).json()["error"]
+    assert "'k19999' is given twice" in error["message"]
+    assert time.process_time() - begin_s < 1
+
+
+@pytest.mark.parametrize(
+    ("body", "is_inline"),
+    [
+        (CompletionRequest(model="base", prompt="x" * 20_000), True),
+        (CompletionRequest(model="base", prompt="x" * 20_001), False),
+        (CompletionRequest(model="base", prompt=["x" * 5_000] * 4), True),
+        (CompletionRequest(model="base", prompt=["x" * 5_001] * 4), False),
+        (GenerateBody(text=["x" * 5_001] * 4, sampling_params=GenerateSampling(max_new_tokens=1)), False),
+        (ChatCompletionRequest.model_validate({"model": "base", "messages": [EMPTY] * 600}), True),
+        (ChatCompletionRequest.model_validate({"model": "base", "messages": [EMPTY] * 700}), False),
+    ],
+)
+async def test_what_is_long_altogether_is_tokenized_in_a_thread(
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    body: ChatCompletionRequest | CompletionRequest | GenerateBody,
+    is_inline: bool,
+) -> None:
+    threads = set()
+
+    def encode(*_: object) -> list[int]:
+        threads.add(threading.get_ident())
+        return [1]
+
+    monkeypatch.setattr(service.frontend.text_model, "encode", encode)
+    monkeypatch.setattr(service.frontend.text_model, "encode_chat", encode)
+    if isinstance(body, ChatCompletionRequest):
+        await service.frontend.chat(body)
+    elif isinstance(body, CompletionRequest):
+        await service.frontend.completion(body)
+    else:
+        await service.frontend.generate(body)
+    assert len(threads) == 1
+    assert (threads == {threading.get_ident()}) is is_inline
 
 
 async def test_a_compressed_body_is_named(http: httpx.AsyncClient) -> None:

@@ -54,7 +54,9 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text has a lone surrogate at index {error.start}; send valid Unicode") from None
         backend = self._backend if allow_special else self._literal
-        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Of a batch, unlike `encode`, it lets other Python threads run: 400,000 characters would stop them for 0.3 s.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""

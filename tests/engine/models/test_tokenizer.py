@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,17 @@ def test_special_ids_of_the_demo_model(demo: Tokenizer) -> None:
 def test_a_lone_surrogate_is_the_callers_mistake(demo: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="surrogate at index 3"):
         demo.encode("abc\ud800")
+
+
+def test_a_long_text_lets_other_threads_run(demo: Tokenizer) -> None:
+    thread = threading.Thread(target=demo.encode, args=("The quick brown fox jumps over the lazy dog. " * 20_000,))
+    begin_s = last_s = time.monotonic()
+    thread.start()
+    longest_s = 0.0
+    while thread.is_alive():
+        time.sleep(0.001)
+        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+    assert longest_s < (last_s - begin_s) / 2
 
 
 def streamed(tokenizer: Tokenizer, pieces: Sequence[Sequence[int]], skip_special: bool) -> str:
