@@ -39,6 +39,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+#: Of tokens, or answers. Python does not write integers of thousands of digits, so a message could not name them.
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+T = TypeVar("T")
+#: Checked up to its first mistake: a complaint about each of a million items is gigabytes of them.
+Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -49,10 +55,14 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: object) -> object:
-        if not isinstance(value, dict):
+        fields = cls.model_fields
+        if not isinstance(value, dict) or (value.keys() <= fields.keys() and None not in value.values()):
             return value
-        required = {name for name, field in cls.model_fields.items() if field.is_required()}
-        return {name: item for name, item in value.items() if item is not None or name in required}
+        required = {name for name, field in fields.items() if field.is_required()}
+        # One that is not known is enough to refuse: a complaint about each of 300,000 takes seconds.
+        unknown = next((name for name, item in value.items() if name not in fields and item is not None), None)
+        kept = fields.keys() | {unknown}
+        return {name: item for name, item in value.items() if name in required or (item is not None and name in kept)}
 
 
 class StreamOptions(Body):
@@ -68,13 +78,13 @@ class SamplingFields(Body):
     top_k: int = Field(default=0, ge=-1, lt=2**31)
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[TokenId] | None = Field(default=None, max_length=64)
     ignore_eos: bool = False
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, gt=0, le=10)
-    n: int = Field(default=1, ge=1)
+    n: Count = 1
 
     @field_validator("stop")
     @classmethod
@@ -114,7 +124,7 @@ class ChatMessage(Body):
     """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     annotations: list[Any] = Field(default_factory=list)
     tool_calls: list[Any] = Field(default_factory=list, max_length=0)
 
@@ -124,11 +134,11 @@ class ChatMessage(Body):
 
 
 class ChatCompletionRequest(_OpenAIFields):
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -151,9 +161,9 @@ class ChatCompletionRequest(_OpenAIFields):
 
 
 class CompletionRequest(_OpenAIFields):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    max_tokens: int = Field(default=16, ge=1)
-    logprobs: int | None = Field(default=None, ge=0)
+    prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
+    max_tokens: Count = 16
+    logprobs: int | None = Field(default=None, ge=0, lt=2**31)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -166,8 +176,8 @@ class CompletionRequest(_OpenAIFields):
 
 
 class GenerateSampling(SamplingFields):
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: Count | None = None
+    max_tokens: Count | None = None
 
     @model_validator(mode="after")
     def _limits_agree(self) -> Self:
@@ -188,9 +198,9 @@ class GenerateSampling(SamplingFields):
 class GenerateBody(Body):
     """`/generate`: one text or a list; `lora_path` is one name for all, or a list as long as the texts."""
 
-    text: str | list[str]
+    text: str | Items[str]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
-    lora_path: str | list[str | None] | None = None
+    lora_path: str | Items[str | None] | None = None
     stream: bool = False
 
     @field_validator("stream")

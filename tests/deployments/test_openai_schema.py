@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -87,3 +88,58 @@ def test_an_answer_comes_back_as_the_client_got_it() -> None:
             parse_body(ChatCompletionRequest, body)
         assert caught.value.param == f"messages.1.{name}"
         assert isinstance(caught.value, UnsupportedField) == (name != "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, {"model": "base", "prompt": [-1] * 100_000}, "prompt.0"),
+        (CompletionRequest, {"model": "base", "prompt": [[1], [-1] * 100_000]}, "prompt.1.0"),
+        (CompletionRequest, {"model": "base", "prompt": ["a"] + [1] * 100_000}, "prompt.1"),
+        (CompletionRequest, {"model": "base", "prompt": "hi", "stop": [1] * 100_000}, "stop.0"),
+        (CompletionRequest, {"model": "base", "prompt": "hi", "stop_token_ids": ["a"] * 100_000}, "stop_token_ids.0"),
+        (ChatCompletionRequest, {"model": "base", "messages": [{}] * 100_000}, "messages.0.role"),
+        (ChatCompletionRequest, {"model": "base", "messages": [MESSAGE] + [0] * 100_000}, "messages.1"),
+        (
+            ChatCompletionRequest,
+            {"model": "base", "messages": [MESSAGE | {"content": [{}] * 100_000}]},
+            "messages.0.content.0.type",
+        ),
+        (
+            ChatCompletionRequest,
+            {"model": "base", "messages": [MESSAGE | dict.fromkeys(map("k{}".format, range(400_000)), 0)]},
+            "messages.0.k0",
+        ),
+        (GenerateBody, {"text": [1] * 100_000}, "text.0"),
+        (GenerateBody, {"text": "hi", "lora_path": [1] * 100_000}, "lora_path.0"),
+    ],
+)
+def test_the_first_mistake_of_many_is_enough(kind: type[BaseModel], body: dict[str, Any], param: str) -> None:
+    begin_s = time.process_time()
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(kind, body)
+    assert caught.value.param == param
+    assert time.process_time() - begin_s < 0.3
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (ChatCompletionRequest, "max_tokens"),
+        (ChatCompletionRequest, "max_completion_tokens"),
+        (ChatCompletionRequest, "top_logprobs"),
+        (ChatCompletionRequest, "n"),
+        (CompletionRequest, "max_tokens"),
+        (CompletionRequest, "logprobs"),
+        (GenerateSampling, "max_tokens"),
+        (GenerateSampling, "max_new_tokens"),
+    ],
+)
+def test_a_number_too_long_to_be_written_is_refused(kind: type[BaseModel], field: str) -> None:
+    """Python writes no integer of more than 4,300 digits: naming one in a message was a 500."""
+    smallest = next(body for model, body in SMALLEST if model is kind)
+    others = {"logprobs": True} if field == "top_logprobs" else {"max_tokens": 1}
+    for number in (2**31, 10**5000):
+        with pytest.raises(InvalidRequest, match="less than 2147483648") as caught:
+            parse_body(kind, smallest | others | {field: number})
+        assert caught.value.param == field
