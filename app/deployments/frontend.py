@@ -22,7 +22,7 @@ from app.deployments.openai_schema import ChatCompletionRequest, CompletionReque
 from app.deployments.text import Decoder, TextDelta, text_deltas
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
-from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from app.engine.request import GenerateRequest, SamplingParams, TokenChunk, Usage
 
 T = TypeVar("T")
 
@@ -69,9 +69,10 @@ class _Names(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """When the first text of a job's first answer was there (Unix time)."""
+    """When the first text of a job's first answer was there (Unix time), and what each sequence has cost so far."""
 
     first_s: float | None = None
+    usages: dict[int, Usage] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,11 @@ class Job:
     source: StreamSource
     new_decoder: Callable[[], Decoder]
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def usages(self) -> list[Usage | None]:
+        """What each sequence has cost so far; None before its first token."""
+        return [self.progress.usages.get(index) for index in range(len(self.requests))]
 
     async def answers(self) -> list[Answer]:
         """All answers, whole. One failure ends all sequences of the request."""
@@ -107,6 +113,8 @@ class Job:
             async for delta in deltas:
                 if self.progress.first_s is None:
                     self.progress.first_s = time.time()
+                if delta.usage is not None:
+                    self.progress.usages[index] = delta.usage
                 yield index, delta
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta]]:
@@ -183,6 +191,7 @@ class Frontend:
 
     async def chat(self, body: ChatCompletionRequest) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
+        arrival_s = time.time()
         ref = self.find_adapter(body.model, body.lora_path, body.user)
         messages = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
@@ -192,25 +201,29 @@ class Frontend:
         token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         names = _Names("messages", body.limit_field, "top_logprobs")
-        return self._job("chatcmpl", body, [token_ids], [ref], body.token_limit, num_logprobs, names)
+        return self._job("chatcmpl", arrival_s, body, [token_ids], [ref], body.token_limit, num_logprobs, names)
 
     async def completion(self, body: CompletionRequest) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
+        arrival_s = time.time()
         ref = self.find_adapter(body.model, body.lora_path, body.user)
         prompts = body.prompts
         names = _Names("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
         token_ids = await self._prompt_ids(prompts)
-        return self._job("cmpl", body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names)
+        return self._job(
+            "cmpl", arrival_s, body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names
+        )
 
     async def generate(self, body: GenerateBody) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
+        arrival_s = time.time()
         refs = [self.find_adapter(self._base_name, name) for name in body.adapters]
         params = body.sampling_params
         names = _Names("text", params.limit_field, "logprobs", "sampling_params.n")
         self._check_sequences(len(refs), params.n, names)
         token_ids = await self._prompt_ids(body.texts)
-        return self._job("gen", params, token_ids, refs, params.token_limit, None, names)
+        return self._job("gen", arrival_s, params, token_ids, refs, params.token_limit, None, names)
 
     async def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
@@ -230,6 +243,7 @@ class Frontend:
     def _job(
         self,
         prefix: str,
+        arrival_s: float,
         fields: SamplingFields,
         prompts: Sequence[Sequence[int]],
         refs: Sequence[AdapterRef | None],
@@ -251,13 +265,15 @@ class Frontend:
             )
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
-        arrival_s = time.time()
         requests = tuple(
             GenerateRequest(
                 request_id=f"{request_id}-{prompt_index * fields.n + copy}",
                 token_ids=tuple(token_ids),
                 sampling=self._sampling(
-                    fields, self._room(token_ids, max_tokens, names), derived_seed(seed, copy), num_logprobs
+                    fields,
+                    self._room(token_ids, max_tokens, names),
+                    derived_seed(seed, copy),
+                    num_logprobs,
                 ),
                 adapter=ref,
                 arrival_s=arrival_s,

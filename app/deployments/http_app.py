@@ -9,7 +9,7 @@ its work, streaming or not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -34,7 +34,6 @@ from app.deployments.openai_schema import (
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import Entry
 from app.engine.errors import NotFound, NotReady, PolyloraError
-from app.engine.request import Usage
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ class HttpService(ManagedService, Protocol):
 
     def is_ready(self) -> bool: ...
 
-    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None: ...
+    def observe(self, route: str, status: int, job: Job | None) -> None: ...
 
 
 def make_app(service: HttpService) -> FastAPI:
@@ -59,7 +58,7 @@ def make_app(service: HttpService) -> FastAPI:
         answer = error_answer(error)
         path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
         route = path.removeprefix("/v1").split("/")[1]
-        service.observe(route, answer.status, getattr(request.state, "job", None), [])
+        service.observe(route, answer.status, getattr(request.state, "job", None))
         return JSONResponse(answer.body, status_code=answer.status, headers=answer.headers)
 
     app.add_exception_handler(HTTPException, _http_exception)
@@ -130,21 +129,19 @@ async def _respond(
     headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
     if not body.stream:
         answers = await while_connected(request, job.answers())
-        service.observe(route, 200, job, [answer.usage for answer in answers])
+        service.observe(route, 200, job)
         return JSONResponse(answer_format.body(answers, job.num_per_prompt), headers=headers)
-    usages: list[Usage | None] = [None] * len(job.requests)
-    events = _events(job, answer_format, usages)
+    events = _events(job, answer_format)
     first = await while_connected(request, anext(events))
-    return EventStream(first, events, lambda status: service.observe(route, status, job, usages), headers)
+    return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
 
 
-async def _events(job: Job, answer_format: AnswerFormat, usages: list[Usage | None]) -> AsyncGenerator[bytes]:
+async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes]:
     offsets = [TokenOffsets(answer_format.token_bytes) for _ in job.requests]
     started = [not answer_format.is_chat] * len(job.requests)
     texts = [answer_format.text_event(index) for index in range(len(job.requests))]
     async with aclosing(job.deltas()) as deltas:
         async for index, delta in deltas:
-            usages[index] = delta.usage or usages[index]
             if started[index] and delta.finish_reason is None and not answer_format.want_logprobs:
                 before, behind = texts[index]  # nearly every event: only its text is new
                 event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
@@ -155,7 +152,7 @@ async def _events(job: Job, answer_format: AnswerFormat, usages: list[Usage | No
                 event = sse(answer_format.role_event(index)) + event
             yield event
     if answer_format.include_usage:
-        yield sse(answer_format.usage_event(usages, job.num_per_prompt))
+        yield sse(answer_format.usage_event(job.usages, job.num_per_prompt))
 
 
 def _add_generate_route(app: FastAPI, service: HttpService) -> None:
@@ -164,7 +161,7 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
         job = request.state.job = await service.frontend.generate(body)
         answers = await while_connected(request, job.answers())
-        service.observe("generate", 200, job, [answer.usage for answer in answers])
+        service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1
         return JSONResponse(results[0] if is_single else results)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -38,7 +38,6 @@ from app.deployments.streams import Stream
 from app.deployments.watching import ServePlacer, Watched, WatchedRegistry
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
-from app.engine.request import Usage
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ class Ingress:
     def is_ready(self) -> bool:
         return bool(self._dispatcher.usable_loads())
 
-    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None:
+    def observe(self, route: str, status: int, job: Job | None) -> None:
         first = job.requests[0] if job is not None else None
         self._metrics.request(
             route,
@@ -149,7 +148,7 @@ class Ingress:
             arrival_s=first.arrival_s if first is not None else None,
             first_s=job.progress.first_s if job is not None else None,
             is_adapter=first is not None and first.adapter is not None,
-            usages=usages,
+            usages=job.usages if job is not None else [],
         )
 
     # -- inner parts --------------------------------------------------------------------------------

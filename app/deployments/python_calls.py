@@ -6,7 +6,7 @@ once under the route "handle", however it ends.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
@@ -15,7 +15,6 @@ from app.deployments.http_app import generate_result
 from app.deployments.http_errors import TABLE, ClientGone, error_answer
 from app.deployments.openai_schema import GenerateBody, parse_body
 from app.engine.errors import InvalidRequest
-from app.engine.request import Usage
 
 
 class CalledService(Protocol):
@@ -24,14 +23,13 @@ class CalledService(Protocol):
     @property
     def frontend(self) -> Frontend: ...
 
-    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None: ...
+    def observe(self, route: str, status: int, job: Job | None) -> None: ...
 
 
 class _Call:
-    """One call as it is counted: what it became and what it cost so far."""
+    """One call as it is counted: what it became; the job knows what it cost so far."""
 
     job: Job | None = None
-    usages: Sequence[Usage | None] = ()
 
 
 async def generate(
@@ -44,7 +42,6 @@ async def generate(
     with _counted(service) as call:
         job = call.job = await _job(service, text, sampling_params, adapter)
         answers = await job.answers()
-        call.usages = [answer.usage for answer in answers]
     results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
     return results[0] if isinstance(text, str) and job.num_per_prompt == 1 else results
 
@@ -62,7 +59,6 @@ async def stream(
             )
         async with aclosing(job.deltas()) as deltas:
             async for _, delta in deltas:
-                call.usages = [delta.usage] if delta.usage is not None else call.usages
                 if delta.text:
                     yield delta.text
 
@@ -87,4 +83,4 @@ def _counted(service: CalledService) -> Iterator[_Call]:
         status = error_answer(error).status
         raise
     finally:
-        service.observe("handle", status, call.job, call.usages)
+        service.observe("handle", status, call.job)

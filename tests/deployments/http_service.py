@@ -67,6 +67,6 @@ class Service:
     def is_ready(self) -> bool:
         return bool(self.dispatcher.usable_loads())
 
-    def observe(self, route: str, status: int, job: Job | None, usages: Sequence[Usage | None]) -> None:
+    def observe(self, route: str, status: int, job: Job | None) -> None:
         self.observed.append((route, status))
-        self.counted.append((job, list(usages)))
+        self.counted.append((job, [] if job is None else job.usages))

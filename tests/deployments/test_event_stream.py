@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from app.deployments.frontend import Job
 from app.deployments.http_app import make_app
+from app.deployments.openai_schema import CompletionRequest
 from app.engine.errors import AdapterWriteFailed
 from tests.deployments.http_service import Service
 from tests.deployments.test_dispatch import until
@@ -88,6 +90,31 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
     assert stats.num_blocks_free == stats.num_blocks
     assert not any(item.num_pins for item in stats.residents)
     assert service.dispatcher.num_streams == 0
+
+
+async def test_a_whole_answer_that_nobody_waited_for_is_counted_with_its_cost(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+    completion = service.frontend.completion
+
+    async def seen(body: CompletionRequest) -> Job:
+        jobs.append(await completion(body))
+        return jobs[-1]
+
+    monkeypatch.setattr(service.frontend, "completion", seen)
+    (replica,) = service.fleet.replicas.values()
+    replica.backend.max_steps = 20
+    client = Client(service, "/v1/completions", json.dumps(BODY).encode())
+    await until(lambda: bool(jobs) and None not in jobs[0].usages)
+    client.leaves.set()
+    await client.answered
+    ((job, (usage,)),) = service.counted
+    assert (service.observed, job) == ([("completions", 499)], jobs[0])
+    assert usage is not None
+    assert (usage.prompt_tokens, 0 < usage.completion_tokens < 100) == (2, True)
+    replica.backend.resumed.set()
+    await until(lambda: not replica.engine.has_work)
 
 
 @pytest.mark.parametrize("stream", [True, False])

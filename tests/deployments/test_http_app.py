@@ -364,6 +364,24 @@ def test_derived_seeds_differ_and_the_first_is_the_request_s_own() -> None:
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
+async def test_a_request_arrives_before_it_is_tokenized(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenized_s = []
+
+    def encode(*_: object) -> list[int]:
+        tokenized_s.append(time.time())
+        time.sleep(0.01)
+        return [1]
+
+    monkeypatch.setattr(service.frontend.text_model, "encode", encode)
+    monkeypatch.setattr(service.frontend.text_model, "encode_chat", encode)
+    for job in (
+        await service.frontend.completion(CompletionRequest(model="base", prompt="hi")),
+        await service.frontend.chat(ChatCompletionRequest.model_validate(CHAT)),
+        await service.frontend.generate(GenerateBody(text="hi", sampling_params=GenerateSampling(max_new_tokens=1))),
+    ):
+        assert job.requests[0].arrival_s <= tokenized_s.pop(0)
+
+
 async def test_a_slash_at_the_end_changes_nothing(http: httpx.AsyncClient) -> None:
     for path in ("/v1/models", "/v1/models/sql", "/health"):
         assert (await http.get(f"{path}/")).json() == (await http.get(path)).json()
