@@ -265,6 +265,8 @@ class Frontend:
             )
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
+        # Equal prompts without a seed have different answers; with one, each has the answer it would have alone.
+        seeds_per_prompt = fields.n if fields.seed is None else 0
         requests = tuple(
             GenerateRequest(
                 request_id=f"{request_id}-{prompt_index * fields.n + copy}",
@@ -272,7 +274,7 @@ class Frontend:
                 sampling=self._sampling(
                     fields,
                     self._room(token_ids, max_tokens, names),
-                    derived_seed(seed, copy),
+                    derived_seed(seed, prompt_index * seeds_per_prompt + copy),
                     num_logprobs,
                 ),
                 adapter=ref,
@@ -331,7 +333,7 @@ async def _tokenized(num_chars: int, encode: Callable[[], T]) -> T:
 
 
 def derived_seed(seed: int, copy: int) -> int:
-    """The seed of the n-th answer to one prompt: the request's own first, then a splitmix64 sequence of it."""
+    """The seed of the n-th answer: the request's own first, then a splitmix64 sequence of it."""
     seed &= 2**64 - 1
     if copy == 0:
         return seed

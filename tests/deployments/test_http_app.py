@@ -364,6 +364,18 @@ def test_derived_seeds_differ_and_the_first_is_the_request_s_own() -> None:
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
+async def test_equal_prompts_without_a_seed_have_different_answers(service: Service) -> None:
+    frontend = service.frontend
+    for seed, number in ((None, 4), (7, 2)):
+        body = CompletionRequest(model="base", prompt=["hi", "hi"], n=2, seed=seed)
+        seeds = [request.sampling.seed for request in (await frontend.completion(body)).requests]
+        assert len(set(seeds)) == number
+        params = GenerateSampling(max_new_tokens=1, n=2, seed=seed)
+        job = await frontend.generate(GenerateBody(text=["hi", "hi"], sampling_params=params))
+        assert len({request.sampling.seed for request in job.requests}) == number
+    assert seeds == [7, derived_seed(7, 1)] * 2, "with one, each prompt's are what they are when it comes alone"
+
+
 async def test_a_request_arrives_before_it_is_tokenized(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenized_s = []
 
