@@ -52,7 +52,7 @@ class Dispatcher:
         self._placer = placer
         self._policy = policy
         self._admit = admit or self._place_alone
-        self._replica_wait_s = replica_wait_s
+        self.replica_wait_s = replica_wait_s
         self._links: dict[str, Link] = {}
         self._inflight: dict[str, int] = {}
         self._avoid_until_s: dict[str, float] = {}
@@ -163,10 +163,10 @@ class Dispatcher:
             raise error
 
     async def _wait_for_replicas(self) -> dict[str, int]:
-        deadline_s = time.monotonic() + self._replica_wait_s
+        deadline_s = time.monotonic() + self.replica_wait_s
         while not (loads := self.usable_loads()):
             if time.monotonic() >= deadline_s:
-                raise NotReady(f"no engine replica became ready within {self._replica_wait_s:g} s", retry_after_s=5)
+                raise NotReady(f"no engine replica became ready within {self.replica_wait_s:g} s", retry_after_s=5)
             await self._placer.changed(AVOID_S / 2)
         return loads
 

@@ -89,6 +89,7 @@ class Ingress:
         """New limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""
         limits = LimitsConfig.model_validate(self._config.limits.model_dump() | user_config)
         self.frontend.limits = limits
+        self._dispatcher.replica_wait_s = limits.replica_wait_s
 
     def check_health(self) -> None:
         for watcher in self._watchers:
