@@ -203,7 +203,7 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
     """Check the settings, add the environment's paths and make every path absolute.
 
     Relative roots start at the working directory. Raises ConfigError naming each bad field, or a root
-    that is not a folder.
+    that is not a folder, or a path in a home directory that is not known.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -229,4 +229,7 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
 
 
 def _absolute(path: str) -> Path:
-    return Path(path).expanduser().resolve()
+    try:
+        return Path(path).expanduser().resolve()
+    except RuntimeError as error:
+        raise ConfigError(f"{path} begins with a home directory that is not known here; write the path out") from error

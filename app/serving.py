@@ -40,13 +40,9 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
     if not os.environ.get("RAY_ADDRESS"):  # another cluster has environments of its own
         settings.engine.check_installed()
     document = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    http_options = document.setdefault("http_options", {})
-    http_options |= {
-        "host": host or http_options.get("host", "127.0.0.1"),
-        "port": port or http_options.get("port", 8000),
-    }
-    url = f"http://{_reachable(http_options['host'])}:{http_options['port']}"
-    _check_port(http_options["host"], http_options["port"], "choose another --port")
+    host, port = _address(document, host, port)
+    url = f"http://{_reachable(host)}:{port}"
+    _check_port(host, port, "choose another --port")
     if not set_ray_switches():
         _say("HAProxy is not used; Serve's own proxy costs more CPU per token")
     elif not os.environ.get("RAY_ADDRESS"):
@@ -72,6 +68,22 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
             return 0
         finally:
             _stop(app_names)
+
+
+def _address(document: dict[str, Any], host: str | None, port: int | None) -> tuple[str, int]:
+    """Where to listen: as asked for, else as the file says. Written into the file's content, for Serve."""
+    options = document.get("http_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"http_options is {options!r}; it has a host and a port, see configs/serve.yaml")
+    host = host or options.get("host") or "127.0.0.1"
+    if not isinstance(host, str):
+        raise ConfigError(f"http_options.host is {host!r}; it is a name or an address, in quotes if need be")
+    if port is None:
+        port = options.get("port", 8000)
+    if type(port) is not int or not 1 <= port <= 65_535:
+        raise ConfigError(f"port {port!r} (--port, or http_options.port) is not a whole number from 1 to 65535")
+    document["http_options"] = options | {"host": host, "port": port}
+    return host, port
 
 
 def _start_ray(dashboard: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from app.cli import ProgressLine, main
-from app.config import DEFAULT_MODEL_URI
+from app.config import DEFAULT_MODEL_URI, load_config
 from app.engine.errors import ConfigError
 from app.settings_file import read_settings
 
@@ -36,6 +36,23 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = write_config(tmp_path / "c.yaml", uri=str(tmp_path / "absent"))
     assert main(["fetch", "--config", str(config)]) == 1
     assert capsys.readouterr().err == f"polylora fetch: no base model at {tmp_path / 'absent'}\n"
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"# caf\xe9\napplications: []\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml is not UTF-8 \(byte 5\)"):
+        read_settings(path)
+
+
+def test_a_home_directory_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "c.yaml", uri="~nobody-of-this-name/model")
+    assert main(["fetch", "--config", str(config)]) == 1
+    assert capsys.readouterr().err.startswith("polylora fetch: ~nobody-of-this-name/model begins with a home directory")
+    adapters: dict[str, object]
+    for adapters in ({"roots": ["~nobody-of-this-name/x"]}, {"state_dir": "~nobody-of-this-name/x"}):
+        with pytest.raises(ConfigError, match="~nobody-of-this-name/x begins with a home directory"):
+            load_config({"adapters": adapters}, environ={})
 
 
 def test_fetch_needs_neither_torch_nor_ray(tmp_path: Path) -> None:

@@ -182,6 +182,38 @@ def test_make_installs_jax_for_the_configuration_that_needs_it() -> None:
         assert (".[jax]" in recipe) is needs_it
 
 
+@pytest.mark.parametrize(
+    ("options", "port", "says"),
+    [
+        ("", 70_000, "port 70000"),
+        ("", 0, "port 0 "),
+        ("http_options: {port: '8734'}", None, "port '8734'"),
+        ("http_options: {port: 65536}", None, "port 65536"),
+        ("http_options: {port: true}", None, "port True"),
+        ("http_options: {port: }", None, "port None"),
+        ("http_options: {host: 5}", 8734, "host is 5"),
+        ("http_options: 8734", None, "http_options is 8734"),
+    ],
+)
+def test_an_address_that_is_none_is_told_before_anything_starts(
+    tmp_path: Path, options: str, port: int | None, says: str
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"{options}\napplications: [{{import_path: 'app.main:build'}}]\n")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        serving.serve_until_stopped(path, None, port, dashboard=False)
+
+
+def test_what_the_file_leaves_open_about_the_address_has_a_default() -> None:
+    for options in ({}, {"http_options": None}, {"http_options": {"host": None, "keep_alive_timeout_s": 5}}):
+        document: dict[str, Any] = dict(options)
+        assert serving._address(document, None, None) == ("127.0.0.1", 8000)
+        assert document["http_options"]["port"] == 8000
+    assert document["http_options"]["keep_alive_timeout_s"] == 5
+    assert serving._address({"http_options": {"host": "::", "port": 8734}}, None, None) == ("::", 8734)
+    assert serving._address({"http_options": {"host": "::", "port": 8734}}, "0.0.0.0", 8735) == ("0.0.0.0", 8735)
+
+
 def test_a_missing_jax_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "jax" else pytest.fail(name))

