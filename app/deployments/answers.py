@@ -18,7 +18,7 @@ from app.engine.request import TokenLogprobs, Usage
 
 #: The text of a single token id, alone; half a character is U+FFFD.
 TokenText = Callable[[int], str]
-#: The bytes of a single token id.
+#: The bytes of a single token id, or what it adds to an answer's text: a special token has the former only.
 TokenBytes = Callable[[int], bytes]
 
 
@@ -58,15 +58,15 @@ class TokenOffsets:
     """Where the tokens of one answer begin in its text, in characters, though a token may be part of a character
     and a piece of an answer may hold back some of its text."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, text_bytes: TokenBytes) -> None:
+        self._text_bytes = text_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def push(self, token_id: int) -> int:
         """Of the next token. One in the middle of a character begins where that character does."""
         offset = self._offset
-        self._offset += len(self._decoder.decode(self._token_bytes(token_id)))
+        self._offset += len(self._decoder.decode(self._text_bytes(token_id)))
         return offset
 
 
@@ -79,6 +79,7 @@ class AnswerFormat:
     model: str
     token_text: TokenText
     token_bytes: TokenBytes
+    text_bytes: TokenBytes
     want_logprobs: bool
     include_usage: bool = False  # a stream that ends with usage: until then it is null
     created: int = field(default_factory=lambda: int(time.time()))
@@ -111,7 +112,7 @@ class AnswerFormat:
 
     def text_event(self, index: int) -> tuple[bytes, bytes]:
         """JSON of `event` for a delta with only text: what is before the text, and what is behind it."""
-        before, _, behind = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.token_bytes))).rpartition(
+        before, _, behind = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.text_bytes))).rpartition(
             to_json("\0")
         )
         return before, behind
@@ -125,7 +126,7 @@ class AnswerFormat:
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": answer.finish_reason,
-            "logprobs": self._logprobs(answer.logprobs, TokenOffsets(self.token_bytes)),
+            "logprobs": self._logprobs(answer.logprobs, TokenOffsets(self.text_bytes)),
         }
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}

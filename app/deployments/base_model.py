@@ -53,3 +53,7 @@ class BaseText:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """What the token adds to an answer: as `decoder` has it, a special token nothing."""
+        return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)

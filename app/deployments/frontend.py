@@ -51,6 +51,8 @@ class TextModel(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def text_bytes(self, token_id: int) -> bytes: ...
+
 
 class StreamSource(Protocol):
     """`Dispatcher.stream`."""

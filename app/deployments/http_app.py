@@ -122,6 +122,7 @@ async def _respond(
         model=body.model,
         token_text=model.token_text,
         token_bytes=model.token_bytes,
+        text_bytes=model.text_bytes,
         want_logprobs=want_logprobs,
         include_usage=include_usage,
     )
@@ -137,7 +138,7 @@ async def _respond(
 
 
 async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes]:
-    offsets = [TokenOffsets(answer_format.token_bytes) for _ in job.requests]
+    offsets = [TokenOffsets(answer_format.text_bytes) for _ in job.requests]
     started = [not answer_format.is_chat] * len(job.requests)
     texts = [answer_format.text_event(index) for index in range(len(job.requests))]
     async with aclosing(job.deltas()) as deltas:

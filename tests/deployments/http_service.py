@@ -41,6 +41,9 @@ class Letters:
     def token_bytes(self, token_id: int) -> bytes:
         return self.token_text(token_id).encode()
 
+    def text_bytes(self, token_id: int) -> bytes:
+        return self.token_bytes(token_id)
+
 
 class Service:
     """`HttpService` over a fleet of one."""

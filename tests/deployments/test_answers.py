@@ -10,8 +10,9 @@ from app.deployments.answers import Answer, AnswerFormat, TokenOffsets
 from app.deployments.text import TextDelta
 from app.engine.request import TokenLogprobs
 
-#: Token ids 0 to 5: a word, three bytes of one character, another first byte, punctuation.
-TOKENS = (b"See ", b"\xe6", b"\xbc", b"\xa2", b"\xe5", b"!")
+#: Token ids 0 to 6: a word, three bytes of one character, another first byte, punctuation, one that no text shows.
+TOKENS = (b"See ", b"\xe6", b"\xbc", b"\xa2", b"\xe5", b"!", b"<|im_end|>")
+SPECIAL = 6
 
 
 def answer_format(*, is_chat: bool = False) -> AnswerFormat:
@@ -21,6 +22,7 @@ def answer_format(*, is_chat: bool = False) -> AnswerFormat:
         model="base",
         token_text=lambda token_id: TOKENS[token_id].decode(errors="replace"),
         token_bytes=TOKENS.__getitem__,
+        text_bytes=lambda token_id: b"" if token_id == SPECIAL else TOKENS[token_id],
         want_logprobs=True,
     )
 
@@ -52,11 +54,18 @@ def test_offsets_are_those_of_characters() -> None:
     assert answer.text[found[-1] :] == "!"
 
 
+def test_a_token_that_the_text_does_not_show_takes_no_place_in_it() -> None:
+    answer = Answer("See 漢!", [0, 1, 6, 2, 3, 6, 5], [drawn(token_id) for token_id in (0, 1, 6, 2, 3, 6, 5)], "length")
+    logprobs = logprobs_of(answer_format().body([answer], 1))
+    assert logprobs["text_offset"] == [0, 4, 4, 4, 4, 5, 5]
+    assert logprobs["tokens"][2] == "<|im_end|>"
+
+
 @pytest.mark.parametrize("cut", range(1, 5))
 def test_a_stream_has_the_same_offsets_wherever_it_is_cut(cut: int) -> None:
     """Also when a piece ends within a character, or its text is held back."""
     form = answer_format()
-    offsets = TokenOffsets(form.token_bytes)
+    offsets = TokenOffsets(form.text_bytes)
     pieces = [TextDelta("See", logprobs=LOGPROBS[:cut]), TextDelta(" 漢!", logprobs=LOGPROBS[cut:])]
     found = [logprobs_of(form.event(0, piece, offsets))["text_offset"] for piece in pieces]
     assert found[0] + found[1] == [0, 4, 4, 4, 5]
@@ -70,6 +79,7 @@ def test_the_likeliest_of_tokens_with_one_text_is_told_and_the_drawn_one_always(
         model="base",
         token_text=lambda token_id: "ab"[token_id % 2],
         token_bytes=lambda token_id: b"ab"[token_id % 2 : token_id % 2 + 1],
+        text_bytes=lambda token_id: b"ab"[token_id % 2 : token_id % 2 + 1],
         want_logprobs=True,
     )
     answer = Answer("b", [3], [TokenLogprobs(3, -4.0, ((0, -1.0), (1, -2.0), (2, -3.0)))], "stop")
