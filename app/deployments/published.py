@@ -24,10 +24,14 @@ MAX_PAGE = 5000
 
 
 class Version(NamedTuple):
-    """`epoch` differs between two lives of the owner, so that a restart is never mistaken for no news."""
+    """`epoch` differs between two lives of the owner, so that a restart is never mistaken for no news.
+
+    `floor` is a table's when this was sent (`PublishedTable`): it is no part of what is held.
+    """
 
     epoch: str
     number: int
+    floor: int = 0
 
 
 class _Owner:
@@ -62,7 +66,7 @@ class _Owner:
         """Whether there is something that the watcher does not hold."""
         if held is not None:
             self._held[watcher_id] = (held, time.monotonic() + 2 * timeout_s)
-        if held == self._version:
+        if held is not None and (held.epoch, held.number) == (self._version.epoch, self._version.number):
             try:
                 await asyncio.wait_for(self._news.wait(), timeout_s)
             except TimeoutError:
@@ -91,7 +95,10 @@ class Published(_Owner, Generic[T]):
 
 
 class Changes(NamedTuple, Generic[K, V]):
-    """Rows to take over; None is a row that is gone. `is_first`: forget what you had. `is_last`: no more for now."""
+    """Rows to take over; None is a row that is gone. `is_last`: no more for now.
+
+    `is_first`: the table comes anew. Of what you had nothing counts that no page has mentioned when the last is there.
+    """
 
     rows: tuple[tuple[K, V | None], ...]
     is_first: bool
@@ -103,7 +110,8 @@ class PublishedTable(_Owner, Generic[K, V]):
 
     `_log` lists (number, key) in order; only a key's newest number counts. It is rewritten when half of it
     is stale, and then forgets removals that every watcher knows; `_floor` is the newest of those: whoever
-    holds less has missed one and starts anew.
+    holds less has missed one and starts anew, unless none was forgotten since its last page: a new copy begins with
+    what there is, and the numbers of its first pages are old.
     """
 
     def __init__(self) -> None:
@@ -130,18 +138,19 @@ class PublishedTable(_Owner, Generic[K, V]):
         """A page of what `held` lacks, as soon as there is something; None when nothing came within the timeout."""
         if not await self._wait(held, watcher_id, timeout_s):
             return None
-        is_first = held is None or held.epoch != self._version.epoch or held.number < self._floor
+        is_first = held is None or held.epoch != self._version.epoch or max(held.number, held.floor) < self._floor
         after = 0 if is_first or held is None else held.number
+        version = self._version._replace(floor=self._floor)
         rows: list[tuple[K, V | None]] = []
         for number, key in self._log[bisect_right(self._log, after, key=lambda item: item[0]) :]:
             newest, value = self._rows.get(key, (0, None))
             if newest != number:
                 continue  # changed again later
             if len(rows) == MAX_PAGE:
-                return self._version._replace(number=after), Changes(tuple(rows), is_first, False)
+                return version._replace(number=after), Changes(tuple(rows), is_first, False)
             rows.append((key, value))
             after = number
-        return self._version, Changes(tuple(rows), is_first, True)
+        return version, Changes(tuple(rows), is_first, True)
 
     def _rewrite(self) -> None:
         known = min((held.number for held in self._living() if held.epoch == self._version.epoch), default=0)

@@ -41,18 +41,26 @@ class Copy:
 
     held: Version | None
 
-    async def catch_up(self, table: PublishedTable[str, int]) -> None:
-        while (news := await table.newer(self.held, self.name, 0.0)) is not None:
-            self.held, changes = news
-            self.num_starts += changes.is_first
-            if changes.is_first:
-                self.rows.clear()
-            for key, value in changes.rows:
-                self.num_received += 1
-                if value is None:
-                    self.rows.pop(key, None)
-                else:
-                    self.rows[key] = value
+    async def catch_up(self, table: PublishedTable[str, int], timeout_s: float = 0.0) -> None:
+        while not await self.take_page(table, timeout_s):
+            pass
+
+    async def take_page(self, table: PublishedTable[str, int], timeout_s: float = 0.0) -> bool:
+        """Whether there is no more."""
+        news = await table.newer(self.held, self.name, timeout_s)
+        if news is None:
+            return True
+        self.held, changes = news
+        self.num_starts += changes.is_first
+        if changes.is_first:
+            self.rows.clear()
+        for key, value in changes.rows:
+            self.num_received += 1
+            if value is None:
+                self.rows.pop(key, None)
+            else:
+                self.rows[key] = value
+        return changes.is_last
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -81,6 +89,58 @@ async def test_copies_of_a_table_become_equal_to_it(seed: int, monkeypatch: pyte
     assert copies[0].num_starts == 1, "who listens gets changes only"
     assert copies[2].num_received <= 60 + 1000, "a new watcher is not told the whole past"
     assert await table.settled(60)
+
+
+async def test_a_new_copy_is_completed_whatever_was_forgotten_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "MAX_PAGE", 100)
+    table: PublishedTable[str, int] = PublishedTable()
+    old, new = Copy("old"), Copy("new")
+    table.publish({f"k{index}": index for index in range(300)})
+    table.publish({"k7": None})
+    for number in range(2000):
+        table.publish({f"k{200 + number % 50}": number})
+        await old.catch_up(table, timeout_s=0.001)
+    assert table._floor == 301, "an old removal, known to everybody"
+    assert [await new.take_page(table) for _ in range(3)] == [False, False, True]
+    assert new.rows == old.rows
+    assert (len(new.rows), new.num_starts, new.num_received) == (299, 1, 299)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_removals_between_the_pages_of_a_copy_are_not_missed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "MAX_PAGE", 7)
+    draw = random.Random(seed)
+    table: PublishedTable[str, int] = PublishedTable()
+    expected: dict[str, int] = {}
+    copies = {name: Copy(name) for name in ("often", "slowly", "silent")}
+    num_complete = num_floors = 0
+    for step in range(4000):
+        keys = {f"k{draw.randrange(draw.choice([20, 200]))}" for _ in range(3)}
+        changes = {key: None if draw.random() < 0.3 else step for key in keys}
+        before = table._floor
+        table.publish(changes)
+        num_floors += table._floor > before
+        for key, value in changes.items():
+            expected.pop(key, None)
+            if value is not None:
+                expected[key] = value
+        await copies["often"].catch_up(table, timeout_s=1e-4)
+        if draw.random() < 0.7:  # a page at a time, with changes in between
+            name = draw.choice(["slowly", "silent"])
+            copy = copies[name]
+            if await copy.take_page(table, timeout_s=60.0):
+                assert copy.rows == expected, name
+                num_complete += 1
+                table._held.pop(name, None)  # it ends, and one that knows nothing begins
+                copies[name] = Copy(name)
+            elif name == "silent":
+                table._held.pop(name, None)  # away for so long that it no longer counts
+    assert copies["often"].num_starts == 1
+    assert num_floors > 3
+    assert num_complete > 10
+    for copy in copies.values():
+        await copy.catch_up(table)
+        assert copy.rows == expected, copy.name
 
 
 async def test_a_table_sends_changes_not_itself() -> None:
