@@ -102,7 +102,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         news = await lifecycle.table.newer(held, "ingress", 60.0)
         assert news is not None, "there is more"
         held, changes = news
-        view.apply(changes.rows, is_first=changes.is_first)
+        view.take(changes)
         slowest_s = max(slowest_s, time.perf_counter() - page_s)
         if changes.is_last:
             break

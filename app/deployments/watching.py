@@ -92,7 +92,7 @@ class WatchedRegistry(_Follower):
 
     def _take(self, version: Version, news: Changes[Key, Entry]) -> None:
         self._held = version
-        self.view.apply(news.rows, is_first=news.is_first)
+        self.view.take(news)
         self._on_news()
         if news.is_last:
             self.complete.set()

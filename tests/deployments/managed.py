@@ -99,7 +99,7 @@ class ManagedStore:
             news = await self.lifecycle.table.newer(held, "ingress", 10.0)
             if news is not None:
                 held, changes = news
-                self.view.apply(changes.rows, is_first=changes.is_first)
+                self.view.take(changes)
 
 
 async def fails(work: Any) -> PolyloraError:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from heapq import merge
 from typing import NamedTuple
 
+from app.deployments.published import Changes
 from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, CatalogEntry
 from app.engine.adapters.card import AdapterRef
 
@@ -38,17 +39,26 @@ class RegistryView:
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries: dict[Key, Entry] = {}
         self._names: dict[tuple[str, type], list[str]] = {}
+        self._unconfirmed: set[Key] | None = None  # of a copy that is coming: what it has not mentioned so far
         self.apply([((entry.tenant_id, entry.name), entry) for entry in entries])
 
     @property
     def num_adapters(self) -> int:
         return sum(len(names) for (_, kind), names in self._names.items() if kind is CatalogEntry)
 
-    def apply(self, rows: Sequence[tuple[Key, Entry | None]], *, is_first: bool = False) -> None:
-        """Take over changes; `is_first` forgets everything before."""
-        if is_first:
-            self._entries.clear()
-            self._names.clear()
+    def take(self, news: Changes[Key, Entry]) -> None:
+        """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""
+        if news.is_first:
+            self._unconfirmed = set(self._entries)
+        self.apply(news.rows)
+        if self._unconfirmed is not None:
+            self._unconfirmed.difference_update(key for key, _ in news.rows)
+            if news.is_last:
+                self.apply([(key, None) for key in self._unconfirmed])
+                self._unconfirmed = None
+
+    def apply(self, rows: Sequence[tuple[Key, Entry | None]]) -> None:
+        """Take over changes."""
         added: dict[tuple[str, type], list[str]] = {}
         for key, entry in dict(rows).items():
             tenant_id, name = key

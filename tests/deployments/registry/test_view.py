@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.deployments.published import Changes
 from app.deployments.registry.entries import AliasEntry, AliasTarget, CatalogEntry
 from app.deployments.registry.view import Entry, RegistryView, choose_target
 from app.engine.adapters.card import AdapterRef
@@ -53,9 +54,28 @@ def test_pages_list_everything_once_in_order(batches: list[list[tuple[str, str, 
             wanted = [e for (tenant, _), e in sorted(expected.items()) if tenant == tenant_id and isinstance(e, kinds)]
             assert seen == wanted
     assert view.num_adapters == sum(isinstance(entry, CatalogEntry) for entry in expected.values())
-    view.apply([(("default", "z"), adapter("z"))], is_first=True)
+    view.take(Changes(((("default", "z"), adapter("z")),), is_first=True, is_last=True))
     assert [entry.name for entry in view.page(BOTH, limit=9).entries] == ["z"]
     assert view.find("a", "bob") is None
+
+
+def test_names_are_there_while_a_new_copy_of_the_registry_comes() -> None:
+    def row(name: str, found: Entry | None = None) -> tuple[tuple[str, str], Entry | None]:
+        return ("default", name), found or adapter(name)
+
+    view = RegistryView([adapter("a"), adapter("b"), adapter("left"), alias("was", a=1)])
+    view.take(Changes((row("a"), row("new")), is_first=True, is_last=False))  # the first page after a restart
+    assert all(view.resolve(name, "k") is not None for name in ("a", "b", "left", "was", "new"))
+    view.take(Changes((row("b", alias("b", a=1)), row("a"), (("default", "new"), None)), False, is_last=False))
+    assert isinstance(view.find("b"), AliasEntry)
+    assert view.find("new") is None
+    view.take(Changes((row("c"),), is_first=True, is_last=False))  # and another, before the copy was complete
+    assert [entry.name for entry in view.page(BOTH, limit=9).entries] == ["a", "b", "c", "left", "was"]
+    view.take(Changes((row("b"),), is_first=False, is_last=True))
+    assert [entry.name for entry in view.page(BOTH, limit=9).entries] == ["b", "c"]
+    assert view.num_adapters == 2
+    view.take(Changes((row("d"),), is_first=False, is_last=True))
+    assert [entry.name for entry in view.page(BOTH, limit=9).entries] == ["b", "c", "d"], "later changes are only that"
 
 
 def test_names_mean_adapters_and_aliases_mean_their_targets() -> None:
