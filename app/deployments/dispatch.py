@@ -22,7 +22,7 @@ from typing import Any
 
 from app.deployments.placement import PlacementPolicy, choose_replica
 from app.deployments.streams import Link, Lost, Refused, Stream
-from app.deployments.transport import EngineFailed, Placer, ReplicaGone, ReplicaUnreachable, Transport
+from app.deployments.transport import EngineFailed, Placer, ReplicaGone, ReplicaLeaving, ReplicaUnreachable, Transport
 from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, NotReady, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 
@@ -250,7 +250,7 @@ class Dispatcher:
             self._forget(stream)
 
     def _avoid(self, replica_id: str, error: ReplicaGone | ReplicaUnreachable) -> None:
-        """A replica cannot take requests: for good if it died or once was ours, for a moment if it is new to us.
+        """A replica cannot take requests: all are told if it died, leaves or once was ours; else it may be new to us.
 
         One that merely drains keeps its link: what it still computes is delivered.
         """
@@ -263,7 +263,7 @@ class Dispatcher:
             link.draining = True
         self._leave_alone(replica_id)
         logger.info("replica %s: %s", replica_id, error)
-        if isinstance(error, ReplicaGone) or was_attached:
+        if isinstance(error, ReplicaGone | ReplicaLeaving) or was_attached:
             self._spawn(self._placer.gone(replica_id))
 
     def _leave_alone(self, replica_id: str) -> None:

@@ -16,7 +16,7 @@ Frame = Sequence[TokenChunk]
 
 
 class ReplicaGone(Exception):
-    """The replica died, or its engine did."""
+    """The replica died, or its engine did; or its connection was lost, which looks the same from here."""
 
 
 class EngineFailed(ReplicaGone):
@@ -30,6 +30,10 @@ class EngineFailed(ReplicaGone):
 
 class ReplicaUnreachable(Exception):
     """No way to the replica at the moment: not announced yet, draining, or already replaced."""
+
+
+class ReplicaLeaving(ReplicaUnreachable):
+    """It was announced and is no more: it drains, or has been replaced."""
 
 
 class Transport(Protocol):
@@ -64,5 +68,5 @@ class Placer(Protocol):
         ...
 
     async def gone(self, replica_id: str) -> None:
-        """Tell the others that a replica is not to be used any more."""
+        """Tell the others that a replica is not to be used for now."""
         ...

@@ -10,7 +10,7 @@ from app.config import PlacementConfig
 from app.deployments.dispatch import Dispatcher
 from app.deployments.engine_service import EngineService
 from app.deployments.placement import PlacementTable, ReplicaReport, make_policy
-from app.deployments.transport import Frame, ReplicaGone, ReplicaUnreachable
+from app.deployments.transport import Frame, ReplicaGone, ReplicaLeaving
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
@@ -131,7 +131,7 @@ class Fleet:
     # -- Transport ------------------------------------------------------------------------------
 
     async def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
-        replica = self._reach(replica_id)
+        replica = self._reach(replica_id, is_new=True)
         await replica.attaches.wait()
         source = replica.service.frames(link_id)
         dead = asyncio.ensure_future(replica.dead.wait())
@@ -151,9 +151,7 @@ class Fleet:
 
     async def submit(self, replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
         await asyncio.sleep(0)
-        replica = self._reach(replica_id)
-        if replica.draining:
-            raise ReplicaUnreachable(replica_id)
+        replica = self._reach(replica_id, is_new=True)
         replica.submitted += requests
         replica.calls.append(len(requests))
         return replica.service.submit(link_id, requests)
@@ -161,8 +159,11 @@ class Fleet:
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
         self._reach(replica_id).service.abort(request_ids)
 
-    def _reach(self, replica_id: str) -> FakeReplica:
+    def _reach(self, replica_id: str, *, is_new: bool = False) -> FakeReplica:
+        """As the router of the real one: while a replica drains only what ends work reaches it."""
         replica = self.replicas[replica_id]
         if replica.dead.is_set():
             raise ReplicaGone(replica_id)
+        if replica.draining and is_new:
+            raise ReplicaLeaving(replica_id)
         return replica

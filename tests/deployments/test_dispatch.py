@@ -205,6 +205,35 @@ async def test_a_draining_replica_finishes_its_streams_and_gets_no_new_ones(make
     await dispatcher.close()
 
 
+async def test_a_caller_that_leaves_a_draining_replica_ends_its_request_there(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1)
+    dispatcher = fleet.dispatcher()
+    (replica,) = fleet.replicas.values()
+    replica.backend.max_steps = 6
+    async with aclosing(dispatcher.stream(make_request("r", [1] * 20, max_tokens=400, ignore_eos=True))) as stream:
+        await anext(stream)
+        replica.draining = True
+    await asyncio.sleep(0.05)
+    replica.backend.max_steps = None
+    replica.backend.resumed.set()
+    await until(lambda: not replica.engine.has_work)
+    assert replica.thread.stats().num_aborted == 1
+    await dispatcher.close()
+
+
+async def test_a_draining_replica_that_comes_back_on_the_table_is_declared_gone_again(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(2)
+    dispatcher = fleet.dispatcher()
+    first, second = fleet.replicas.values()
+    first.draining = True  # and no link of ours leads there
+    requests = [make_request(f"r{i}", [i], max_tokens=5, ignore_eos=True) for i in range(4)]
+    results = await asyncio.gather(*(collect(dispatcher, request) for request in requests))
+    assert [tokens for tokens, _ in results] == [expected(request) for request in requests]
+    await until(lambda: first.replica_id in fleet.known_gone)
+    assert len(second.submitted) == 4
+    await dispatcher.close()
+
+
 async def test_a_caller_that_leaves_frees_its_blocks(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(1)
     dispatcher = fleet.dispatcher()
