@@ -121,7 +121,7 @@ class PlacementBooks:
         self._seen_s: dict[str, float] = {}
         self._homes: dict[str, tuple[str, ...]] = {}
         self._changed_s: dict[str, float] = {}  # adapters whose homes dwell, and since when
-        self._gone: set[str] = set()  # replicas that may still speak
+        self._gone: dict[str, float] = {}  # replicas that may still speak, and when they were last declared gone
         self._shares: Mapping[str, float] = {}
 
     @property
@@ -129,10 +129,10 @@ class PlacementBooks:
         return PlacementTable(dict(self._replicas), dict(self._homes))
 
     def report(self, report: ReplicaReport, now_s: float) -> bool:
-        """A replica speaks. One that was declared gone stays gone: its last words may still arrive."""
-        self._seen_s[report.replica_id] = now_s
-        if report.replica_id in self._gone:
+        """A replica speaks. One that was declared gone is not believed for a while: its last words may still arrive."""
+        if now_s - self._gone.get(report.replica_id, -math.inf) <= self._silence_s:
             return False
+        self._seen_s[report.replica_id] = now_s
         before = self._replicas.get(report.replica_id)
         self._replicas[report.replica_id] = report
         for digest in report.active.keys() & self._homes.keys():
@@ -140,9 +140,12 @@ class PlacementBooks:
         return before is None or before.resident != report.resident
 
     def gone(self, replica_id: str, now_s: float) -> bool:
-        """An ingress met a dead or draining replica. It is not taken back for as long as it speaks."""
-        self._seen_s[replica_id] = now_s
-        self._gone.add(replica_id)
+        """An ingress met a dead or draining replica, or lost its connection to a healthy one: nobody can tell which.
+
+        It is taken back when it still speaks after the time of silence; then whoever meets it again says so again.
+        """
+        self._seen_s.pop(replica_id, None)
+        self._gone[replica_id] = now_s
         return self._forget(replica_id)
 
     def expire(self, now_s: float) -> bool:
@@ -150,7 +153,7 @@ class PlacementBooks:
         silent = [replica_id for replica_id, seen_s in self._seen_s.items() if now_s - seen_s > self._silence_s]
         for replica_id in silent:
             del self._seen_s[replica_id]
-        self._gone -= set(silent)
+        self._gone = {gone: at_s for gone, at_s in self._gone.items() if now_s - at_s <= self._silence_s}
         forgotten = [self._forget(replica_id) for replica_id in silent]  # all of them: any() would stop early
         return any(forgotten)
 
