@@ -111,7 +111,7 @@ class Admission:
                 continue
             if sequence.adapter is not None and digest is not None:
                 size = sequence.adapter.card.size_bytes if is_new else 0
-                if is_limited and written_bytes and written_bytes + size > self._max_write_bytes:
+                if is_limited and is_new and written_bytes and written_bytes + size > self._max_write_bytes:
                     self._is_open = True  # the budget is new in the next step
                     refused_digests.add(digest)
                     continue

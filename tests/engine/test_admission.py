@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
+
 from app.engine.adapter_pool import AdapterPool
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.admission import MAX_BYPASSES, Admission
@@ -186,6 +188,23 @@ def test_writes_keep_to_the_budget_and_a_larger_adapter_still_gets_through() -> 
     assert sorted(size for step in per_step.values() for size in step) == sorted(sizes)
     assert all(sum(step) <= 100 or len(step) == 1 for step in per_step.values())
     assert len(per_step) <= 10, "the budget is used, not one write per step"
+
+
+@pytest.mark.parametrize("size", [100, 101, 150])
+def test_what_is_on_the_device_does_not_wait_for_others_writes(size: int) -> None:
+    bench = Bench(BackendLimits(256, 8, 256, 8, 40), adapter_write_bytes_per_step=100)
+    hot, cold = fake_adapter("hot", 8, size_bytes=size), fake_adapter("cold", 8, size_bytes=size)
+    warm = bench.submit("warm", hot, tokens=1)
+    assert bench.run(3, until=warm) is not None
+    bench.submit("stream", tokens=60)
+    bench.run(1)
+    names = [bench.submit("cold", cold, tokens=60) for _ in range(3)]
+    for index in range(5):
+        bench.submit("cold", fake_adapter(f"c{index}", 8, size_bytes=size), tokens=60)
+    names.append(bench.submit("hit", hot))
+    started = bench.step
+    bench.run(2)
+    assert [bench.first.get(name) for name in names] == [started] * 4, "nor for its own write in the same step"
 
 
 def test_with_nothing_running_cold_adapters_are_written_together() -> None:
