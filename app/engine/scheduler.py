@@ -242,6 +242,7 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         sequence.status = Status.FINISHED
+        sequence.adapter = None  # the batch builder may remember the sequence for as long as nothing runs
         del self._live[sequence.request_id]
         digest = sequence.adapter_digest
         if digest is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -335,6 +337,21 @@ def test_an_adapter_that_cannot_be_written_fails_only_its_own_requests() -> None
     for name, pair in submitted.items():
         assert_as_alone(pair, out[name])
     assert [resident.digest for resident in engine.stats().residents] == [good.card.digest]
+
+
+def test_an_idle_engine_holds_no_adapter_that_was_dropped() -> None:
+    engine, backend = make_engine()
+    adapter = fake_adapter("a", 8)
+    engine.submit(fake_request("r", [1, 2], adapter), adapter)
+    run(engine)
+    freed = engine.drop_adapter(adapter.card.digest)
+    run(engine)
+    assert freed.result(timeout=0) == 8
+    backend.prepared.clear()
+    held = weakref.ref(adapter)
+    del adapter
+    gc.collect()
+    assert held() is None
 
 
 def test_an_adapter_is_not_prepared_again_while_it_is_resident() -> None:
