@@ -1,9 +1,9 @@
 """What is asked of an engine's adapters without a request: drops and brings, and who waits for them.
 
 In: orders, as the engine takes them from its inbox. Out: their answers, each given once: the result, or why it
-cannot be had. A drop waits for its adapter's last sequence; a bring waits for rows that sequences in flight
-hold, and never for what is kept. The engine's thread calls everything here; `refuse` alone may be called by
-whoever took an order that this module has not seen.
+cannot be had. A drop waits for its adapter's last sequence, or until somebody brings it again; a bring waits for
+rows that sequences in flight hold, and never for what is kept. The engine's thread calls everything here; `refuse`
+alone may be called by whoever took an order that this module has not seen.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class AdapterOrders:
                 waiting.append(order)
         elif is_awaited:
             self._brings.setdefault(order.digest, []).append(order)
+            for drop in self._drops.pop(order.digest, ()):  # whoever asked last is obeyed: it stays
+                drop.answer.set_result(0)
 
     def finish_drops(self, num_live_of: Callable[[str], int]) -> None:
         """Free the rows of adapters without live sequences."""

@@ -131,7 +131,8 @@ class Engine:
     def drop_adapter(self, digest: str) -> Future[int]:
         """Free an adapter's rows once its last sequence has ended; the result is how many rows were freed.
 
-        The future raises EngineFailure if the engine has stopped or stops before.
+        One that is brought again before that stays, and none are freed. The future raises EngineFailure if the
+        engine has stopped or stops before.
         """
         freed: Future[int] = Future()
         self._order(Drop(digest, freed))

@@ -35,6 +35,28 @@ def test_drop_waits_for_sequences_in_flight_and_frees_the_rows() -> None:
     assert again.result(timeout=0) == 0
 
 
+def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> None:
+    engine, _ = make_engine()
+    adapter = ADAPTERS[1]
+    digest = adapter.card.digest
+    sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    engine.submit(fake_request("r", [1, 2], adapter, sampling=sampling), adapter)
+    engine.step()
+    freed = [engine.drop_adapter(digest)]
+    engine.step()
+    assert not freed[0].done()
+    freed.append(engine.drop_adapter(digest))
+    brought = engine.bring_adapter(adapter, AdapterRef("it", digest))
+    engine.keep_adapters([digest])
+    run(engine)
+    assert brought.result(timeout=0) is None
+    assert [drop.result(timeout=0) for drop in freed] == [0, 0]
+    assert [item.digest for item in engine.stats().residents] == [digest]
+    last = engine.drop_adapter(digest)
+    run(engine)
+    assert last.result(timeout=0) == 8, "a later one is obeyed"
+
+
 def test_a_kept_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
     engine, backend = make_engine(rows=32, max_adapter_slots=8)
     kept, others = ADAPTERS[3], [ADAPTERS[1], ADAPTERS[2], ADAPTERS[6], ADAPTERS[7]]
