@@ -6,7 +6,7 @@ limit. Runs in the caller's thread, so the engine's thread only ever sees sound 
 
 from __future__ import annotations
 
-import math
+import sys
 
 import numpy as np
 
@@ -60,15 +60,8 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_context: int
     if not request.token_ids:
         raise InvalidRequest("the prompt has no tokens but at least one is needed", param="token_ids")
     for name, token_ids in (("token_ids", request.token_ids), ("resume_token_ids", request.resume_token_ids)):
-        if token_ids:
-            array = np.array(token_ids)
-            if array.dtype.kind != "i" or array.min() < 0 or array.max() >= spec.vocab_size:
-                raise InvalidRequest(
-                    f"{name} contains {_first_bad(token_ids, spec.vocab_size)!r} but token ids of this model "
-                    f"are integers from 0 to {spec.vocab_size - 1}",
-                    param=name,
-                )
-    if not (math.isfinite(request.weight) and request.weight > 0):
+        _check_token_ids(name, token_ids, spec.vocab_size)
+    if not 0 < request.weight <= sys.float_info.max:  # NaN fails the comparison
         raise InvalidRequest(f"weight is {request.weight} but must be a finite number above 0", param="weight")
     num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
     if len(request.resume_token_ids) > max_tokens:
@@ -98,9 +91,20 @@ def _integer(name: str, value: object, low: int, high: int | None) -> None:
 
 def _number(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= float(value) <= high:  # type: ignore[arg-type]  # NaN fails the comparison
+    if not is_number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison
         raise InvalidRequest(f"{name} is {value!r} but must be a number from {low} to {high}", param=name)
 
 
-def _first_bad(token_ids: tuple[int, ...], vocab_size: int) -> object:
-    return next(t for t in token_ids if not isinstance(t, int | np.integer) or not 0 <= t < vocab_size)
+def _check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    try:
+        array = np.array(token_ids)
+    except ValueError:  # tuples among them
+        array = np.empty(0)
+    if array.ndim == 1 and array.dtype.kind in "iu" and array.min() >= 0 and array.max() < vocab_size:
+        return
+    for token_id in token_ids:  # one by one, which takes longer and says which
+        if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer) or not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{name} contains {token_id!r} but token ids of this model are integers from 0 to {vocab_size - 1}",
+                param=name,
+            )

@@ -27,12 +27,14 @@ from tests.fakes import VOCAB, fake_request, fake_spec
         ("temperature", nan),
         ("temperature", inf),
         ("temperature", "hot"),
+        pytest.param("temperature", 10**400, id="temperature-no-float"),
         ("temperature", 9e-31),
         ("temperature", 1e-45),
         ("temperature", 5e-324),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_p", nan),
+        pytest.param("top_p", 10**400, id="top_p-no-float"),
         ("top_k", -1),
         ("top_k", 2**31),
         ("min_p", -0.5),
@@ -92,6 +94,18 @@ def test_token_ids_outside_the_vocabulary_are_named(name: str, bad: Any) -> None
     assert repr(bad) in str(caught.value)
 
 
+@pytest.mark.parametrize("ids", [(True, False), (np.True_,), ((1, 2), (3, 4)), ((1,), (2, 3)), (np.uint64(2**63),)])
+def test_token_ids_that_are_no_integers_at_all_are_named(ids: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidRequest, match="token_ids contains") as caught:
+        validate_request(fake_request("r", ids), fake_spec(), 100, 100)
+    assert repr(ids[0]) in str(caught.value)
+
+
+@pytest.mark.parametrize("kinds", [(np.uint16,), (np.int64,), (np.uint64,), (np.uint64, np.int64), (np.uint8, int)])
+def test_token_ids_may_be_numpys(kinds: tuple[Any, ...]) -> None:
+    validate_request(fake_request("r", [kind(3) for kind in kinds]), fake_spec(), 100, 100)
+
+
 def test_lengths_and_weight() -> None:
     spec = fake_spec()
     validate_request(fake_request("r", [1] * 84), spec, 100, 99)
@@ -101,6 +115,8 @@ def test_lengths_and_weight() -> None:
         (fake_request("r", [1] * 100), ContextOverflow, "token_ids"),
         (fake_request("r", [1], weight=0.0), InvalidRequest, "weight"),
         (fake_request("r", [1], weight=inf), InvalidRequest, "weight"),
+        (fake_request("r", [1], weight=nan), InvalidRequest, "weight"),
+        (fake_request("r", [1], weight=10**400), InvalidRequest, "weight"),
         (fake_request("r", [1], resume_token_ids=[1] * 17), InvalidRequest, "resume_token_ids"),
     ]
     for request, kind, param in cases:
