@@ -34,11 +34,12 @@ _NO_RANK = 1 << 62
 
 
 class AdapterWrite(NamedTuple):
-    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them."""
+    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them, for a tenant's request."""
 
     adapter_slot: int
     row_start: int
     adapter: LoraAdapter
+    tenant_id: str
 
 
 class Refusal(NamedTuple):
@@ -131,9 +132,9 @@ class Admission:
                 sequence.adapter_slot = grant.adapter_slot
                 if grant.needs_write:
                     written_bytes += max(size, 1)
-                    writes.append(AdapterWrite(grant.adapter_slot, grant.row_start, sequence.adapter))
+                    write = AdapterWrite(grant.adapter_slot, grant.row_start, sequence.adapter, sequence.tenant_id)
+                    writes.append(write)
                     self._queue.charge(sequence, RANK_ROW_PRICE * grant.num_rows)
-                    self._meter.adapter_written(sequence.tenant_id, size)
             self._start(sequence, found)
             admitted.append(sequence)
             num_tokens += sequence.num_pending

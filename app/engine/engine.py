@@ -272,19 +272,20 @@ class Engine:
 
     def _write_adapters(self, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
         """Perform the plan's writes. An adapter that cannot be written ends its own requests only."""
-        for adapter_slot, row_start, adapter in plan.adapter_writes:
+        for adapter_slot, row_start, adapter, tenant_id in plan.adapter_writes:
             try:
-                self._write(adapter_slot, row_start, adapter)
+                self._write(adapter_slot, row_start, adapter, tenant_id)
             except AdapterError as error:
                 plan = self._without_adapter(adapter.card.digest, error, plan, chunks)
         return plan
 
-    def _write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+    def _write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, tenant_id: str) -> None:
         started_s = self._clock()
         if not self._backend.limits.takes_bfloat16:
             adapter = adapter.widened()
         self._backend.write_adapter(adapter_slot, row_start, adapter)
         self._meter.adapter_write_s += self._clock() - started_s
+        self._meter.adapter_written(tenant_id, adapter.card.size_bytes)
 
     def _end_all(self, digest: str, error: Exception) -> list[TokenChunk]:
         """End an adapter's live sequences with an error."""
@@ -293,8 +294,7 @@ class Engine:
 
     def _write_brought(self, grant: AdapterGrant, bring: Bring) -> None:
         self._release_vacated()
-        self._write(grant.adapter_slot, grant.row_start, bring.adapter)
-        self._meter.adapter_written(bring.ref.tenant_id, bring.adapter.card.size_bytes)
+        self._write(grant.adapter_slot, grant.row_start, bring.adapter, bring.ref.tenant_id)
 
     def _without_unready(self, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
         """Leave out whose adapter is still being written, unless there is nobody else: then the step waits for it.

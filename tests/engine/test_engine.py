@@ -336,7 +336,10 @@ def test_an_adapter_that_cannot_be_written_fails_only_its_own_requests() -> None
     assert isinstance(out["bad"][-1].error, AdapterFormatError)
     for name, pair in submitted.items():
         assert_as_alone(pair, out[name])
-    assert [resident.digest for resident in engine.stats().residents] == [good.card.digest]
+    stats = engine.stats()
+    assert [resident.digest for resident in stats.residents] == [good.card.digest]
+    assert (stats.num_adapter_writes, stats.num_adapter_write_bytes) == (1, good.card.size_bytes)
+    assert_empty(engine)
 
 
 def test_an_idle_engine_holds_no_adapter_that_was_dropped() -> None:
