@@ -82,7 +82,7 @@ def build_adapter(
     card = AdapterCard(
         digest=content_digest(stored, spec.digest),
         base_digest=spec.digest,
-        max_rank=max(module.rank for module in stored.modules),
+        max_rank=max((pair.rank for pair in weights.values()), default=1),  # what is in `outer` has no rank rows
         targets=tuple(sorted({key.target for key in weights} | set(outer))),
         dtype=",".join(sorted({tensor.dtype for module in stored.modules for tensor in (module.a, module.b)})),
         size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),

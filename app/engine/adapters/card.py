@@ -24,8 +24,8 @@ class AdapterRef:
 class AdapterCard:
     """Facts about an adapter's contents.
 
-    `max_rank` is the largest rank over its modules: the number of rank rows it needs before
-    rounding up. `targets` are module names ("q_proj", ...), sorted. `size_bytes` is its weights'
+    `max_rank` is the largest rank over its modules in decoder layers, at least 1: the number of rank
+    rows it needs before rounding up. `targets` are module names ("q_proj", ...), sorted. `size_bytes` is its weights'
     size in host memory; `extra_bytes` is what it holds on a device beside its rank rows (`extra_bytes`
     in `app.engine.adapters.extras`).
     """

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
+from app.engine.adapters.build import build_adapter
 from app.engine.adapters.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.peft import read_peft, read_peft_stored
@@ -123,6 +124,19 @@ def test_what_only_a_card_can_say_and_no_engine_applies_is_refused(
     write_card(path, ArrowCard("a", stored, {}))
     with pytest.raises(error, match=says):
         read_adapter(path, SPEC, served=FEATURES)
+
+
+@pytest.mark.parametrize(("ranks", "max_rank"), [((2, None), 2), ((2, 9), 2), ((None, 9), 1), ((9, 2), 9)])
+def test_embedding_and_head_take_no_rank_rows(ranks: tuple[int | None, int | None], max_rank: int) -> None:
+    places = (("lm_head", ranks[1], 24, 64), (_PLAIN.path, ranks[0], 24, 32))
+    modules = [
+        StoredModule(path, _values(rank, d_in), _values(d_out, rank), 2.0, use_rslora=False)
+        for path, rank, d_in, d_out in places
+        if rank is not None
+    ]
+    adapter = build_adapter(StoredAdapter(tuple(modules)), SPEC, served=FEATURES)
+    assert adapter.card.max_rank == max_rank
+    assert (adapter.card.extra_bytes > 0) == (ranks[1] is not None)
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
