@@ -57,6 +57,13 @@ def test_ids_equal_transformers_over_mixed_lines(demo: Tokenizer, reference: Any
     assert any(2 in ids for ids in wanted)  # the special strings did become special tokens
 
 
+def test_ids_of_a_long_text_equal_transformers(demo: Tokenizer, reference: Any) -> None:
+    seed = secrets.randbits(32)
+    text = "\n".join(random_lines(1000, seed))
+    assert len(text) > 20_000
+    assert demo.encode(text) == reference(text)["input_ids"], seed
+
+
 def test_text_equals_transformers(demo: Tokenizer, reference: Any) -> None:
     seed = secrets.randbits(32)
     num_equal = 0
