@@ -27,8 +27,11 @@ from app.deployments.steering import Steering
 from app.deployments.tiers import TIERS
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.packing import PackedAdapter
+from app.engine.errors import NotReady
 
 REBALANCE_INTERVAL_S = 1.0
+#: By this much later than a report interval after placement's restart every replica has reported.
+SETTLE_MARGIN_S = 0.5
 
 
 class AdapterStoreActor:
@@ -131,12 +134,17 @@ class AdapterStoreActor:
 
 
 class PlacementActor:
-    """`PlacementBooks` with a clock."""
+    """`PlacementBooks` with a clock.
+
+    After a restart it says nothing until every replica had the time to report: ingresses keep the last table, which
+    is better than one without the replicas that hold their adapters' rows.
+    """
 
     def __init__(self, config_json: str) -> None:
         config = AppConfig.model_validate_json(config_json).placement
         self._books = PlacementBooks(make_policy(config), config.silence_s)
         self._published = Published(PlacementTable())
+        self._settled_s = time.monotonic() + config.report_interval_s + SETTLE_MARGIN_S
         self._clock: asyncio.Task[None] | None = None
         self._attendance = Attendance(leave)
 
@@ -153,6 +161,9 @@ class PlacementActor:
         self._publish_if(self._books.gone(replica_id, time.monotonic()))
 
     async def assign(self, digests: Sequence[str]) -> tuple[Version, PlacementTable]:
+        """Raises NotReady while replicas may be missing: a home that is given then is a wrong one."""
+        if time.monotonic() < self._settled_s:
+            raise NotReady("placement has just started", retry_after_s=1)
         self._publish_if(self._books.assign(digests))
         return self._published.current
 
@@ -161,6 +172,8 @@ class PlacementActor:
     ) -> tuple[Version, PlacementTable] | None:
         self._attendance.here()
         self._start_clock()
+        if held is not None and held.epoch != self._published.current[0].epoch:  # it has a table, of an earlier life
+            await asyncio.sleep(self._settled_s - time.monotonic())
         return await self._published.newer(held, watcher_id, timeout_s)
 
     async def table(self) -> PlacementTable:

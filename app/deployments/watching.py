@@ -113,7 +113,7 @@ class ServePlacer:
         try:
             async with asyncio.timeout(ASSIGN_TIMEOUT_S):
                 self._watched.take(*await self._actor.call("assign", digests))
-        except (TimeoutError, ActorAway) as error:
+        except (TimeoutError, ActorAway, NotReady) as error:
             logger.warning("placement does not answer (%s); deciding from the last table", str(error) or "too late")
 
     async def changed(self, timeout_s: float) -> None:

@@ -114,6 +114,12 @@ async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pyt
         await following
 
 
+async def test_placement_that_has_just_started_leaves_the_last_table() -> None:
+    watched: Watched[str] = Watched(Scripted(), "me", "the last table")
+    await ServePlacer(Scripted(raised(NotReady("just started"))), watched).assign(["digest"])  # type: ignore[arg-type]
+    assert watched.value == "the last table"
+
+
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
 async def test_placement_that_is_lost_costs_no_request(error: Exception) -> None:
     watched: Watched[str] = Watched(Scripted(), "me", "the last table")
