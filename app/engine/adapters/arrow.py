@@ -36,7 +36,7 @@ import pyarrow as pa
 
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.card_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, rows_of, stored_of
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, regular_file_size
+from app.engine.adapters.limits import DEFAULT_LIMITS, MACHINES_ERRORS, ReadLimits, reading_error, regular_file_size
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.quantize import Quantization, num_groups
 from app.engine.adapters.stored import (
@@ -158,6 +158,8 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
         batch.validate(full=True)
         rows = _rows(batch, mapped, what)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno in MACHINES_ERRORS:
+            raise reading_error(path, error) from error
         raise AdapterFormatError(f"{what} is not a readable Arrow file: {str(error)[:200]}") from error
     stated = metadata.pop("checksum")
     if stated != _checksum(metadata, rows):

@@ -1,4 +1,4 @@
-"""How much an adapter may ask of its reader.
+"""How much an adapter may ask of its reader, and whose fault it is when a file cannot be read.
 
 In: sizes found in a file's header. Out: `AdapterTooLarge` or `AdapterFormatError` before memory is
 spent. Every reader checks these before it allocates anything that the file's author chose.
@@ -6,14 +6,23 @@ spent. Every reader checks these before it allocates anything that the file's au
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.engine.errors import AdapterFormatError, AdapterTooLarge
+from app.engine.errors import AdapterError, AdapterFormatError, AdapterReadFailed, AdapterTooLarge
 
 MIB = 1 << 20
+#: Errors of a disk, of a network it is behind, and of a machine that has too much open or in memory: they may pass.
+MACHINES_ERRORS = frozenset(
+    {errno.EIO, errno.EINTR, errno.EBUSY, errno.ENFILE, errno.EMFILE, errno.ENOMEM, errno.ENOSPC}
+    | {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED}
+    | {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +39,28 @@ class ReadLimits:
 DEFAULT_LIMITS = ReadLimits()
 
 
-def regular_file_size(path: Path) -> int:
-    """The size of a regular file; anything else is an `AdapterFormatError`."""
+def reading_error(path: Path, error: OSError) -> AdapterError:
+    """What reading `path` met: `AdapterFormatError` for the file's fault, `AdapterReadFailed` for the machine's."""
+    if error.errno in MACHINES_ERRORS:
+        return AdapterReadFailed(f"cannot read '{path.name}' now: {error.strerror}; try again later")
+    return AdapterFormatError(f"cannot open '{path.name}': {error.strerror}")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """An `OSError` in here is a `reading_error`."""
     try:
-        status = path.stat()
-    except (OSError, ValueError) as error:
+        yield
+    except OSError as error:
+        raise reading_error(path, error) from error
+
+
+def regular_file_size(path: Path) -> int:
+    """The size of a regular file; anything else is an `AdapterFormatError`. AdapterReadFailed: see `reading_error`."""
+    try:
+        with reading(path):
+            status = path.stat()
+    except ValueError as error:
         raise AdapterFormatError(f"cannot open {path.name!r}: {error}") from error
     if not stat.S_ISREG(status.st_mode):
         raise AdapterFormatError(f"'{path.name}' is not a regular file")
@@ -45,17 +71,16 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     """The whole of a regular file of at most `max_bytes`; a pipe, device or folder is refused.
 
     The size is taken from the open file, so a file that grows after the check is still bounded, and
-    one that is cut while it is read is an error instead of a fault in mapped memory.
+    one that is cut while it is read is an error instead of a fault in mapped memory. AdapterReadFailed: see
+    `reading_error`.
     """
-    try:
+    with reading(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise AdapterFormatError(f"cannot open '{path.name}': {error.strerror}") from error
-    status = os.fstat(descriptor)
+        status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise AdapterFormatError(f"'{path.name}' is not a regular file; give the adapter's folder as saved by PEFT")
-    with os.fdopen(descriptor, "rb") as file:
+    with reading(path), os.fdopen(descriptor, "rb") as file:
         if status.st_size > max_bytes:
             raise AdapterTooLarge(
                 f"'{path.name}' has {status.st_size} bytes but at most {max_bytes} are read; "

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.limits import ReadLimits
+from app.engine.adapters.limits import MACHINES_ERRORS, ReadLimits, reading_error
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.packing import PackedAdapter, pack_adapter
 from app.engine.adapters.reading import read_adapter
@@ -123,6 +123,9 @@ def _read_and_pack(task: ReadingTask, shared: int) -> tuple[dict[str, Any], tupl
         message = f"reading '{task.path.name}' needs more than {task.memory_bytes} bytes of memory"
         return {"error": AdapterTooLarge.__name__, "message": message}, None
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in MACHINES_ERRORS:
+            found = reading_error(task.path, error)
+            return {"error": type(found).__name__, "message": str(found)}, None
         # A bug in a reader is this adapter's end and nobody else's. It has no right to write: we log the trace.
         message = f"reading '{task.path.name}' failed: {type(error).__name__}: {str(error)[:200]}"
         return {"error": AdapterFormatError.__name__, "message": message, "trace": traceback.format_exc()}, None

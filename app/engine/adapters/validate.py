@@ -3,8 +3,8 @@
 In: a path (from `resolve_adapter_path`) and the base's `ModelSpec`. Out: a `PackedAdapter`, or the
 `AdapterError` that says why not. The bytes are interpreted in a process that may die (`reading_process`),
 never here. What was refused is remembered by the hash of its files, under any name: bad contents are read
-once, not in a loop. Where a process merely ended (time, a crash) nothing is remembered; how soon that is
-tried again is the store's business.
+once, not in a loop. Where a process merely ended (time, a crash), the machine could not read (a disk, a network, no
+memory) or the files cannot be hashed, nothing is remembered; how soon that is tried again is the store's business.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, regular_file_size
+from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, reading, regular_file_size
 from app.engine.adapters.packing import PackedAdapter
 from app.engine.adapters.peft_config import CONFIG_NAME
 from app.engine.adapters.peft_file import WEIGHTS_NAME
@@ -67,7 +67,10 @@ class Validator:
         except AdapterReadFailed:
             raise
         except AdapterError as error:
-            digest = files_digest(path, spec, self.limits)
+            try:
+                digest = files_digest(path, spec, self.limits)
+            except AdapterError:  # a file that nobody may open, for one
+                raise error from None
             if before == files_identity(path):  # or the verdict is on other bytes than were hashed
                 self._remember(digest, _Refusal(sizes, error))
             raise
@@ -94,10 +97,11 @@ class Validator:
 
 
 def adapter_files(path: Path) -> list[Path]:
-    """The files that make up the adapter at `path`; those that a folder lacks are left out."""
-    if not path.is_dir():
-        return [path]
-    return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME) if (path / name).exists()]
+    """The files that make up the adapter at `path`; those that a folder lacks are left out. Errors: see `reading`."""
+    with reading(path):
+        if not path.is_dir():
+            return [path]
+        return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME) if (path / name).exists()]
 
 
 def files_identity(path: Path) -> tuple[tuple[int, ...], ...]:
@@ -112,7 +116,7 @@ def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMIT
         digest.update(file.name.encode(errors="surrogateescape") + b"\0")
         size = _checked_size(file, limits)
         digest.update(size.to_bytes(8, "little"))
-        with file.open("rb") as opened:
+        with reading(file), file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,20 +13,22 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from app.engine.adapters import reading_process
+from app.engine.adapters import reading_fork, reading_process
 from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.packing import unpack_adapter
 from app.engine.adapters.peft import read_peft, read_peft_stored
-from app.engine.adapters.reading_fork import NICENESS
+from app.engine.adapters.reading import read_adapter
+from app.engine.adapters.reading_fork import NICENESS, ReadingTask
 from app.engine.adapters.reading_process import ChildLimits
-from app.engine.adapters.validate import Validator, files_digest
+from app.engine.adapters.validate import Validator, adapter_files, files_digest
 from app.engine.errors import (
     AdapterError,
     AdapterFormatError,
@@ -356,6 +359,56 @@ def test_a_refusal_is_reached_once_per_contents(folder: Path) -> None:
     with pytest.raises(AdapterError):
         validator.read(folder, tiny_spec(1, digest="another"))
     assert validator.num_reads == 4
+    validator.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENFILE])
+@pytest.mark.parametrize("is_card", [True, False])
+def test_what_the_machine_could_not_read_is_not_the_adapters_fault(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_card: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = folder
+    if is_card:
+        path = folder.parent / f"adapter{CARD_SUFFIX}"
+        write_card(path, ArrowCard("a", read_peft_stored(folder, SPEC), {}))
+    with monkeypatch.context() as patch:
+        patch.setattr("pyarrow.memory_map" if is_card else "app.engine.adapters.limits.os.open", fail)
+        with pytest.raises(AdapterReadFailed, match=os.strerror(number)):
+            read_adapter(path, SPEC)
+        patch.setattr("app.engine.adapters.limits.Path.stat", fail)
+        with pytest.raises(AdapterReadFailed, match=os.strerror(number)):
+            adapter_files(path)
+
+
+def test_a_reader_without_memory_is_not_the_adapters_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    task = ReadingTask(folder, SPEC, ReadLimits(), frozenset(), 1 << 30, 20.0)
+    monkeypatch.setattr(reading_fork, "_map", fail)
+    verdict, _ = reading_fork._read_and_pack(task, -1)
+    assert verdict["error"] == "AdapterReadFailed"
+
+
+def test_a_refused_file_that_cannot_be_hashed_is_not_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may open it, say, and somebody puts that right."""
+    validator = Validator()
+    with monkeypatch.context() as patch:
+
+        def may_not(*_: object) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+        refusal = AdapterFormatError("cannot open 'adapter_model.safetensors': Permission denied")
+        patch.setattr(validator._process, "read", Mock(side_effect=refusal))
+        patch.setattr(Path, "open", may_not)
+        for _ in range(2):
+            with pytest.raises(AdapterFormatError) as caught:
+                validator.read(folder, SPEC)
+            assert caught.value is refusal
+    assert card_of(validator, folder).max_rank == 2
     validator.close()
 
 
