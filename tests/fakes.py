@@ -94,6 +94,7 @@ class FakeBackend:
         self.writes: list[tuple[int, int, int]] = []  # (forwards before it, adapter slot, bytes)
         self.releases: list[int] = []
         self.unready: set[int] = set()
+        self.overflowing: set[int] = set()  # adapter slots whose arithmetic does
         self.fail_at: int | None = None
         self.write_error: Exception | None = None
         self.closed = False
@@ -161,6 +162,7 @@ class FakeBackend:
                 else None
                 for line in drawn
             ),
+            tuple(row for row, i in enumerate(batch.sample_rows) if marks[i] in self.overflowing),
         )
 
     def close(self) -> None:

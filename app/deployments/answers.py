@@ -183,5 +183,5 @@ class AnswerFormat:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity: OpenAI writes -9999 for a token of probability 0."""
-    return max(logprob, -9999.0)
+    """JSON has no infinity and no NaN: OpenAI writes -9999 for a token of probability 0."""
+    return max(-9999.0, logprob)  # in this order: of a NaN the first is taken

@@ -68,9 +68,11 @@ class ForwardBatch:
 class ForwardOutput:
     """token_ids: [P] int32. logprobs: [P] float32, the chosen token's (0 where not wanted).
 
-    top_logprobs: per row, (ids [k] int32, logprobs [k] float32) in descending order, or None.
+    top_logprobs: per row, (ids [k] int32, logprobs [k] float32) in descending order, or None. overflowed: rows whose
+    logits have no finite number for the chosen token, ascending; a backend looks if they are in the host's memory.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     top_logprobs: tuple[tuple[NDArray[np.int32], NDArray[np.float32]] | None, ...]
+    overflowed: tuple[int, ...] = ()

@@ -18,6 +18,7 @@
         AdapterReadFailed       reading it crashed or ran out of time
         AdapterWriteFailed      its rows did not reach the device                 (503)
         AdapterBusy             the operation must wait for sequences in flight   (409)
+        AdapterOverflow         its arithmetic leaves the range of the numbers
         AdapterUnloaded         it was unloaded while it was being loaded          (409)
         AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
       UnsafeSource            a path or URI outside what this server may read     (403)
@@ -116,6 +117,10 @@ class AdapterReadFailed(AdapterError):
 
 class AdapterWriteFailed(AdapterError):
     """Writing it to the device failed. The next request for it writes it again."""
+
+
+class AdapterOverflow(AdapterError):
+    """With it a request's output is no finite number: its values are too large."""
 
 
 class AdapterBusy(AdapterError):

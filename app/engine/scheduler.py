@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from app.engine.adapter_pool import AdapterPool
 from app.engine.admission import AdapterWrite, Admission, Refusal
 from app.engine.batch import ForwardOutput
+from app.engine.errors import AdapterOverflow, EngineFailure
 from app.engine.fair_queue import OUTPUT_PRICE, FairQueue
 from app.engine.kv_cache import BlockPool
 from app.engine.prefill_pace import PrefillPace
@@ -152,7 +153,10 @@ class Scheduler:
         return Schedule(items, writes, preempted, refusals)
 
     def commit(self, plan: Schedule, output: ForwardOutput) -> list[TokenChunk]:
-        """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token."""
+        """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token.
+
+        A sequence whose output overflowed ends with an error, and what it computed in this step is not shared.
+        """
         chunks: list[TokenChunk] = []
         drawn = output.token_ids.tolist()
         block_size = self._blocks.block_size
@@ -162,6 +166,12 @@ class Scheduler:
             before = sequence.num_computed
             after = sequence.num_computed = before + count
             self._meter.num_tokens_computed += count
+            if after == sequence.num_tokens and row in output.overflowed:
+                row += 1
+                ended = self.end(sequence.request_id, "error", _overflow(sequence))
+                assert ended is not None, "it was running"
+                chunks.append(ended)
+                continue
             if before // block_size != after // block_size:
                 self._publish(sequence, before // block_size, after // block_size)
             if after < sequence.num_tokens:
@@ -270,6 +280,17 @@ def _order(sequence: Sequence) -> int:
 
 def _adapter_slot(item: tuple[Sequence, int]) -> int:
     return item[0].adapter_slot
+
+
+def _overflow(sequence: Sequence) -> Exception:
+    """Why a sequence ends whose next token cannot be told."""
+    where = f"is no finite number after {sequence.num_tokens} tokens"
+    adapter = sequence.request.adapter
+    if adapter is None:
+        return EngineFailure(f"the output of the base model {where}")
+    return AdapterOverflow(
+        f"the output of adapter {adapter.name!r} {where}: its values are too large; lower alpha or train it again"
+    )
 
 
 def _logprobs(output: ForwardOutput, row: int, token_id: int) -> tuple[TokenLogprobs, ...]:

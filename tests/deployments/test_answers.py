@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -84,6 +85,15 @@ def test_the_likeliest_of_tokens_with_one_text_is_told_and_the_drawn_one_always(
     )
     answer = Answer("b", [3], [TokenLogprobs(3, -4.0, ((0, -1.0), (1, -2.0), (2, -3.0)))], "stop")
     assert logprobs_of(form.body([answer], 1))["top_logprobs"] == [{"a": -1.0, "b": -4.0}]
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_what_json_has_no_number_for_is_a_number(logprob: float, is_chat: bool) -> None:
+    answer = Answer("See ", [0], [TokenLogprobs(0, logprob, ((0, logprob), (5, -1.0)))], "length")
+    logprobs = logprobs_of(answer_format(is_chat=is_chat).body([answer], 1))
+    json.dumps(logprobs, allow_nan=False)
+    assert (logprobs["content"][0]["logprob"] if is_chat else logprobs["token_logprobs"][0]) == -9999.0
 
 
 def test_chat_names_every_byte() -> None:

@@ -20,6 +20,7 @@ from app.engine.engine import Engine
 from app.engine.errors import (
     AdapterFormatError,
     AdapterMismatch,
+    AdapterOverflow,
     AdapterTooLarge,
     ConfigError,
     ContextOverflow,
@@ -340,6 +341,30 @@ def test_an_adapter_that_cannot_be_written_fails_only_its_own_requests() -> None
     assert [resident.digest for resident in stats.residents] == [good.card.digest]
     assert (stats.num_adapter_writes, stats.num_adapter_write_bytes) == (1, good.card.size_bytes)
     assert_empty(engine)
+
+
+def test_whose_output_overflows_ends_alone() -> None:
+    good, bad = fake_adapter("good", 8), fake_adapter("bad", 8)
+    engine, backend = make_engine(max_batch_tokens=16)
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    submitted: dict[str, Submitted] = {}
+    for name, adapter in (("bad", bad), ("good", good), ("bad too", bad), ("base", None)):
+        submitted[name] = fake_request(name, [1, 2] * 12, adapter, sampling=sampling), adapter
+        engine.submit(*submitted[name])
+    backend.overflowing = {1}
+    out = run(engine)
+    for name in ("bad", "bad too"):
+        (chunk,) = out[name]
+        assert isinstance(chunk.error, AdapterOverflow)
+        assert "after 24 tokens" in str(chunk.error)
+    for name in ("good", "base"):
+        assert_as_alone(submitted[name], out[name])
+    assert_empty(engine)
+    backend.overflowing = {0}
+    engine.submit(*submitted["base"])
+    (chunk,) = run(engine)["base"]
+    assert isinstance(chunk.error, EngineFailure)
+    assert engine.failure is None, "it is this request's"
 
 
 def test_an_idle_engine_holds_no_adapter_that_was_dropped() -> None:

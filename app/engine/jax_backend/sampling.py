@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, SamplingBatch
 from app.engine.jax_backend.arrays import Outcome
-from app.engine.logits import largest, penalise
+from app.engine.logits import largest, overflowed, penalise
 from app.kernels.rows.reference import draw, log_sum_exp
 
 
@@ -28,9 +28,13 @@ def sample(outcome: Outcome, sampling: SamplingBatch) -> ForwardOutput:
     has_penalty = np.array([history.size > 0 for history in sampling.history], bool)
     drawn = np.flatnonzero((sampling.temperature > 0) | has_penalty)
     wanted = np.flatnonzero(sampling.num_logprobs >= 0)
-    if len(drawn) + len(wanted):
+    lost: tuple[int, ...] = ()
+    if outcome.token_ids is None or len(drawn) + len(wanted):
         logits = np.asarray(outcome.logits)
+        lost = overflowed(logits, tokens)  # the largest of a row with a NaN is the NaN: nothing can be drawn from it
         for p in drawn.tolist():
+            if p in lost:
+                continue
             row = logits[p]
             if has_penalty[p]:
                 row = row.copy()
@@ -40,8 +44,10 @@ def sample(outcome: Outcome, sampling: SamplingBatch) -> ForwardOutput:
                 float(sampling.min_p[p]), int(sampling.seeds[p]), int(sampling.positions[p]),
             )  # fmt: skip
         for p in wanted.tolist():
+            if p in lost:
+                continue
             normaliser = log_sum_exp(logits[p])
             logprobs[p] = np.float64(logits[p, tokens[p]]) - normaliser
             if sampling.num_logprobs[p] > 0:
                 top[p] = largest(logits[p], int(sampling.num_logprobs[p]), normaliser)
-    return ForwardOutput(token_ids=tokens, logprobs=logprobs, top_logprobs=tuple(top))
+    return ForwardOutput(tokens, logprobs, tuple(top), lost)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, SamplingBatch
-from app.engine.logits import largest, penalise
+from app.engine.logits import largest, overflowed, penalise
 from app.kernels.rows._sampling import log_sum_exp, row_maximum, sample_rows
 from app.kernels.team import Team
 
@@ -40,4 +40,4 @@ def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: Team) -> 
         count = int(sampling.num_logprobs[p])
         if count:
             top[p] = largest(row, count, normaliser)
-    return ForwardOutput(token_ids=tokens, logprobs=logprobs, top_logprobs=tuple(top))
+    return ForwardOutput(tokens, logprobs, tuple(top), overflowed(logits, tokens))
