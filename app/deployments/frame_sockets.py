@@ -1,8 +1,8 @@
 """Frames between processes of one machine: a connection beside Ray's call, which carries nothing else any more.
 
 In: a link's frames, on the replica's side, and on the ingress's the call that opened the link. Out: the same frames in
-the same order. Every step yields one, and as an item of a stream of Ray's it is most of what a token costs both
-processes. The call stays open: it begins the link, and its end says why the link ended.
+the same order. Every step yields one, and taking it from a stream of Ray's is most of what a lone stream's token costs
+its ingress. The call stays open: it begins the link, and its end says why the link ended.
 
 Sockets lie in a folder that no other user can enter, so that what comes from there is ours (frames are pickles).
 Processes that do not share it (other machines, containers, users) do without: their frames are the call's items.
