@@ -27,14 +27,14 @@ from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.isolation.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.lora import FEATURES, TARGETS, LoraAdapter
-from app.engine.adapters.packing import PackedAdapter, unpack_adapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.loading import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
+from app.engine.open import load_backend
 from app.engine.request import GenerateRequest, SamplingParams
 from load_tests.measuring import Spread, environment, spread
 from load_tests.random_adapters import write_random_adapter

@@ -25,12 +25,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from app.engine.adapters.peft import read_peft
+from app.engine.adapters.formats.peft import read_peft
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.torch_backend.loading import load_backend
+from app.engine.torch_loading import load_backend
 from load_tests.decoding import Decoded, Decoder, EngineDecoder
 from load_tests.measuring import Spread, environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters

@@ -23,9 +23,9 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
+from app.cli.settings_file import read_settings
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import resolve_model
-from app.settings_file import read_settings
 from load_tests.client import Endpoint, closed_loop
 from load_tests.lengths import words
 from load_tests.measuring import environment, ratios, rounds, spread

@@ -25,9 +25,9 @@ import torch
 from app.engine.adapters.lora import TARGETS
 from app.engine.batch import ForwardBatch
 from app.engine.config import EngineConfig
-from app.engine.torch_backend.gpu_backend import GpuBackend
-from app.engine.torch_backend.gpu_graphs import Bucket
-from app.engine.torch_backend.gpu_memory import kv_block_bytes, rank_row_bytes
+from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.graphs import Bucket
+from app.engine.cuda.memory import kv_block_bytes, rank_row_bytes
 from app.kernels import tuning
 from load_tests.llama_shapes import BLOCK_SIZE, RANK, SHAPES, RandomAdapters, batch_of, model_spec, random_tensors
 from load_tests.measuring import Spread, ratios, rounds, spread

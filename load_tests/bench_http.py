@@ -23,15 +23,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from app.cli.settings_file import read_settings
 from app.config import AppConfig
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.paths import resolve_adapter_path
-from app.engine.adapters.reading import read_adapter
 from app.engine.engine import Engine
-from app.engine.loading import load_backend
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import resolve_model
 from app.engine.models.tokenizer import load_tokenizer
-from app.settings_file import read_settings
+from app.engine.open import load_backend
 from load_tests.client import Endpoint, closed_loop
 from load_tests.decoding import EngineDecoder
 from load_tests.lengths import words

@@ -21,15 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.engine.adapters.peft import read_peft
+from app.engine.adapters.formats.peft import read_peft
 from app.engine.config import EngineConfig
-from app.engine.cpu_stacks import WeightStorage
+from app.engine.cpu.stacks import WeightStorage
 from app.engine.engine import Engine
-from app.engine.jax_backend.backend import JaxBackend
-from app.engine.jax_backend.sizes import Form
-from app.engine.loading import load_backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.open import load_backend
+from app.engine.xla.backend import JaxBackend
+from app.engine.xla.sizes import Form
 from load_tests.decoding import Decoder, EngineDecoder
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters

@@ -30,8 +30,8 @@ if not HAS_GPU:
 
 import triton  # noqa: E402
 
-from app.kernels.matmul import _triton as matmul  # noqa: E402
-from app.kernels.paged_attention import _triton as attention  # noqa: E402
+from app.kernels.matmul import triton as matmul  # noqa: E402
+from app.kernels.paged_attention import triton as attention  # noqa: E402
 from load_tests import lora_forms  # noqa: E402
 from load_tests.gpu_timing import Ceilings, Clock, ceilings, event_seconds, graph_seconds  # noqa: E402
 from load_tests.kernel_checks import Line, attempt, attention_case, checks, dense  # noqa: E402

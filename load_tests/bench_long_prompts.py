@@ -22,7 +22,7 @@ from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.torch_backend.loading import load_backend
+from app.engine.torch_loading import load_backend
 from load_tests.measuring import environment, ratios, rounds, spread
 
 #: Tokens of each stream's own prompt.

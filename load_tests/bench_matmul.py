@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
-from app.kernels.matmul._cpu import matmul, pack
-from app.kernels.team import Team
+from app.kernels.machine.team import Team
+from app.kernels.matmul.cpu import matmul, pack
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 
 Floats = NDArray[np.float32]

@@ -25,14 +25,14 @@ from pathlib import Path
 import numpy as np
 
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.peft import read_peft
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.torch_backend.loading import load_backend
+from app.engine.torch_loading import load_backend
 from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.popularity import adapter_indices
 from load_tests.random_adapters import write_random_adapters

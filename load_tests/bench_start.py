@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.settings_file import read_settings
+from app.cli.settings_file import read_settings
 from load_tests.client import Endpoint, closed_loop
 from load_tests.measuring import environment, spread
 from load_tests.process_tree import cpu_seconds

@@ -19,12 +19,12 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[1]
 #: What the suite's own configuration asks of plug-ins that such a machine may not have is left out.
 _PYTEST_INI = "[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\nmarkers =\n    e2e: not run here\n"
-_KERNELS, _ENGINE = "tests/kernels/triton", "tests/engine/torch_backend"
+_KERNELS, _ENGINE = "tests/kernels/triton", "tests/engine/cuda"
 _ENGINE_TESTS = ("decoder", "extras", "graphs", "adapters", "sampling", "memory", "loading", "order", "triton")
 #: One test of each, for a run without a GPU.
 _SMALL_TESTS = {
     "kernel tests": (_KERNELS, f"{_KERNELS}/test_interpreting.py"),
-    "engine tests": (_ENGINE, f"{_ENGINE}/test_gpu_memory.py", f"{_ENGINE}/test_gpu_graphs.py", "-k", "fit or bound"),
+    "engine tests": (_ENGINE, f"{_ENGINE}/test_memory.py", f"{_ENGINE}/test_graphs.py", "-k", "fit or bound"),
 }
 _TINY = ("--shape", "tiny", "--device", "cpu", "--streams", "4", "--prompt", "20", "--adapters", "4", "--prefill", "64")
 
@@ -92,8 +92,8 @@ def stages(out: Path, *, small: bool = False) -> list[Stage]:
         tests = [pytest(name, *arguments) for name, arguments in _SMALL_TESTS.items()]
         tiny = steps("steps tiny", *_TINY, "--rounds", "2", "--steps", "2", "--loads", "2")
         return [Stage("tests", 3600, tests), Stage("steps tiny", 3600, [tiny]), Stage("kernels", 3600, [kernels(1)])]
-    engine = [f"{_ENGINE}/test_gpu_{name}.py" for name in _ENGINE_TESTS]
-    fuzz = f"{_ENGINE}/test_gpu_bit_identity.py"
+    engine = [f"{_ENGINE}/test_{name}.py" for name in _ENGINE_TESTS]
+    fuzz = f"{_ENGINE}/test_bit_identity.py"
     tuned = out / "tuned.json"
     tune = [*_module("bench_kernels"), "--tune", "--budget-s", "165", "--tuned", str(tuned)]
     return [

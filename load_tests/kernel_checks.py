@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from app.kernels.matmul import _triton as matmul
-from app.kernels.paged_attention import _triton as attention
-from app.kernels.sgmv import _triton as sgmv
+from app.kernels.matmul import triton as matmul
+from app.kernels.paged_attention import triton as attention
+from app.kernels.sgmv import triton as sgmv
 from load_tests import lora_forms
 from load_tests.lora_forms import TOLERANCE, Sizes, Workload
 

@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from app.kernels.bgmv import _triton as bgmv
+from app.kernels.bgmv import triton as bgmv
 from app.kernels.rank_rows import RankRows
-from app.kernels.sgmv import _triton as sgmv
+from app.kernels.sgmv import triton as sgmv
 
 #: ‖out - ref‖ / ‖ref‖ that a form must stay below.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 1e-2}

@@ -24,7 +24,7 @@ from typing import NamedTuple, Self
 
 import yaml
 
-from app.settings_file import IMPORT_PATH
+from app.cli.settings_file import IMPORT_PATH
 from load_tests.process_tree import session_processes
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ class Service:
         # A short path: Ray makes Unix sockets in it, and their names are limited to 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="plb", dir="/tmp"))
         self.lines: list[Line] = []
-        code = "import sys; from app.cli import main; sys.exit(main())"
+        code = "import sys; from app.cli.main import main; sys.exit(main())"
         self._started_s = time.perf_counter()
         self.process = start_session(["-c", code, *arguments], self.folder, environment)
         self._reader = Thread(target=self._read, daemon=True)

@@ -23,7 +23,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.tokenizer import load_tokenizer
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.torch_backend.loading import load_backend
+from app.engine.torch_loading import load_backend
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
 

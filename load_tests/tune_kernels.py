@@ -17,8 +17,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from app.kernels import tuning
-from app.kernels.bgmv import _triton as bgmv
-from app.kernels.sgmv import _triton as sgmv
+from app.kernels.bgmv import triton as bgmv
+from app.kernels.sgmv import triton as sgmv
 from load_tests import lora_forms
 from load_tests.gpu_timing import Clock, graph_seconds
 from load_tests.lora_forms import TOLERANCE, Sizes, Workload

@@ -26,7 +26,7 @@ from app.deployments.registry.view import Entry, Key
 from app.deployments.steering import Steering
 from app.deployments.tiers import TIERS
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.packing import PackedAdapter
+from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.errors import NotReady
 
 REBALANCE_INTERVAL_S = 1.0

@@ -21,11 +21,11 @@ from app.deployments.sources.opening import open_sources
 from app.deployments.sources.places import LocalPlace, Sources, adapter_path, delivered
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.base_copies import BaseCopies
+from app.engine.adapters.isolation.packing import PackedAdapter
+from app.engine.adapters.isolation.process import ChildLimits
+from app.engine.adapters.isolation.validator import Validator, files_identity
 from app.engine.adapters.limits import ReadLimits
-from app.engine.adapters.packing import PackedAdapter
-from app.engine.adapters.reading_process import ChildLimits
-from app.engine.adapters.signing import signer_of
-from app.engine.adapters.validate import Validator, files_identity
+from app.engine.adapters.signing.signing import signer_of
 from app.engine.errors import AdapterError, AdapterReadFailed
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.spec import ModelSpec

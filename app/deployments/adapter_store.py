@@ -26,10 +26,10 @@ from app.deployments.quarantine import Quarantine
 from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.packing import PackedAdapter
-from app.engine.adapters.trusted_keys import TrustedKeys
+from app.engine.adapters.isolation.packing import PackedAdapter
+from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterMismatch, AdapterTooLarge, PolyloraError
-from app.engine.eviction import EvictionPolicy
+from app.engine.pools.eviction import EvictionPolicy
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from app.deployments.eviction import BoundedSet
 from app.deployments.tiers import TierCounts
-from app.engine.eviction import EvictionPolicy
+from app.engine.pools.eviction import EvictionPolicy
 
 logger = logging.getLogger(__name__)
 

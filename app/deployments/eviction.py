@@ -1,8 +1,8 @@
 """A set of things with sizes that never exceeds a number of bytes: who stays, who goes.
 
 In: keys with their sizes and what loading them cost. Out: what must go to make room, in the order of a policy
-(`app.engine.eviction`), cost being load seconds and room bytes. A pinned thing is never given up, nor is a held one,
-here or yet to come. Storing the things themselves, and deleting them, is the caller's.
+(`app.engine.pools.eviction`), cost being load seconds and room bytes. A pinned thing is never given up, nor is a
+held one, here or yet to come. Storing the things themselves, and deleting them, is the caller's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from app.engine.eviction import NEVER, EvictionOrder, EvictionPolicy, Priority
+from app.engine.pools.eviction import NEVER, EvictionOrder, EvictionPolicy, Priority
 
 #: Below this a load time is noise.
 _MIN_LOAD_S = 1e-4

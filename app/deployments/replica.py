@@ -32,12 +32,12 @@ from app.deployments.steering import Steering
 from app.deployments.warm_up import hottest_that_fit, warm_adapters, warm_up
 from app.deployments.watching import WATCH_TIMEOUT_S, Watched
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.isolation.packing import unpack_adapter
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.packing import unpack_adapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, NotReady
-from app.engine.loading import load_backend
+from app.engine.open import load_backend
 from app.engine.request import GenerateRequest
 from app.engine.worker import EngineThread
 

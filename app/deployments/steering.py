@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from app.config import AppConfig
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import Entry, Key
-from app.engine.adapter_pool import rows_of
 from app.engine.errors import AdapterTooLarge
+from app.engine.pools.adapter_pool import rows_of
 
 #: Shares are told anew when the sum of all weights has changed by this factor.
 _TELL_FACTOR = 1.1

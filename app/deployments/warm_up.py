@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.deployments.registry.entries import CatalogEntry
-from app.engine.adapter_pool import rows_of
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
 from app.engine.engine import Engine
 from app.engine.errors import AdapterError, EngineFailure, NotReady, QueueFull
 from app.engine.models.spec import ModelSpec
+from app.engine.pools.adapter_pool import rows_of
 from app.engine.request import GenerateRequest, SamplingParams
 
 #: Enough prompt tokens for a prefill that is no decode, and enough answers to decode several at a time.

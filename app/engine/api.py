@@ -20,15 +20,15 @@ from typing import Any
 
 from app.engine.adapters.base_copies import BaseCopies
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import FEATURES, LoraAdapter
-from app.engine.adapters.reading import read_adapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import InvalidRequest, QueueFull
-from app.engine.loading import load_backend
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.tokenizer import load_tokenizer
+from app.engine.open import load_backend
 from app.engine.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, Usage
 from app.engine.stats import EngineStats
 

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from app.engine.errors import ConfigError
-from app.engine.eviction import EvictionPolicy
+from app.engine.pools.eviction import EvictionPolicy
 
 
 class EngineConfig(BaseModel):

@@ -16,8 +16,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from app.engine.adapter_orders import AdapterOrders, Bring, Drop, refuse
-from app.engine.adapter_pool import AdapterGrant, AdapterPool
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
@@ -32,11 +30,13 @@ from app.engine.errors import (
     InvalidRequest,
     QueueFull,
 )
-from app.engine.kv_cache import BlockPool
-from app.engine.prefill_pace import PrefillPace
+from app.engine.pools.adapter_orders import AdapterOrders, Bring, Drop, refuse
+from app.engine.pools.adapter_pool import AdapterGrant, AdapterPool
+from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.sampling_check import validate_request
-from app.engine.scheduler import Schedule, Scheduler
+from app.engine.scheduling.prefill_pace import PrefillPace
+from app.engine.scheduling.scheduler import Schedule, Scheduler
 from app.engine.sequence import Sequence
 from app.engine.stats import EngineStats, Meter
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.kv_cache import block_hash, root_hash
 from app.engine.models.spec import ModelSpec
+from app.engine.pools.kv_blocks import block_hash, root_hash
 from app.engine.request import FinishReason, GenerateRequest, Usage
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.engine.adapter_pool import ResidentAdapter
+from app.engine.pools.adapter_pool import ResidentAdapter
 
 MAX_TENANTS = 256
 OTHER_TENANTS = "~other"

@@ -2,9 +2,9 @@
 
 In: a kernel `body(team, args)` in Numba, wrapped in a `task`. Out: a target that `jax.ffi.ffi_call` names. The call
 runs on the thread that runs the program and on the threads of XLA's own pool, phase by phase as in
-`app.kernels.team`: a helper that comes late finds its pieces taken and touches nothing but the call's own record.
-A helper that has left a call lingers: the next call of a step comes within microseconds, and to wake a sleeping thread
-for each takes longer than many of them do.
+`app.kernels.machine.team`: a helper that comes late finds its pieces taken and touches nothing but the call's own
+record. A helper that has left a call lingers: the next call of a step comes within microseconds, and to wake a
+sleeping thread for each takes longer than many of them do.
 
 The first operand of every call is a vector of up to `NUM_SCALARS` int32; its values are copied, so a late helper may
 read them. `args`: those scalars, then per buffer, operands before results, its address and up to five sizes:
@@ -26,8 +26,8 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from app.kernels.compiled import compiled
-from app.kernels.team import _add, _load, _offer_core, _pause
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.team import _add, _load, _offer_core, _pause
 
 NUM_SCALARS, _FIRST, _STRIDE = 16, 16, 6
 #: Phases a body may have.
@@ -204,7 +204,7 @@ def _new_record(frame, task, places):
 
 @compiled
 def team_of(record):
-    """The call's counters, as `app.kernels.team` has them."""
+    """The call's counters, as `app.kernels.machine.team` has them."""
     return carray(_to_words(record + _TEAM * 8), (MAX_PHASES, 16))
 
 

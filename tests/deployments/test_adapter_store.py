@@ -12,8 +12,8 @@ from app.deployments.adapter_library import LocatedAdapter
 from app.deployments.adapter_store import MAX_READERS, MAX_READERS_PER_LANE, AdapterStore
 from app.deployments.quarantine import FIRST_S, Quarantine
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.packing import PackedAdapter, pack_adapter
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge
 from tests.fakes import fake_adapter
 

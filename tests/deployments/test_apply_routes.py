@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 
-from app.cli import main
+from app.cli.main import main
 from app.deployments.http_app import make_app
 from app.engine.errors import AdapterFormatError
 from tests.deployments.http_service import Service

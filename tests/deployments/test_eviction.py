@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.deployments.eviction import BoundedSet
-from app.engine.eviction import EvictionPolicy
+from app.engine.pools.eviction import EvictionPolicy
 
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 

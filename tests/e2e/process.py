@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
-from app.serve_environment import HA_PROXY_SWITCHES
+from app.cli.ray_switches import HA_PROXY_SWITCHES
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT, end_session, own_environment
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from app.engine.backend import Backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from load_tests.steps import Piece, forward_batch
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 NUM_BLOCKS = 64
 TOLERANCE = 1e-4

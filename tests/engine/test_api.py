@@ -19,7 +19,7 @@ from app.engine.errors import AdapterFormatError, ContextOverflow, InvalidReques
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, write_peft
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 CONFIG = EngineConfig(num_threads=1, num_kv_blocks=64, adapter_rank_rows=64, max_batch_tokens=32, max_waiting=3)
 TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}w9"

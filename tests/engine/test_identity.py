@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
-from app.engine.kv_cache import root_hash
+from app.engine.pools.kv_blocks import root_hash
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.engine.test_engine import make_engine, run
 from tests.fakes import fake_adapter, fake_request, fake_tokens

@@ -12,7 +12,7 @@ import pytest
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import SamplingParams
 from app.engine.sampling_check import MIN_TEMPERATURE, validate_request, validate_sampling
-from app.kernels.rows import _sampling, reference
+from app.kernels.rows import reference, sampling
 from tests.fakes import VOCAB, fake_request, fake_spec
 
 
@@ -80,7 +80,7 @@ def test_the_least_temperature_draws_the_most_likely_token() -> None:
     row = np.random.default_rng().permutation(VOCAB).astype(np.float32)
     for seed in range(20):
         settings = np.float32(MIN_TEMPERATURE), np.int32(0), np.float32(1), np.float32(0), np.uint64(seed), np.int64(3)
-        assert _sampling.draw(row, *settings) == row.argmax()
+        assert sampling.draw(row, *settings) == row.argmax()
         assert reference.draw(row, MIN_TEMPERATURE, 0, 1.0, 0.0, seed, 3) == row.argmax()
 
 

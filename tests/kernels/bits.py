@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled
-from app.kernels.matmul import _cpu, _quantised, _storing
-from app.kernels.paged_attention import _cpu as attention
-from app.kernels.sgmv import _cpu as lora
-from app.kernels.team import Team
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.team import Team
+from app.kernels.matmul import cpu, quantised, storing
+from app.kernels.paged_attention import cpu as attention
+from app.kernels.sgmv import cpu as lora
 from tests.kernels.cases import normal
 
 Floats = NDArray[np.float32]
@@ -25,12 +25,12 @@ _BATCHES = (*range(1, 20), 32, 50)
 
 @compiled
 def _multiply(x, w, out):  # type: ignore[no-untyped-def]
-    _quantised.multiply_any_panels(x, w, 0, out.shape[1] // 16, out, False, _cpu.NO_FETCH)
+    quantised.multiply_any_panels(x, w, 0, out.shape[1] // 16, out, False, cpu.NO_FETCH)
 
 
 def _products(generator: np.random.Generator, *, quantised: bool) -> Iterator[Floats]:
     w = normal(generator, _WIDTH, _DEPTH)
-    packed = _storing.quantise(w) if quantised else _cpu.pack(w)
+    packed = storing.quantise(w) if quantised else cpu.pack(w)
     for num_rows in _BATCHES:
         out = np.zeros((num_rows, _WIDTH), np.float32)
         _multiply(normal(generator, num_rows, _DEPTH), packed, out)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.kernels.dora import _cpu, reference
-from app.kernels.matmul._cpu import pack
-from app.kernels.team import Team
+from app.kernels.dora import cpu, reference
+from app.kernels.machine.team import Team
+from app.kernels.matmul.cpu import pack
 
 
 @pytest.mark.parametrize(("d_out", "d_in", "rank"), [(1, 1, 1), (16, 5, 2), (37, 24, 8), (20, 130, 40)])
@@ -21,7 +21,7 @@ def test_the_scale_is_the_definitions(d_out: int, d_in: int, rank: int) -> None:
     # the squared norm is then large beside what they add up to.
     parts = np.linalg.norm(weight, axis=1) + np.abs(b.T) @ np.linalg.norm(a, axis=1)
     condition = (parts * expected / magnitude) ** 2
-    error = np.abs(_cpu.dora_scale(Team(2), magnitude, pack(weight), a, b) - expected)
+    error = np.abs(cpu.dora_scale(Team(2), magnitude, pack(weight), a, b) - expected)
     assert (error <= 1e-6 * condition * expected).all(), (error, condition, expected)
 
 
@@ -35,6 +35,6 @@ def test_a_row_without_a_direction_has_scale_zero(vanishing: bool) -> None:
         weight[1] = 0
     for scale in (
         reference.dora_scale(np.ones(3, np.float32), weight, a, b),
-        _cpu.dora_scale(Team(2), np.ones(3, np.float32), pack(weight), a, b),
+        cpu.dora_scale(Team(2), np.ones(3, np.float32), pack(weight), a, b),
     ):
         np.testing.assert_array_equal(scale, np.array([0.5, 0.0, 0.5], np.float32))

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled
-from app.kernels.extras import _cpu, reference
-from app.kernels.matmul._cpu import PANEL, pack
-from app.kernels.team import Team
+from app.kernels.extras import cpu, reference
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.team import Team
+from app.kernels.matmul.cpu import PANEL, pack
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
 
 @compiled
 def _module(x, tables, runs, first, end, out, out_panel, kept, residual):  # type: ignore[no-untyped-def]
     if residual:
-        _cpu.set_aside(tables, 0, 0, runs, out_panel + first, out_panel + end, out, kept)
-    _cpu.own_columns(x, tables, 0, 0, runs, first, end, out, out_panel)
+        cpu.set_aside(tables, 0, 0, runs, out_panel + first, out_panel + end, out, kept)
+    cpu.own_columns(x, tables, 0, 0, runs, first, end, out, out_panel)
     if residual:
-        _cpu.put_back(tables, 0, 0, runs, out_panel + first, out_panel + end, kept, out)
+        cpu.put_back(tables, 0, 0, runs, out_panel + first, out_panel + end, kept, out)
 
 
 def _padded(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -36,7 +36,7 @@ def test_a_module_is_the_definitions_in_its_runs_only(parts: str, residual: bool
     x = normal(generator, num_rows, d_in)
     weight, scale, shift = normal(generator, d_out, d_in), normal(generator, d_out), normal(generator, d_out)
     arrays = {"weights": pack(weight), "scales": _padded(scale), "shifts": _padded(shift)}
-    tables = _cpu.empty_tables(1, 3, 1)
+    tables = cpu.empty_tables(1, 3, 1)
     for name, array in arrays.items():
         if name[:-1] in parts:
             getattr(tables, name)[0, 2, 0] = array.ctypes.data
@@ -83,7 +83,7 @@ def test_a_head_is_the_definitions_in_its_runs_only(
     held: dict[str, Any] = {"head_weight": pack(weight)} if with_weight else {}
     held |= {"head_ids": ids, "head_rows": pack(rows)} if num_ids else {}
     held |= {"head_a": pack(a), "head_b": pack(b.T)} if rank else {}
-    tables = _cpu.empty_tables(1, 2, 1)
+    tables = cpu.empty_tables(1, 2, 1)
     for name, array in held.items():
         getattr(tables, name)[1] = array.ctypes.data
     tables.num_head_ids[1], tables.head_ranks[1] = num_ids, rank
@@ -92,9 +92,9 @@ def test_a_head_is_the_definitions_in_its_runs_only(
     inputs = np.full((num_rows, (-(-num_ids // PANEL) - (-rank // PANEL)) * PANEL), np.nan, np.float32)
     plain, logits = (np.full((num_rows, len(packed) * PANEL), np.nan, np.float32) for _ in range(2))
     team = Team(num_threads)
-    team.run(_cpu.own_head, 1, x, packed, tables, runs[:0], inputs, plain)
-    team.run(_cpu.own_head_inputs, 1, x, tables, runs, inputs)
-    team.run(_cpu.own_head, 1, x, packed, tables, runs, inputs, logits)
+    team.run(cpu.own_head, 1, x, packed, tables, runs[:0], inputs, plain)
+    team.run(cpu.own_head_inputs, 1, x, tables, runs, inputs)
+    team.run(cpu.own_head, 1, x, packed, tables, runs, inputs, logits)
     team.close()
     mine = [2, 4, 5, 6]
     for p in mine:

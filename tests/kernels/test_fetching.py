@@ -12,26 +12,26 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled
-from app.kernels.matmul import _cpu, _quantised, _storing
-from app.kernels.sgmv._cpu import RowPlaces
-from app.kernels.sgmv._fetching import MOST_BLOCKS, NextShrink, list_fetch, shrink_ranges
-from app.kernels.simd import FETCH_BLOCK
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.simd import FETCH_BLOCK
+from app.kernels.matmul import cpu, quantised, storing
+from app.kernels.sgmv.cpu import RowPlaces
+from app.kernels.sgmv.fetching import MOST_BLOCKS, NextShrink, list_fetch, shrink_ranges
 from tests.kernels.cases import normal, rng
 
 Lines = NDArray[np.int64]
-Stack = NDArray[np.float32] | _quantised.Quantised
+Stack = NDArray[np.float32] | quantised.Quantised
 
 
 @compiled
 def _multiply(x, w, out, blocks, lines):  # type: ignore[no-untyped-def]
-    fetch = _cpu.Fetch(np.int64(blocks), lines)
-    _quantised.multiply_any_panels(x, w, 0, _quantised.num_panels_of(w), out, False, fetch)
+    fetch = cpu.Fetch(np.int64(blocks), lines)
+    quantised.multiply_any_panels(x, w, 0, quantised.num_panels_of(w), out, False, fetch)
 
 
 def _weights(generator: np.random.Generator, num_columns: int, depth: int, quantised: bool) -> Stack:
     w = normal(generator, num_columns, depth)
-    return _storing.quantise(w) if quantised else _cpu.pack(w)
+    return storing.quantise(w) if quantised else cpu.pack(w)
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -58,14 +58,14 @@ def read_a_list_before_forbidden_memory() -> None:
     entries = np.frombuffer(memory, np.int64, page // 8)
     entries[:] = entries.ctypes.data
     generator = rng()
-    for quantised in (False, True):
+    for in_8_bits in (False, True):
         for num_rows in (1, 2, 4, 5, 8, 9, 14, 15, 16, 17, 22, 23, 64):
             for columns, depth in ((16, 32), (50, 33), (35, 300), (1, 1)):
                 x = normal(generator, num_rows, depth)
                 out = np.zeros((num_rows, -(-columns // 16) * 16), np.float32)
                 for count in (1, 2, 3, 50, 512):
                     at = start + page - count * 8
-                    _multiply(x, _weights(generator, columns, depth, quantised), out, at, count * 4)
+                    _multiply(x, _weights(generator, columns, depth, in_8_bits), out, at, count * 4)
 
 
 def test_nothing_behind_a_list_is_read() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.kernels.matmul import _cpu, reference
-from app.kernels.team import Team
+from app.kernels.machine.team import Team
+from app.kernels.matmul import cpu, reference
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
 SHAPES = [(1, 1), (16, 8), (17, 5), (35, 48), (100, 130), (192, 576)]
@@ -19,12 +19,12 @@ def test_equals_the_definition(shape: tuple[int, int], num_rows: int, accumulate
     generator = rng()
     num_columns, depth = shape
     w, x = normal(generator, num_columns, depth), normal(generator, num_rows, depth)
-    packed = _cpu.pack(w)
-    out = np.full((num_rows, len(packed) * _cpu.PANEL), np.nan, np.float32)
+    packed = cpu.pack(w)
+    out = np.full((num_rows, len(packed) * cpu.PANEL), np.nan, np.float32)
     start = normal(generator, num_rows, num_columns)
     if accumulate:
         out[:, :num_columns] = start
-    Team(2).run(_cpu.matmul, 1, x, packed, out, accumulate)
+    Team(2).run(cpu.matmul, 1, x, packed, out, accumulate)
     expected = reference.matmul(x, w, start if accumulate else None)
     assert relative_error(out[:, :num_columns], expected, start) < TOLERANCE["float32"]
 
@@ -33,16 +33,16 @@ def test_equals_the_definition(shape: tuple[int, int], num_rows: int, accumulate
 def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(shape: tuple[int, int]) -> None:
     generator = rng()
     num_columns, depth = shape
-    packed = _cpu.pack(normal(generator, num_columns, depth))
+    packed = cpu.pack(normal(generator, num_columns, depth))
     row = normal(generator, depth)
     alone = np.empty((1, num_columns), np.float32)
-    Team(1).run(_cpu.matmul, 1, row[None], packed, alone, False)
+    Team(1).run(cpu.matmul, 1, row[None], packed, alone, False)
     for num_rows in [*range(2, 40), 64, 129, 300]:
         x = normal(generator, num_rows, depth) * 100
         at = int(generator.integers(num_rows))
         x[at] = row
         out = np.full((num_rows, num_columns), np.nan, np.float32)
-        Team(int(generator.integers(1, 9))).run(_cpu.matmul, 1, x, packed, out, False)
+        Team(int(generator.integers(1, 9))).run(cpu.matmul, 1, x, packed, out, False)
         assert np.array_equal(out[at], alone[0]), (num_rows, at)
 
 
@@ -50,7 +50,7 @@ def test_reads_and_writes_only_its_own_rows_of_wider_arrays() -> None:
     generator = rng()
     wide_x, wide_out = normal(generator, 9, 70), np.full((9, 64), 7.0, np.float32)
     w = normal(generator, 32, 48)
-    Team(2).run(_cpu.matmul, 1, wide_x[2:7, :48], _cpu.pack(w), wide_out[2:7, :32], False)
+    Team(2).run(cpu.matmul, 1, wide_x[2:7, :48], cpu.pack(w), wide_out[2:7, :32], False)
     assert relative_error(wide_out[2:7, :32], reference.matmul(wide_x[2:7, :48], w)) < TOLERANCE["float32"]
     assert (wide_out[:2] == 7.0).all()
     assert (wide_out[7:] == 7.0).all()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.paged_attention import _cpu, reference
-from app.kernels.team import Team
+from app.kernels.machine.team import Team
+from app.kernels.paged_attention import cpu, reference
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
 
@@ -56,8 +56,8 @@ def _kernel(
     v_memory[..., : case.head_dim] = values
     out = np.full((len(q), case.heads * case.head_dim), np.nan, np.float32)
     Team(2).run(
-        _cpu.paged_attention, 1, q.reshape(len(q), -1), case.head_dim, np.float32(case.head_dim**-0.5),
-        case.window or 0, _cpu.attention_tasks(query_starts), query_starts, seq_lens, tables, k_memory, v_memory, out,
+        cpu.paged_attention, 1, q.reshape(len(q), -1), case.head_dim, np.float32(case.head_dim**-0.5),
+        case.window or 0, cpu.attention_tasks(query_starts), query_starts, seq_lens, tables, k_memory, v_memory, out,
     )  # fmt: skip
     return out
 

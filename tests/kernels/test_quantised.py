@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.compiled import compiled
-from app.kernels.matmul import _cpu, _quantised, _storing
-from app.kernels.team import Team
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.team import Team
+from app.kernels.matmul import cpu, quantised, storing
 from tests.kernels.cases import normal, rng
 
 Floats = NDArray[np.float32]
@@ -17,15 +17,15 @@ Floats = NDArray[np.float32]
 
 @compiled
 def _multiply(x, w, first, end, out, accumulate):  # type: ignore[no-untyped-def]
-    _quantised.multiply_any_panels(x, w, first, end, out, accumulate, _cpu.NO_FETCH)
+    quantised.multiply_any_panels(x, w, first, end, out, accumulate, cpu.NO_FETCH)
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (35, 48), (100, 130), (64, 576), (1, 5)])
 def test_products_equal_those_of_the_expanded_weights_to_the_bit(shape: tuple[int, int]) -> None:
     generator = rng()
     num_columns, depth = shape
-    w = _storing.quantise(normal(generator, num_columns, depth))
-    panels = _storing.dequantise(w)
+    w = storing.quantise(normal(generator, num_columns, depth))
+    panels = storing.dequantise(w)
     for num_rows in (*range(10), 13, 16, 17, 24, 65):
         x = normal(generator, num_rows, depth)
         for accumulate in (False, True):
@@ -34,17 +34,17 @@ def test_products_equal_those_of_the_expanded_weights_to_the_bit(shape: tuple[in
             cut = int(generator.integers(len(panels) + 1))
             _multiply(x, w, 0, cut, out, accumulate)
             _multiply(x, w, cut, len(panels), out, accumulate)
-            Team(1).run(_cpu.matmul, 1, x, panels, expected, accumulate)
+            Team(1).run(cpu.matmul, 1, x, panels, expected, accumulate)
             assert np.array_equal(out, expected)
 
 
 def test_the_error_is_at_most_half_a_step_of_each_group() -> None:
     w = normal(rng(), 48, 100) * 3
-    error = np.abs(_storing.dequantise(_storing.quantise(w)) - _cpu.pack(w))
-    for first in range(0, 100, _quantised.GROUP):
-        group = _cpu.pack(w)[:, first : first + _quantised.GROUP]
+    error = np.abs(storing.dequantise(storing.quantise(w)) - cpu.pack(w))
+    for first in range(0, 100, quantised.GROUP):
+        group = cpu.pack(w)[:, first : first + quantised.GROUP]
         step = (group.max(axis=1) - group.min(axis=1)) / 255
-        assert (error[:, first : first + _quantised.GROUP] <= step[:, None] * 0.5001 + 1e-6).all()
+        assert (error[:, first : first + quantised.GROUP] <= step[:, None] * 0.5001 + 1e-6).all()
 
 
 def _on_a_grid(generator: np.random.Generator, kind: str, shape: tuple[int, int]) -> Floats:
@@ -59,7 +59,7 @@ def _on_a_grid(generator: np.random.Generator, kind: str, shape: tuple[int, int]
 @pytest.mark.parametrize("shape", [(16, 256), (35, 100), (3, 33), (1, 1)])
 def test_weights_on_a_grid_come_back_to_the_bit(kind: str, shape: tuple[int, int]) -> None:
     w = _on_a_grid(rng(), kind, shape)
-    assert np.array_equal(_storing.dequantise(_storing.quantise(w)), _cpu.pack(w))
+    assert np.array_equal(storing.dequantise(storing.quantise(w)), cpu.pack(w))
 
 
 def test_a_grid_is_found_from_any_of_its_levels() -> None:
@@ -80,31 +80,31 @@ def test_a_grid_is_found_from_any_of_its_levels() -> None:
         exact = (levels * np.float64(scale) + np.float64(offset))[None]
         w = exact.astype(np.float32)
         assert np.array_equal(w, exact)
-        assert np.array_equal(_storing.dequantise(_storing.quantise(w)), _cpu.pack(w)), (levels, scale, offset)
+        assert np.array_equal(storing.dequantise(storing.quantise(w)), cpu.pack(w)), (levels, scale, offset)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_weight_beside_its_grid_is_refused(num_threads: int) -> None:
     generator, team = rng(), Team(num_threads)
     w = _on_a_grid(generator, "Q4_1", (70, 96))
-    stack = _storing.empty_stack(3, 128, 96, quantised=True)
-    assert isinstance(stack, _quantised.Quantised)
-    assert _storing.store(team, stack, 1, 16, w, only_exact=True)
-    kept = _storing.widened(team, stack, [(1, 16, 16 + len(w))])
-    assert np.array_equal(kept[1, 1:6], _cpu.pack(w))
-    assert _storing.store(team, kept, 1, 16, w)
-    assert np.array_equal(kept[1, 1:6], _cpu.pack(w))
+    stack = storing.empty_stack(3, 128, 96, quantised=True)
+    assert isinstance(stack, quantised.Quantised)
+    assert storing.store(team, stack, 1, 16, w, only_exact=True)
+    kept = storing.widened(team, stack, [(1, 16, 16 + len(w))])
+    assert np.array_equal(kept[1, 1:6], cpu.pack(w))
+    assert storing.store(team, kept, 1, 16, w)
+    assert np.array_equal(kept[1, 1:6], cpu.pack(w))
 
     beside = w.copy()
     at = int(generator.integers(w.shape[0])), int(generator.integers(w.shape[1]))
     beside[at] = np.nextafter(w[at], np.float32(np.inf))
     for only_exact in (True, False):
-        assert not _storing.store(team, stack, 1, 16, beside, only_exact=only_exact)
+        assert not storing.store(team, stack, 1, 16, beside, only_exact=only_exact)
     beside[at] = np.nan
-    assert not _storing.store(team, stack, 1, 16, beside, only_exact=True)
+    assert not storing.store(team, stack, 1, 16, beside, only_exact=True)
     team.close()
 
 
 def test_constant_weights_are_exact() -> None:
     w = np.full((16, 40), -2.5, np.float32)
-    assert np.array_equal(_storing.dequantise(_storing.quantise(w)), _cpu.pack(w))
+    assert np.array_equal(storing.dequantise(storing.quantise(w)), cpu.pack(w))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.kernels.rows import _sampling, reference
+from app.kernels.rows import reference, sampling
 from tests.kernels.cases import normal, rng
 
 
@@ -15,7 +15,7 @@ def test_uniform_numbers_are_equal_in_every_bit() -> None:
         [0, 5, *generator.integers(0, 100000, 200).tolist()],
         strict=True,
     ):
-        compiled = _sampling.uniform(np.uint64(seed), np.int64(position))
+        compiled = sampling.uniform(np.uint64(seed), np.int64(position))
         assert reference.uniform(seed, position) == compiled
 
 
@@ -28,7 +28,7 @@ def test_draws_are_the_compiled_kernels_draws() -> None:
         temperature, top_k = float(generator.uniform(0.3, 1.5)), int(generator.choice([0, 1, 20]))
         top_p, min_p = float(generator.choice([1.0, 0.9, 0.3])), float(generator.choice([0.0, 0.05]))
         settings = (np.float32(temperature), np.int32(top_k), np.float32(top_p), np.float32(min_p))
-        compiled = _sampling.draw(row, *settings, np.uint64(number), np.int64(7))
+        compiled = sampling.draw(row, *settings, np.uint64(number), np.int64(7))
         agreed += compiled == reference.draw(row, temperature, top_k, top_p, min_p, number, 7)
     assert agreed >= 598
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.sgmv import _cpu, reference
-from app.kernels.sgmv._writing import WritePlans, matrices, write_plan
-from app.kernels.team import Team
+from app.kernels.machine.team import Team
+from app.kernels.sgmv import cpu, reference
+from app.kernels.sgmv.writing import WritePlans, matrices, write_plan
 from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
 
 DEPTH, WIDTH, ROWS = 72, 48, 256
@@ -39,7 +39,7 @@ class Tables(NamedTuple):
     a_panels: Floats
     b: Floats
     b_rows: Floats
-    places: _cpu.RowPlaces
+    places: cpu.RowPlaces
 
 
 def _tables(generator: np.random.Generator, *, wide: bool = False) -> Tables:
@@ -47,7 +47,7 @@ def _tables(generator: np.random.Generator, *, wide: bool = False) -> Tables:
     a, b = np.full((ROWS, DEPTH), np.nan, np.float32), np.full((ROWS, WIDTH), np.nan, np.float32)
     b_rows = np.full((ROWS, WIDTH), np.nan, np.float32)
     panels = np.full((ROWS // 8, DEPTH, 8), np.nan, np.float32)
-    places = _cpu.RowPlaces(np.array([start for start, _ in PLACES]), np.zeros(len(PLACES), np.bool_))
+    places = cpu.RowPlaces(np.array([start for start, _ in PLACES]), np.zeros(len(PLACES), np.bool_))
     for adapter_slot, (start, rank) in enumerate(PLACES[1:], 1):
         dtype = ml_dtypes.bfloat16 if adapter_slot in NARROW else np.float32
         for rows, size in ((a, DEPTH), (b, WIDTH)):
@@ -65,13 +65,13 @@ def _run(
     run_starts = np.cumsum([0, *(n for n, _ in case)]).astype(np.int32)
     adapter_slots = np.array([s for _, s in case], np.int32)
     ranks = np.array([p[1] for p in PLACES], np.int32)
-    runs = _cpu.adapter_runs(run_starts, adapter_slots)
+    runs = cpu.adapter_runs(run_starts, adapter_slots)
     shrunk = np.full((len(x), 2, 128), np.nan, np.float32)
     both = np.stack([np.zeros_like(ranks), ranks], axis=1)
     team = Team(3)
-    panels, tasks = (tables.a_panels, tables.a_panels), _cpu.shrink_tasks(runs)
-    team.run(_cpu.shrink, 1, x, panels, both, tasks, 128, tables.places, shrunk)
-    team.run(_cpu.expand, 1, shrunk, 1, (tables.b_rows, tables.b_rows), both, runs, tables.places, out)
+    panels, tasks = (tables.a_panels, tables.a_panels), cpu.shrink_tasks(runs)
+    team.run(cpu.shrink, 1, x, panels, both, tasks, 128, tables.places, shrunk)
+    team.run(cpu.expand, 1, shrunk, 1, (tables.b_rows, tables.b_rows), both, runs, tables.places, out)
     return run_starts, adapter_slots
 
 

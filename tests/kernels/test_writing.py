@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.sgmv._writing import PLAN_WIDTH, WritePlans, matrices, write_plan
-from app.kernels.team import Team
+from app.kernels.machine.team import Team
+from app.kernels.sgmv.writing import PLAN_WIDTH, WritePlans, matrices, write_plan
 from tests.kernels.cases import normal
 
 ROWS, LAYERS = 64, 3

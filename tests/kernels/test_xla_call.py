@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from app.kernels import xla_call
-from app.kernels.linear import _ffi as linear
-from app.kernels.matmul._cpu import pack
-from app.kernels.paged_attention import _cpu as attention_cpu
-from app.kernels.paged_attention import _ffi as attention_ffi
-from app.kernels.rows import _cpu as rows_cpu
-from app.kernels.team import Team, leave, take
+from app.kernels.linear import ffi as linear
+from app.kernels.machine.team import Team, leave, take
+from app.kernels.matmul.cpu import pack
+from app.kernels.paged_attention import cpu as attention_cpu
+from app.kernels.paged_attention import ffi as attention_ffi
+from app.kernels.rows import cpu as rows_cpu
 from tests.kernels.cases import normal, rng
-from tests.kernels.test_linear_jax import no_adapters
+from tests.kernels.test_linear_xla import no_adapters
 
 #: Bytes of what the header's structs are made of; everything else in them is a pointer or a 64-bit number.
 _SIZES = {"XLA_FFI_ExecutionStage": 8, "XLA_FFI_DataType": 8, "XLA_FFI_Api_Version": 24}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from app.engine.adapters.reading import read_adapter
+from app.engine.adapters.formats.reading import read_adapter
 from load_tests.bench_adapters import Settings, _host_bytes, run
 from load_tests.random_adapters import write_random_adapter
 from tests.engine.adapters.making import tiny_spec
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 
 def test_every_line_is_measured(tmp_path: Path) -> None:

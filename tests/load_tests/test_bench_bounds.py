@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from app.engine.adapters.peft import read_peft
+from app.engine.adapters.formats.peft import read_peft
 from app.engine.models.checkpoint import load_checkpoint
 from load_tests.bench_bounds import Settings, adapter_bytes, prompt_flops, run
 from load_tests.random_adapters import write_random_adapter
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 
 def test_every_line_is_measured_and_the_bounds_are_counted(tmp_path: Path) -> None:

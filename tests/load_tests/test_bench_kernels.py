@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.kernels.bgmv import _triton as bgmv
+from app.kernels.bgmv import triton as bgmv
 from load_tests import bench_kernels, kernel_checks, lora_forms, tune_kernels
 from load_tests.gpu_timing import Clock
 from load_tests.lora_forms import Sizes, Workload

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from load_tests.bench_stalls import Settings, run
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 
 def test_every_line_is_measured(tmp_path: Path) -> None:

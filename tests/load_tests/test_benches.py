@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.adapters.reading import read_adapter
-from app.kernels.team import Team
+from app.engine.adapters.formats.reading import read_adapter
+from app.kernels.machine.team import Team
 from load_tests import bench_engine, bench_matmul, random_adapters
 from load_tests.bench_engine import Settings
 from load_tests.measuring import ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 from tests.engine.adapters.making import tiny_spec
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use

@@ -77,7 +77,7 @@ def test_every_stage_fits_a_call_and_names_files_that_are_there(tmp_path: Path) 
         modules = [ROOT / f"{word.replace('.', '/')}.py" for word in command if word.startswith("load_tests.")]
         assert named or modules
         assert all(path.exists() for path in named + modules)
-    tests = {path.name for path in (ROOT / "tests/engine/torch_backend").glob("test_gpu_*.py")}
+    tests = {path.name for path in (ROOT / "tests/engine/cuda").glob("test_*.py")}
     words = {word.rpartition("/")[2] for stage in planned for part in stage.parts for word in part.command}
     assert tests <= words
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from load_tests.storage_error import Answer, answers, row
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 
 def test_differences_count_up_to_and_with_the_first_changed_token() -> None:

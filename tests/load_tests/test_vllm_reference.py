@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from load_tests.vllm_reference import VllmDecoder, write_model
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 #: Each step gives every request one token: its LoRA's number times 1,000, plus its prompt's last token plus the step.
 PACKAGE = """

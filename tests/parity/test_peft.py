@@ -19,7 +19,7 @@ from app.engine.config import EngineConfig
 from app.engine.request import SamplingParams
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
-from tests.engine.adapters.test_peft_parity import BEYOND, OPTIONS
+from tests.engine.adapters.formats.test_peft_parity import BEYOND, OPTIONS
 
 # PEFT 0.21 still asks transformers 5.23 for a name it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.deployments.sources.places import signature_name
-from app.engine.adapters.arrow import CARD_SUFFIX
-from app.engine.adapters.peft_config import CONFIG_NAME
-from app.engine.adapters.peft_file import WEIGHTS_NAME
+from app.engine.adapters.formats.arrow import CARD_SUFFIX
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.models.hub import download_hub_files, list_hub_files
 
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from app.engine.adapters.arrow import CARD_SUFFIX
+from app.engine.adapters.formats.arrow import CARD_SUFFIX
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.paths import resolve_adapter_path
-from app.engine.adapters.peft_config import CONFIG_NAME
-from app.engine.adapters.peft_file import WEIGHTS_NAME
-from app.engine.adapters.signature_names import SIGNATURE_NAME, SIGNATURE_SUFFIX
+from app.engine.adapters.signing.signature_names import SIGNATURE_NAME, SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, UnsafeSource
 

@@ -19,7 +19,7 @@ from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
 from app.deployments.sources.places import signature_name, wanted_files
-from app.engine.adapters.signature_names import SIGNATURE_SUFFIX
+from app.engine.adapters.signing.signature_names import SIGNATURE_SUFFIX
 from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.extras import extra_bytes
+from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter, unpack_adapter
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.packing import PackedAdapter, pack_adapter, unpack_adapter
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.names import EMBEDDING, LM_HEAD
 

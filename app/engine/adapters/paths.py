@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.engine.adapters.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.strict_json import short
 from app.engine.errors import NotFound, UnsafeSource
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from app.engine.adapters.formats.patterns import full_matches, listed
+from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors
 from app.engine.adapters.modules import OUTER_MODULES, Module
-from app.engine.adapters.patterns import full_matches, listed
-from app.engine.adapters.peft_config import CONFIG_NAME, PeftConfig
-from app.engine.adapters.peft_file import WEIGHTS_NAME, PeftTensors
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 

@@ -17,9 +17,9 @@ from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, check
 from app.deployments.sources.places import Fetcher, Sources
 from app.deployments.tiers import TierCounts
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.packing import PackedAdapter
-from app.engine.adapters.peft import read_peft
-from app.engine.adapters.validate import Validator
+from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.isolation.packing import PackedAdapter
+from app.engine.adapters.isolation.validator import Validator
 from tests.deployments.sources.servers import FileServer, HubServer
 from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 

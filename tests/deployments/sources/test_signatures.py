@@ -9,20 +9,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from app import cli
+from app.cli.main import main as cli
 from app.config import load_config
 from app.deployments.adapter_library import AdapterLibrary
 from app.deployments.sources.hub import HubFetcher
 from app.deployments.sources.urls import UrlFetcher
-from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.peft import read_peft_stored
-from app.engine.adapters.signing import public_key, sign, signature_path
-from app.engine.adapters.trusted_keys import TrustedKeys
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
+from app.engine.adapters.formats.peft import read_peft_stored
+from app.engine.adapters.signing.signing import public_key, sign, signature_path
+from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.errors import AdapterUntrusted, ConfigError
 from tests.deployments.sources.conftest import SPEC, OpenLibrary, Store, new_adapter
 from tests.deployments.sources.servers import FileServer, HubServer
-from tests.engine.torch_backend.checkpoints import save, tiny_model
+from tests.engine.checkpoints import save, tiny_model
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from app.deployments.adapter_library import AdapterLibrary
 from app.deployments.sources.urls import UrlFetcher
 from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.isolation.packing import unpack_adapter
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.packing import unpack_adapter
 from app.engine.errors import AdapterQuarantined, NotFound, SourceError
 from tests.deployments.fleet import Fleet
 from tests.deployments.sources.conftest import OpenLibrary, Store

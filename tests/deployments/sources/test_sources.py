@@ -16,9 +16,9 @@ from app.deployments.sources.opening import open_sources
 from app.deployments.sources.places import RemotePlace, Sources
 from app.deployments.sources.plugin import PluginFetcher
 from app.deployments.sources.urls import UrlFetcher
-from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.peft import read_peft_stored
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
+from app.engine.adapters.formats.peft import read_peft_stored
 from app.engine.errors import (
     AdapterError,
     AdapterFormatError,

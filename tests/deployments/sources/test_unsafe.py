@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.engine.adapters.arrow import CARD_SUFFIX
+from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.errors import (
     AdapterError,
     AdapterFormatError,

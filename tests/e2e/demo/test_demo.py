@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 def test_the_default_service_starts_answers_and_stops() -> None:
     port = free_port()
-    command = [sys.executable, "-c", "import sys; from app.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-c", "import sys; from app.cli.main import main; sys.exit(main())"]
     process = ServiceProcess([*command, "serve", "--config", "configs/serve.yaml", "--port", str(port)], port, {})
     try:
         process.wait_until_healthy(600)

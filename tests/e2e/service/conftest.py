@@ -19,7 +19,7 @@ import hypothesis  # noqa: F401  (imported only at the end, its plug-in fails: R
 import openai
 import pytest
 
-from app.serve_environment import RAY_SWITCHES
+from app.cli.ray_switches import RAY_SWITCHES
 from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.engine.adapters.base_copies import BaseCopies
+from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.isolation.packing import pack_adapter
 from app.engine.adapters.lora import FEATURES
-from app.engine.adapters.packing import pack_adapter
-from app.engine.adapters.peft import read_peft
+from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.names import EMBEDDING, LM_HEAD
-from app.engine.torch_backend.cpu_backend import CpuBackend
 from tests.engine.adapters.parity import random_tokens, tiny_model
-from tests.engine.torch_backend.served import CONFIG, served_logits
+from tests.engine.served import CONFIG, served_logits
 
 _SAVED = {name: f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight" for name in (EMBEDDING, LM_HEAD)}
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.build import build_adapter
-from app.engine.adapters.convert import quantize_adapter, write_peft_folder
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
+from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
+from app.engine.adapters.formats.peft import read_peft, read_peft_stored
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import FEATURES
-from app.engine.adapters.peft import read_peft, read_peft_stored
-from app.engine.adapters.reading import read_adapter
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
 from app.engine.errors import AdapterFormatError, AdapterMismatch
 from tests.engine.adapters.making import peft_beyond, stored_tensor, tiny_spec, write_peft

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.build import build_adapter
+from app.engine.adapters.isolation.packing import pack_adapter, unpack_adapter
 from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
-from app.engine.adapters.packing import pack_adapter, unpack_adapter
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine

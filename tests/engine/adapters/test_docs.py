@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.engine.adapters.peft_config import INERT_KEYS, OFF_VALUES
-from tests.engine.adapters.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
+from app.engine.adapters.formats.peft_config import INERT_KEYS, OFF_VALUES
+from tests.engine.adapters.formats.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
 START = "<!-- options: written by tests/engine/adapters/test_docs.py -->\n"

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.engine.adapters import arrow
-from app.engine.adapters.arrow import CARD_SUFFIX, ArrowCard, write_card
-from app.engine.adapters.convert import quantize_adapter
+from app.engine.adapters.formats import arrow
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
+from app.engine.adapters.formats.convert import quantize_adapter
+from app.engine.adapters.formats.peft import read_peft_stored
+from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.lora import FEATURES, LoraAdapter
-from app.engine.adapters.peft import read_peft_stored
-from app.engine.adapters.reading import read_adapter
 from app.engine.errors import AdapterError
 from tests.engine.adapters.making import peft_beyond, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 

@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
-from app.kernels.bgmv import _triton as bgmv
-from app.kernels.matmul import _triton as matmul
-from app.kernels.paged_attention import _triton as paged_attention
+from app.kernels.bgmv import triton as bgmv
+from app.kernels.matmul import triton as matmul
+from app.kernels.paged_attention import triton as paged_attention
 from app.kernels.rank_rows import RankRows
-from app.kernels.rows import _triton as rows
-from app.kernels.sgmv import _triton as sgmv
+from app.kernels.rows import triton as rows
+from app.kernels.sgmv import triton as sgmv
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
 QKV = (HIDDEN, KV_HEADS * DIM, KV_HEADS * DIM)

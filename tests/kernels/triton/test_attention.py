@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from app.kernels.paged_attention import _triton, reference
+from app.kernels.paged_attention import reference, triton
 from tests.kernels.cases import normal, rng
 from tests.kernels.triton.tables import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
 
@@ -18,7 +18,7 @@ from tests.kernels.triton.tables import DEVICE, DTYPES, TOLERANCE, error, numpy,
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several splits in sequences that the interpreter is done with soon."""
-    monkeypatch.setattr(_triton, "_SPLIT_KEYS", 128)
+    monkeypatch.setattr(triton, "_SPLIT_KEYS", 128)
 
 
 class Case(NamedTuple):
@@ -82,7 +82,7 @@ def run(case: Case, s: Sequences, *, deterministic: bool = False, max_seq_len: i
     tables = np.concatenate([s.tables, np.zeros((2, s.tables.shape[1]), np.int32)])
     out = torch.full((len(s.q) + 2, *s.q.shape[1:]), torch.nan, dtype=s.q.dtype, device=DEVICE)
     q = torch.cat([s.q, torch.full_like(out[:2], torch.nan)])
-    _triton.paged_attention(
+    triton.paged_attention(
         q, s.keys, s.values, tensor(starts), tensor(lens), tensor(tables), out, scale=case.head_dim**-0.5,
         max_query_len=int(counts.max()), max_seq_len=max(max_seq_len, int(lens.max())), window=case.window,
         softcap=case.softcap, deterministic=deterministic,

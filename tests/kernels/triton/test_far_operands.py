@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels.matmul import _triton as matmul
-from app.kernels.moe_lora import _triton as moe_lora
-from app.kernels.paged_attention import _triton as paged_attention
+from app.kernels.matmul import triton as matmul
+from app.kernels.moe_lora import triton as moe_lora
 from app.kernels.paged_attention import reference
-from app.kernels.rows import _triton as rows
+from app.kernels.paged_attention import triton as paged_attention
+from app.kernels.rows import triton as rows
 from tests.kernels.cases import normal, rng
 from tests.kernels.triton.far import spread
 from tests.kernels.triton.tables import TOLERANCE, error, numpy, random_tables, tensor

@@ -10,9 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from app.kernels.bgmv import _triton as bgmv
+from app.kernels.bgmv import triton as bgmv
 from app.kernels.rank_rows import RankRows
-from app.kernels.sgmv import _triton as sgmv
+from app.kernels.sgmv import triton as sgmv
 from tests.kernels.cases import normal, rng
 from tests.kernels.triton.tables import DEVICE, DTYPES, MAX_RANK, NUM_SLOTS, TOLERANCE, error, random_tables, tensor
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from app.kernels.moe_lora import _triton, reference
+from app.kernels.moe_lora import reference, triton
 from app.kernels.rank_rows import RankRows
 from tests.kernels.cases import normal, rng
 from tests.kernels.triton.tables import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
@@ -70,13 +70,13 @@ def test_equals_the_mixture(slots: list[int], grouped: bool, deterministic: bool
     x_of_pair = x.repeat_interleave(CHOICES, 0).float()
     both = torch.einsum("ph,pih->pi", x_of_pair, gate_up.float()[of_pair]).to(dtype)
     before = both.clone()
-    _triton.add_lora(x, both, first.rows, *on_device, per_pair=False, **arguments)
+    triton.add_lora(x, both, first.rows, *on_device, per_pair=False, **arguments)
     untouched = (first.arrays.ranks[np.repeat(slots, CHOICES).astype(int), experts.flatten()] == 0).all(axis=1)
     assert torch.equal(both[torch.from_numpy(untouched).to(DEVICE)], before[torch.from_numpy(untouched).to(DEVICE)])
     gate, up = both.float().chunk(2, dim=1)
     hidden = (torch.nn.functional.silu(gate) * up).to(dtype)
     pairs = torch.einsum("pi,phi->ph", hidden.float(), down.float()[of_pair]).to(dtype)
-    _triton.add_lora(hidden, pairs, second.rows, *on_device, per_pair=True, **arguments)
+    triton.add_lora(hidden, pairs, second.rows, *on_device, per_pair=True, **arguments)
     out = (pairs.float().view(num_tokens, CHOICES, HIDDEN) * tensor(weights)[:, :, None]).sum(1)
 
     expected = reference.mixture(
@@ -101,8 +101,8 @@ def test_a_pair_has_the_same_bits_alone_and_in_any_batch() -> None:
         alone, pairs = base.clone(), slice(at * CHOICES, (at + 1) * CHOICES)
         x[at], y[pairs] = row[0], base
         arguments = {"max_rank": MAX_RANK, "per_pair": False, "deterministic": True}
-        _triton.add_lora(x, y, rows, tensor(slots), tensor(experts), **arguments)
-        _triton.add_lora(row, alone, rows, tensor(slots[at : at + 1]), tensor(experts[at : at + 1]), **arguments)
+        triton.add_lora(x, y, rows, tensor(slots), tensor(experts), **arguments)
+        triton.add_lora(row, alone, rows, tensor(slots[at : at + 1]), tensor(experts[at : at + 1]), **arguments)
         assert torch.equal(y[pairs], alone)
 
 
@@ -112,7 +112,7 @@ def test_groups_hold_every_live_pair_once() -> None:
         num_pairs = int(generator.integers(1, 200))
         ranks = tensor(generator.choice([0, 8], (7, 2)).astype(np.int32))
         pairs = tensor(generator.integers(0, 7, num_pairs))
-        order, segments, cut = _triton.groups(pairs, ranks)
+        order, segments, cut = triton.groups(pairs, ranks)
         seen = []
         for start, count, key in segments.tolist():
             assert 0 <= count <= cut
@@ -129,4 +129,4 @@ def test_tables_that_do_not_fit_are_refused() -> None:
     x, y = torch.zeros(3, HIDDEN, device=DEVICE), torch.zeros(3 * CHOICES, INNER, device=DEVICE)
     for wrong_slots, wrong_rows in ((slots[1:], rows), (slots, rows._replace(row_starts=rows.row_starts[1:]))):
         with pytest.raises(ValueError, match="do not fit"):
-            _triton.add_lora(x, y, wrong_rows, wrong_slots, experts, max_rank=MAX_RANK, per_pair=False)
+            triton.add_lora(x, y, wrong_rows, wrong_slots, experts, max_rank=MAX_RANK, per_pair=False)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.kernels.matmul import _triton as matmul
-from app.kernels.rows import _triton as rows
+from app.kernels.matmul import triton as matmul
+from app.kernels.rows import triton as rows
 from tests.kernels.cases import normal, rng
 from tests.kernels.triton.tables import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from app.kernels import tuning
-from app.kernels.bgmv import _triton as bgmv
-from app.kernels.paged_attention import _triton as paged_attention
-from app.kernels.sgmv import _triton as sgmv
+from app.kernels.bgmv import triton as bgmv
+from app.kernels.paged_attention import triton as paged_attention
+from app.kernels.sgmv import triton as sgmv
 from tests.kernels.cases import rng
 from tests.kernels.triton.tables import random_tables
 

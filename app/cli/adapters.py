@@ -1,0 +1,165 @@
+"""`polylora convert`, `inspect` and `check`: adapters on the command line, without a server.
+
+In: arguments. Out: files and text on stdout; an `AdapterError` goes to the caller. `add_commands`
+hangs the three on an argparse parser; each sets `run`, a function of the parsed arguments that
+returns the exit status. The reports are made by functions that only compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.engine.adapters.build import build_adapter
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
+from app.engine.adapters.formats.card_rows import LORA, rows_of
+from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
+from app.engine.adapters.formats.quantize import Quantization
+from app.engine.adapters.formats.reading import read_stored
+from app.engine.adapters.lora import FEATURES
+from app.engine.adapters.stored import StoredAdapter, StoredModule, content_digest
+from app.engine.adapters.strict_json import short
+from app.engine.errors import AdapterError, AdapterFormatError
+from app.engine.models.spec import ModelSpec
+
+_QUANTIZE = {"int8": "I8", "int4": "I4"}
+
+
+def add_commands(commands: Any) -> None:
+    """Add the three to `argparse.ArgumentParser.add_subparsers()`."""
+    convert = commands.add_parser("convert", help="turn a PEFT folder into an Arrow card, or a card into a folder")
+    convert.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
+    convert.add_argument("target", type=Path, help=f"{CARD_SUFFIX} file, or a folder for PEFT")
+    convert.add_argument("--name", help="name in the card; the file's name if not given")
+    convert.add_argument(
+        "--quantize", choices=sorted(_QUANTIZE), help="round the weights; the error goes into the card"
+    )
+    convert.add_argument("--set", action="append", default=[], metavar="KEY=TEXT", help="free metadata of the card")
+    convert.set_defaults(run=_convert)
+
+    inspect = commands.add_parser("inspect", help="show an adapter's ranks, targets, norms, size and metadata")
+    inspect.add_argument("source", type=Path)
+    inspect.set_defaults(run=_inspect)
+
+    check = commands.add_parser("check", help="would this adapter load on that base model, and if not, why not")
+    check.add_argument("source", type=Path)
+    check.add_argument("--base", required=True, help="path or source URI of the base model")
+    check.set_defaults(run=_check)
+
+
+def report(stored: StoredAdapter) -> list[str]:
+    """Lines about an adapter: what it changes and how strongly."""
+    rows = rows_of(stored)
+    tensors = [tensor for row in rows if row.role == LORA for tensor in (row.a, row.b)]
+    size = sum(len(tensor.data) + len(tensor.scales) for tensor in tensors)
+    beside = Counter(row.role for row in rows if row.role != LORA)
+    beside_bytes = sum(len(row.a.data) for row in rows if row.role != LORA)
+    values = sum(math.prod(tensor.shape) for tensor in tensors)
+    layers = sorted({module.path.split(".")[2] for module in stored.modules if module.path.count(".") > 2}, key=int)
+    span = f" ({layers[0]} to {layers[-1]})" if layers else ""
+    scales = sorted({module.scale for module in stored.modules})
+    lines = [
+        f"modules      {len(stored.modules)} in {len(layers)} layers{span}",
+        f"ranks        {', '.join(map(str, sorted({module.rank for module in stored.modules})))}",
+        f"scales       {', '.join(f'{scale:g}' for scale in scales[:8])}{' …' if len(scales) > 8 else ''}",
+        f"dtypes       {', '.join(sorted({tensor.dtype for tensor in tensors}))}",
+        f"size         {size} bytes, {values} values",
+        *(f"beside       {count} {role} ({beside_bytes} bytes in all)" for role, count in beside.items()),
+        f"contents     {content_digest(stored, base_digest='')} (without a base model)",
+        "target           modules  mean norm of scale * B A",
+    ]
+    by_target: dict[str, list[StoredModule]] = {}
+    for module in stored.modules:
+        by_target.setdefault(module.path.rsplit(".", 1)[-1], []).append(module)
+    for target, modules in sorted(by_target.items()):
+        norms = [delta_norm(module) for module in modules]
+        lines.append(f"  {target:<14} {len(modules):>7}  {sum(norms) / len(norms):.4g}")
+    return lines
+
+
+def delta_norm(module: StoredModule) -> float:
+    """Frobenius norm of scale * B A, from r × r products in float64."""
+    a, b = module.a.to_float32().astype(np.float64), module.b.to_float32().astype(np.float64)
+    return abs(module.scale) * math.sqrt(max(0.0, float(np.sum((b.T @ b) * (a @ a.T)))))
+
+
+def parse_metadata(pairs: list[str]) -> Mapping[str, str]:
+    """KEY=TEXT arguments as a table. `AdapterFormatError` for one without a key, or a key twice."""
+    metadata: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not key or not separator or key in metadata:
+            raise AdapterFormatError(f"--set {short(pair)}: expected KEY=TEXT, each key once")
+        metadata[key] = text
+    return metadata
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    source, target = arguments.source, arguments.target
+    stored, name, metadata, quantization = _load(source)
+    if arguments.quantize:
+        stored, quantization = quantize_adapter(stored, _QUANTIZE[arguments.quantize])
+    metadata = {**metadata, **parse_metadata(arguments.set)}
+    if target.name.endswith(CARD_SUFFIX):
+        write_card(target, ArrowCard(arguments.name or name, stored, metadata, quantization))
+    elif target.exists() and any(target.iterdir() if target.is_dir() else [target]):
+        raise AdapterFormatError(f"'{target}' exists and is not an empty folder; name a new one")
+    else:
+        write_peft_folder(target, stored)
+    print(f"wrote {target}")
+    if quantization is not None:
+        print(f"{quantization.dtype}: {_rounding(quantization)}")
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    stored, name, metadata, quantization = _load(arguments.source)
+    print(f"name         {name}")
+    for key, text in sorted(metadata.items()):
+        print(f"{key:<12} {text}")
+    if quantization is not None:
+        print(f"rounding     {quantization.dtype}, {_rounding(quantization)}")
+    print("\n".join(report(stored)))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    spec = _base_spec(arguments.base)
+    try:
+        adapter = build_adapter(read_stored(arguments.source, spec), spec, served=FEATURES)
+    except AdapterError as error:
+        print(f"no: {error}")
+        return 1
+    card = adapter.card
+    print(
+        f"yes: {len(adapter.weights)} modules of '{spec.name}', rank {card.max_rank}, {card.size_bytes} bytes in memory"
+    )
+    if adapter.features:
+        print(f"needs an engine that applies {' and '.join(sorted(adapter.features))}: {card.extra_bytes} bytes there")
+    print(f"digest {card.digest}")
+    return 0
+
+
+def _load(source: Path) -> tuple[StoredAdapter, str, Mapping[str, str], Quantization | None]:
+    """(as saved, name, free metadata, what rounding cost or None)"""
+    if source.name.endswith(CARD_SUFFIX):
+        card = read_card(source)
+        return card.stored, card.name, card.metadata, card.quantization
+    return read_stored(source, None), source.resolve().name, {}, None
+
+
+def _rounding(quantization: Quantization) -> str:
+    return f"output error {quantization.mean_error:.2%} mean, {quantization.max_error:.2%} at most"
+
+
+def _base_spec(uri: str) -> ModelSpec:
+    from app.engine.models.checkpoint import load_checkpoint
+    from app.engine.models.sources import resolve_model
+
+    return load_checkpoint(resolve_model(uri)).spec

@@ -1,0 +1,132 @@
+"""The `polylora` command: one subcommand per thing an operator does at a shell.
+
+    polylora serve --config configs/serve.yaml    fetch the model, start the service, stay until ctrl-C
+    polylora fetch --config configs/serve.yaml    get the base model, with progress
+    polylora convert adapters/sql sql.lora.arrow  turn an adapter into one mapped file, or back
+    polylora inspect sql.lora.arrow               show an adapter's ranks, targets, norms and size
+    polylora check adapters/sql --base URI        would it load on that base, and if not, why not
+    polylora keygen signing.pem                   make a key for signing adapters
+    polylora sign adapters/sql --key signing.pem --base URI
+    polylora apply configs/adapters.yaml          make a running service's adapters what the file says
+
+In: arguments. Out: an exit status; what is expected to go wrong is one line on stderr, not a traceback.
+A subcommand's module is imported when it runs, so that `fetch` starts without torch or Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from app.cli.adapters import add_commands
+from app.cli.apply import add_apply
+from app.cli.signing import add_signing_commands
+from app.engine.errors import PolyloraError
+
+DEFAULT_CONFIG = "configs/serve.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; its exit status."""
+    parser = argparse.ArgumentParser(prog="polylora", description="One base model, many LoRA adapters.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_fetch(commands)
+    add_commands(commands)
+    add_signing_commands(commands)
+    add_apply(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except PolyloraError as error:
+        print(f"polylora {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("serve", help="run the service of a configuration until ctrl-C")
+    parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a Serve application file")
+    parser.add_argument("--host", help="address to listen on instead of the file's")
+    parser.add_argument("--port", type=int, help="port to listen on instead of the file's")
+    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard too (127.0.0.1:8265)")
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from app.cli.serve import serve_until_stopped
+    from app.cli.settings_file import read_settings
+    from app.engine.models.sources import resolve_model
+
+    model = read_settings(arguments.config).model
+    with ProgressLine(sys.stderr) as line:
+        resolve_model(model.uri, progress=line.show)
+    return serve_until_stopped(arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard)
+
+
+def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("fetch", help="get the base model of a configuration and check that it loads")
+    parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a Serve application file")
+    parser.set_defaults(run=_fetch)
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from app.cli.settings_file import read_settings
+    from app.engine.models.checkpoint import load_checkpoint
+    from app.engine.models.sources import resolve_model
+
+    model = read_settings(arguments.config).model
+    started_s = time.monotonic()
+    with ProgressLine(sys.stderr) as line:
+        path = resolve_model(model.uri, progress=line.show)
+    spec = load_checkpoint(path, model.name).spec
+    print(
+        f"{spec.name}: {spec.family}, {len(spec.layers)} layers of {spec.hidden_size}, digest {spec.digest[:12]} "
+        f"({time.monotonic() - started_s:.1f} s)\n{path}"
+    )
+    return 0
+
+
+class ProgressLine:
+    """One line that is overwritten on a terminal; elsewhere, a line per quarter so that logs stay short."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._terminal = stream, stream.isatty()
+        self._last: tuple[str, int] | None = None
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal and self._last is not None:
+            self._stream.write("\n")
+
+    def show(self, what: str, done: int, total: int | None) -> None:
+        """`app.engine.models.sources.Progress`."""
+        if self._terminal:
+            if self._last is not None and self._last[0] != what:
+                self._stream.write("\n")
+            self._last = (what, 0)
+            self._stream.write("\r" + _bar(what, done, total) + "\x1b[K")
+            self._stream.flush()
+            return
+        step = (what, 0 if not total else 4 * done // total)
+        if step != self._last:
+            self._last = step
+            print(_bar(what, done, total), file=self._stream, flush=True)
+
+
+def _bar(what: str, done: int, total: int | None) -> str:
+    if not total:
+        return f"{what} …"
+    filled = 24 * done // total
+    return f"{what} [{'#' * filled}{'.' * (24 - filled)}] {done / 1e6:.1f} of {total / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`polylora keygen` and `polylora sign`: vouch for an adapter.
+
+In: arguments. Out: a key file and its public half, or a signature beside the adapter. The adapter is read on
+the base model it is for, as a server would: what cannot be served is not signed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from app.engine.adapters.formats.reading import read_adapter
+from app.engine.adapters.lora import FEATURES
+
+
+def add_signing_commands(commands: Any) -> None:
+    """Add the two to `argparse.ArgumentParser.add_subparsers()`."""
+    keygen = commands.add_parser("keygen", help="make a key for signing adapters; prints its public half")
+    keygen.add_argument("key", type=Path, help="file to write the private key to")
+    keygen.set_defaults(run=_keygen)
+
+    sign = commands.add_parser("sign", help="sign an adapter for a base model")
+    sign.add_argument("source", type=Path, help="PEFT folder or card")
+    sign.add_argument("--key", type=Path, required=True, help="a file made by keygen")
+    sign.add_argument("--base", required=True, help="path or source URI of the base model")
+    sign.set_defaults(run=_sign)
+
+
+def _keygen(arguments: argparse.Namespace) -> int:
+    from app.engine.adapters.signing.signing import new_private_key, public_key
+
+    print(public_key(new_private_key(arguments.key)))
+    return 0
+
+
+def _sign(arguments: argparse.Namespace) -> int:
+    from app.engine.adapters.signing.signing import public_key, read_private_key, sign, signature_path
+    from app.engine.models.checkpoint import load_checkpoint
+    from app.engine.models.sources import resolve_model
+
+    key = read_private_key(arguments.key)
+    spec = load_checkpoint(resolve_model(arguments.base)).spec
+    digest = read_adapter(arguments.source, spec, served=FEATURES).card.digest
+    path = signature_path(arguments.source)
+    path.write_text(sign(digest, key))
+    print(f"wrote {path}: {digest[:12]} on '{spec.name}', signed by {public_key(key)}")
+    return 0

@@ -1,0 +1,1 @@
+"""How adapters lie in files: PEFT folders and Arrow cards."""

@@ -1,0 +1,154 @@
+"""Adapters from one stored form to another: PEFT folder, Arrow card, quantised or not.
+
+In: a `StoredAdapter` from any reader. Out: files, or the same adapter with its tensors rounded. What
+is written reads back as the same tensors and scales bit for bit, so the digest is the same; rounding
+is the one step that changes it, and says by how much.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import (
+    EMBEDDING_HALVES,
+    HALVES,
+    LORA_BIAS,
+    MAGNITUDE,
+    PREFIX,
+    TOKEN_ROWS,
+    WEIGHTS_NAME,
+)
+from app.engine.adapters.formats.quantize import Quantization, delta_error, quantize
+from app.engine.adapters.formats.safetensors_file import write_safetensors
+from app.engine.adapters.stored import EMBEDDING_PATH, QUANTIZED_BITS, StoredAdapter, StoredModule, StoredTensor
+from app.engine.errors import AdapterFormatError
+
+
+def write_peft_folder(folder: Path, stored: StoredAdapter) -> None:
+    """Write `stored` so that PEFT, and `read_peft`, read the same adapter. Quantised tensors become F32."""
+    config = _config(stored)
+    tensors: dict[str, StoredTensor] = {}
+    for module in stored.modules:
+        halves = EMBEDDING_HALVES if module.path == EMBEDDING_PATH else HALVES
+        parts = {"lora_A": _plain(module.a), "lora_B": _plain(module.b)}
+        tensors |= {f"{PREFIX}{module.path}{suffix}": parts[half] for suffix, half in halves.items()}
+        for suffix, part in ((MAGNITUDE, module.magnitude), (LORA_BIAS, module.bias)):
+            if part is not None:
+                tensors[f"{PREFIX}{module.path}{suffix}"] = part
+    adapted = {module.path for module in stored.modules}
+    for name, tensor in stored.parameters:
+        path, _, kind = name.rpartition(".")
+        tensors[f"{PREFIX}{path}{'.base_layer' * (path in adapted)}.{kind}"] = tensor
+    for rows in stored.token_rows:
+        tensors[f"{PREFIX}{rows.path}{TOKEN_ROWS}"] = rows.rows
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_safetensors(folder / WEIGHTS_NAME, tensors)
+
+
+def quantize_adapter(stored: StoredAdapter, dtype: str) -> tuple[StoredAdapter, Quantization]:
+    """`stored` with every lora_A and lora_B in `dtype` ("I8" or "I4"), and what that cost, measured per module.
+
+    What lies beside them (magnitudes, biases, whole parameters, token rows) stays as it is.
+    """
+    if dtype not in QUANTIZED_BITS:
+        raise AdapterFormatError(f"adapters are quantised to {' or '.join(QUANTIZED_BITS)}, not {dtype!r}")
+    modules, errors = [], []
+    for module in stored.modules:
+        a, b = _rounded(module.a, dtype), _rounded(module.b, dtype)
+        modules.append(replace(module, a=a, b=b))
+        originals = module.a.to_float32(), module.b.to_float32()
+        errors.append(delta_error(*originals, a.to_float32(), b.to_float32()))
+    report = Quantization(dtype, max(errors), sum(errors) / len(errors))
+    return replace(stored, modules=tuple(modules)), report
+
+
+def _rounded(tensor: StoredTensor, dtype: str) -> StoredTensor:
+    data, scales = quantize(tensor.to_float32(), dtype)
+    return StoredTensor(dtype, tensor.shape, memoryview(data), memoryview(scales))
+
+
+def _plain(tensor: StoredTensor) -> StoredTensor:
+    if tensor.dtype not in QUANTIZED_BITS:
+        return tensor
+    values = tensor.to_float32().astype("<f4")
+    return StoredTensor("F32", tensor.shape, memoryview(values.tobytes()))
+
+
+def _config(stored: StoredAdapter) -> dict[str, object]:
+    """A PEFT configuration that selects exactly the modules present, with their ranks and alphas."""
+    rslora = _alike(stored.modules, [module.use_rslora for module in stored.modules], "rsLoRA")
+    uses_dora = _alike(stored.modules, [module.magnitude is not None for module in stored.modules], "DoRA")
+    has_bias = _alike(stored.modules, [module.bias is not None for module in stored.modules], "lora_bias")
+    rank = Counter(module.rank for module in stored.modules).most_common(1)[0][0]
+    alpha = Counter(module.alpha for module in stored.modules).most_common(1)[0][0]
+    beyond: dict[str, object] = {"use_dora": True} if uses_dora else {}
+    if has_bias:
+        beyond["lora_bias"] = True
+    if stored.token_rows:
+        beyond["trainable_token_indices"] = {
+            rows.path.rsplit(".", 1)[-1]: list(rows.token_ids) for rows in stored.token_rows
+        }
+    bias, saved = _saved(stored)
+    if saved:
+        beyond["modules_to_save"] = saved
+    return (
+        {
+            "alpha_pattern": {module.path: module.alpha for module in stored.modules if module.alpha != alpha},
+            "bias": bias,
+            "lora_alpha": alpha,
+            "peft_type": "LORA",
+            "r": rank,
+            "rank_pattern": {module.path: module.rank for module in stored.modules if module.rank != rank},
+            "task_type": "CAUSAL_LM",
+            "use_rslora": rslora,
+        }
+        | _targets(stored.modules)
+        | beyond
+    )
+
+
+def _alike(modules: Sequence[StoredModule], has: Sequence[bool], what: str) -> bool:
+    """What PEFT can say of a whole adapter only."""
+    if len(set(has)) > 1:
+        odd = modules[has.index(not has[0])].path
+        raise AdapterFormatError(
+            f"PEFT cannot mix modules with and without {what} in one adapter ({modules[0].path} and {odd} differ); "
+            "convert it as a card"
+        )
+    return has[0]
+
+
+def _saved(stored: StoredAdapter) -> tuple[str, list[str]]:
+    """(`bias`, `modules_to_save`) that select exactly the parameters present.
+
+    A module whose weight is replaced is saved whole. Biases alone are trained by `bias`: those of adapted
+    modules, or all.
+    """
+    adapted = {module.path for module in stored.modules}
+    kinds: dict[str, set[str]] = {}
+    for name, _ in stored.parameters:
+        path, _, kind = name.rpartition(".")
+        kinds.setdefault(path, set()).add(kind)
+    biases = {path for path, found in kinds.items() if found == {"bias"}}
+    bias = "none" if not biases else "lora_only" if biases <= adapted else "all"
+    return bias, sorted(path for path, found in kinds.items() if "weight" in found and path not in adapted)
+
+
+def _targets(modules: tuple[StoredModule, ...]) -> dict[str, object]:
+    """Short names where every layer named has the same modules, else every path in full."""
+    by_layer: dict[int, set[str]] = {}
+    for module in modules:
+        parts = module.path.split(".")
+        if len(parts) < 4:  # lm_head
+            return {"target_modules": [other.path for other in modules]}
+        by_layer.setdefault(int(parts[2]), set()).add(parts[-1])
+    names = next(iter(by_layer.values()))
+    if all(other == names for other in by_layer.values()):
+        return {"target_modules": sorted(names), "layers_to_transform": sorted(by_layer)}
+    return {"target_modules": [module.path for module in modules]}

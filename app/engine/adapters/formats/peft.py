@@ -1,0 +1,110 @@
+"""Adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors in a folder.
+
+In: a folder (from `resolve_adapter_path`; trusted to be a place, not to be well formed). Out: a
+`LoraAdapter` that does what PEFT would do, or an error that says why not. Every key of the
+configuration and every tensor is used or refused, and a module that the configuration targets must
+be there: PEFT would leave it at zero in silence. Pickle is never opened.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from app.engine.adapters.build import build_adapter
+from app.engine.adapters.formats.patterns import first_matching
+from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
+from app.engine.adapters.formats.safetensors_file import read_safetensors
+from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.modules import OUTER_MODULES, layer_modules
+from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
+from app.engine.adapters.strict_json import short
+from app.engine.adapters.targets import check_modules, check_parameters, token_row_paths
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
+from app.engine.models.names import expected_tensors
+from app.engine.models.spec import ModelSpec
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
+
+
+def read_peft(
+    folder: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+) -> LoraAdapter:
+    """The adapter in `folder`, ready to serve on `spec`. Raises an `AdapterError`; for `served` see `build_adapter`."""
+    return build_adapter(read_peft_stored(folder, spec, limits), spec, limits, served)
+
+
+def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:
+    """The adapter in `folder` as saved, checked against its own configuration and the base's modules.
+
+    Without a base, the layers that the tensors name are taken for all there are.
+    """
+    weights = _weights_file(folder)
+    config = parse_config(read_bounded(folder / CONFIG_NAME, limits.max_config_bytes))
+    if config.rank > limits.max_rank:
+        raise AdapterTooLarge(f"{CONFIG_NAME}: r is {config.rank} but at most {limits.max_rank} is read")
+    found = sort_tensors(read_safetensors(weights, limits))
+    _check(config, found, spec)
+    modules = _modules(config, found)
+    token_ids = token_row_paths(config, found, is_tied=spec is None or spec.tie_embeddings)
+    return StoredAdapter(
+        modules,
+        parameters=tuple(sorted((found.parameters | found.wrapped).items())),
+        token_rows=tuple(StoredRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
+    )
+
+
+def _weights_file(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise AdapterFormatError(f"'{folder.name}' is not a folder; an adapter is a folder as saved by PEFT")
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if (folder / name).exists():
+            continue
+        pickles = sorted(path.name for path in folder.glob("adapter_model.*") if path.suffix in _PICKLE_SUFFIXES)
+        if name == WEIGHTS_NAME and pickles:
+            raise AdapterFormatError(
+                f"'{folder.name}' holds {pickles[0]}, a pickle, which can run code when read; "
+                "save the adapter again with safe_serialization=True"
+            )
+        raise AdapterFormatError(f"'{folder.name}' has no {name}; save the adapter with PEFT's save_pretrained")
+    return folder / WEIGHTS_NAME
+
+
+def _check(config: PeftConfig, found: PeftTensors, spec: ModelSpec | None) -> None:
+    if spec is None:
+        layers = [int(match[1]) for match in map(_LAYER.match, found.modules) if match]
+        base, num_layers = "a model of these layers", 1 + max(layers, default=-1)
+    else:
+        base, num_layers = f"'{spec.name}'", len(spec.layers)
+    table = layer_modules(num_layers)
+    for path in found.modules:
+        if path not in table and path not in OUTER_MODULES:
+            raise AdapterMismatch(
+                f"{WEIGHTS_NAME}: module {short(path)} does not exist in {base} ({num_layers} layers), "
+                "or LoRA on it is not served"
+            )
+    check_modules(config, found, table, base)
+    check_parameters(config, found, None if spec is None else expected_tensors(spec))
+
+
+def _modules(config: PeftConfig, found: PeftTensors) -> tuple[StoredModule, ...]:
+    paths = sorted(found.modules)
+    rank_keys = first_matching(list(config.rank_pattern), paths, "rank_pattern")
+    alpha_keys = first_matching(list(config.alpha_pattern), paths, "alpha_pattern")
+    modules = []
+    for path in paths:
+        parts = found.modules[path]
+        a, b = parts["lora_A"], parts["lora_B"]
+        rank = config.rank_pattern[rank_keys[path]] if path in rank_keys else config.rank
+        alpha = config.alpha_pattern[alpha_keys[path]] if path in alpha_keys else config.alpha
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
+            raise AdapterFormatError(
+                f"{path}: the configuration gives rank {rank} but lora_A is {list(a.shape)} and "
+                f"lora_B {list(b.shape)}; fix r or rank_pattern"
+            )
+        extra = parts.get("magnitude"), parts.get("bias")
+        modules.append(StoredModule(path, a, b, alpha, config.use_rslora, *extra))
+    return tuple(modules)

@@ -1,0 +1,37 @@
+"""Any adapter this program can serve, whatever it was saved as.
+
+In: a path (from `resolve_adapter_path`). Out: the adapter as saved, or ready to serve. A folder is
+PEFT's, a file is an Arrow card; nothing else is guessed at.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.engine.adapters.build import build_adapter
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, read_card
+from app.engine.adapters.formats.peft import read_peft_stored
+from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.stored import StoredAdapter
+from app.engine.adapters.strict_json import short
+from app.engine.errors import AdapterFormatError
+from app.engine.models.spec import ModelSpec
+
+
+def read_adapter(
+    path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS, served: frozenset[str] = frozenset()
+) -> LoraAdapter:
+    """The adapter at `path`, ready to serve on `spec`. Raises an `AdapterError`; for `served` see `build_adapter`."""
+    return build_adapter(read_stored(path, spec, limits), spec, limits, served)
+
+
+def read_stored(path: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT_LIMITS) -> StoredAdapter:
+    """The adapter at `path` as saved; with a base, checked against its modules. Raises an `AdapterError`."""
+    if path.is_dir():
+        return read_peft_stored(path, spec, limits)
+    if path.name.endswith(CARD_SUFFIX):
+        return read_card(path, limits).stored
+    if not path.exists():
+        raise AdapterFormatError(f"there is no file or folder {short(path.name)}")
+    raise AdapterFormatError(f"{short(path.name)} is neither a PEFT folder nor a {CARD_SUFFIX} file")

@@ -1,0 +1,1 @@
+"""Reading untrusted adapters in a process that may die."""

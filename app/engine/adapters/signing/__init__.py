@@ -1,0 +1,1 @@
+"""Who vouches for an adapter: keys, signatures, whom a tenant trusts."""

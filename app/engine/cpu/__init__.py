@@ -1,0 +1,1 @@
+"""The CPU engine's device: NumPy and this project's compiled kernels."""

@@ -1,0 +1,225 @@
+"""The CPU form of the torch engine's backend: owns weights, KV memory and adapter tables.
+
+In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. It
+moves bytes and calls `cpu_decoder.forward`; which rows and blocks are used is decided elsewhere, and how
+weights lie in memory by `cpu_weights`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
+from app.engine.config import EngineConfig
+from app.engine.cpu import decoder as cpu_decoder
+from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
+from app.engine.cpu.rows import PreparedRows
+from app.engine.cpu.sampling import sample
+from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, padded
+from app.engine.models.spec import ModelSpec
+from app.kernels.machine.memory_pages import PageTaker
+from app.kernels.machine.team import Team
+from app.kernels.paged_attention.cpu import attention_tasks
+from app.kernels.sgmv.cpu import RANK_PANEL, RowPlaces, adapter_runs, shrink_tasks
+from app.kernels.sgmv.writing import Matrices, WritePlans, matrices, write_plan
+
+Floats = NDArray[np.float32]
+
+
+class CpuBackend:
+    """Weights in packed panels, float32 arithmetic; every row's bits independent of its company."""
+
+    def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
+        """`tensors` yields each weight once, e.g. ("model.layers.0.self_attn.q_proj.weight", [d_out, d_in]).
+
+        Raises CheckpointError for a missing tensor or a spec this decoder cannot run.
+        """
+        self._spec = spec
+        self._config = config
+        self._limits = BackendLimits(
+            num_kv_blocks=config.num_kv_blocks,
+            block_size=config.block_size,
+            adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
+            rank_alignment=RANK_PANEL,
+            max_adapter_slots=config.max_adapter_slots,
+            adapter_extra_bytes=config.adapter_extra_bytes,
+            takes_bfloat16=True,
+        )
+        self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
+        self._sizes = decoder_sizes(spec)
+        max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
+        self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
+        self._tables = self._new_tables()
+        rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
+        # The first adapter needs all pages. They come while weights are unpacked.
+        pages_of_rows = PageTaker(rows)
+        packer = WeightPacker(spec, self._sizes, max_positions, config.weight_storage, self._team)
+        self._weights = packer.pack_all(tensors)
+        pages_of_rows.wait()
+        self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
+        self._prepared = PreparedRows(len(spec.layers))
+        self._k_memory, self._v_memory = self._new_kv_memory()
+        # A block is in all layers: with pages of 2 MB the first token in new pages would wait for 60 of them.
+        self._pages = PageTaker([*self._k_memory, *self._v_memory])
+        self._work = self._new_workspace()
+        base = PackedModules(spec, self._weights, self._sizes)
+        self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
+        self._warm_up()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._limits
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """See `Backend.prepare_adapter`."""
+        self._prepared.of(adapter)
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
+        rows = self._prepared.of(adapter)
+        in_bf16 = self._write_rows(rows.matrices, row_start)
+        self._extras.write(adapter_slot, adapter)
+        self._tables.ranks[:, adapter_slot] = rows.ranks
+        self._tables.places.starts[adapter_slot] = row_start
+        self._tables.places.in_bf16[adapter_slot] = in_bf16
+
+    def _write_rows(self, source: Matrices, row_start: int) -> bool:
+        """See `WritePlans.plan`; whether the rows are in bfloat16: all modules' or none."""
+        too_fine = np.zeros(1, np.bool_)
+        self._team.run(write_plan, 2, self._plans.plan(source, row_start), too_fine)
+        return not too_fine[0]
+
+    def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
+        """See `Backend.is_ready`: a write has ended when it returns."""
+        return True
+
+    def release_adapter(self, adapter_slot: int) -> None:
+        """See `Backend.release_adapter`."""
+        self._extras.release(adapter_slot)
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """See `Backend.forward`."""
+        runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
+        widest_rank = int(self._tables.ranks[:, runs[:, 2]].max(initial=0))
+        extra_runs = self._extras.runs(runs)
+        has_extras = len(extra_runs) > 0
+        step = cpu_decoder.Step(
+            token_ids=batch.token_ids,
+            positions=batch.positions,
+            kv_slots=batch.kv_slots,
+            query_starts=batch.query_starts,
+            seq_lens=batch.seq_lens,
+            block_tables=batch.block_tables,
+            attention_tasks=attention_tasks(batch.query_starts),
+            runs=runs,
+            shrink_tasks=shrink_tasks(runs),
+            widest_rank=widest_rank,
+            sample_rows=batch.sample_rows,
+            extra_runs=extra_runs,
+            extra_samples=sample_runs(extra_runs, batch.sample_rows) if has_extras else extra_runs,
+            extra_slots=token_slots(extra_runs, len(batch.token_ids) if has_extras else 0),
+        )
+        work = self._work
+        if widest_rank > work.shrunk.shape[2]:
+            shape = (self._config.max_batch_tokens, 3, padded(widest_rank))
+            self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
+        if has_extras and self._extras.head_width > work.head_inputs.shape[1]:
+            head_inputs = np.empty((self._config.max_batch_sequences, self._extras.head_width), np.float32)
+            self._work = work = work._replace(head_inputs=head_inputs)
+        self._team.run(
+            cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._tables, self._extras.tables,
+            self._k_memory, self._v_memory, step, work,
+        )  # fmt: skip
+        return sample(work.logits[: len(batch.sample_rows), : self._spec.vocab_size], batch.sampling, self._team)
+
+    def logits(self, num_rows: int) -> Floats:
+        """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
+        return self._work.logits[:num_rows, : self._spec.vocab_size]
+
+    def close(self) -> None:
+        """End the threads and drop every array."""
+        self._team.close()
+        self._pages.stop()
+        for name in ("_weights", "_k_memory", "_v_memory", "_rows", "_tables", "_extras", "_work"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _warm_up(self) -> None:
+        """Run every kernel once, on one token of no consequence: compiled here, not under the first request.
+
+        Block 0 and, if there are rank rows, row 0 are written; nobody reads either before writing it anew.
+        """
+        one = np.zeros(1, np.int32)
+        single = np.ones(1, np.float32)
+        sampling = SamplingBatch(
+            temperature=single, top_p=single, top_k=one, min_p=0 * single, presence=single, frequency=single,
+            repetition=single, seeds=np.zeros(1, np.uint64), positions=np.zeros(1, np.int64), num_logprobs=one,
+            history=(one,), prompt_lens=one,
+        )  # fmt: skip
+        starts = np.array([0, 1], np.int32)
+        self.forward(
+            ForwardBatch(
+                token_ids=one,
+                positions=one,
+                kv_slots=np.zeros(1, np.int64),
+                query_starts=starts,
+                seq_lens=one + 1,
+                block_tables=one[None],
+                run_starts=starts,
+                run_adapter_slots=one,
+                sample_rows=one,
+                sample_seqs=one,
+                sampling=sampling,
+            )
+        )
+        if self._limits.adapter_rank_rows and self._limits.adapter_extra_bytes:
+            self._extras.warm_up()
+        if self._limits.adapter_rank_rows:
+            d_in, d_out = self._spec.target_shape(0, TARGETS[0])
+            nothing = 0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
+            self._write_rows(matrices([nothing]), 0)
+
+    def _new_tables(self) -> cpu_decoder.AdapterTables:
+        num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows
+        shapes = [self._spec.target_shape(0, target) for target in TARGETS]
+        a = [np.zeros((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), np.float32) for d_in, _ in shapes]
+        b = [np.zeros((num_layers, rows, padded(d_out)), np.float32) for _, d_out in shapes]
+        num_slots = self._limits.max_adapter_slots
+        places = RowPlaces(np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_))
+        ranks = np.zeros((num_layers, num_slots, len(TARGETS)), np.int32)
+        return cpu_decoder.AdapterTables._make([*a, *b, places, ranks])
+
+    def _new_kv_memory(self) -> tuple[Floats, Floats]:
+        first = self._spec.layers[0].attention
+        width, block_size = padded(first.head_dim), self._config.block_size
+        blocks = (len(self._spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
+        return np.zeros((*blocks, width, block_size), np.float32), np.zeros((*blocks, block_size, width), np.float32)
+
+    def _new_workspace(self) -> cpu_decoder.Workspace:
+        spec, sizes = self._spec, self._sizes
+        tokens, sequences = self._config.max_batch_tokens, self._config.max_batch_sequences
+        mlp_width = spec.layers[0].mlp.intermediate_size
+        return cpu_decoder.Workspace(
+            hidden=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
+            normed=np.zeros((tokens, spec.hidden_size), np.float32),
+            qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
+            attended=np.zeros((tokens, sizes.num_heads * sizes.head_dim), np.float32),
+            gate_up=np.zeros((tokens, 2 * sizes.mlp_size), np.float32),
+            gated=np.zeros((tokens, mlp_width), np.float32),
+            shrunk=np.zeros((tokens, 3, 64), np.float32),
+            kept=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
+            head_inputs=np.zeros((sequences, 0), np.float32),
+            sampled=np.zeros((sequences, spec.hidden_size), np.float32),
+            logits=np.zeros((sequences, padded(spec.vocab_size)), np.float32),
+        )

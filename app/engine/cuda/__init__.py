@@ -1,0 +1,1 @@
+"""The CUDA engine's device: torch and Triton."""

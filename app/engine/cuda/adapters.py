@@ -1,0 +1,198 @@
+"""Rank rows on a device, and the way an adapter takes into them while decoding goes on.
+
+In: an adapter, its slot and its run of rows. Out: `RankRows` per layer and product for the kernels. A write is done
+by one thread of its own: it rounds rows into pinned buffers, sends them on a stream of their own, and then writes
+the slot's start and ranks. No step reads a slot before `wait` has put the end of its write before the step.
+
+    a of a product   [R, L, N, d_in]     what one adapter has of it is one piece: one copy per write and product
+    b                [R, L, W]           (cut into pieces of a few MiB, so that a step's own copies get through)
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, Matrix, widened
+from app.engine.cuda.weights import PRODUCTS, columns_of
+from app.engine.errors import AdapterWriteFailed
+from app.engine.models.spec import ModelSpec
+from app.kernels.rank_rows import RankRows
+from app.kernels.rounding.cpu import round_rows, tasks_of
+
+#: Bytes of a pinned buffer, and how many there are: one is filled while another is sent.
+_PIECE_BYTES, _NUM_BUFFERS = 2 << 20, 3
+#: Threads that round rows; one cannot read host memory as fast as a device takes it.
+_NUM_ROUNDING = 4
+
+
+@dataclass(slots=True)
+class _Table:
+    """One table of a product. `width` numbers per rank row and layer; `columns`: target -> its first and end."""
+
+    values: Tensor  # [R, L, width]
+    columns: dict[str, tuple[int, int]]
+
+
+class _Buffer:
+    """A pinned piece of host memory, as a tensor and as the bits of its numbers."""
+
+    def __init__(self, size: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        self.memory = torch.empty(size, dtype=dtype, pin_memory=pinned)
+        same_size = torch.int16 if dtype.itemsize == 2 else torch.int32
+        self.bits = self.memory.view(same_size).numpy().view(np.uint16 if dtype.itemsize == 2 else np.uint32)
+        self.sent: torch.cuda.Event | None = None
+
+
+class AdapterTables:
+    """Rank rows of every module, written in the background."""
+
+    def __init__(
+        self, spec: ModelSpec, num_rows: int, max_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Raises ValueError for layers of unequal size."""
+        shapes = [[spec.target_shape(layer, target) for target in TARGETS] for layer in range(len(spec.layers))]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError("rank rows need layers of one size")
+        self._device = device
+        num_layers = len(spec.layers)
+        self._widths: dict[str, tuple[int, ...]] = {}
+        self._a: dict[str, _Table] = {}
+        self._b: dict[str, _Table] = {}
+        self._ranks: dict[str, Tensor] = {}
+        places = columns_of(spec, 0)
+        for product, targets in PRODUCTS.items():
+            d_in = spec.target_shape(0, targets[0])[0]
+            self._widths[product] = tuple(spec.target_shape(0, target)[1] for target in targets)
+            a_columns = {target: (n * d_in, (n + 1) * d_in) for n, target in enumerate(targets)}
+            b_columns = {target: places[target][1:] for target in targets}
+            for tables, columns in ((self._a, a_columns), (self._b, b_columns)):
+                width = max(end for _, end in columns.values())
+                values = torch.zeros(num_rows, num_layers, width, dtype=dtype, device=device)
+                tables[product] = _Table(values, columns)
+            self._ranks[product] = torch.zeros(num_layers, max_slots, len(targets), dtype=torch.int32, device=device)
+        self._row_starts = torch.zeros(max_slots, dtype=torch.int32, device=device)
+        self.max_ranks = np.zeros(max_slots, np.int64)  # the host's: the largest rank of a slot's adapter
+        self._pending: dict[int, Future[torch.cuda.Event | None]] = {}
+        self._writer = ThreadPoolExecutor(1, "adapter-writer")
+        self._rounding = ThreadPoolExecutor(_NUM_ROUNDING, "adapter-rounding")
+        widest = max(t.values.shape[1] * t.values.shape[2] for t in (*self._a.values(), *self._b.values()))
+        size = max(_PIECE_BYTES, widest * dtype.itemsize) // dtype.itemsize
+        on_gpu = device.type == "cuda"
+        self._buffers = [_Buffer(size, dtype, pinned=on_gpu) for _ in range(_NUM_BUFFERS if num_rows else 0)]
+        for buffer in self._buffers[:1]:
+            round_rows(tasks_of([]), 0, 0, 1, buffer.bits)  # compiled now, not under the first adapter
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self.num_writes = 0
+
+    def rows(self, layer: int, product: str) -> RankRows:
+        """The tables of one product of one layer; their addresses never change."""
+        widths = self._widths[product]
+        a = self._a[product].values[:, layer].unflatten(1, (len(widths), -1)).transpose(0, 1)  # [N, R, d_in]
+        return RankRows(a, self._b[product].values[:, layer], widths, self._row_starts, self._ranks[product][layer])
+
+    def write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """Begin a write. It follows what has been launched: a step without a token to draw may still be running."""
+        launched = None
+        if self._stream is not None:
+            launched = torch.cuda.current_stream(self._device).record_event()
+        self._pending[adapter_slot] = self._writer.submit(self._write, adapter_slot, row_start, adapter, launched)
+        self.max_ranks[adapter_slot] = adapter.card.max_rank
+
+    def is_ready(self, adapter_slot: int) -> bool:
+        """Whether a step with that slot would not wait. Raises AdapterWriteFailed if its write failed."""
+        future = self._pending.get(adapter_slot)
+        if future is None:
+            return True
+        if not future.done():
+            return False
+        event = self._end_of_write(adapter_slot)
+        return event is None or event.query()
+
+    def wait(self, adapter_slots: NDArray[np.int32]) -> None:
+        """Put the writes of these slots before what is launched next. Raises AdapterWriteFailed if one failed."""
+        if not self._pending:
+            return
+        for adapter_slot in set(adapter_slots.tolist()) & self._pending.keys():
+            event = self._end_of_write(adapter_slot)
+            if event is not None:
+                event.wait()
+            del self._pending[adapter_slot]
+
+    def close(self) -> None:
+        """End the threads; a write that has begun is finished."""
+        self._writer.shutdown()
+        self._rounding.shutdown()
+
+    def _end_of_write(self, adapter_slot: int) -> torch.cuda.Event | None:
+        """Wait for the writer, not for the device. A failed write stays failed until the slot is written again."""
+        try:
+            return self._pending[adapter_slot].result()
+        except Exception as error:  # whatever memory, files or the driver may raise: it is this adapter's alone
+            raise AdapterWriteFailed(
+                f"an adapter could not be written to {self._device}: {type(error).__name__}: {error}; its next request "
+                "writes it again"
+            ) from error
+
+    def _write(
+        self, adapter_slot: int, row_start: int, adapter: LoraAdapter, launched: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        if self._stream is None or launched is None:
+            self._send_all(adapter_slot, row_start, adapter)
+            return None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            launched.wait()
+            self._send_all(adapter_slot, row_start, adapter)
+            done = torch.cuda.Event()
+            done.record()
+        return done
+
+    def _send_all(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        sent = 0
+        for product, targets in PRODUCTS.items():
+            ranks = self._ranks[product]
+            own = {key: pair for key, pair in adapter.weights.items() if key.target in targets}
+            table = np.zeros((ranks.shape[0], ranks.shape[2]), np.int32)  # [L, N]
+            for key, pair in own.items():
+                table[key.layer, targets.index(key.target)] = pair.rank
+            if own:
+                sent = self._send(self._a[product], row_start, {key: pair.a for key, pair in own.items()}, sent)
+                sent = self._send(self._b[product], row_start, {key: pair.b for key, pair in own.items()}, sent)
+            ranks[:, adapter_slot] = torch.from_numpy(table).to(self._device)
+        self._row_starts[adapter_slot].fill_(row_start)
+        self.num_writes += 1
+
+    def _send(self, table: _Table, row_start: int, parts: dict[LoraKey, Matrix], sent: int) -> int:
+        """Rows of one table, piece by piece; `sent` pieces went before. Rows of absent modules stay as they were."""
+        num_rows = max(len(part) for part in parts.values())
+        _, num_layers, width = table.values.shape
+        row_size = num_layers * width
+        contiguous = [
+            (np.ascontiguousarray(widened(part)), key.layer * width + table.columns[key.target][0])
+            for key, part in parts.items()
+        ]
+        tasks = tasks_of(contiguous)
+        per_piece = self._buffers[0].memory.numel() // row_size
+        for first in range(0, num_rows, per_piece):
+            end = min(first + per_piece, num_rows)
+            buffer = self._buffers[sent % len(self._buffers)]
+            if buffer.sent is not None:
+                buffer.sent.synchronize()
+            rounding = [
+                self._rounding.submit(round_rows, tasks[n::_NUM_ROUNDING], first, end, row_size, buffer.bits)
+                for n in range(min(_NUM_ROUNDING, len(tasks)))
+            ]
+            for part in rounding:
+                part.result()
+            piece = buffer.memory[: (end - first) * row_size].view(end - first, num_layers, width)
+            table.values[row_start + first : row_start + end].copy_(piece, non_blocking=True)
+            if self._stream is not None:
+                buffer.sent = torch.cuda.Event()
+                buffer.sent.record()
+            sent += 1
+        return sent

@@ -1,0 +1,280 @@
+"""The GPU form of the torch engine's backend: owns a device's memory, sends steps to it and reads tokens back.
+
+In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. Steps in which every
+sequence has one token are replayed graphs; the others, and those whose adapters have more than rank rows, are
+launched operation by operation. Adapters are written in the background (`gpu_adapters`).
+
+`device` may be any device torch has: on the CPU, where the tests run it, the kernels are plain torch or Triton's
+interpreter, streams are absent, and everything else is the same code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.batch import ForwardBatch, ForwardOutput
+from app.engine.config import EngineConfig
+from app.engine.cuda.adapters import AdapterTables
+from app.engine.cuda.decoder import GpuDecoder, KvMemory
+from app.engine.cuda.extras import GpuExtras, OwnRows
+from app.engine.cuda.graphs import Bucket, DecodeGraphs, batch_sizes, rank_bounds
+from app.engine.cuda.kernels import KernelForm, load_kernels
+from app.engine.cuda.memory import RANK_ALIGNMENT, MemoryPlan, plan_memory
+from app.engine.cuda.sampling import sample
+from app.engine.cuda.step import Inbox, Step, StepShape
+from app.engine.cuda.weights import Weights, load_weights
+from app.engine.errors import AdapterTooLarge, CheckpointError, OutOfDeviceMemory
+from app.engine.models.spec import ModelSpec
+
+_LOGGER = logging.getLogger(__name__)
+#: What a device that is the host is taken to have.
+_UNBOUNDED = 1 << 44
+
+
+class GpuBackend:
+    """Weights, KV blocks and rank rows in one device's memory."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Iterable[tuple[str, NDArray[Any]]],
+        config: EngineConfig,
+        device: torch.device,
+        kernels: KernelForm = "triton",
+    ) -> None:
+        """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
+        _check_layers(spec)
+        self._spec = spec
+        self._device = device
+        self._deterministic = config.deterministic
+        dtype = getattr(torch, config.cuda_dtype)
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (_UNBOUNDED, _UNBOUNDED)
+        self.plan = plan_memory(spec, config, device_bytes=total, free_bytes=free, element_bytes=dtype.itemsize)
+        _LOGGER.info("%s on %s: %s", spec.name, device, self.plan)
+        self._limits = BackendLimits(
+            num_kv_blocks=self.plan.num_kv_blocks,
+            block_size=config.block_size,
+            adapter_rank_rows=self.plan.adapter_rank_rows,
+            rank_alignment=RANK_ALIGNMENT,
+            max_adapter_slots=config.max_adapter_slots,
+            adapter_extra_bytes=config.adapter_extra_bytes,
+            takes_bfloat16=True,
+        )
+        max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
+        self._table_width = min(-(-max_positions // config.block_size), self.plan.num_kv_blocks)
+        self._kernels = load_kernels(kernels)
+        try:
+            self._weights = load_weights(spec, tensors, max_positions, device, dtype)
+            self._tables = AdapterTables(spec, self.plan.adapter_rank_rows, config.max_adapter_slots, device, dtype)
+            self._kv = _kv_memory(spec, self.plan.num_kv_blocks, config.block_size, device, dtype)
+            self._decoder = GpuDecoder(
+                spec, self._weights, self._tables, self._kv, self._kernels, max_positions,
+                deterministic=config.deterministic,
+            )  # fmt: skip
+            self._extras = GpuExtras(spec, self._weights)
+            sizes = batch_sizes(min(config.max_batch_sequences, config.max_batch_tokens))
+            tokens, sequences = config.max_batch_tokens, min(config.max_batch_sequences, config.max_batch_tokens)
+            most = self._kernels.max_segments(max(tokens, sizes[-1]), max(tokens, sizes[-1]), 1)
+            largest = StepShape(max(tokens, sizes[-1]), max(sequences, sizes[-1]), most, self._table_width)
+            num_kv_slots = self.plan.num_kv_blocks * config.block_size
+            self._inbox = Inbox(device, largest, num_kv_slots)
+            self._decode_tables = torch.zeros(sizes[-1], self._table_width, dtype=torch.int32, device=device)
+            self.graphs = DecodeGraphs(sizes, rank_bounds(self.plan.adapter_rank_rows), self._run_bucket, device)
+            self._bucket_logits = torch.zeros(sizes[-1], spec.vocab_size, device=device)
+            self._logits = self._bucket_logits[:0]
+            if not config.skip_precompile:
+                self.graphs.capture_all()
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(error) from error
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def limits(self) -> BackendLimits:
+        return self._limits
+
+    @property
+    def weights(self) -> Weights:
+        """What is multiplied (tests count who reads it)."""
+        return self._weights
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """See `Backend.prepare_adapter`."""
+        adapter.check_modules(len(self._spec.layers))
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """See `Backend.write_adapter`; returns before the rows are there. Raises AdapterMismatch for a module this
+        decoder does not have, AdapterTooLarge when the device has no room for what goes beyond rank rows."""
+        adapter.check_modules(len(self._spec.layers))
+        try:
+            with self._on_device():
+                self._extras.write(adapter_slot, adapter)
+        except torch.OutOfMemoryError as error:
+            self._extras.release(adapter_slot)
+            raise AdapterTooLarge(
+                f"adapter {adapter.card.digest[:12]} holds {adapter.card.extra_bytes} bytes beside its rank rows and "
+                f"{self._device} has no room for them ({self.plan}); lower engine.memory_fraction or num_kv_blocks"
+            ) from error
+        self._tables.write(adapter_slot, row_start, adapter)
+
+    def is_ready(self, adapter_slot: int) -> bool:
+        """See `Backend.is_ready`."""
+        return self._tables.is_ready(adapter_slot)
+
+    def release_adapter(self, adapter_slot: int) -> None:
+        """See `Backend.release_adapter`."""
+        self._extras.release(adapter_slot)
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """See `Backend.forward`. Raises OutOfDeviceMemory, AdapterWriteFailed."""
+        with torch.inference_mode(), self._on_device():
+            return self._forward(batch)
+
+    def _forward(self, batch: ForwardBatch) -> ForwardOutput:
+        self._tables.wait(batch.run_adapter_slots)
+        max_rank = int(self._tables.max_ranks[batch.run_adapter_slots].max(initial=0))
+        runs = self._extras.runs(batch.run_starts, batch.run_adapter_slots)
+        bucket = None
+        if len(batch.token_ids) == len(batch.seq_lens) and not runs:
+            bucket = self.graphs.bucket(len(batch.seq_lens), max_rank)
+        try:
+            if bucket is not None:
+                self._logits = self._replay(bucket, batch)
+            else:
+                self._logits = self._launch(batch, max_rank, runs)
+            return sample(self._logits, batch.sampling)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(error) from error
+
+    def logits(self, num_rows: int) -> NDArray[np.float32]:
+        """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
+        logits: NDArray[np.float32] = self._logits[:num_rows].cpu().numpy()
+        return logits
+
+    def close(self) -> None:
+        """End the threads and drop every tensor."""
+        if hasattr(self, "_tables"):
+            self._tables.close()
+        for name in (
+            "graphs",
+            "_decoder",
+            "_extras",
+            "_weights",
+            "_kv",
+            "_tables",
+            "_inbox",
+            "_logits",
+            "_bucket_logits",
+            "_decode_tables",
+        ):
+            if hasattr(self, name):
+                delattr(self, name)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """The calling thread's device is ours: kernels are launched on that one."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _replay(self, bucket: Bucket, batch: ForwardBatch) -> torch.Tensor:
+        """A decode step through its graph; [P, V]."""
+        num_sequences, width = batch.block_tables.shape
+        shape = self._decode_shape(bucket, width)
+        views = self._inbox.send(batch, shape, self._segments(batch, bucket.num_sequences, bucket.max_rank))
+        self._decode_tables[:num_sequences, :width].copy_(views["block_tables"][:num_sequences])
+        self.graphs.replay(bucket)
+        if len(batch.sample_rows) == num_sequences:
+            return self._bucket_logits[:num_sequences]
+        return self._bucket_logits[torch.from_numpy(batch.sample_rows).to(self._device)]
+
+    def _run_bucket(self, bucket: Bucket) -> None:
+        """What a graph captures: a decode step over the inbox and the decode tables."""
+        with torch.inference_mode():
+            views = self._inbox.views(self._decode_shape(bucket, 0))
+            views["block_tables"] = self._decode_tables[: bucket.num_sequences]
+            cut = self._cut(bucket.num_sequences, bucket.max_rank, is_decode=True)
+            step = Step(**views, max_query_len=1, max_rank=bucket.max_rank, block_tokens=cut)
+            self._decoder.logits(self._decoder.hidden_states(step), self._bucket_logits[: bucket.num_sequences])
+
+    def _launch(self, batch: ForwardBatch, max_rank: int, runs: list[tuple[int, int, Any]]) -> torch.Tensor:
+        """A step of any kind, launched operation by operation; [P, V]."""
+        num_tokens = len(batch.token_ids)
+        is_decode = num_tokens == len(batch.seq_lens)
+        segments = self._segments(batch, num_tokens, max_rank, is_decode=is_decode)
+        shape = StepShape(num_tokens, len(batch.seq_lens), len(segments), batch.block_tables.shape[1])
+        step = Step(
+            **self._inbox.send(batch, shape, segments),
+            max_query_len=int(np.diff(batch.query_starts).max()),
+            max_rank=max_rank,
+            block_tokens=self._cut(num_tokens, max_rank, is_decode=is_decode),
+        )
+        own = OwnRows(runs, batch.sample_rows, self._spec, self._decoder.product) if runs else None
+        hidden = self._decoder.hidden_states(step, own)
+        sampled = hidden[torch.from_numpy(batch.sample_rows).to(self._device)]
+        logits = torch.empty(len(sampled), self._spec.vocab_size, device=self._device)
+        if len(sampled):
+            self._decoder.logits(sampled, logits, own)
+        return logits
+
+    def _decode_shape(self, bucket: Bucket, table_width: int) -> StepShape:
+        size = bucket.num_sequences
+        cut = self._cut(size, bucket.max_rank, is_decode=True)
+        return StepShape(size, size, self._kernels.max_segments(size, size, cut) if cut else 0, table_width)
+
+    def _cut(self, num_tokens: int, max_rank: int, *, is_decode: bool) -> int:
+        """Rows per segment, or 0 where rows are taken one by one (or have no adapters at all)."""
+        if not max_rank or (is_decode and not self._deterministic):
+            return 0
+        return self._kernels.block_tokens(num_tokens, deterministic=self._deterministic)
+
+    def _segments(
+        self, batch: ForwardBatch, num_tokens: int, max_rank: int, *, is_decode: bool = True
+    ) -> NDArray[np.int32]:
+        cut = self._cut(num_tokens, max_rank, is_decode=is_decode)
+        if not cut:
+            return np.zeros((0, 3), np.int32)
+        found: NDArray[np.int32] = self._kernels.segments(batch.run_starts, batch.run_adapter_slots, cut)
+        return found
+
+    def _out_of_memory(self, error: Exception) -> OutOfDeviceMemory:
+        return OutOfDeviceMemory(
+            f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.memory_fraction, "
+            "num_kv_blocks, adapter_rank_rows or max_batch_tokens"
+        )
+
+
+def _check_layers(spec: ModelSpec) -> None:
+    first = spec.layers[0]
+    for index, layer in enumerate(spec.layers):
+        sizes = [
+            (one.attention.num_heads, one.attention.num_kv_heads, one.attention.head_dim) for one in (layer, first)
+        ]
+        if sizes[0] != sizes[1] or layer.mlp.intermediate_size != first.mlp.intermediate_size:
+            raise CheckpointError(f"layer {index} of {spec.name} differs in size from layer 0: not supported on a GPU")
+
+
+def _kv_memory(spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> KvMemory:
+    def empty() -> list[torch.Tensor]:
+        return [
+            torch.zeros(
+                num_blocks, layer.attention.num_kv_heads, block_size, layer.attention.head_dim, dtype=dtype,
+                device=device,
+            )
+            for layer in spec.layers
+        ]  # fmt: skip
+
+    return KvMemory(empty(), empty())
+
+
+__all__ = ["GpuBackend", "MemoryPlan"]

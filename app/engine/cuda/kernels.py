@@ -1,0 +1,48 @@
+"""The kernels behind the GPU decoder: Triton's, or the same in plain torch where there is no Triton to compile them.
+
+In: which form is wanted. Out: a `Kernels`. Both forms have the same signatures, so the decoder does not know which
+it has; tests run it with either on the CPU (Triton's through its interpreter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+KernelForm = Literal["triton", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One function per operation; see `app/kernels/<operation>/`."""
+
+    rms_norm: Callable[..., None]
+    gated: Callable[..., None]
+    rotate_and_write: Callable[..., None]
+    paged_attention: Callable[..., None]
+    add_lora_to_rows: Callable[..., None]
+    add_lora_to_runs: Callable[..., None]
+    block_tokens: Callable[..., int]
+    segments: Callable[..., Any]
+    max_segments: Callable[..., int]
+    fixed_linear: Callable[..., None]
+
+
+def load_kernels(form: KernelForm) -> Kernels:
+    """Import one form. ModuleNotFoundError if Triton is wanted and not installed."""
+    names = ("rows", "paged_attention", "bgmv", "sgmv", "matmul")
+    rows, attention, bgmv, sgmv, matmul = (import_module(f"app.kernels.{name}.{form}") for name in names)
+    return Kernels(
+        rms_norm=rows.rms_norm,
+        gated=rows.gated,
+        rotate_and_write=rows.rotate_and_write,
+        paged_attention=attention.paged_attention,
+        add_lora_to_rows=bgmv.add_lora,
+        add_lora_to_runs=sgmv.add_lora,
+        block_tokens=sgmv.block_tokens,
+        segments=sgmv.segments,
+        max_segments=sgmv.max_segments,
+        fixed_linear=matmul.linear,
+    )

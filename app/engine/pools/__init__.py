@@ -1,0 +1,1 @@
+"""Books over what a device holds: KV blocks and adapter rows."""

@@ -1,0 +1,1 @@
+"""Whose turn it is: admission, fairness, prefill beside decoding."""

@@ -1,0 +1,299 @@
+"""What the next step computes: continuous batching with chunked prefill.
+
+In: sequences to run or to end, and each step's output. Out: a `Schedule` per step and the chunks it
+produced. Every running sequence that decodes gets its token first; the rest of the token budget, no more than the pace
+of prefill allows beside them, is shared by prefill chunks and newly admitted sequences. When blocks run out the
+youngest gives all of its own back and is computed again later (preemption by recompute): the oldest
+always finishes, so everyone does. Arrays are the batch builder's, memory is the pools'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from app.engine.batch import ForwardOutput
+from app.engine.errors import AdapterOverflow, EngineFailure
+from app.engine.pools.adapter_pool import AdapterPool
+from app.engine.pools.kv_blocks import BlockPool
+from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
+from app.engine.scheduling.admission import AdapterWrite, Admission, Refusal
+from app.engine.scheduling.fair_queue import OUTPUT_PRICE, FairQueue
+from app.engine.scheduling.prefill_pace import PrefillPace
+from app.engine.scheduling.prefill_split import spend_rest, split_prefill
+from app.engine.sequence import Sequence, Status
+from app.engine.stats import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step: how many tokens of which sequences (neighbours share an adapter), after which writes.
+
+    `refusals`: adapters whose waiting sequences are to be ended.
+    """
+
+    items: list[tuple[Sequence, int]]
+    adapter_writes: list[AdapterWrite]
+    preempted: list[Sequence]
+    refusals: list[Refusal] = field(default_factory=list)
+
+    def without(self, sequences: set[str]) -> Schedule:
+        """The same step, some requests left out."""
+        return replace(self, items=[item for item in self.items if item[0].request_id not in sequences])
+
+
+class Scheduler:
+    """Waiting and running sequences of one engine."""
+
+    def __init__(
+        self,
+        blocks: BlockPool,
+        adapters: AdapterPool,
+        meter: Meter,
+        *,
+        max_batch_tokens: int,
+        max_batch_sequences: int,
+        max_write_bytes: int,
+        pace: PrefillPace,
+    ) -> None:
+        self._blocks = blocks
+        self._adapters = adapters
+        self._meter = meter
+        self._max_tokens = max_batch_tokens
+        self._max_sequences = min(max_batch_sequences, max_batch_tokens)  # each decodes one token per step
+        self._pace = pace
+        self._queue = FairQueue()
+        self._admission = Admission(self._queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
+        self._running: list[Sequence] = []  # by order, oldest first
+        self._live: dict[str, Sequence] = {}
+        self._num_live_of: dict[str, int] = {}  # adapter digest -> live sequences
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def num_live_of(self, digest: str) -> int:
+        """Live sequences of an adapter, waiting ones included."""
+        return self._num_live_of.get(digest, 0)
+
+    def add(self, sequence: Sequence) -> TokenChunk | None:
+        """Queue a sequence. One that was already complete when it was resumed is answered at once."""
+        reason = sequence.finish_reason()
+        if reason is not None:
+            sequence.status = Status.FINISHED
+            return self._last_chunk(sequence, reason)
+        self._live[sequence.request_id] = sequence
+        if sequence.adapter_digest is not None:
+            self._num_live_of[sequence.adapter_digest] = self._num_live_of.get(sequence.adapter_digest, 0) + 1
+        self._queue.push(sequence)
+        self._admission.reopen()
+        return None
+
+    def end(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> TokenChunk | None:
+        """End a live sequence early and give back what it holds; None if there is none (it has just finished)."""
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+            self._give_back(sequence)
+        else:
+            self._admission.leave(sequence)
+        self._meter.num_aborted += 1
+        self._forget(sequence)
+        return self._last_chunk(sequence, reason, error=error)
+
+    def reopen(self) -> None:
+        """What the adapter tables hold has changed: waiting sequences may start, or are to be refused."""
+        self._admission.reopen()
+
+    def live_of(self, digest: str) -> list[str]:
+        """Request ids of an adapter's live sequences."""
+        return [request_id for request_id, sequence in self._live.items() if sequence.adapter_digest == digest]
+
+    def schedule(self) -> Schedule:
+        """Plan one step. Blocks for every planned token are held afterwards."""
+        items: list[tuple[Sequence, int]] = []
+        preempted: list[Sequence] = []
+        prefills: list[Sequence] = []
+        block_size = self._blocks.block_size
+        index = 0
+        while index < len(self._running):
+            sequence = self._running[index]
+            index += 1
+            if sequence.num_tokens - sequence.num_computed > 1:
+                prefills.append(sequence)
+                continue
+            if sequence.num_computed == sequence.num_blocks * block_size and not self._grow(sequence, preempted):
+                continue
+            items.append((sequence, 1))
+        budget = self._pace.max_tokens(len(items), self._max_tokens - len(items))
+        prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
+        counts = split_prefill(prefills, budget, self._queue.waiting_tenants())
+        budget -= sum(counts)
+        writes: list[AdapterWrite] = []
+        refusals: list[Refusal] = []
+        if budget > 0 and not preempted:
+            room = self._max_sequences - len(self._running)
+            admitted, writes, refusals = self._admission.admit(room, budget, len(self._running))
+            for sequence in admitted:
+                count = min(sequence.num_pending, budget)
+                items.append((sequence, count))
+                budget -= count
+            if admitted:
+                self._running += admitted
+                self._running.sort(key=_order)
+        spend_rest(prefills, counts, budget)
+        items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
+        assert items or refusals or not self._queue, "with nothing running, the first in the queue always fits"
+        items.sort(key=_adapter_slot)
+        return Schedule(items, writes, preempted, refusals)
+
+    def commit(self, plan: Schedule, output: ForwardOutput) -> list[TokenChunk]:
+        """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token.
+
+        A sequence whose output overflowed ends with an error, and what it computed in this step is not shared.
+        """
+        chunks: list[TokenChunk] = []
+        drawn = output.token_ids.tolist()
+        block_size = self._blocks.block_size
+        row = 0
+        num_finished = 0
+        for sequence, count in plan.items:
+            before = sequence.num_computed
+            after = sequence.num_computed = before + count
+            self._meter.num_tokens_computed += count
+            if after == sequence.num_tokens and row in output.overflowed:
+                row += 1
+                ended = self.end(sequence.request_id, "error", _overflow(sequence))
+                assert ended is not None, "it was running"
+                chunks.append(ended)
+                continue
+            if before // block_size != after // block_size:
+                self._publish(sequence, before // block_size, after // block_size)
+            if after < sequence.num_tokens:
+                continue
+            token_id = drawn[row]
+            sequence.append(token_id)
+            self._meter.generated(sequence.tenant_id)
+            self._queue.charge(sequence, OUTPUT_PRICE)
+            logprobs = _logprobs(output, row, token_id) if sequence.wants_logprobs else ()
+            row += 1
+            if token_id in sequence.stop_ids or sequence.num_tokens - sequence.num_prompt >= sequence.max_tokens:
+                reason = sequence.finish_reason()
+                assert reason is not None
+                num_finished += 1
+                self._give_back(sequence)
+                self._forget(sequence)
+                chunks.append(self._last_chunk(sequence, reason, (token_id,), logprobs))
+            else:
+                usage = sequence.usage() if sequence.num_tokens == sequence.num_given + 1 else None
+                chunks.append(TokenChunk(sequence.request_id, (token_id,), logprobs, usage=usage))
+        assert row == len(drawn), "the backend drew a token for every sample row and no other"
+        if num_finished:
+            self._running = [sequence for sequence in self._running if sequence.status is Status.RUNNING]
+            self._meter.num_finished += num_finished
+            self._queue.forget_absent({sequence.tenant_id for sequence in self._running})
+        self._meter.num_steps += 1
+        return chunks
+
+    def check(self) -> None:
+        """Assert that blocks, pins and counts are accounted for; for tests."""
+        self._blocks.check()
+        self._adapters.check()
+        assert len(self._running) + len(self._queue) == len(self._live)
+        assert self._running == sorted(self._running, key=_order)
+        held: dict[int, int] = {}
+        pins: dict[str, int] = {}
+        for sequence in self._running:
+            assert sequence.status is Status.RUNNING
+            for block in sequence.held_blocks():
+                held[block] = held.get(block, 0) + 1
+            if sequence.adapter_digest is not None:
+                pins[sequence.adapter_digest] = pins.get(sequence.adapter_digest, 0) + 1
+        assert {b: n for b, n in enumerate(self._blocks.num_refs()) if n} == held
+        assert {entry.digest: entry.num_pins for entry in self._adapters.residents() if entry.num_pins} == pins
+        assert sum(self._num_live_of.values()) == sum(1 for s in self._live.values() if s.adapter is not None)
+
+    def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
+        """One more block, from the free ones or from the youngest; False if it had to give way itself."""
+        while True:
+            blocks = self._blocks.allocate(1)
+            if blocks is not None:
+                sequence.add_blocks(blocks)
+                return True
+            victim = self._running.pop()
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is sequence:
+                return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._give_back(sequence)
+        sequence.forget_memory()
+        sequence.status = Status.WAITING
+        self._queue.push_preempted(sequence)
+        self._meter.num_preemptions += 1
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        hashes = sequence.extend_hashes(end)
+        for index in range(first, end):
+            self._blocks.publish(int(sequence.block_table[index]), hashes[index], sequence.block_bytes(index))
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Return blocks and pin of a sequence that stops running; its order of arrival is kept."""
+        self._blocks.release(sequence.held_blocks())
+        if sequence.adapter_digest is not None:
+            self._adapters.release(sequence.adapter_digest)
+        self._admission.reopen()
+
+    def _forget(self, sequence: Sequence) -> None:
+        sequence.status = Status.FINISHED
+        sequence.adapter = None  # the batch builder may remember the sequence for as long as nothing runs
+        del self._live[sequence.request_id]
+        digest = sequence.adapter_digest
+        if digest is not None:
+            self._num_live_of[digest] -= 1
+            if not self._num_live_of[digest]:
+                del self._num_live_of[digest]
+
+    def _last_chunk(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        *,
+        error: Exception | None = None,
+    ) -> TokenChunk:
+        matched_stop = sequence.matched_stop() if reason == "stop" else None
+        return TokenChunk(sequence.request_id, token_ids, logprobs, reason, matched_stop, sequence.usage(), error)
+
+
+def _order(sequence: Sequence) -> int:
+    assert sequence.order is not None, "a running sequence was admitted"
+    return sequence.order
+
+
+def _adapter_slot(item: tuple[Sequence, int]) -> int:
+    return item[0].adapter_slot
+
+
+def _overflow(sequence: Sequence) -> Exception:
+    """Why a sequence ends whose next token cannot be told."""
+    where = f"is no finite number after {sequence.num_tokens} tokens"
+    adapter = sequence.request.adapter
+    if adapter is None:
+        return EngineFailure(f"the output of the base model {where}")
+    return AdapterOverflow(
+        f"the output of adapter {adapter.name!r} {where}: its values are too large; lower alpha or train it again"
+    )
+
+
+def _logprobs(output: ForwardOutput, row: int, token_id: int) -> tuple[TokenLogprobs, ...]:
+    top = output.top_logprobs[row]
+    pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
+    return (TokenLogprobs(token_id, float(output.logprobs[row]), pairs),)

@@ -1,1 +1,0 @@
-"""The torch engine: CPU through compiled kernels, CUDA through Triton."""

@@ -1,0 +1,129 @@
+"""A linear module with everything adapters do to it, on the CPU: one pass over the columns.
+
+In: rows, packed weights, what `shrink` left, and the extras of the batch's adapters. Out: base product, bias, deltas
+and own columns, piece by piece of the columns, so that each is still in the cache when the next is added. Every row's
+bits are those it has alone: each part adds in one fixed order, and touches no rows but its own adapter's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.kernels.extras.cpu import ExtraTables, own_columns, put_back, set_aside
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.team import count_pieces, leave, piece, take
+from app.kernels.matmul.cpu import NO_FETCH, PANEL, panels_per_piece
+from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
+from app.kernels.rows.cpu import activate
+from app.kernels.sgmv.cpu import expand_panels
+from app.kernels.sgmv.fetching import MOST_BLOCKS, list_fetch, shrink_ranges
+
+Floats = NDArray[np.float32]
+
+#: Panels of one piece of a product with deltas: four at a time took a quarter longer to read rows from memory.
+_ADAPTED_PANELS = 12
+
+
+class Own(NamedTuple):
+    """Extras of one layer's product: its first module, and the runs that have them (none: nothing is done)."""
+
+    tables: ExtraTables
+    layer: int | np.int64
+    module: int | np.int64
+    runs: NDArray[np.int64]
+    kept: Floats
+
+
+@compiled
+def _fill(out, bias, first, end, accumulate):
+    """Start columns first to end of a product from their bias; returns whether the product adds to them."""
+    if bias.shape[0] == 0:
+        return accumulate
+    for t in range(out.shape[0]):
+        for i in range(first, end):
+            out[t, i] = out[t, i] + bias[i] if accumulate else bias[i]
+    return True
+
+
+@compiled
+def _panels_per_piece(num_rows, num_panels, runs):
+    """As `panels_per_piece`; with adapters more at a time, for their rows are read fastest in long pieces."""
+    size = panels_per_piece(num_rows, num_panels)
+    return max(size, _ADAPTED_PANELS) if runs.shape[0] > 0 else size
+
+
+@compiled
+def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places, upcoming, own, out):
+    """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
+
+    The modules lie side by side in w and out. upcoming: the `NextShrink`. One phase.
+    """
+    num_panels, done = num_panels_of(w), 0
+    has_own = own.runs.shape[0] > 0
+    size = _panels_per_piece(x.shape[0], num_panels, runs)
+    num_pieces = count_pieces(num_panels, size)
+    blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
+    soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, num_panels, size)
+        if runs.shape[0] > 0:
+            soon = shrink_ranges(upcoming, runs, places) if done == 0 else soon
+            fetch = list_fetch(tables, ranks, runs, places, first, end, num_panels, soon, blocks)
+        if accumulate and has_own:
+            set_aside(own.tables, own.layer, own.module, own.runs, first, end, out, own.kept)
+        adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
+        multiply_any_panels(x, w, first, end, out, adds, fetch)
+        if runs.shape[0] > 0:
+            at = 0
+            for n in range(ranks.shape[1]):
+                width = tables[n].shape[1] // PANEL
+                low, high = max(first - at, 0), min(end - at, width)
+                if low < high:
+                    expand_panels(h, n, tables, ranks, runs, places, low, high, out, at)
+                    if has_own:
+                        own_columns(x, own.tables, own.layer, own.module + n, own.runs, low, high, out, at)
+                at += width
+        if accumulate and has_own:
+            put_back(own.tables, own.layer, own.module, own.runs, first, end, own.kept, out)
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
+
+
+@compiled
+def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, upcoming, own, gelu, gate_up, gated):
+    """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
+
+    w holds the panels of gate, then those of up; the rest as in `project`.
+    """
+    num_panels, done = num_panels_of(w) // 2, 0
+    width = num_panels * PANEL
+    size = _panels_per_piece(2 * x.shape[0], num_panels, runs)
+    num_pieces = count_pieces(num_panels, size)
+    blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
+    soon, fetch = np.empty((0, 2), np.int64), NO_FETCH
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, num_panels, size)
+        if runs.shape[0] > 0 and done == 0:
+            soon = shrink_ranges(upcoming, runs, places)
+        for n in range(2):
+            at = n * num_panels
+            if runs.shape[0] > 0:
+                both = 2 * num_panels
+                fetch = list_fetch(tables, ranks, runs, places, at + first, at + end, both, soon, blocks)
+            last = min((at + end) * PANEL, bias.shape[0])
+            adds = _fill(gate_up, bias, (at + first) * PANEL, last, False)
+            multiply_any_panels(x, w, at + first, at + end, gate_up, adds, fetch)
+            if runs.shape[0] > 0:
+                expand_panels(h, n, tables, ranks, runs, places, first, end, gate_up, at)
+            if own.runs.shape[0] > 0:
+                own_columns(x, own.tables, own.layer, own.module + n, own.runs, first, end, gate_up, at)
+        activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)

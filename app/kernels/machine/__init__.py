@@ -1,0 +1,1 @@
+"""How CPU kernels are compiled, vectorised, given threads and memory."""

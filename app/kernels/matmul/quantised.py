@@ -1,0 +1,212 @@
+"""Weights stored in 8 bits, multiplied in float32: a quarter of the bytes where reading them is the limit.
+
+A column's weights are taken in groups of 32 along the sum; each group stores a float32 scale and offset
+and one byte per weight: w = scale * q + offset, one fused multiply-add. For one tile of rows that happens in
+registers; with more the first of them leave what they expanded, a chunk at a time, to the others. Either way sums are
+added in the order of `app.kernels.machine.simd`, so bits are as independent of company as there, and equal to those of
+float32 storage of the expanded values.
+
+How weights come into this form, and which lose nothing by it: `_storing`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+from numpy.typing import NDArray
+
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.simd import CHUNK, GROUP, expand_bytes, multiply_and_expand_tile, multiply_bytes_tile
+from app.kernels.machine.team import leave, take
+from app.kernels.matmul.cpu import (
+    MOST_ROWS,
+    PANEL,
+    count_steps,
+    fetch_rate,
+    multiply_columns,
+    multiply_panels,
+    tile_rows,
+)
+
+_plain_tile = multiply_bytes_tile(MOST_ROWS, fetches=False)
+_fetching_tile = multiply_bytes_tile(MOST_ROWS, fetches=True)
+_expanding_tile = multiply_and_expand_tile(MOST_ROWS)
+
+
+class Quantised(NamedTuple):
+    """levels: [..., P, K, 16] uint8; scales, offsets: [..., P, ceil(K / 32), 16] float32."""
+
+    levels: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    offsets: NDArray[np.float32]
+
+
+@compiled
+def expand_panel(levels, scales, offsets, out):
+    """out[k, c] = scales[k // 32, c] * levels[k, c] + offsets[k // 32, c]; [K, 16] float32 in place."""
+    _expand(levels.ctypes.data, scales.ctypes.data, offsets.ctypes.data, levels.shape[0], out.ctypes.data)
+
+
+@compiled
+def _expand(levels, scales, offsets, depth, out):
+    """`expand_panel` of addresses."""
+    for first in range(0, depth, GROUP):
+        at = first // GROUP * PANEL * 4
+        expand_bytes(
+            levels + first * PANEL, scales + at, offsets + at, min(GROUP, depth - first), out + first * PANEL * 4
+        )
+
+
+@compiled
+def _plain(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate):
+    """One panel with up to `MOST_ROWS` rows."""
+    _plain_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, 0, 0, 0)
+
+
+@compiled
+def _fetching(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate):
+    """`_plain`, asking for blocks. A function of its own: the other is faster without this beside it."""
+    _fetching_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, blocks, step, rate)
+
+
+@compiled
+def _expanding(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, expanded):
+    """A chunk of `_plain` that leaves its weights in `expanded` [depth, 16]."""
+    _expanding_tile(rows, x, x_row, levels, scales, offsets, depth, out, out_row, accumulate, expanded)
+
+
+@compiled
+def multiply_quantised_panels(x, w, first, end, out, accumulate, fetch):
+    """As `app.kernels.matmul.cpu.multiply_panels` with the packed weights in 8 bits."""
+    num_rows, depth = x.shape
+    x_row, out_row, num_groups = x.strides[0] // 4, out.strides[0] // 4, w.scales.shape[1]
+    rows = tile_rows(num_rows)
+    left, x_left = num_rows - rows, x.ctypes.data + rows * x_row * 4
+    num_steps = count_steps(left, end - first, depth) if left > 0 else (end - first) * depth
+    blocks, rate = fetch.blocks, fetch_rate(fetch, num_steps)
+    scratch, step = np.empty((CHUNK, PANEL), np.float32), 0
+    for panel in range(first, end):
+        levels = w.levels.ctypes.data + panel * depth * PANEL
+        scales = w.scales.ctypes.data + panel * num_groups * PANEL * 4
+        offsets = w.offsets.ctypes.data + panel * num_groups * PANEL * 4
+        to = out.ctypes.data + panel * PANEL * 4
+        if left == 0 and rate == 0:
+            _plain(rows, x.ctypes.data, x_row, levels, scales, offsets, depth, to, out_row, accumulate)
+        elif left == 0:
+            _fetching(
+                rows, x.ctypes.data, x_row, levels, scales, offsets, depth, to, out_row, accumulate, blocks, step, rate
+            )
+            step += depth
+        else:
+            for start in range(0, max(depth, 1), CHUNK):
+                count, grid, adds = min(CHUNK, depth - start), start // GROUP * PANEL * 4, accumulate or start > 0
+                _expanding(
+                    rows, x.ctypes.data + start * 4, x_row, levels + start * PANEL, scales + grid, offsets + grid,
+                    count, to, out_row, adds, scratch.ctypes.data,
+                )  # fmt: skip
+                multiply_columns(
+                    x_left + start * 4, scratch.ctypes.data, PANEL, 0, 1, count, to + rows * out_row * 4, adds, left,
+                    x_row, out_row, 0, False, blocks, step, rate,
+                )  # fmt: skip
+                step += count_steps(left, 1, count)
+
+
+#: The packed weights of all layers: float32 panels [L, P, K, 16], or 8-bit ones with the same leading axis.
+Stack = NDArray[np.float32] | Quantised
+
+
+def layer_panels(stack, layer):
+    """The packed weights of one layer, of either kind."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(layer_panels)
+def _layer_panels(stack, layer):
+    if isinstance(stack, types.Array):
+        return lambda stack, layer: stack[layer]
+    return lambda stack, layer: Quantised(stack.levels[layer], stack.scales[layer], stack.offsets[layer])
+
+
+def num_panels_of(w):
+    """Panels of one layer's packed weights."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(num_panels_of)
+def _num_panels_of(w):
+    if isinstance(w, types.Array):
+        return lambda w: w.shape[0]
+    return lambda w: w.levels.shape[0]
+
+
+def multiply_any_panels(x, w, first, end, out, accumulate, fetch):
+    """`multiply_panels` for either kind of weights."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(multiply_any_panels)
+def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
+    if isinstance(w, types.Array):
+        return lambda x, w, first, end, out, accumulate, fetch: multiply_panels(
+            x, w, first, end, out, accumulate, fetch
+        )
+    return lambda x, w, first, end, out, accumulate, fetch: multiply_quantised_panels(
+        x, w, first, end, out, accumulate, fetch
+    )
+
+
+@compiled
+def _column(head, token, out):
+    panel, column = token // PANEL, token % PANEL
+    for i in range(out.shape[0]):
+        out[i] = head[0, panel, i, column]
+
+
+@compiled
+def _quantised_column(head, token, out):
+    panel, column = token // PANEL, token % PANEL
+    row = np.empty((GROUP, PANEL), np.float32)
+    depth = out.shape[0]
+    for group in range(head.scales.shape[2]):
+        first = group * GROUP
+        count = min(GROUP, depth - first)
+        expand_bytes(
+            head.levels[0, panel].ctypes.data + first * PANEL, head.scales[0, panel, group].ctypes.data,
+            head.offsets[0, panel, group].ctypes.data, count, row.ctypes.data,
+        )  # fmt: skip
+        for i in range(count):
+            out[first + i] = row[i, column]
+
+
+def _embedding_row(head, token, out):
+    """out[:] = column `token` of the tied head."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(_embedding_row)
+def _embedding_row_of(head, token, out):
+    if isinstance(head, types.Array):
+        return lambda head, token, out: _column(head, token, out)
+    return lambda head, token, out: _quantised_column(head, token, out)
+
+
+@compiled
+def embed(team, phase, token_ids, embedding, head, out):
+    """out[t] = embedding row of token t. embedding: [V, H], or [0, H] to read the columns of `head` (a `Stack`).
+
+    One phase.
+    """
+    num_tokens, done = token_ids.shape[0], 0
+    t = take(team, phase)
+    while t < num_tokens:
+        if embedding.shape[0] > 0:
+            for i in range(out.shape[1]):
+                out[t, i] = embedding[token_ids[t], i]
+        else:
+            _embedding_row(head, token_ids[t], out[t])
+        done += 1
+        t = take(team, phase)
+    return leave(team, phase, num_tokens, done)

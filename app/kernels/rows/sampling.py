@@ -1,0 +1,165 @@
+"""Drawing tokens on the CPU, one row of logits at a time: the row's parameters, and nothing else.
+
+Randomness is a counter: the uniform number of a draw is a hash of (seed, position), so a request
+draws the same token alone or in any batch, and again after a restart elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.team import leave, take
+from app.kernels.rows.cpu import exp_float32
+
+
+@compiled
+def _mix(x):
+    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014), on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@compiled
+def uniform(seed, position):
+    """A float64 in [0, 1) from (seed uint64, position int64)."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    key = _mix(np.uint64(seed) + golden)
+    bits = _mix(key ^ _mix(np.uint64(position) + golden + golden))
+    return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@compiled
+def row_maximum(row):
+    """(maximum, first index that has it)."""
+    lanes = np.empty(16, np.float32)
+    lanes[:] = row[0]
+    whole = row.shape[0] // 16 * 16
+    for i in range(0, whole, 16):
+        for lane in range(16):
+            lanes[lane] = max(lanes[lane], row[i + lane])
+    top = lanes[0]
+    for lane in range(1, 16):
+        top = max(top, lanes[lane])
+    for i in range(whole, row.shape[0]):
+        top = max(top, row[i])
+    for i in range(row.shape[0]):
+        if row[i] == top:
+            return top, i
+    return top, 0
+
+
+@compiled
+def log_sum_exp(row, top):
+    """log(sum(exp(row))) as float64, `top` being the row's maximum; eight fixed lanes."""
+    lanes = np.zeros(8, np.float64)
+    whole = row.shape[0] // 8 * 8
+    for i in range(0, whole, 8):
+        for lane in range(8):
+            lanes[lane] += exp_float32(row[i + lane] - top)
+    for i in range(whole, row.shape[0]):
+        lanes[0] += exp_float32(row[i] - top)
+    total = 0.0
+    for lane in range(8):
+        total += lanes[lane]
+    return np.float64(top) + math.log(total)
+
+
+@compiled
+def _cutoff_top_k(p, k):
+    """The k-th largest value of p."""
+    return np.partition(p, p.shape[0] - k)[p.shape[0] - k]
+
+
+@compiled
+def _cutoff_top_p(p, floor, top_p):
+    """The smallest value in the smallest set of largest values (of those >= floor) with mass >= top_p.
+
+    Holtzman et al. 2020. Candidates are taken in widening bands below the maximum (1.0), so that
+    a peaked distribution sorts a few dozen values, not the vocabulary.
+    """
+    mass = 0.0
+    for i in range(p.shape[0]):
+        if p[i] >= floor:
+            mass += p[i]
+    wanted = top_p * mass
+    band = np.float32(0.1)
+    while True:
+        limit = max(band, floor)
+        held, count = 0.0, 0
+        for i in range(p.shape[0]):
+            if p[i] >= limit:
+                held += p[i]
+                count += 1
+        if held >= wanted or limit == floor or band == np.float32(0.0):
+            break
+        band = band * np.float32(0.1) if band > np.float32(1e-12) else np.float32(0.0)
+    candidates = np.empty(count, np.float32)
+    count = 0
+    for i in range(p.shape[0]):
+        if p[i] >= limit:
+            candidates[count] = p[i]
+            count += 1
+    candidates.sort()
+    held = 0.0
+    for i in range(count - 1, -1, -1):
+        held += candidates[i]
+        if held >= wanted:
+            return candidates[i]
+    return candidates[0]
+
+
+@compiled
+def draw(row, temperature, top_k, top_p, min_p, seed, position):
+    """One token from a row of logits [V]. temperature > 0. Filters apply in transformers' order:
+    temperature, top-k, top-p, min-p (Nguyen et al. 2024); values equal to a cut-off stay in."""
+    top, _ = row_maximum(row)
+    p = np.empty(row.shape[0], np.float32)
+    inverse = np.float32(1.0) / temperature
+    for i in range(row.shape[0]):
+        p[i] = exp_float32((row[i] - top) * inverse)
+    floor = np.float32(0.0)
+    if 0 < top_k < row.shape[0]:
+        floor = _cutoff_top_k(p, top_k)
+    if top_p < np.float32(1.0):
+        floor = max(floor, _cutoff_top_p(p, floor, top_p))
+    floor = max(floor, min_p)
+    mass = 0.0
+    for i in range(p.shape[0]):
+        if p[i] >= floor:
+            mass += p[i]
+    target = uniform(seed, position) * mass
+    held, last = 0.0, 0
+    for i in range(p.shape[0]):
+        if p[i] >= floor and p[i] > np.float32(0.0):
+            held += p[i]
+            last = i
+            if held > target:
+                return i
+    return last
+
+
+@compiled
+def sample_rows(
+    team, phase, logits, temperature, top_k, top_p, min_p, seeds, positions, wants_logprob, tokens, normalisers
+):  # fmt: skip
+    """tokens[p] = the token of row p; normalisers[p] = its log-sum-exp where wanted. Both in place. One phase.
+
+    logits: [P, V] float32; the rest [P]; temperature 0 is greedy, ties to the smallest id.
+    """
+    num_rows, done = logits.shape[0], 0
+    p = take(team, phase)
+    while p < num_rows:
+        top, best = row_maximum(logits[p])
+        if wants_logprob[p]:
+            normalisers[p] = log_sum_exp(logits[p], top)
+        if temperature[p] == np.float32(0.0):
+            tokens[p] = best
+        else:
+            tokens[p] = draw(logits[p], temperature[p], top_k[p], top_p[p], min_p[p], seeds[p], positions[p])
+        done += 1
+        p = take(team, phase)
+    return leave(team, phase, num_rows, done)

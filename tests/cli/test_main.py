@@ -1,0 +1,103 @@
+"""The `polylora` command and the settings inside a Serve application file."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.cli.main import ProgressLine, main
+from app.cli.settings_file import read_settings
+from app.config import DEFAULT_MODEL_URI, load_config
+from app.engine.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_config(path: Path, **model: str) -> Path:
+    content = {"applications": [{"name": "a", "import_path": "app.main:build", "args": {"model": model}}]}
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_fetch_says_what_it_has(demo_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "c.yaml", uri=str(demo_gguf), name="demo")
+    assert main(["fetch", "--config", str(config)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("demo: llama, 30 layers of 576, digest ")
+    assert str(demo_gguf) in out
+
+
+def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "c.yaml", uri=str(tmp_path / "absent"))
+    assert main(["fetch", "--config", str(config)]) == 1
+    assert capsys.readouterr().err == f"polylora fetch: no base model at {tmp_path / 'absent'}\n"
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"# caf\xe9\napplications: []\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml is not UTF-8 \(byte 5\)"):
+        read_settings(path)
+
+
+def test_a_home_directory_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "c.yaml", uri="~nobody-of-this-name/model")
+    assert main(["fetch", "--config", str(config)]) == 1
+    assert capsys.readouterr().err.startswith("polylora fetch: ~nobody-of-this-name/model begins with a home directory")
+    adapters: dict[str, object]
+    for adapters in ({"roots": ["~nobody-of-this-name/x"]}, {"state_dir": "~nobody-of-this-name/x"}):
+        with pytest.raises(ConfigError, match="~nobody-of-this-name/x begins with a home directory"):
+            load_config({"adapters": adapters}, environ={})
+
+
+def test_fetch_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
+    code = (
+        "import sys; from app.cli.main import main\n"
+        f"assert main(['fetch', '--config', {str(write_config(tmp_path / 'c.yaml', uri=str(tmp_path)))!r}]) == 1\n"
+        "print(sorted({'torch', 'ray', 'fastapi', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=6000
+    )
+    assert done.stdout == "[]\n"
+    assert "config.json" in done.stderr
+
+
+def test_the_shipped_configuration_is_read() -> None:
+    assert read_settings(ROOT / "configs" / "serve.yaml").model.uri == DEFAULT_MODEL_URI
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("[]", "no list of applications"),
+        ("applications: []", "0 applications"),
+        ("applications: [{import_path: x}, 3]", "0 applications"),
+        ("applications: [{import_path: 'app.main:build', args: {modle: {}}}]", "modle"),
+        ("applications: [{import_path: 'app.main:build'}, {import_path: 'app.main:build'}]", "2 applications"),
+    ],
+)
+def test_a_file_without_our_settings_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_settings(tmp_path / "c.yaml")
+
+
+def test_progress_is_short_in_a_log_and_one_line_on_a_terminal() -> None:
+    log, terminal = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    for stream in (log, terminal):
+        with ProgressLine(stream) as line:
+            line.show("downloading", 0, None)
+            for done in range(101):
+                line.show("unpacking", done * 10**6, 10**8)
+    assert len(log.getvalue().splitlines()) == 6  # the download, then 0 to 100 % in quarters
+    assert "100.0 of 100.0 MB" in log.getvalue().splitlines()[-1]
+    assert terminal.getvalue().count("\n") == 2
+    assert terminal.getvalue().rstrip("\n").endswith("[########################] 100.0 of 100.0 MB\x1b[K")

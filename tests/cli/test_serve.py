@@ -1,0 +1,232 @@
+"""`polylora serve` before anything runs: what Ray is told, and what of Ray's inside is relied on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.cli import serve as serving
+from app.cli.ray_switches import (
+    HA_PROXY,
+    HA_PROXY_PORTS,
+    HA_PROXY_SWITCHES,
+    RAY_SWITCHES,
+    has_ha_proxy,
+    set_ray_switches,
+)
+from app.engine.errors import ConfigError
+from load_tests.service import serve_arguments
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_switches_are_added_and_never_overruled() -> None:
+    environ: dict[str, str] = {}
+    assert set_ray_switches(environ) is has_ha_proxy()
+    expected = RAY_SWITCHES + (HA_PROXY_SWITCHES if has_ha_proxy() else ())
+    assert environ == {name: value for name, value, _ in expected}
+    own = {name: "own" for name, _, _ in RAY_SWITCHES + HA_PROXY_SWITCHES} | {HA_PROXY: "0"}
+    before = dict(own)
+    assert set_ray_switches(own) is False
+    assert own == before
+    assert set_ray_switches({HA_PROXY: "1"}) is True
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in RAY_SWITCHES + HA_PROXY_SWITCHES])
+def test_this_version_of_ray_knows_the_switch(name: str) -> None:
+    """A switch that is renamed is ignored in silence."""
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None
+    assert ray.submodule_search_locations is not None
+    folder = Path(ray.submodule_search_locations[0])
+    parts = ("serve/_private", "_common/usage", "_private", "dashboard")
+    files = (file for part in parts for file in (folder / part).rglob("*.py"))
+    is_python = any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
+    assert is_python or f"{name}\0".encode() in (folder / "_raylet.so").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "default"), [(name, default) for name, default, _ in HA_PROXY_PORTS])
+def test_ray_s_ports_are_those_it_takes(name: str, default: int) -> None:
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None
+    assert ray.submodule_search_locations is not None
+    text = (Path(ray.submodule_search_locations[0]) / "serve/_private/constants.py").read_text(encoding="utf-8")
+    assert re.search(rf'"{name}", "?{default}"?\b', text)
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in HA_PROXY_PORTS])
+def test_a_port_of_ha_proxy_that_is_taken_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for other, _, _ in HA_PROXY_PORTS:
+        monkeypatch.setenv(other, "0")  # any
+    serving._check_ha_proxy_ports()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv(name, str(port))
+        with pytest.raises(ConfigError, match=rf":{port} .*set {name} to another"):
+            serving._check_ha_proxy_ports()
+
+
+def test_the_private_parts_of_serve_are_there() -> None:
+    """`serving` and the ingress use them; Ray's version is pinned, so a change arrives with a new pin only."""
+    code = """if True:
+        import inspect
+        from ray.serve._private import api
+        from ray.serve._private.client import ServeControllerClient
+        from ray.serve.context import _set_global_client
+        names = {"http_options", "proxy_location", "grpc_options", "controller_options"}
+        names |= {"global_logging_config", "global_tracing_config"}
+        assert names <= set(inspect.signature(api._create_controller_and_proxy_refs).parameters)
+        api._coerce_controller_options(None)
+        assert callable(ServeControllerClient.deploy_apps) and callable(_set_global_client)
+        from ray.serve.context import _check_cached_client_alive
+        from ray.serve._private.controller import ServeController
+        assert callable(_check_cached_client_alive) and callable(ServeController.graceful_shutdown)
+        from ray.serve._private.handle_options import InitHandleOptions
+        from ray.serve.handle import DeploymentHandle
+        assert InitHandleOptions(_run_router_in_separate_loop=False) and callable(DeploymentHandle._init)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def ray_inits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda **options: calls.append(options)))
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_a_ray_of_our_own_has_a_dashboard_when_asked(ray_inits: list[dict[str, Any]], dashboard: bool) -> None:
+    serving._start_ray(dashboard)
+    (options,) = ray_inits
+    assert options["include_dashboard"] is dashboard
+    assert "runtime_env" not in options
+    assert os.environ["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/elsewhere"
+
+
+def test_a_cluster_that_is_joined_is_told_where_we_import_from(
+    ray_inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    serving._start_ray(dashboard=True)
+    (options,) = ray_inits
+    assert "include_dashboard" not in options  # Ray refuses it: the cluster is there
+    assert options["runtime_env"] == {"env_vars": {"PYTHONPATH": f"{os.getcwd()}{os.pathsep}/elsewhere"}}
+    assert os.environ["PYTHONPATH"] == "/elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("application", "file", "expected"),
+    [
+        ({}, {}, "http://h:1/health"),
+        ({"route_prefix": "/"}, {}, "http://h:1/health"),
+        ({"route_prefix": "/llm"}, {"proxy_location": "EveryNode"}, "http://h:1/llm/health"),
+        ({"route_prefix": None}, {}, None),
+        ({}, {"proxy_location": "Disabled"}, None),
+    ],
+)
+def test_ready_is_asked_where_clients_come_in(
+    application: dict[str, Any], file: dict[str, Any], expected: str | None
+) -> None:
+    others = [{"import_path": "another:app"}, {"import_path": "app.main:build"} | application]
+    assert serving._health_url(file | {"applications": others}, "http://h:1") == expected
+
+
+def test_only_a_200_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # never asked for this machine's own door
+    statuses = iter([503, 200])
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(next(statuses))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/health"
+            assert not serving._answers(url)
+            assert serving._answers(url)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert not serving._answers(url)
+
+
+def test_make_installs_jax_for_the_configuration_that_needs_it() -> None:
+    for config, needs_it in (("configs/serve.yaml", False), ("configs/serve-jax.yaml", True)):
+        command = ["make", "--dry-run", "--always-make", "serve", f"CONFIG={config}"]
+        recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert (".[jax]" in recipe) is needs_it
+
+
+@pytest.mark.parametrize(
+    ("options", "port", "says"),
+    [
+        ("", 70_000, "port 70000"),
+        ("", 0, "port 0 "),
+        ("http_options: {port: '8734'}", None, "port '8734'"),
+        ("http_options: {port: 65536}", None, "port 65536"),
+        ("http_options: {port: true}", None, "port True"),
+        ("http_options: {port: }", None, "port None"),
+        ("http_options: {host: 5}", 8734, "host is 5"),
+        ("http_options: 8734", None, "http_options is 8734"),
+    ],
+)
+def test_an_address_that_is_none_is_told_before_anything_starts(
+    tmp_path: Path, options: str, port: int | None, says: str
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"{options}\napplications: [{{import_path: 'app.main:build'}}]\n")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        serving.serve_until_stopped(path, None, port, dashboard=False)
+
+
+def test_what_the_file_leaves_open_about_the_address_has_a_default() -> None:
+    for options in ({}, {"http_options": None}, {"http_options": {"host": None, "keep_alive_timeout_s": 5}}):
+        document: dict[str, Any] = dict(options)
+        assert serving._address(document, None, None) == ("127.0.0.1", 8000)
+        assert document["http_options"]["port"] == 8000
+    assert document["http_options"]["keep_alive_timeout_s"] == 5
+    assert serving._address({"http_options": {"host": "::", "port": 8734}}, None, None) == ("::", 8734)
+    assert serving._address({"http_options": {"host": "::", "port": 8734}}, "0.0.0.0", 8735) == ("0.0.0.0", 8735)
+
+
+def test_a_missing_jax_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "jax" else pytest.fail(name))
+    with pytest.raises(ConfigError, match=r"JAX is not installed: pip install 'polylora\[jax\]'"):
+        serving.serve_until_stopped(ROOT / "configs/serve-jax.yaml", None, None, dashboard=False)
+
+
+def test_measurements_start_the_service_as_make_does() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.search(r"^serve:.*\n\t@exec \$\(BIN\)/polylora (.*)$", makefile, re.MULTILINE)
+    assert recipe is not None
+    words = recipe[1].replace("$(if $(DASHBOARD),--dashboard)", "")
+    for name, value in (("CONFIG", "configs/serve.yaml"), ("HOST", "127.0.0.1"), ("PORT", "8000")):
+        assert re.search(rf"^{name} \?= {re.escape(value)}$", makefile, re.MULTILINE)
+        words = words.replace(f"$({name})", value)
+    assert shlex.split(words) == serve_arguments("configs/serve.yaml", 8000)

@@ -1,0 +1,231 @@
+"""One round of the fuzz for bit identity: requests alone, and the same requests in company.
+
+Requests of all kinds are first run alone: one at a time, in an engine with room for everything and one
+thread. Then they run together in engines of random shape: blocks, chunks and batches of random
+sizes, one or two threads, memory tight enough for preemption and for adapters (in float32 and in bfloat16, plain, and
+with whole matrices, norms, scales, biases or token rows of their own) to evict each other, prefix caches that hit,
+aborts and unloads in between, and streams that resume in the middle. Zero differing bits are
+allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.backend import Backend
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
+from tests.engine.adapters.making import random_adapter, with_random_extras
+from tests.engine.cuda.grids import on_grids
+
+RANKS = (1, 3, 8, 16, 24, 40)
+
+
+class Case(NamedTuple):
+    request: GenerateRequest
+    adapter: LoraAdapter | None
+
+
+class Result(NamedTuple):
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: str | None
+
+
+def _spec() -> ModelSpec:
+    rope = RopeSpec(tuple((10000.0 ** -(np.arange(0, 24, 2) / 24)).tolist()))
+    whole = AttentionSpec(6, 2, 24, 24**-0.5, rope, qkv_bias=True)
+    windowed = dataclasses.replace(whole, window=21)
+    mlp = MlpSpec(72)
+    return ModelSpec(
+        "fuzz", "llama", "base", 120, 40, 256, 1e-5, True, (LayerSpec(whole, mlp), LayerSpec(windowed, mlp)), 1, (2,)
+    )
+
+
+def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    generator = np.random.default_rng(seed)
+
+    def weight(*shape: int, centre: float = 0.0) -> np.ndarray:
+        """Matrices lie on grids, as quantised checkpoints' do: the CPU engine may store them in 8 bits."""
+        values = (centre + generator.standard_normal(shape) * 0.3).astype(np.float32)
+        return on_grids(values, 4) if values.ndim == 2 else values
+
+    yield "model.embed_tokens.weight", weight(spec.vocab_size, spec.hidden_size)
+    yield "model.norm.weight", weight(spec.hidden_size, centre=1.0)
+    for layer in range(len(spec.layers)):
+        for target in TARGETS:
+            d_in, d_out = spec.target_shape(layer, target)
+            module = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            yield f"model.layers.{layer}.{module}.{target}.weight", weight(d_out, d_in)
+            if target in ("q_proj", "k_proj", "v_proj"):
+                yield f"model.layers.{layer}.self_attn.{target}.bias", weight(d_out)
+        yield f"model.layers.{layer}.input_layernorm.weight", weight(spec.hidden_size, centre=1.0)
+        yield f"model.layers.{layer}.post_attention_layernorm.weight", weight(spec.hidden_size, centre=1.0)
+
+
+def _sampling(generator: np.random.Generator) -> SamplingParams:
+    settings = SamplingParams(
+        max_tokens=int(generator.integers(1, 24)),
+        temperature=0.0,
+        seed=int(generator.integers(2**63)),
+        num_logprobs=[None, 0, 3][int(generator.integers(3))],
+        ignore_eos=bool(generator.integers(2)),
+    )
+    kind = generator.integers(4)
+    if kind == 1:
+        settings = dataclasses.replace(settings, temperature=0.9, top_p=0.9)
+    elif kind == 2:
+        settings = dataclasses.replace(settings, temperature=1.3, top_k=20, min_p=0.02)
+    elif kind == 3:
+        settings = dataclasses.replace(
+            settings, temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2
+        )
+    return settings
+
+
+def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[Case]:
+    adapters: list[LoraAdapter | None] = [None, None]
+    for rank, dtype in zip(RANKS, ("F32", "BF16", "BF16", "F32", "BF16", "F32"), strict=True):
+        targets = TARGETS if rank % 3 else [t for t in TARGETS if generator.integers(2)] or ["v_proj"]
+        adapters.append(random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3, dtype=dtype))
+    for rank, dtype in ((1, "BF16"), (8, "F32"), (16, "BF16"), (24, "F32")):
+        targets = [t for t in TARGETS if generator.integers(2)] or ["o_proj"]
+        plain = random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3, dtype=dtype)
+        adapters.append(with_random_extras(plain, spec, generator))
+    prefixes = [tuple(generator.integers(3, 120, n).tolist()) for n in (0, 16, 40, 64)]
+    cases = []
+    for index in range(count):
+        adapter = adapters[int(generator.integers(len(adapters)))]
+        tail = tuple(generator.integers(3, 120, int(generator.integers(1, 50))).tolist())
+        request = GenerateRequest(
+            request_id=f"r{index}",
+            token_ids=prefixes[int(generator.integers(len(prefixes)))] + tail,
+            sampling=_sampling(generator),
+            adapter=None if adapter is None else AdapterRef(f"a{adapter.card.max_rank}", adapter.card.digest),
+            tenant_id=f"t{index % 3}",
+            cache_salt=bytes([index % 2]),
+        )
+        cases.append(Case(request, adapter))
+    return cases
+
+
+def _run(
+    engine: Engine, cases: list[Case], aborted: set[str], generator: np.random.Generator | None
+) -> dict[str, Result]:
+    """Step until everything has ended; with a generator, requests arrive over time and adapters are unloaded."""
+    waiting, live = list(reversed(cases)), 0
+    tokens: dict[str, list[int]] = {c.request.request_id: [] for c in cases}
+    logprobs: dict[str, list[TokenLogprobs]] = {c.request.request_id: [] for c in cases}
+    reasons: dict[str, str | None] = {}
+    while waiting or live:
+        for _ in range(len(waiting) if generator is None else min(len(waiting), int(generator.integers(0, 4)))):
+            case = waiting.pop()
+            engine.submit(case.request, case.adapter)
+            live += 1
+        if generator is not None and generator.integers(12) == 0:
+            digests = [c.adapter.card.digest for c in cases if c.adapter is not None]
+            if digests:
+                engine.drop_adapter(digests[int(generator.integers(len(digests)))])
+        if generator is not None and aborted and generator.integers(3) == 0:
+            engine.abort(sorted(aborted)[int(generator.integers(len(aborted)))])
+        for chunk in engine.step():
+            tokens[chunk.request_id] += chunk.token_ids
+            logprobs[chunk.request_id] += chunk.logprobs
+            if chunk.finish_reason is not None:
+                assert chunk.error is None, chunk.error
+                reasons[chunk.request_id] = chunk.finish_reason
+                live -= 1
+    engine.check()
+    return {key: Result(tuple(tokens[key]), tuple(logprobs[key]), reasons[key]) for key in tokens}
+
+
+def _random_config(
+    generator: np.random.Generator, settings: Mapping[str, Any], kv_tokens: Sequence[int]
+) -> EngineConfig:
+    def pick(*values: int) -> int:
+        return values[int(generator.integers(len(values)))]
+
+    block_size = pick(16, 32, 48)
+    return EngineConfig(
+        num_threads=pick(1, 2),
+        block_size=block_size,
+        num_kv_blocks=pick(*kv_tokens) // block_size + 1,
+        adapter_rank_rows=pick(64, 96, 256),
+        max_adapter_slots=pick(2, 3, 8),
+        adapter_extra_bytes=pick(300_000, 450_000, 1 << 24),  # one adapter's extras always fit
+        max_batch_tokens=pick(8, 13, 32, 100, 256),
+        prefill_step_ms=pick(0, 1, 5, 100),
+        max_batch_sequences=pick(1, 3, 8, 32),
+        adapter_write_bytes_per_step=pick(1, 100_000, 1 << 24),
+        prefix_cache=bool(generator.integers(4)),
+        **settings,
+    )
+
+
+def disturbed(
+    make_backend: Callable[[ModelSpec, Iterator[tuple[str, np.ndarray]], EngineConfig], Backend],
+    settings: Mapping[str, Any],
+    *,
+    num_engines: int = 8,
+    kv_tokens: Sequence[int] = (138, 160, 240, 1600),
+) -> np.ndarray:
+    """One random set of requests, alone and in several engines; [batches, preemptions, evictions, cached tokens].
+
+    `settings` of the engine are the same everywhere, the others are drawn; KV memory for one of `kv_tokens`.
+    """
+    seed = int(np.random.default_rng().integers(2**31))
+    generator = np.random.default_rng(seed)
+    spec = _spec()
+    cases = _cases(generator, spec, 40)
+    roomy = EngineConfig(num_threads=1, num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False, **settings)
+    alone: dict[str, Result] = {}
+    backend = make_backend(spec, _tensors(spec, seed), roomy)
+    engine = Engine(backend, roomy)
+    for case in cases:
+        alone |= _run(engine, [case], set(), None)
+    backend.close()
+
+    seen = np.zeros(4, np.int64)
+    for _ in range(num_engines):
+        config = _random_config(generator, settings, kv_tokens)
+        backend = make_backend(spec, _tensors(spec, seed), config)
+        engine = Engine(backend, config)
+        chosen = [cases[i] for i in generator.permutation(len(cases))[: int(generator.integers(5, 41))]]
+        aborted = {c.request.request_id for c in chosen if generator.integers(10) == 0}
+        expected = {c.request.request_id: alone[c.request.request_id] for c in chosen}
+        for i, case in enumerate(chosen):
+            if generator.integers(5) == 0:
+                chosen[i], expected[case.request.request_id] = _resumed(case, alone, generator)
+        results = _run(engine, chosen, aborted, generator)
+        for key, result in results.items():
+            if result.finish_reason == "abort":
+                count = len(result.token_ids)
+                assert key in aborted
+                assert result.token_ids == expected[key].token_ids[:count], (seed, config)
+                assert result.logprobs == expected[key].logprobs[: len(result.logprobs)], (seed, config)
+            else:
+                assert result == expected[key], (seed, config, key)
+        stats = engine.stats()
+        seen += [stats.num_steps, stats.num_preemptions, stats.num_adapter_evictions, stats.num_cached_tokens]
+        backend.close()
+    return seen
+
+
+def _resumed(case: Case, alone: dict[str, Result], generator: np.random.Generator) -> tuple[Case, Result]:
+    """The same request after a crash: some tokens were sent already, the rest must follow."""
+    result = alone[case.request.request_id]
+    if len(result.token_ids) < 2:
+        return case, result
+    count = int(generator.integers(1, len(result.token_ids)))
+    request = dataclasses.replace(case.request, resume_token_ids=result.token_ids[:count])
+    return Case(request, case.adapter), Result(
+        result.token_ids[count:], result.logprobs[count:] if result.logprobs else (), result.finish_reason
+    )

@@ -1,0 +1,24 @@
+"""The property: a request's tokens and log-probabilities are the same bits alone and in any company.
+
+`company.py` says what company; zero differing bits are allowed, over at least `MIN_BATCHES` batches in all. Its weights
+are such that `auto` takes 8 bits for all of them, so both ways to store weights are tested.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from app.engine.cpu.backend import CpuBackend
+from tests.engine.company import disturbed
+
+MIN_BATCHES = 2500
+
+
+@pytest.mark.parametrize("weight_storage", ["float32", "auto"])
+def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(weight_storage: str) -> None:
+    disturbances = np.zeros(4, np.int64)
+    while disturbances[0] < MIN_BATCHES or (not disturbances.all() and disturbances[0] < 10 * MIN_BATCHES):
+        disturbances += disturbed(CpuBackend, {"weight_storage": weight_storage})
+    # The company was not merely polite: everything that could disturb a request has happened.
+    assert disturbances.all(), dict(zip(("batches", "preemptions", "evictions", "hits"), disturbances, strict=True))

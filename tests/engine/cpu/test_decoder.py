@@ -1,0 +1,42 @@
+"""The CPU decoder against transformers, family by family, through block tables and chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.engine.config import EngineConfig
+from app.engine.cpu.backend import CpuBackend
+from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from tests.engine.checkpoints import FAMILIES, save, tiny_model
+from tests.engine.logits_check import NUM_BLOCKS, check_family
+from tests.kernels.machine.test_memory_pages import num_absent_pages
+
+CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=64, max_batch_tokens=256, max_batch_sequences=8)
+LENGTHS = (1, 37, 70)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, tmp_path: Path) -> None:
+    def make_backend(checkpoint: Checkpoint) -> CpuBackend:
+        return CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
+
+    def chunk_end(generator: np.random.Generator, start: int) -> int:
+        return min(LENGTHS[2], start + int(generator.integers(1, 30)))
+
+    check_family(family, tmp_path, make_backend, LENGTHS, chunk_end)
+
+
+def test_kv_memory_is_there_before_tokens_come_to_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    checkpoint = load_checkpoint(save(tiny_model("llama"), tmp_path))
+    config = CONFIG.model_copy(update={"num_kv_blocks": 32768})
+    backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), config)
+    backend._pages.wait()
+    for memory in (backend._k_memory, backend._v_memory):
+        assert memory.nbytes > 1 << 25, "so large that it cannot be what a former array has left"
+        assert num_absent_pages(memory) == 0
+    backend.close()

@@ -1,0 +1,47 @@
+"""An adapter whose values are too large for float32 ends its own requests; nobody else's tokens change."""
+
+from __future__ import annotations
+
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.config import EngineConfig
+from app.engine.cpu.backend import CpuBackend
+from app.engine.engine import Engine
+from app.engine.errors import AdapterOverflow
+from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from tests.engine.adapters.making import random_adapter
+from tests.engine.company import _spec, _tensors
+
+
+def test_an_adapter_that_overflows_ends_its_own_requests() -> None:
+    spec = _spec()
+    # Few blocks and no shared prefixes: what the adapter left in its blocks is written over by those that follow.
+    config = EngineConfig(num_threads=1, num_kv_blocks=6, adapter_rank_rows=64, prefix_cache=False)
+    engine = Engine(CpuBackend(spec, _tensors(spec, 1), config), config)
+    good, large = random_adapter(spec, 8, TARGETS, 3), random_adapter(spec, 8, TARGETS, 3, size=1e12)
+    adapters = {"base": None, "good": good, "greedy": large, "drawn": large}
+
+    def submit(name: str, adapter: LoraAdapter | None) -> None:
+        sampling = SamplingParams(max_tokens=6, temperature=0.8 * (name != "greedy"), num_logprobs=2, ignore_eos=True)
+        ref = None if adapter is None else AdapterRef(name, adapter.card.digest)
+        engine.submit(GenerateRequest(name, (5, 6, 7), sampling, ref), adapter)
+
+    def run(*names: str) -> dict[str, list[TokenChunk]]:
+        for name in names:
+            submit(name, adapters[name])
+        found: dict[str, list[TokenChunk]] = {name: [] for name in names}
+        while engine.has_work:
+            for chunk in engine.step():
+                found[chunk.request_id].append(chunk)
+            engine.check()
+        return found
+
+    alone = run("base") | run("good")
+    together = run(*adapters)
+    for name in ("greedy", "drawn"):
+        (chunk,) = together[name]
+        assert isinstance(chunk.error, AdapterOverflow)
+        assert f"'{name}' is no finite number after 3 tokens" in str(chunk.error)
+    for found in (together, run("base", "good")):
+        for name, chunks in alone.items():
+            assert [(c.token_ids, c.logprobs) for c in found[name]] == [(c.token_ids, c.logprobs) for c in chunks]

@@ -1,0 +1,57 @@
+"""What writing an adapter needs to know is worked out once, before the step that writes it, and forgotten with it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
+from app.engine.cpu.rows import PreparedRows
+from app.engine.errors import AdapterMismatch
+from tests.engine.driving import make_engine
+from tests.fakes import fake_adapter, fake_request
+
+
+def _adapter(*keys: LoraKey) -> LoraAdapter:
+    pair = LoraPair(np.ones((3, 4), np.float32), np.ones((3, 4), np.float32))
+    return LoraAdapter(fake_adapter("of several modules", 3).card, dict.fromkeys(keys, pair))
+
+
+def test_ranks_stand_where_modules_are() -> None:
+    rows = PreparedRows(2).of(_adapter(LoraKey(1, "k_proj"), LoraKey(0, "down_proj")))
+    expected = np.zeros((2, 7), np.int32)
+    expected[1, TARGETS.index("k_proj")] = expected[0, TARGETS.index("down_proj")] = 3
+    np.testing.assert_array_equal(rows.ranks, expected)
+    assert sorted(zip(rows.matrices.layers, rows.matrices.modules, strict=True)) == [(0, 6), (1, 1)]
+
+
+def test_an_adapter_is_worked_out_once_and_forgotten_with_its_last_user() -> None:
+    prepared, adapter = PreparedRows(1), _adapter(LoraKey(0, "q_proj"))
+    rows = prepared.of(adapter)
+    assert prepared.of(adapter) is rows
+    assert prepared.of(_adapter(LoraKey(0, "q_proj"))) is not rows  # the same contents in memory of their own
+    arrays = [weakref.ref(array) for array in rows.matrices.arrays]
+    del rows, adapter
+    gc.collect()
+    assert not any(array() is not None for array in arrays)
+
+
+@pytest.mark.parametrize("key", [LoraKey(2, "q_proj"), LoraKey(0, "q_proj", expert=1), LoraKey(0, "router")])
+def test_modules_that_are_not_there_are_refused(key: LoraKey) -> None:
+    with pytest.raises(AdapterMismatch, match=f"{key.target}.*layer {key.layer}"):
+        PreparedRows(2).of(_adapter(LoraKey(0, "k_proj"), key))
+
+
+def test_the_engine_prepares_an_adapter_when_it_is_named_not_when_it_is_written() -> None:
+    engine, backend = make_engine()
+    first, second = fake_adapter("first", 8), fake_adapter("second", 8)
+    engine.submit(fake_request("r", [1, 2], first), first)
+    brought = engine.bring_adapter(second, fake_request("s", [1], second).adapter)
+    assert [backend.prepared, backend.writes] == [[first, second], []]
+    engine.step()
+    assert brought.done()
+    assert len(backend.writes) == 2
+    assert backend.prepared == [first, second]

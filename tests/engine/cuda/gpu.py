@@ -1,0 +1,55 @@
+"""GPU backends for tests: on the device if there is one, else on the CPU in plain torch; float32 unless told.
+
+`POLYLORA_TEST_CUDA=1` asks for the device and Triton's kernels; without it nothing depends on what the machine has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.engine.config import EngineConfig
+from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.kernels import KernelForm
+from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from app.engine.models.spec import ModelSpec
+
+ON_CUDA = os.environ.get("POLYLORA_TEST_CUDA") == "1"
+DEVICE = torch.device("cuda", 0) if ON_CUDA else torch.device("cpu")
+FORM: KernelForm = "triton" if ON_CUDA else "torch"
+
+
+def gpu_config(**settings: Any) -> EngineConfig:
+    sizes = {
+        "cuda_dtype": "float32",
+        "num_kv_blocks": 256,
+        "adapter_rank_rows": 1024,
+        "max_adapter_slots": 64,
+        "max_batch_tokens": 1024,
+        "max_batch_sequences": 8,
+        "memory_fraction": 0.5,
+        "skip_precompile": True,
+    }
+    return EngineConfig(**sizes | settings)
+
+
+def gpu_backend(
+    spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig, form: KernelForm = FORM
+) -> GpuBackend:
+    """`form` "torch" is always on the CPU: it looks at values on the host, which a graph cannot."""
+    return GpuBackend(spec, tensors, config, DEVICE if form == FORM else torch.device("cpu"), form)
+
+
+def gpu_backend_of_checkpoint(checkpoint: Checkpoint, config: EngineConfig, form: KernelForm = FORM) -> GpuBackend:
+    return gpu_backend(checkpoint.spec, checkpoint.tensors(), config, form)
+
+
+def gpu_backend_of_model(model: Any, folder: Path, config: EngineConfig, form: KernelForm = FORM) -> GpuBackend:
+    """For a transformers model, through its files."""
+    model.save_pretrained(folder)
+    return gpu_backend_of_checkpoint(load_checkpoint(folder), config, form)

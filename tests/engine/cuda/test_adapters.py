@@ -1,0 +1,150 @@
+"""Adapters on their way into the tables: in the background, in pieces, rounded once, and never read half-written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.cuda import adapters as gpu_adapters
+from app.engine.cuda.adapters import AdapterTables
+from app.engine.cuda.weights import PRODUCT_OF, PRODUCTS
+from app.engine.engine import Engine
+from app.engine.errors import AdapterMismatch, AdapterWriteFailed
+from app.engine.models.spec import ModelSpec
+from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from app.kernels.rounding.cpu import round_rows, tasks_of
+from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.cuda.gpu import DEVICE, gpu_backend, gpu_config
+
+
+@contextmanager
+def _tables(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Iterator[AdapterTables]:
+    tables = AdapterTables(spec, 128, 8, DEVICE, dtype)
+    yield tables
+    tables.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece_bytes", [1, 10_000, 1 << 20])
+def test_what_is_written_is_the_adapter_at_its_rows(
+    dtype: torch.dtype, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_adapters, "_PIECE_BYTES", piece_bytes)
+    spec = tiny_spec()
+    adapters = {1: (32, random_adapter(spec, 21)), 2: (0, random_adapter(spec, 8, ["k_proj", "down_proj"]))}
+    with _tables(spec, dtype) as tables:
+        for slot, (row_start, adapter) in adapters.items():
+            tables.write(slot, row_start, adapter)
+        tables.wait(np.array([0, 1, 2], np.int32))
+        assert tables.max_ranks.tolist()[:4] == [0, 21, 8, 0]
+        for slot, (row_start, adapter) in adapters.items():
+            for layer in range(len(spec.layers)):
+                for target in TARGETS:
+                    rows = tables.rows(layer, PRODUCT_OF[target])
+                    n = PRODUCTS[PRODUCT_OF[target]].index(target)
+                    pair = adapter.weights.get(LoraKey(layer, target))
+                    assert rows.row_starts[slot] == row_start
+                    assert rows.ranks[slot, n] == (0 if pair is None else pair.rank)
+                    if pair is None:
+                        continue
+                    where = slice(row_start, row_start + pair.rank)
+                    column = sum(rows.widths[:n])
+                    a, b = rows.a[n, where].cpu(), rows.b[where, column : column + rows.widths[n]].cpu()
+                    assert torch.equal(a, torch.from_numpy(pair.a.copy()).to(dtype))
+                    assert torch.equal(b, torch.from_numpy(pair.b.copy()).to(dtype))
+
+
+def test_rounding_is_to_the_nearest_even() -> None:
+    values = np.random.default_rng().normal(0, 1, (5, 37)).astype(np.float32)
+    values[0, :4] = [1 + 2**-8, 1 + 3 * 2**-8, -(2.0**-130), 3e38]  # two ties, a tiny number, a large one
+    buffer = np.zeros((5, 50), np.uint16)
+    round_rows(tasks_of([(values, 3)]), 0, 5, 50, buffer.reshape(-1))
+    np.testing.assert_array_equal(buffer[:, 3:40], values.astype(ml_dtypes.bfloat16).view(np.uint16))
+    assert not buffer[:, :3].any()
+    assert not buffer[:, 40:].any()
+
+
+def test_a_step_waits_for_its_own_adapters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny_spec()
+    gate = threading.Event()
+    write = AdapterTables._write
+
+    def slow(self: AdapterTables, adapter_slot: int, *rest: Any) -> Any:
+        assert adapter_slot != 2 or gate.wait(60)
+        return write(self, adapter_slot, *rest)
+
+    monkeypatch.setattr(AdapterTables, "_write", slow)
+    with _tables(spec) as tables:
+        tables.write(1, 0, random_adapter(spec, 8))
+        tables.wait(np.array([1], np.int32))
+        assert tables.is_ready(1)
+        tables.write(2, 16, random_adapter(spec, 8))
+        assert not tables.is_ready(2)
+        assert tables.is_ready(0)
+        tables.wait(np.array([0, 1], np.int32))  # does not wait for 2
+        assert int(tables.rows(0, "qkv").ranks[2].sum()) == 0
+        gate.set()
+        tables.wait(np.array([2, 2, 0], np.int32))
+        assert tables.is_ready(2)
+        assert tables.rows(0, "qkv").ranks[2].tolist() == [8, 8, 8]
+
+
+def test_a_failed_write_ends_its_own_requests_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out before the step, or in it: a step of that adapter alone waits for its write."""
+    spec = tiny_spec()
+    good, bad = random_adapter(spec, 8), random_adapter(spec, 5)
+    send = AdapterTables._send_all
+    broken = True
+
+    def send_all(self: AdapterTables, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        if broken and adapter is bad:
+            self._row_starts[adapter_slot].fill_(row_start)  # half-written
+            raise OSError("the link is down")
+        send(self, adapter_slot, row_start, adapter)
+
+    monkeypatch.setattr(AdapterTables, "_send_all", send_all)
+    config = gpu_config(max_context=64, deterministic=True)  # the same bits in any company
+    engine = Engine(gpu_backend(spec, random_tensors(spec), config), config)
+    alone = _answers(engine, {"good": good, "base": None})
+    for company in ({"good": good, "base": None}, {}):
+        chunks = _answers(engine, {"bad": bad, **company})
+        error = chunks["bad"][-1].error
+        assert isinstance(error, AdapterWriteFailed)
+        assert "OSError: the link is down; its next request writes it again" in str(error)
+        assert [chunk.token_ids for name in company for chunk in chunks[name]] == [
+            chunk.token_ids for name in company for chunk in alone[name]
+        ]
+        assert engine.failure is None
+        assert [resident.digest for resident in engine.stats().residents] == [good.card.digest]
+    broken = False
+    assert _answers(engine, {"bad": bad})["bad"][-1].finish_reason == "length"
+
+
+def _answers(engine: Engine, adapters: dict[str, LoraAdapter | None]) -> dict[str, list[TokenChunk]]:
+    """The chunks of a greedy request for each."""
+    chunks: dict[str, list[TokenChunk]] = {name: [] for name in adapters}
+    for name, adapter in adapters.items():
+        ref = None if adapter is None else AdapterRef(name, adapter.card.digest)
+        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        engine.submit(GenerateRequest(name, (5, 7, 11), sampling, ref), adapter)
+    while not all(found and found[-1].finish_reason for found in chunks.values()):
+        for chunk in engine.step():
+            chunks[chunk.request_id].append(chunk)
+        engine.check()
+    return chunks
+
+
+def test_a_module_the_decoder_does_not_have_is_refused() -> None:
+    backend = gpu_backend(tiny_spec(), random_tensors(tiny_spec()), gpu_config())
+    with pytest.raises(AdapterMismatch, match="in layer 2"):
+        backend.write_adapter(1, 0, random_adapter(tiny_spec(num_layers=3), 8))
+    backend.close()

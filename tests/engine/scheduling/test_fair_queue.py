@@ -1,0 +1,147 @@
+"""Fair queueing: who is next, how far apart two tenants can get, and what an absence is worth."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.engine.request import SamplingParams
+from app.engine.scheduling import fair_queue
+from app.engine.scheduling.fair_queue import INPUT_PRICE, OUTPUT_PRICE, FairQueue
+from app.engine.sequence import Sequence
+from tests.fakes import fake_request, fake_spec
+
+
+def sequence(name: str, tenant: str, *, prompt: int = 4, weight: float = 1.0) -> Sequence:
+    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+    request = fake_request(name, [1] * prompt, tenant_id=tenant, weight=weight, sampling=sampling)
+    return Sequence(request, None, fake_spec(), 8)
+
+
+def take(queue: FairQueue) -> Sequence:
+    first = next(queue.candidates())
+    queue.charge(first, INPUT_PRICE * first.num_prompt)
+    queue.remove(first)
+    return first
+
+
+def names(queue: FairQueue) -> list[str]:
+    return [waiting.request_id for waiting in queue.candidates()]
+
+
+def test_first_come_first_served_within_a_tenant() -> None:
+    queue = FairQueue()
+    for index in range(5):
+        queue.push(sequence(f"r{index}", "a"))
+    assert [take(queue).request_id for _ in range(5)] == [f"r{index}" for index in range(5)]
+    assert len(queue) == 0
+
+
+def test_a_flood_does_not_hide_another_tenant() -> None:
+    queue = FairQueue()
+    for index in range(50):
+        queue.push(sequence(f"flood{index}", "a"))
+    queue.push(sequence("single", "b"))
+    assert "single" in names(queue)[:2]
+
+
+def test_weights_divide_service() -> None:
+    queue = FairQueue()
+    for index in range(120):
+        queue.push(sequence(f"a{index}", "a", weight=3.0))
+        queue.push(sequence(f"b{index}", "b", weight=1.0))
+    served = [take(queue).tenant_id for _ in range(80)]
+    assert abs(served.count("a") - 60) <= 1
+
+
+def test_idling_saves_up_no_credit() -> None:
+    queue = FairQueue()
+    for index in range(40):
+        queue.push(sequence(f"a{index}", "a"))
+    for _ in range(20):
+        take(queue)
+    for index in range(40):
+        queue.push(sequence(f"late{index}", "late"))
+    served = [take(queue).tenant_id for _ in range(20)]
+    assert abs(served.count("late") - 10) <= 1
+
+
+def test_returning_early_costs_nothing_but_gains_nothing() -> None:
+    """A tenant that leaves and returns keeps the debt it left with."""
+    queue = FairQueue()
+    for name in ("a0", "b0"):
+        queue.push(sequence(name, name[0]))
+    spent = take(queue)
+    queue.charge(spent, 1000)
+    queue.push(sequence("again", spent.tenant_id))
+    other = "b" if spent.tenant_id == "a" else "a"
+    queue.push(sequence("other", other))
+    assert names(queue) == [f"{other}0", "other", "again"]
+
+
+def test_preempted_and_urgent_ones_come_first_the_oldest_preempted_ahead() -> None:
+    queue = FairQueue()
+    waiting = [sequence(f"a{index}", "a") for index in range(3)]
+    for item in waiting:
+        queue.push(item)
+    queue.push(sequence("b", "b"))
+    queue.mark_urgent(waiting[2])
+    for name in ("younger", "older"):  # preemption takes the youngest first
+        queue.push_preempted(sequence(name, "a"))
+    assert names(queue)[:3] == ["older", "younger", "a2"]
+    assert set(names(queue)[3:]) == {"a0", "a1", "b"}
+    assert len(queue) == 6
+    assert queue.is_urgent(waiting[2])
+    queue.remove(waiting[2])
+    assert "a2" not in names(queue)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_backlogged_tenants_stay_within_the_bound(data: st.DataObject) -> None:
+    """At most 2 max(longest prompt's price, one batch's output price), over weights."""
+    tenants = {f"t{i}": data.draw(st.sampled_from([1.0, 2.0, 4.0])) for i in range(data.draw(st.integers(2, 4)))}
+    queue = FairQueue()
+    longest, max_running = 32, 4
+    count = 0
+    running: list[list[object]] = []
+    served = dict.fromkeys(tenants, 0.0)
+
+    def price(item: Sequence, amount: float) -> None:
+        queue.charge(item, amount)
+        served[item.tenant_id] += amount / tenants[item.tenant_id]
+
+    for _ in range(60):
+        for tenant, weight in tenants.items():
+            waiting = sum(1 for item in queue.candidates() if item.tenant_id == tenant)
+            for _ in range(max_running + 1 - waiting):
+                queue.push(sequence(f"r{count}", tenant, prompt=data.draw(st.integers(1, longest)), weight=weight))
+                count += 1
+        while len(running) < max_running:
+            first = next(queue.candidates())
+            price(first, INPUT_PRICE * first.num_prompt)
+            queue.remove(first)
+            running.append([first, data.draw(st.integers(1, 12))])
+        for entry in running:
+            item = entry[0]
+            assert isinstance(item, Sequence)
+            price(item, OUTPUT_PRICE)
+            entry[1] = int(str(entry[1])) - 1
+        running = [entry for entry in running if entry[1]]
+        bound = 2 * max(INPUT_PRICE * longest, OUTPUT_PRICE * 12 * max_running)
+        assert max(served.values()) - min(served.values()) <= bound
+
+
+def test_the_number_of_remembered_tenants_is_bounded() -> None:
+    queue = FairQueue()
+    limit = fair_queue.MAX_ABSENT_TENANTS
+    for index in range(limit + 10):
+        item = sequence(f"r{index}", f"t{index}")
+        queue.push(item)
+        queue.charge(item, index)
+        queue.remove(item)
+    queue.push(sequence("here", "t3"))
+    queue.forget_absent({"t5"})
+    left = queue.counters()
+    assert len(left) <= limit
+    assert {"t3", "t5", f"t{limit + 9}"} <= set(left)

@@ -1,0 +1,58 @@
+"""Logits of a real engine for adapters, at every position, all of them in one batch if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.config import EngineConfig
+from app.engine.cpu.backend import CpuBackend
+from app.engine.models.checkpoint import load_checkpoint
+from load_tests.steps import Piece, forward_batch, greedy
+from tests.engine.logits_check import BackendWithLogits
+
+CONFIG = EngineConfig(
+    num_kv_blocks=256, adapter_rank_rows=512, max_adapter_slots=64, max_batch_tokens=1024, max_batch_sequences=1024
+)
+
+
+def backend_of(model: Any, folder: Path, config: EngineConfig = CONFIG) -> CpuBackend:
+    """The engine's backend for a transformers model, through its files."""
+    model.save_pretrained(folder)
+    checkpoint = load_checkpoint(folder)
+    return CpuBackend(checkpoint.spec, checkpoint.tensors(), config)
+
+
+def served_logits(
+    backend: BackendWithLogits, adapters: Sequence[LoraAdapter | None], tokens: torch.Tensor
+) -> list[NDArray[np.float32]]:
+    """Per adapter (None: the base) `[B, T, V]` for the same tokens `[B, T]`; one forward for all of them."""
+    width = -(-tokens.shape[1] // CONFIG.block_size)
+    pieces, row_start, block = [], 0, 0
+    for index, adapter in enumerate(adapters):
+        if adapter is not None:
+            rank = 8
+            while rank < adapter.card.max_rank:
+                rank *= 2
+            row_start = -(-row_start // rank) * rank
+            backend.write_adapter(index + 1, row_start, adapter)
+            row_start += rank
+        for row in tokens.numpy():
+            pieces.append(Piece(row, 0, np.arange(block, block + width), index + 1 if adapter is not None else 0))
+            block += width
+    batch = forward_batch(pieces, CONFIG.block_size)
+    count = len(batch.token_ids)
+    every = np.arange(count, dtype=np.int32)
+    seqs = np.repeat(np.arange(len(pieces), dtype=np.int32), np.diff(batch.query_starts))
+    backend.forward(replace(batch, sample_rows=every, sample_seqs=seqs, sampling=greedy(count)))
+    logits = backend.logits(count).reshape(len(pieces), tokens.shape[1], -1).copy()
+    order = sorted(range(len(pieces)), key=lambda i: pieces[i].adapter_slot)  # as `forward_batch` sorts
+    places = np.argsort(order)
+    return list(logits[places].reshape(len(adapters), *tokens.shape, -1))

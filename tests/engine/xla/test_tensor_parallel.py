@@ -1,0 +1,178 @@
+"""One model on 1, 2, 4 and 8 devices: the same tokens, and no communication beyond the base model's.
+
+XLA makes host devices only when a process starts, so the comparison runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import jax
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from app.engine.adapters.extras import extra_bytes
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.errors import ConfigError
+from app.engine.models.names import EMBEDDING, LM_HEAD, expected_tensors
+from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.engine.request import SamplingParams
+from app.engine.xla.backend import JaxBackend
+from app.engine.xla.sharding import make_mesh
+from app.engine.xla.sizes import sizes_of
+from app.kernels.matmul.quantised import Quantised
+from tests.engine.adapters.making import random_adapter, random_tensors, with_random_extras
+from tests.fakes import fake_request
+
+ROOT = Path(__file__).parents[3]
+COLLECTIVE = re.compile(r"= [^=]*\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(")
+
+
+def spec() -> ModelSpec:
+    """8 heads; three layers; a vocabulary that 8 does not divide; fewer KV heads than 8 devices."""
+    attention = AttentionSpec(8, 4, 8, 8**-0.5, RopeSpec((1.0, 0.1, 0.01, 0.001)), qkv_bias=True, o_bias=True)
+    layer = LayerSpec(attention, MlpSpec(48, bias=True))
+    return ModelSpec("tiny", "llama", "base", 61, 24, 64, 1e-5, True, (layer,) * 3, 1, (2,))
+
+
+def with_a_fine_value(adapter: LoraAdapter) -> LoraAdapter:
+    """With one value that has more bits than bfloat16, in the last shard only."""
+    key = LoraKey(2, "o_proj")
+    pair = adapter.weights[key]
+    a = pair.a.copy()
+    a[0, -1] = 0.1
+    return dataclasses.replace(adapter, weights=MappingProxyType({**adapter.weights, key: LoraPair(a, pair.b)}))
+
+
+def with_everything(model: ModelSpec, seed: int, *, whole: bool) -> LoraAdapter:
+    """DoRA and lora_bias, every bias and norm, linear modules of its own, deltas and rows of the vocabulary's matrices;
+    whole: those matrices too."""
+    generator = np.random.default_rng([seed, whole])
+
+    def floats(*shape: int, centre: float = 0.0) -> NDArray[np.float32]:
+        return generator.normal(centre, 0.3, shape).astype(np.float32)
+
+    adapter = random_adapter(model, 6, ["q_proj", "k_proj", "o_proj", "up_proj"], seed=6)
+    sizes = {key: pair.b.shape[1] for key, pair in adapter.weights.items()}
+    shapes = expected_tensors(model) | {LM_HEAD: (model.vocab_size, model.hidden_size)}
+    own = [
+        name for name in shapes if name.endswith((".bias", "norm.weight", "v_proj.weight", "1.mlp.down_proj.weight"))
+    ]
+    names = [*own, *([EMBEDDING, LM_HEAD] if whole else [])]
+    ids = tuple(generator.permutation(model.vocab_size)[:35].tolist())
+    hidden, vocab = model.hidden_size, model.vocab_size
+    changed = dataclasses.replace(
+        adapter,
+        magnitudes={key: floats(size, centre=1) for key, size in sizes.items()},
+        delta_biases={key: floats(size) for key, size in sizes.items()},
+        replaced={name: floats(*shapes[name], centre=float("norm" in name)) for name in names},
+        outer={
+            "embed_tokens": LoraPair(floats(5, vocab), floats(5, hidden)),
+            "lm_head": LoraPair(floats(9, hidden), floats(9, vocab)),
+        },
+        token_rows={name: TokenRows(ids, floats(len(ids), hidden)) for name in ("embed_tokens", "lm_head")},
+    )
+    card = dataclasses.replace(adapter.card, digest=f"everything {whole}", extra_bytes=extra_bytes(changed, model))
+    return dataclasses.replace(changed, card=card)
+
+
+def tensors_on_a_grid(model: ModelSpec, seed: int) -> list[tuple[str, np.ndarray]]:
+    """Multiples of 1/64, which `weight_storage: auto` keeps in 8 bits in whole groups of 32 and in parts of them."""
+    tensors = random_tensors(model, seed)
+    return [(name, np.rint(tensor * 64) / 64 if tensor.ndim == 2 else tensor) for name, tensor in tensors]
+
+
+def observe(
+    form: Literal["cpu", "xla"], shards: int, rank_rows: int, seed: int, storage: Literal["auto", "float32"]
+) -> dict[str, object]:
+    """Tokens and log-probabilities of a few requests, the collectives in the program that computed them, and which
+    products are in 8 bits."""
+    model = spec()
+    config = EngineConfig(
+        num_kv_blocks=16,
+        adapter_rank_rows=rank_rows,
+        max_adapter_slots=6,
+        adapter_extra_bytes=1 << 20,
+        max_batch_tokens=32,
+        max_batch_sequences=8,
+        skip_precompile=True,
+        tensor_parallel=shards,
+        jax_form=form,
+        weight_storage=storage,
+    )
+    backend = JaxBackend(model, tensors_on_a_grid(model, seed), config, make_mesh(jax.devices("cpu"), shards))
+    engine = Engine(backend, config)
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, num_logprobs=0)
+    adapters: list[LoraAdapter | None] = [None]
+    if rank_rows:
+        narrow, other = (random_adapter(model, rank, seed=rank, dtype="BF16") for rank in (3, 8))
+        adapters += [narrow, with_a_fine_value(other)]
+        adapters += [with_everything(model, seed, whole=whole) for whole in (False, True)]
+        some = np.random.default_rng(seed)
+        adapters.append(with_random_extras(random_adapter(model, 5, ["v_proj", "o_proj"], seed=5), model, some))
+    for number, adapter in enumerate(adapters):
+        engine.submit(fake_request(f"r{number}", [5 + number, 7, 9], adapter, sampling=sampling), adapter)
+    lines = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            lines.setdefault(chunk.request_id, []).extend((line.token_id, line.logprob) for line in chunk.logprobs)
+    text = backend.hlo(backend.programs.buckets[-1])  # the bucket of the prompts
+    in_8_bits = [name for name in ("qkv", "o", "gate_up", "down") if _in_8_bits(getattr(backend._weights.layers, name))]
+    return {
+        "lines": lines,
+        "collectives": sorted(match[1] for match in COLLECTIVE.finditer(text)),
+        "in_8_bits": in_8_bits + ["head"] * _in_8_bits(backend._weights.head),
+    }
+
+
+def _in_8_bits(stack: object) -> bool:
+    return isinstance(stack, Quantised)
+
+
+@pytest.mark.parametrize("form", ["cpu", "xla"])
+def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: str) -> None:
+    code = (
+        "import json, sys; from tests.engine.xla.test_tensor_parallel import observe; "
+        "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
+    )
+    seed = int(np.random.default_rng().integers(1 << 30))
+    shapes = [(1, 48, "float32"), (2, 48, "auto"), (4, 48, "float32"), (8, 48, "auto"), (8, 0, "float32")]
+    cases = [(form, shards, rows, seed, storage) for shards, rows, storage in shapes]
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, json.dumps(cases)]
+    process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
+    whole = found[0]
+    for (*_, storage), observed in zip(cases, found, strict=True):
+        products = ["qkv", "o", "gate_up", "down", "head"] if (form, storage) == ("cpu", "auto") else []
+        assert observed["in_8_bits"] == products
+    assert len(whole["lines"]) == 6
+    for split in found[1:4]:
+        assert split["lines"].keys() == whole["lines"].keys()
+        for name, lines in whole["lines"].items():
+            for (token, logprob), (found_token, found_logprob) in zip(lines, split["lines"][name], strict=True):
+                assert abs(logprob - found_logprob) <= 1e-4
+                if token != found_token:
+                    break  # both are likeliest: a tie, after which the answers are two
+    assert whole["collectives"] == []
+    # The layers share one loop body: a sum after o, one after down, and the logits' parts put together. The last
+    # program was built without adapter tables; it has the same.
+    for split in found[1:]:
+        assert split["collectives"] == ["all-gather", "all-reduce", "all-reduce"]
+
+
+def test_a_model_that_does_not_divide_is_refused_with_its_numbers() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel 3 does not divide tiny: 8 heads, 4 KV heads, 48"):
+        sizes_of(spec(), 3, "xla")
