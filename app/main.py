@@ -14,8 +14,8 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.config import load_config
-from app.deployments.ingress import Ingress
-from app.deployments.replica import EngineReplica
+from app.deployments.ingress.deployment import Ingress
+from app.deployments.replica.deployment import EngineReplica
 
 #: Calls a replica may have open at once: readers and short admissions. The engine's queue is the real limit.
 MAX_ENGINE_CALLS = 1000
@@ -37,7 +37,7 @@ def build(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         ray_actor_options={"num_cpus": 1},
         request_router_config=RequestRouterConfig(
-            request_router_class="app.deployments.request_router:SteeredRouter",  # type: ignore[arg-type]
+            request_router_class="app.deployments.links.request_router:SteeredRouter",  # type: ignore[arg-type]
         ),
     )(EngineReplica)
     ingress = serve.deployment(

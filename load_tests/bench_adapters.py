@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.config import AdaptersConfig, AppConfig
-from app.deployments.adapter_library import AdapterLibrary, open_library
-from app.deployments.adapter_store import AdapterStore
 from app.deployments.registry.books import open_registry
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.lifecycle import Lifecycle
-from app.deployments.tiers import TierCounts
+from app.deployments.store.counts import TierCounts
+from app.deployments.store.library import AdapterLibrary, open_library
+from app.deployments.store.store import AdapterStore
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.lora import FEATURES, TARGETS, LoraAdapter

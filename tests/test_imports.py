@@ -76,7 +76,13 @@ HEAVY = {
 
 @pytest.mark.parametrize(
     "module",
-    ["app.main", "app.deployments.ingress", "app.deployments.replica", "app.deployments.actors", "app.cli.serve"],
+    [
+        "app.main",
+        "app.deployments.ingress.deployment",
+        "app.deployments.replica.deployment",
+        "app.deployments.store.actor",
+        "app.cli.serve",
+    ],
 )
 def test_a_process_of_the_service_starts_without_what_it_may_never_need(module: str) -> None:
     code = f"import sys, {module}; print(sorted({HEAVY!r} & sys.modules.keys()))"

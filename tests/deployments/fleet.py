@@ -7,10 +7,10 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from app.config import PlacementConfig
-from app.deployments.dispatch import Dispatcher
-from app.deployments.engine_service import EngineService
-from app.deployments.placement import PlacementTable, ReplicaReport, make_policy
-from app.deployments.transport import Frame, ReplicaGone, ReplicaLeaving
+from app.deployments.ingress.dispatcher import Dispatcher
+from app.deployments.links.transport import Frame, ReplicaGone, ReplicaLeaving
+from app.deployments.placement.books import PlacementTable, ReplicaReport, make_policy
+from app.deployments.replica.service import EngineService
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits

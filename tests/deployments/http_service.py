@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from app.config import LimitsConfig
-from app.deployments.frontend import Frontend, Job
-from app.deployments.management import Management
+from app.deployments.ingress.frontend import Frontend, Job
+from app.deployments.ingress.management import Management
 from app.deployments.registry.view import RegistryView
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import Usage

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from app.deployments.published import Published, PublishedTable
+from app.deployments.links.published import Published, PublishedTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Drained, not_registered
 from app.deployments.registry.entries import (
@@ -39,8 +39,8 @@ from app.deployments.registry.entries import (
 )
 from app.deployments.registry.jobs import unloaded
 from app.deployments.registry.moves import Moves
+from app.deployments.registry.steering import Steerer, Steering
 from app.deployments.registry.view import Entry, Key
-from app.deployments.steering import Steerer, Steering
 from app.engine.errors import InvalidRequest, NotFound, NotReady, PolyloraError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from heapq import merge
 from typing import NamedTuple
 
-from app.deployments.published import Changes
+from app.deployments.links.published import Changes
 from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, CatalogEntry
 from app.engine.adapters.card import AdapterRef
 

@@ -11,15 +11,15 @@ from typing import Any, NoReturn
 import pytest
 import pytest_asyncio
 
-from app.deployments import management as management_module
-from app.deployments.management import Management
-from app.deployments.placement import PlacementTable, ReplicaReport
+from app.deployments.ingress import management as management_module
+from app.deployments.ingress.management import Management
+from app.deployments.links.transport import ReplicaGone
+from app.deployments.placement.books import PlacementTable, ReplicaReport
 from app.deployments.registry import catalog as catalog_module
 from app.deployments.registry import lifecycle as lifecycle_module
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import Job, State
-from app.deployments.steering import Steering
-from app.deployments.transport import ReplicaGone
+from app.deployments.registry.steering import Steering
 from app.engine.errors import (
     AdapterBusy,
     AdapterFormatError,

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.deployments.published import Changes
+from app.deployments.links.published import Changes
 from app.deployments.registry.entries import AliasEntry, AliasTarget, CatalogEntry
 from app.deployments.registry.view import Entry, RegistryView, choose_target
 from app.engine.adapters.card import AdapterRef

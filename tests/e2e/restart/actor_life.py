@@ -9,10 +9,10 @@ import signal
 import ray
 
 from app.config import AppConfig
-from app.deployments import attendance
-from app.deployments.actors import PlacementActor
-from app.deployments.published import Version
-from app.deployments.ray_calls import NAMESPACE, ActorAway, NamedActor
+from app.deployments.links import attendance
+from app.deployments.links.published import Version
+from app.deployments.links.ray_calls import NAMESPACE, ActorAway, NamedActor
+from app.deployments.store.actor import PlacementActor
 
 NAME = "a-named-actor"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.deployments.frame_sockets import FOLDER_VARIABLE
+from app.deployments.links.sockets import FOLDER_VARIABLE
 from load_tests.service import ROOT
 from tests.e2e.service.conftest import Service, running_service
 

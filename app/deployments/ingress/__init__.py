@@ -1,0 +1,1 @@
+"""What runs in an ingress: requests in words, placed and followed until they are answered."""

@@ -1,0 +1,202 @@
+"""The ingress deployment: HTTP and Python callers in, engine replicas out.
+
+In: HTTP requests, and calls of other Ray jobs through the deployment handle. Out: answers. A thin shell:
+words are `frontend`, placement and streams are `dispatch`, routes are `http_app`. This class only wires
+them to Ray and owns what must live as long as the process: the watchers of both tables and the batch in
+which admissions are placed together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.config import AppConfig, LimitsConfig
+from app.deployments.ingress import python_calls
+from app.deployments.ingress.dispatcher import Dispatcher
+from app.deployments.ingress.frontend import Frontend, Job
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.management_bodies import adapter_body, unloaded_body
+from app.deployments.ingress.management import Management
+from app.deployments.ingress.metrics import IngressMetrics, repeat_gauges
+from app.deployments.ingress.streams import Stream
+from app.deployments.ingress.text_model import open_text
+from app.deployments.links.ray_calls import ActorAway
+from app.deployments.links.serve_transport import ServeTransport
+from app.deployments.links.watched import ServePlacer, Watched, WatchedRegistry
+from app.deployments.placement.books import PlacementTable, make_policy
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.view import RegistryView
+from app.deployments.store.actor import placement_actor, store_actor
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import NotReady
+
+logger = logging.getLogger(__name__)
+
+
+@serve.ingress()
+class Ingress:
+    """One HTTP door. Several may run; they share the registry and placement, and nothing else."""
+
+    async def __init__(self, config_json: str, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        config = AppConfig.model_validate_json(config_json)
+        self._config = config
+        self.base_name = config.model.name
+        context = serve.get_replica_context()
+        ingress_id = context.replica_id.unique_id
+        self._store = store_actor(config)
+        placement = placement_actor(config, context.app_name)
+        self._metrics = IngressMetrics()
+        self._registry = WatchedRegistry(self._store, ingress_id, self._count_adapters)
+        placed: Watched[PlacementTable] = Watched(placement, ingress_id, PlacementTable())
+        # The router in this event loop: no hop between threads per frame. Other handles stay as Ray makes them.
+        engines._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+        self._transport = ServeTransport(engines)
+        self._placer = ServePlacer(placement, placed)
+        self._dispatcher = Dispatcher(
+            self._transport,
+            self._placer,
+            make_policy(config.placement),
+            admit=self._admit,
+            replica_wait_s=config.limits.replica_wait_s,
+        )
+        self.management = Management(self._ask_store, self._transport, lambda: self._placer.table)
+        self._expected: set[str] = set()  # digests of adapters that the store was told to read
+        text = await asyncio.to_thread(open_text, config)
+        self.frontend = Frontend(text, self.base_name, self._resolve, self._dispatcher.stream, config.limits)
+        loop = asyncio.get_running_loop()
+        self._watchers = [
+            loop.create_task(work, context=contextvars.Context())
+            for work in (
+                self._registry.follow(),
+                placed.follow(),
+                repeat_gauges(self._metrics.gauges),
+                self.management.keep_taking_up(),
+            )
+        ]
+        await self._store.call("preload")
+        await self._registry.complete.wait()  # or the first requests would find no adapter
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """New limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""
+        limits = LimitsConfig.model_validate(self._config.limits.model_dump() | user_config)
+        self.frontend.limits = limits
+        self._dispatcher.replica_wait_s = limits.replica_wait_s
+
+    def check_health(self) -> None:
+        for watcher in self._watchers:
+            if watcher.done():
+                raise RuntimeError("the ingress no longer follows its tables") from watcher.exception()
+
+    # -- Python callers (`serve.get_app_handle`) ------------------------------------------------------
+
+    async def generate(
+        self,
+        text: str | list[str],
+        sampling_params: dict[str, Any] | None = None,
+        adapter: str | list[str | None] | None = None,
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """As POST /generate: one result for one text, a list for a list."""
+        return await python_calls.generate(self, text, sampling_params, adapter)
+
+    async def stream(
+        self, text: str, sampling_params: dict[str, Any] | None = None, adapter: str | None = None
+    ) -> AsyncGenerator[str]:
+        """Pieces of one answer's text as they come (`handle.options(stream=True).stream.remote(...)`)."""
+        async with aclosing(python_calls.stream(self, text, sampling_params, adapter)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def list_adapters(self) -> list[dict[str, Any]]:
+        found = self.registry.page((CatalogEntry,), limit=self.registry.num_adapters)
+        return [adapter_body(entry) for entry in found.entries if isinstance(entry, CatalogEntry)]
+
+    async def load(self, name: str, path: str) -> dict[str, Any]:
+        return adapter_body((await self.management.load_and_wait(name, path, who="handle"))[1])
+
+    async def unload(self, name: str) -> dict[str, Any]:
+        job, entry = await self.management.unload(name, who="handle")
+        return unloaded_body(entry, job)
+
+    async def replica_stats(self) -> list[dict[str, Any]]:
+        """Counts of every engine replica on the table: for tests and operators."""
+        replica_ids = sorted(self._placer.table.replicas)
+        results = await asyncio.gather(*map(self._transport.stats, replica_ids), return_exceptions=True)
+        return [result for result in results if isinstance(result, dict)]
+
+    # -- what the HTTP routes need (`HttpService`) ------------------------------------------------------
+
+    @property
+    def registry(self) -> RegistryView:
+        return self._registry.view
+
+    def is_ready(self) -> bool:
+        return bool(self._dispatcher.usable_loads())
+
+    def observe(self, route: str, status: int, job: Job | None) -> None:
+        first = job.requests[0] if job is not None else None
+        self._metrics.request(
+            route,
+            status,
+            arrival_s=first.arrival_s if first is not None else None,
+            first_s=job.progress.first_s if job is not None else None,
+            is_adapter=first is not None and first.adapter is not None,
+            usages=job.usages if job is not None else [],
+        )
+
+    # -- inner parts --------------------------------------------------------------------------------
+
+    @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.002, max_concurrent_batches=8)
+    async def _place_batch(self, streams: list[Stream]) -> list[Exception | None]:
+        return await self._dispatcher.place(streams)
+
+    async def _admit(self, stream: Stream) -> Exception | None:
+        error: Exception | None = await self._place_batch(stream)
+        return error
+
+    def _resolve(self, name: str, key: str) -> AdapterRef | None:
+        """What a name means now. One that is on no device is read while its request is tokenized and placed."""
+        ref = self.registry.resolve(name, key)
+        if ref is not None and ref.digest not in self._expected and not self._placer.table.is_resident(ref.digest):
+            self._expected.add(ref.digest)
+            asyncio.get_running_loop().create_task(self._expect(ref), context=contextvars.Context())
+        return ref
+
+    async def _expect(self, ref: AdapterRef) -> None:
+        try:
+            await self._store.call("expect", ref)
+        except ActorAway as error:
+            logger.info("adapter %s is not read ahead: %s", ref.name, error)
+        finally:
+            self._expected.discard(ref.digest)
+
+    async def _ask_store(self, method: str, *args: Any, **options: Any) -> Any:
+        try:
+            return await self._store.call(method, *args, **options)
+        except ActorAway as error:
+            raise NotReady("the adapter store is restarting; ask again", retry_after_s=2) from error
+
+    def _count_adapters(self) -> None:
+        self._metrics.adapters(self.registry.num_adapters)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        app = make_app(self)
+
+        async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
+            # A plain function: uvicorn takes a bound method for an ASGI 2 application.
+            await app(scope, receive, send)
+
+        return asgi
+
+    async def __del__(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await self._dispatcher.close()

@@ -1,0 +1,345 @@
+"""Requests in words, answers in words: everything between a parsed body and the dispatcher.
+
+In: parsed bodies, the registry of adapters. Out: `Job`s: the sequences of one request, ready to run, whose
+answers come whole or as a merged stream. Names become adapter references here and text becomes token ids;
+behind this module there are neither. What is drawn at random is drawn here once (the seed of a request
+without one), so that a request can be computed again anywhere with the same result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+from app.config import LimitsConfig
+from app.deployments.ingress.http.answers import Answer
+from app.deployments.ingress.http.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
+from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
+from app.engine.request import GenerateRequest, SamplingParams, TokenChunk, Usage
+
+T = TypeVar("T")
+
+#: Text of a request longer than this is tokenized in a thread: it would hold up every stream of this process.
+MAX_INLINE_CHARS = 20_000
+#: A message without text takes as long as so many characters: its role is written by the template and tokenized too.
+CHARS_PER_MESSAGE = 32
+
+
+class TextModel(Protocol):
+    """The base model as far as text is concerned."""
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
+
+    def decoder(self) -> Decoder: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def text_bytes(self, token_id: int) -> bytes: ...
+
+
+class StreamSource(Protocol):
+    """`Dispatcher.stream`."""
+
+    def __call__(self, request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]: ...
+
+
+class _Names(NamedTuple):
+    """What the client called things, for errors to name them."""
+
+    prompt: str
+    limit: str
+    logprobs: str
+    num_answers: str = "n"
+
+
+@dataclass(slots=True)
+class Progress:
+    """When the first text of a job's first answer was there (Unix time), and what each sequence has cost so far."""
+
+    first_s: float | None = None
+    usages: dict[int, Usage] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The sequences of one client request: `num_per_prompt` (n) for each prompt, in order."""
+
+    request_id: str
+    requests: tuple[GenerateRequest, ...]
+    stops: tuple[str, ...]
+    num_per_prompt: int
+    deadline_s: float
+    source: StreamSource
+    new_decoder: Callable[[], Decoder]
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def usages(self) -> list[Usage | None]:
+        """What each sequence has cost so far; None before its first token."""
+        return [self.progress.usages.get(index) for index in range(len(self.requests))]
+
+    async def answers(self) -> list[Answer]:
+        """All answers, whole. One failure ends all sequences of the request."""
+        answers = [Answer() for _ in self.requests]
+        async for index, delta in self.deltas():
+            answers[index].add(delta)
+        return answers
+
+    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """(sequence index, delta) as they come. Closing the generator aborts what still runs.
+
+        Raises what a sequence raises, DeadlineExceeded among it.
+        """
+        return self._sequence(0) if len(self.requests) == 1 else self._merged()
+
+    async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
+        chunks = self.source(self.requests[index], self.deadline_s)
+        async with aclosing(text_deltas(chunks, self.new_decoder(), self.stops)) as deltas:
+            async for delta in deltas:
+                if self.progress.first_s is None:
+                    self.progress.first_s = time.time()
+                if delta.usage is not None:
+                    self.progress.usages[index] = delta.usage
+                yield index, delta
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """Several sequences: a task each, because whichever has something is next."""
+        queue: asyncio.Queue[tuple[int, TextDelta] | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.requests))]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_open -= item[1].finish_reason is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, index: int, queue: asyncio.Queue[tuple[int, TextDelta] | Exception]) -> None:
+        try:
+            async for item in self._sequence(index):
+                queue.put_nowait(item)
+        except Exception as error:
+            queue.put_nowait(error)  # raised by whoever reads the job
+
+
+class Frontend:
+    """One per ingress process. `resolve` says what a name means now; its key chooses among an alias's targets."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        base_name: str,
+        resolve: Callable[[str, str], AdapterRef | None],
+        source: StreamSource,
+        limits: LimitsConfig,
+    ) -> None:
+        self._model = model
+        self._base_name = base_name
+        self._resolve = resolve
+        self._source = source
+        self.limits = limits
+
+    @property
+    def text_model(self) -> TextModel:
+        return self._model
+
+    def find_adapter(self, model: str, lora_path: str | None = None, user: str | None = None) -> AdapterRef | None:
+        """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>") and `lora_path`.
+
+        `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
+        the same one, and a request without a user to any. None is the base. Raises NotFound, InvalidRequest.
+        """
+        base, colon, adapter_name = model.partition(":")
+        if model == self._base_name:
+            chosen = lora_path
+        else:
+            chosen = adapter_name if colon and base == self._base_name else model
+            if lora_path is not None and lora_path != chosen:
+                raise InvalidRequest(
+                    f"model names adapter {chosen[:80]!r} but lora_path names {lora_path[:80]!r}; use one of them",
+                    param="lora_path",
+                )
+        if chosen is None:
+            return None
+        ref = self._resolve(chosen, secrets.token_hex(8) if user is None else f"user {user}")
+        if ref is None:
+            raise NotFound(
+                f"there is no model or adapter {(model if lora_path is None else lora_path)[:160]!r}; "
+                "GET /v1/models lists what there is"
+            )
+        return ref
+
+    async def chat(self, body: ChatCompletionRequest) -> Job:
+        """Raises NotFound, InvalidRequest, ContextOverflow."""
+        arrival_s = time.time()
+        ref = self.find_adapter(body.model, body.lora_path, body.user)
+        messages = [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+            for message in body.messages
+        ]
+        num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
+        token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        names = _Names("messages", body.limit_field, "top_logprobs")
+        return self._job("chatcmpl", arrival_s, body, [token_ids], [ref], body.token_limit, num_logprobs, names)
+
+    async def completion(self, body: CompletionRequest) -> Job:
+        """Raises NotFound, InvalidRequest, ContextOverflow."""
+        arrival_s = time.time()
+        ref = self.find_adapter(body.model, body.lora_path, body.user)
+        prompts = body.prompts
+        names = _Names("prompt", "max_tokens", "logprobs")
+        self._check_sequences(len(prompts), body.n, names)
+        token_ids = await self._prompt_ids(prompts)
+        return self._job(
+            "cmpl", arrival_s, body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names
+        )
+
+    async def generate(self, body: GenerateBody) -> Job:
+        """Raises NotFound, InvalidRequest, ContextOverflow."""
+        arrival_s = time.time()
+        refs = [self.find_adapter(self._base_name, name) for name in body.adapters]
+        params = body.sampling_params
+        names = _Names("text", params.limit_field, "logprobs", "sampling_params.n")
+        self._check_sequences(len(refs), params.n, names)
+        token_ids = await self._prompt_ids(body.texts)
+        return self._job("gen", arrival_s, params, token_ids, refs, params.token_limit, None, names)
+
+    async def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
+        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await _tokenized(num_chars, lambda: [self._ids_of(prompt) for prompt in prompts])
+
+    def _ids_of(self, prompt: str | list[int]) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self._model.encode(prompt)
+        for token_id in prompt:
+            if token_id >= self._model.vocab_size:
+                raise InvalidRequest(
+                    f"prompt has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
+                    param="prompt",
+                )
+        return prompt
+
+    def _job(
+        self,
+        prefix: str,
+        arrival_s: float,
+        fields: SamplingFields,
+        prompts: Sequence[Sequence[int]],
+        refs: Sequence[AdapterRef | None],
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        names: _Names,
+    ) -> Job:
+        self._check_sequences(len(prompts), fields.n, names)
+        if len(fields.stop_strings) > self.limits.max_stop_strings:
+            raise InvalidRequest(
+                f"{len(fields.stop_strings)} stop strings exceed limits.max_stop_strings "
+                f"{self.limits.max_stop_strings}",
+                param="stop",
+            )
+        if num_logprobs is not None and num_logprobs > self.limits.max_logprobs:
+            raise InvalidRequest(
+                f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self.limits.max_logprobs}",
+                param=names.logprobs,
+            )
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        seed = secrets.randbits(63) if fields.seed is None else fields.seed
+        # Equal prompts without a seed have different answers; with one, each has the answer it would have alone.
+        seeds_per_prompt = fields.n if fields.seed is None else 0
+        requests = tuple(
+            GenerateRequest(
+                request_id=f"{request_id}-{prompt_index * fields.n + copy}",
+                token_ids=tuple(token_ids),
+                sampling=self._sampling(
+                    fields,
+                    self._room(token_ids, max_tokens, names),
+                    derived_seed(seed, prompt_index * seeds_per_prompt + copy),
+                    num_logprobs,
+                ),
+                adapter=ref,
+                arrival_s=arrival_s,
+            )
+            for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True))
+            for copy in range(fields.n)
+        )
+        deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
+        return Job(request_id, requests, fields.stop_strings, fields.n, deadline_s, self._source, self._model.decoder)
+
+    def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Names) -> int:
+        """How many tokens may be generated; everything that is left when the client sets no limit."""
+        num_prompt, max_context = len(token_ids), self._model.max_context
+        if not num_prompt:
+            raise InvalidRequest("the prompt has no tokens; at least one is needed", param=names.prompt)
+        wanted = 1 if max_tokens is None else max_tokens
+        if num_prompt + wanted > max_context:
+            raise ContextOverflow(
+                f"the prompt has {num_prompt} tokens and {wanted} more are asked for, {num_prompt + wanted} together, "
+                f"but the context holds {max_context}; shorten the prompt or lower {names.limit}",
+                param=names.prompt if num_prompt >= max_context else names.limit,
+            )
+        return max_context - num_prompt if max_tokens is None else max_tokens
+
+    def _check_sequences(self, num_prompts: int, num_per_prompt: int, names: _Names) -> None:
+        if num_prompts < 1:
+            raise InvalidRequest("the request has no prompt", param=names.prompt)
+        if num_prompts * num_per_prompt > self.limits.max_sequences:
+            raise InvalidRequest(
+                f"prompts times n is {num_prompts * num_per_prompt} but limits.max_sequences is "
+                f"{self.limits.max_sequences}; send several requests",
+                param=names.prompt if num_per_prompt == 1 else names.num_answers,
+            )
+
+    @staticmethod
+    def _sampling(fields: SamplingFields, max_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=max(fields.top_k, 0),
+            min_p=fields.min_p,
+            seed=seed,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            ignore_eos=fields.ignore_eos,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            repetition_penalty=fields.repetition_penalty,
+            num_logprobs=num_logprobs,
+        )
+
+
+async def _tokenized(num_chars: int, encode: Callable[[], T]) -> T:
+    return await asyncio.to_thread(encode) if num_chars > MAX_INLINE_CHARS else encode()
+
+
+def derived_seed(seed: int, copy: int) -> int:
+    """The seed of the n-th answer: the request's own first, then a splitmix64 sequence of it."""
+    seed &= 2**64 - 1
+    if copy == 0:
+        return seed
+    mixed = (seed + copy * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return mixed ^ (mixed >> 31)

@@ -1,0 +1,1 @@
+"""HTTP: routes, bodies, answers and errors."""

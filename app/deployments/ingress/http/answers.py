@@ -1,0 +1,187 @@
+"""Answers in OpenAI's words: JSON bodies and stream events from text deltas.
+
+In: `TextDelta`s of one or more sequences. Out: plain dictionaries. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import to_json
+
+from app.deployments.ingress.text import TextDelta
+from app.engine.request import TokenLogprobs, Usage
+
+#: The text of a single token id, alone; half a character is U+FFFD.
+TokenText = Callable[[int], str]
+#: The bytes of a single token id, or what it adds to an answer's text: a special token has the former only.
+TokenBytes = Callable[[int], bytes]
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sequence's whole answer, gathered from its deltas."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.usage = delta.usage or self.usage
+
+
+def usage_body(usages: Sequence[Usage | None], num_per_prompt: int = 1) -> dict[str, Any]:
+    """Token counts of a request. Each prompt is counted once, however many answers it has (n)."""
+    known = [usage for usage in usages if usage is not None]
+    prompts = known[::num_per_prompt]
+    num_prompt = sum(usage.prompt_tokens for usage in prompts)
+    num_completion = sum(usage.completion_tokens for usage in known)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+    }
+
+
+class TokenOffsets:
+    """Where the tokens of one answer begin in its text, in characters, though a token may be part of a character
+    and a piece of an answer may hold back some of its text."""
+
+    def __init__(self, text_bytes: TokenBytes) -> None:
+        self._text_bytes = text_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def push(self, token_id: int) -> int:
+        """Of the next token. One in the middle of a character begins where that character does."""
+        offset = self._offset
+        self._offset += len(self._decoder.decode(self._text_bytes(token_id)))
+        return offset
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The envelope of one request's answers: /v1/chat/completions or /v1/completions."""
+
+    is_chat: bool
+    request_id: str
+    model: str
+    token_text: TokenText
+    token_bytes: TokenBytes
+    text_bytes: TokenBytes
+    want_logprobs: bool
+    include_usage: bool = False  # a stream that ends with usage: until then it is null
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, answers: Sequence[Answer], num_per_prompt: int) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        usage = usage_body([answer.usage for answer in answers], num_per_prompt)
+        return self._envelope(kind) | {"choices": choices, "usage": usage}
+
+    def role_event(self, index: int) -> dict[str, Any]:
+        """A chat stream's first event for a choice."""
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._event("chat.completion.chunk", choice)
+
+    def event(self, index: int, delta: TextDelta, offsets: TokenOffsets) -> dict[str, Any]:
+        """A stream event; `offsets` is this choice's, the same one for all of its events."""
+        logprobs = self._logprobs(delta.logprobs, offsets)
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if self.is_chat:
+            choice["delta"] = {"content": delta.text} if delta.text else {}
+            return self._event("chat.completion.chunk", choice)
+        return self._event("text_completion", choice | {"text": delta.text})
+
+    def text_event(self, index: int) -> tuple[bytes, bytes]:
+        """JSON of `event` for a delta with only text: what is before the text, and what is behind it."""
+        before, _, behind = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.text_bytes))).rpartition(
+            to_json("\0")
+        )
+        return before, behind
+
+    def usage_event(self, usages: Sequence[Usage | None], num_per_prompt: int) -> dict[str, Any]:
+        """The last event when the client asked for usage: no choices."""
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt)}
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": answer.finish_reason,
+            "logprobs": self._logprobs(answer.logprobs, TokenOffsets(self.text_bytes)),
+        }
+        if self.is_chat:
+            return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        return choice | {"text": answer.text}
+
+    def _event(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self.include_usage else {}
+        return self._envelope(kind) | {"choices": [choice]} | usage
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any] | None:
+        if not self.want_logprobs:
+            return None
+        return self._chat_logprobs(logprobs) if self.is_chat else self._legacy_logprobs(logprobs, offsets)
+
+    def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            return {
+                "token": self.token_text(token_id),
+                "logprob": _finite(logprob),
+                "bytes": list(self.token_bytes(token_id)),
+            }
+
+        content = [
+            entry(item.token_id, item.logprob) | {"top_logprobs": [entry(*top) for top in item.top]}
+            for item in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _legacy_logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any]:
+        tops: list[dict[str, float]] = []
+        for item in logprobs:
+            top: dict[str, float] = {}
+            for token_id, logprob in item.top:
+                top.setdefault(self._legacy_token(token_id), _finite(logprob))
+            top[self._legacy_token(item.token_id)] = _finite(item.logprob)
+            tops.append(top)
+        return {
+            "tokens": [self._legacy_token(item.token_id) for item in logprobs],
+            "token_logprobs": [_finite(item.logprob) for item in logprobs],
+            "top_logprobs": tops,
+            "text_offset": [offsets.push(item.token_id) for item in logprobs],
+        }
+
+    def _legacy_token(self, token_id: int) -> str:
+        """Its text; of part of a character its bytes, as OpenAI writes them: two such tokens are not the same."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text
+        raw = self.token_bytes(token_id)
+        return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity and no NaN: OpenAI writes -9999 for a token of probability 0."""
+    return max(-9999.0, logprob)  # in this order: of a NaN the first is taken

@@ -1,0 +1,273 @@
+"""The HTTP surface: routes, bodies, streams and nothing else.
+
+In: an `HttpService` (the ingress). Out: a FastAPI application. Bodies are read with a limit and parsed
+strictly; every error leaves through `http_errors`. The first event of a stream is waited for before
+the status line is sent, so that a refused request has its proper code. A client that goes away cancels
+its work, streaming or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.deployments.ingress.frontend import Job
+from app.deployments.ingress.http.answers import Answer, AnswerFormat, TokenOffsets, usage_body
+from app.deployments.ingress.http.bodies import PageQuery, page_body, page_query, read_json
+from app.deployments.ingress.http.errors import ClientGone, error_answer
+from app.deployments.ingress.http.event_stream import EventStream, sse
+from app.deployments.ingress.http.management_routes import ManagedService, add_management_routes
+from app.deployments.ingress.http.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateBody,
+    parse_body,
+)
+from app.deployments.registry.entries import AliasEntry, CatalogEntry
+from app.deployments.registry.view import Entry
+from app.engine.errors import NotFound, NotReady, PolyloraError
+
+T = TypeVar("T")
+
+#: Which adapter answered, "name@generation": an alias may have chosen it.
+ADAPTER_HEADER = "X-Polylora-Adapter"
+
+
+class HttpService(ManagedService, Protocol):
+    """What the routes need of the ingress."""
+
+    def is_ready(self) -> bool: ...
+
+    def observe(self, route: str, status: int, job: Job | None) -> None: ...
+
+
+def make_app(service: HttpService) -> FastAPI:
+    """All routes over one service."""
+    app = FastAPI(title="polylora", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(_WithoutLastSlash)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        answer = error_answer(error)
+        path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
+        route = path.removeprefix("/v1").split("/")[1]
+        service.observe(route, answer.status, getattr(request.state, "job", None))
+        return JSONResponse(answer.body, status_code=answer.status, headers=answer.headers)
+
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(Exception, refuse)
+    app.add_exception_handler(PolyloraError, refuse)
+    _add_openai_routes(app, service)
+    _add_generate_route(app, service)
+    add_management_routes(app, service)
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> Response:
+        if not service.is_ready():
+            raise NotReady("no engine replica is ready", retry_after_s=5)
+        return JSONResponse({"status": "ok"})
+
+    return app
+
+
+def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return JSONResponse(model_page(service, page_query(request)))
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> Response:
+        entry = service.registry.find(name.removeprefix(f"{service.base_name}:"))
+        if entry is not None:
+            return JSONResponse(model_of(service, entry))
+        if name == service.base_name:
+            return JSONResponse(base_model(service))
+        raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = parse_body(ChatCompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        job = await service.frontend.chat(body)
+        return await _respond(request, service, body, job, want_logprobs=body.logprobs)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = parse_body(CompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        job = await service.frontend.completion(body)
+        return await _respond(request, service, body, job, want_logprobs=body.logprobs is not None)
+
+
+async def _respond(
+    request: Request,
+    service: HttpService,
+    body: ChatCompletionRequest | CompletionRequest,
+    job: Job,
+    *,
+    want_logprobs: bool,
+) -> Response:
+    request.state.job = job
+    route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
+    model = service.frontend.text_model
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    answer_format = AnswerFormat(
+        is_chat=route == "chat",
+        request_id=job.request_id,
+        model=body.model,
+        token_text=model.token_text,
+        token_bytes=model.token_bytes,
+        text_bytes=model.text_bytes,
+        want_logprobs=want_logprobs,
+        include_usage=include_usage,
+    )
+    adapter = job.requests[0].adapter
+    headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
+    if not body.stream:
+        answers = await while_connected(request, job.answers())
+        service.observe(route, 200, job)
+        return JSONResponse(answer_format.body(answers, job.num_per_prompt), headers=headers)
+    events = _events(job, answer_format)
+    first = await while_connected(request, anext(events))
+    return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
+
+
+async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes]:
+    offsets = [TokenOffsets(answer_format.text_bytes) for _ in job.requests]
+    started = [not answer_format.is_chat] * len(job.requests)
+    texts = [answer_format.text_event(index) for index in range(len(job.requests))]
+    async with aclosing(job.deltas()) as deltas:
+        async for index, delta in deltas:
+            if started[index] and delta.finish_reason is None and not answer_format.want_logprobs:
+                before, behind = texts[index]  # nearly every event: only its text is new
+                event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
+            else:
+                event = sse(answer_format.event(index, delta, offsets[index]))
+            if not started[index]:
+                started[index] = True
+                event = sse(answer_format.role_event(index)) + event
+            yield event
+    if answer_format.include_usage:
+        yield sse(answer_format.usage_event(job.usages, job.num_per_prompt))
+
+
+def _add_generate_route(app: FastAPI, service: HttpService) -> None:
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
+        job = request.state.job = await service.frontend.generate(body)
+        answers = await while_connected(request, job.answers())
+        service.observe("generate", 200, job)
+        results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
+        is_single = isinstance(body.text, str) and body.sampling_params.n == 1
+        return JSONResponse(results[0] if is_single else results)
+
+
+def generate_result(job: Job, index: int, answer: Answer) -> dict[str, Any]:
+    """One answer of /generate and of the Python handle."""
+    adapter = job.requests[index].adapter
+    usage = usage_body([answer.usage])
+    return {
+        "text": answer.text,
+        "meta_info": {
+            "id": job.requests[index].request_id,
+            "lora": adapter.name if adapter is not None else None,
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        },
+    }
+
+
+def model_page(service: HttpService, page: PageQuery) -> dict[str, Any]:
+    """The base, then adapters and aliases by name."""
+    data = [base_model(service)] if page.after is None else []
+    after = None if page.after == service.base_name else page.after
+    found = service.registry.page((CatalogEntry, AliasEntry), limit=page.limit - len(data), after=after)
+    data += [model_of(service, entry) for entry in found.entries]
+    return page_body(data, has_more=found.has_more)
+
+
+def base_model(service: HttpService) -> dict[str, Any]:
+    return {
+        "id": service.base_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "polylora",
+        "root": service.base_name,
+        "parent": None,
+        "max_model_len": service.frontend.text_model.max_context,
+    }
+
+
+def model_of(service: HttpService, entry: Entry) -> dict[str, Any]:
+    """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
+
+    A place on this server is no client's business: the root of an adapter from there is its name.
+    """
+    if isinstance(entry, AliasEntry):
+        created, root = entry.updated_s, max(entry.targets, key=lambda target: target.weight).name
+    else:
+        created, root = entry.registered_s, entry.source if "://" in entry.source else entry.name
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": int(created),
+        "owned_by": "polylora",
+        "root": root,
+        "parent": service.base_name,
+    }
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; if the client goes away first, cancels it and raises ClientGone."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client went away before the answer")
+        return task.result()
+    finally:
+        for unfinished in (task, leaving):
+            if not unfinished.done():
+                unfinished.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _WithoutLastSlash:
+    """`/v1/models/` is `/v1/models`. A redirect would send clients, with what they ask, to this process's own idea of
+    its address: http:// behind a proxy that ends TLS.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/":
+            scope["path"] = scope["path"].rstrip("/")
+        await self._app(scope, receive, send)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (no such route, wrong method) in OpenAI's shape."""
+    assert isinstance(error, HTTPException), "registered for it"
+    path = request.url.path[:80]
+    message = {
+        404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions or /generate, "
+        "GET /v1/models lists models and adapters, GET /v1/loras says more of the adapters",
+        405: f"{path!r} does not take {request.method}, only {(error.headers or {}).get('Allow')}",
+    }.get(error.status_code, error.detail)
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)

@@ -1,0 +1,64 @@
+"""Server-sent events to one client, ended and accounted for once, however the client leaves.
+
+In: events (bytes), the first of which was waited for. Out: a response whose last event is [DONE] or an error.
+Rule: when the response is over, by its end, an error or a client that left, `on_end` has been called once with
+the status it came to, and the events are closed. Which events there are is `answers`' affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from app.deployments.ingress.http.errors import TABLE, ClientGone, error_answer
+
+
+def sse(body: Mapping[str, Any]) -> bytes:
+    """One event."""
+    return b"data: %b\n\n" % to_json(body)
+
+
+class EventStream(StreamingResponse):
+    """`on_end` hears 200, the status of the error the stream ended with, or 499 when the client left before."""
+
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes],
+        on_end: Callable[[int], None],
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
+        self._first = first
+        self._events = events
+        self._on_end = on_end
+        self._status = TABLE[ClientGone].status
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end(self._status)
+            await self._events.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        """One loop from the events to the server: what the base class does in three is half the cost of an event."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        event = self._first
+        while True:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            try:
+                event = await anext(self._events)
+            except StopAsyncIteration:
+                self._status, last = 200, b"data: [DONE]\n\n"
+                break
+            except Exception as error:
+                # The status line is out: OpenAI's clients look for an error object in the stream.
+                answer = error_answer(error)
+                self._status, last = answer.status, sse(answer.body)
+                break
+        await send({"type": "http.response.body", "body": last, "more_body": False})

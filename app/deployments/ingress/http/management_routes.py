@@ -1,0 +1,301 @@
+"""The routes that manage adapters and aliases, in all spellings.
+
+In: `Management` and the ingress' copy of the registry. Out: routes. Lists are read from the copy, so that
+they cost no call whatever their length; what is said of one adapter is asked of the registry itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from app.config import TrafficWeight
+from app.deployments.ingress.frontend import Frontend
+from app.deployments.ingress.http.bodies import int_query, page_body, page_query, read_json
+from app.deployments.ingress.http.management_bodies import (
+    adapter_body,
+    alias_body,
+    description_body,
+    job_body,
+    unloaded_body,
+)
+from app.deployments.ingress.http.schema import Body, BodyT, parse_body
+from app.deployments.ingress.management import Management
+from app.deployments.registry.entries import AliasEntry, CatalogEntry
+from app.deployments.registry.view import RegistryView
+from app.engine.errors import InvalidRequest, NotFound
+
+EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
+#: Numbers of events and audit records.
+_MAX_ID = 2**53
+
+
+class LoadAdapterBody(Body):
+    """vLLM's spelling."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Body):
+    lora_name: str
+
+
+class LoadLoraBody(Body):
+    """`/v1/load_lora`. `base_model` may be left out; otherwise it is the served base's name."""
+
+    lora_model: str
+    lora_path: str
+    base_model: str | None = None
+    pin_lora: bool | None = None
+    traffic_weight: TrafficWeight | None = None
+
+
+class UnloadLoraBody(Body):
+    lora_model: str
+    base_model: str | None = None
+
+
+class RegisterAdapterBody(Body):
+    """`wait`: answer when the adapter is served, or with what made it fail, instead of at once."""
+
+    name: str
+    path: str
+    wait: bool = False
+    pinned: bool | None = None
+    traffic_weight: TrafficWeight | None = None
+
+
+class ConfigureAdapterBody(Body):
+    pinned: bool | None = None
+    traffic_weight: TrafficWeight | None = None
+
+
+class AliasBody(Body):
+    """Targets and their weights: {"sql-v1": 95, "sql-v2": 5}."""
+
+    targets: dict[str, float]
+
+
+class PromoteBody(Body):
+    target: str
+
+
+class RollbackBody(Body):
+    version: int | None = Field(default=None, ge=1, lt=2**31)
+
+
+class ManagedService(Protocol):
+    """What these routes need of the ingress."""
+
+    @property
+    def frontend(self) -> Frontend: ...
+
+    @property
+    def base_name(self) -> str: ...
+
+    @property
+    def registry(self) -> RegistryView: ...
+
+    @property
+    def management(self) -> Management: ...
+
+
+def add_management_routes(app: FastAPI, service: ManagedService) -> None:
+    """All of them."""
+    _add_load_routes(app, service)
+    _add_adapter_routes(app, service)
+    _add_alias_routes(app, service)
+
+
+async def _body(kind: type[BodyT], request: Request, service: ManagedService) -> BodyT:
+    return parse_body(kind, await read_json(request, service.frontend.limits.max_body_bytes))
+
+
+def _who(request: Request) -> str:
+    return f"http {request.client.host}" if request.client else "http"
+
+
+def _wants_to_wait(request: Request, default: bool) -> bool:
+    """`?wait=`. Raises InvalidRequest."""
+    text = request.query_params.get("wait", str(default))
+    wants = {"true": True, "1": True, "false": False, "0": False}.get(text.lower())
+    if wants is None:
+        raise InvalidRequest(f"wait is {text[:40]!r}; it is true or false", param="wait")
+    return wants
+
+
+def _add_load_routes(app: FastAPI, service: ManagedService) -> None:
+    """Spellings of other servers: they answer when the work is done."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(request: Request) -> Response:
+        body = await _body(LoadAdapterBody, request, service)
+        job, entry = await service.management.load_and_wait(body.lora_name, body.lora_path, who=_who(request))
+        return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(request: Request) -> Response:
+        body = await _body(UnloadAdapterBody, request, service)
+        return await _unload(request, service, body.lora_name)
+
+    @app.post("/v1/load_lora")
+    async def load(request: Request) -> Response:
+        body = await _body(LoadLoraBody, request, service)
+        _check_base(service, body.base_model)
+        job, entry = await service.management.load_and_wait(
+            body.lora_model,
+            body.lora_path,
+            pinned=body.pin_lora,
+            traffic_weight=body.traffic_weight,
+            who=_who(request),
+        )
+        return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
+
+    @app.post("/v1/unload_lora")
+    async def unload(request: Request) -> Response:
+        body = await _body(UnloadLoraBody, request, service)
+        _check_base(service, body.base_model)
+        return await _unload(request, service, body.lora_model)
+
+
+def _check_base(service: ManagedService, base_model: str | None) -> None:
+    if base_model not in (None, service.base_name):
+        raise NotFound(f"there is no base model {base_model[:80]!r} here; this server's is {service.base_name!r}")
+
+
+async def _unload(request: Request, service: ManagedService, name: str) -> Response:
+    wait = _wants_to_wait(request, True)
+    job, entry = await service.management.unload(name, wait=wait, who=_who(request))
+    return JSONResponse(unloaded_body(entry, job), status_code=200 if wait else 202)
+
+
+def _page(
+    request: Request, service: ManagedService, kind: type[EntryT], body: Callable[[EntryT], dict[str, Any]]
+) -> Response:
+    """The page of names of one kind that the query asks for."""
+    page = page_query(request)
+    found = service.registry.page((kind,), limit=page.limit, after=page.after)
+    data = [body(entry) for entry in found.entries if isinstance(entry, kind)]
+    return JSONResponse(page_body(data, has_more=found.has_more))
+
+
+def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
+    @app.get("/v1/loras")
+    async def adapters(request: Request) -> Response:
+        return _page(request, service, CatalogEntry, adapter_body)
+
+    @app.post("/v1/loras")
+    async def register(request: Request) -> Response:
+        body = await _body(RegisterAdapterBody, request, service)
+        options = {"pinned": body.pinned, "traffic_weight": body.traffic_weight, "who": _who(request)}
+        if _wants_to_wait(request, body.wait):
+            job, entry = await service.management.load_and_wait(body.name, body.path, **options)
+            return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
+        job = await service.management.load(body.name, body.path, **options)
+        return JSONResponse(
+            {"id": job.name, "object": "lora", "state": job.state, "generation": job.generation, "job": job_body(job)},
+            status_code=202,
+            headers={"Location": f"/v1/jobs/{job.id}"},
+        )
+
+    @app.get("/v1/loras/{name}")
+    async def adapter(name: str) -> Response:
+        return JSONResponse(description_body(name, await service.management.describe(name), service.management))
+
+    @app.patch("/v1/loras/{name}")
+    async def configure(name: str, request: Request) -> Response:
+        body = await _body(ConfigureAdapterBody, request, service)
+        entry = await service.management.configure(
+            name, pinned=body.pinned, traffic_weight=body.traffic_weight, who=_who(request)
+        )
+        return JSONResponse(adapter_body(entry))
+
+    @app.delete("/v1/loras/{name}")
+    async def delete(name: str, request: Request) -> Response:
+        return await _unload(request, service, name)
+
+    @app.get("/v1/loras/{name}/generations")
+    async def generations(name: str) -> Response:
+        data = [
+            {
+                "id": item.ref.generation,
+                "digest": item.ref.digest,
+                "path": item.ref.uri,
+                "max_rank": item.max_rank,
+                "size_bytes": item.size_bytes,
+                "created": int(item.registered_s),
+                "registered_by": item.registered_by,
+            }
+            for item in await service.management.generations(name)
+        ]
+        return JSONResponse(page_body(data, has_more=False))
+
+    @app.get("/v1/jobs/{job_id}")
+    async def job(job_id: str) -> Response:
+        return JSONResponse(job_body(await service.management.job(job_id)))
+
+    @app.get("/v1/events")
+    async def events(request: Request) -> Response:
+        limit, query = _journal_query(request)
+        records = await service.management.events(limit=limit + 1, **query)
+        return JSONResponse(page_body([asdict(record) for record in records[:limit]], has_more=len(records) > limit))
+
+    @app.get("/v1/audit")
+    async def audit(request: Request) -> Response:
+        limit, query = _journal_query(request)
+        records = await service.management.audit(limit=limit + 1, **query)
+        return JSONResponse(page_body([asdict(record) for record in records[:limit]], has_more=len(records) > limit))
+
+
+def _journal_query(request: Request) -> tuple[int, dict[str, Any]]:
+    """`?name=&limit=&before=`: the newest first, `before` is the id of the last record that is known."""
+    before = int_query(request, "before", 0, _MAX_ID) or None
+    return int_query(request, "limit", 100), {"name": request.query_params.get("name"), "before": before}
+
+
+def _add_alias_routes(app: FastAPI, service: ManagedService) -> None:
+    @app.get("/v1/aliases")
+    async def aliases(request: Request) -> Response:
+        return _page(request, service, AliasEntry, alias_body)
+
+    @app.get("/v1/aliases/{name}")
+    async def alias(name: str) -> Response:
+        entry = service.registry.find(name)
+        if not isinstance(entry, AliasEntry):
+            raise NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")
+        return JSONResponse(alias_body(entry))
+
+    @app.put("/v1/aliases/{name}")
+    async def put(name: str, request: Request) -> Response:
+        body = await _body(AliasBody, request, service)
+        return JSONResponse(
+            alias_body(await service.management.change_alias("put", name, body.targets, who=_who(request)))
+        )
+
+    @app.post("/v1/aliases/{name}/promote")
+    async def promote(name: str, request: Request) -> Response:
+        body = await _body(PromoteBody, request, service)
+        return JSONResponse(
+            alias_body(await service.management.change_alias("promote", name, body.target, who=_who(request)))
+        )
+
+    @app.post("/v1/aliases/{name}/rollback")
+    async def rollback(name: str, request: Request) -> Response:
+        body = RollbackBody() if await _is_empty(request) else await _body(RollbackBody, request, service)
+        return JSONResponse(
+            alias_body(await service.management.change_alias("rollback", name, body.version, who=_who(request)))
+        )
+
+    @app.delete("/v1/aliases/{name}")
+    async def delete(name: str, request: Request) -> Response:
+        return JSONResponse(alias_body(await service.management.change_alias("remove", name, who=_who(request))))
+
+
+async def _is_empty(request: Request) -> bool:
+    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers

@@ -1,0 +1,86 @@
+"""What other Ray jobs may call besides management: generation, whole or as a stream, without HTTP.
+
+In: the arguments of POST /generate and its service. Out: its results, or pieces of text. Every call is counted
+once under the route "handle", however it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol
+
+from app.deployments.ingress.frontend import Frontend, Job
+from app.deployments.ingress.http.app import generate_result
+from app.deployments.ingress.http.errors import TABLE, ClientGone, error_answer
+from app.deployments.ingress.http.schema import GenerateBody, parse_body
+from app.engine.errors import InvalidRequest
+
+
+class CalledService(Protocol):
+    """What these calls need of the ingress."""
+
+    @property
+    def frontend(self) -> Frontend: ...
+
+    def observe(self, route: str, status: int, job: Job | None) -> None: ...
+
+
+class _Call:
+    """One call as it is counted: what it became; the job knows what it cost so far."""
+
+    job: Job | None = None
+
+
+async def generate(
+    service: CalledService,
+    text: str | list[str],
+    sampling_params: dict[str, Any] | None,
+    adapter: str | list[str | None] | None,
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """One result for one text, a list for a list. Raises what `Frontend.generate` and the engine raise."""
+    with _counted(service) as call:
+        job = call.job = await _job(service, text, sampling_params, adapter)
+        answers = await job.answers()
+    results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
+    return results[0] if isinstance(text, str) and job.num_per_prompt == 1 else results
+
+
+async def stream(
+    service: CalledService, text: str, sampling_params: dict[str, Any] | None, adapter: str | None
+) -> AsyncGenerator[str]:
+    """Pieces of one answer's text as they come. Raises as `generate`; InvalidRequest for several answers."""
+    with _counted(service) as call:
+        job = call.job = await _job(service, text, sampling_params, adapter)
+        if len(job.requests) != 1:
+            raise InvalidRequest(
+                f"{len(job.requests)} answers would be mixed in one stream; ask for each with a stream of its own",
+                param="text" if job.num_per_prompt == 1 else "sampling_params.n",
+            )
+        async with aclosing(job.deltas()) as deltas:
+            async for _, delta in deltas:
+                if delta.text:
+                    yield delta.text
+
+
+async def _job(
+    service: CalledService,
+    text: str | list[str],
+    sampling_params: dict[str, Any] | None,
+    adapter: str | list[str | None] | None,
+) -> Job:
+    fields = {"text": text, "sampling_params": sampling_params or {}, "lora_path": adapter}
+    return await service.frontend.generate(parse_body(GenerateBody, fields))
+
+
+@contextmanager
+def _counted(service: CalledService) -> Iterator[_Call]:
+    call, status = _Call(), TABLE[ClientGone].status
+    try:
+        yield call
+        status = 200
+    except Exception as error:
+        status = error_answer(error).status
+        raise
+    finally:
+        service.observe("handle", status, call.job)

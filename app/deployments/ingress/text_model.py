@@ -1,0 +1,59 @@
+"""The base model as the service's processes open it: its description and its text side.
+
+In: the configuration. Out: a `Checkpoint`, and a `BaseText` that turns words into token ids and back.
+Fetching happens once per machine (the source keeps what it fetched); opening reads the description, not
+the weights, until somebody asks for tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from app.config import AppConfig, ModelConfig
+from app.deployments.ingress.text import Decoder
+from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from app.engine.models.sources import resolve_model
+from app.engine.models.tokenizer import Tokenizer, load_tokenizer
+
+
+def open_checkpoint(config: ModelConfig) -> Checkpoint:
+    """Open the configured base model under its configured name. Raises SourceError, CheckpointError."""
+    return load_checkpoint(resolve_model(config.uri), config.name)
+
+
+def open_text(config: AppConfig) -> BaseText:
+    """The text side of the configured base model."""
+    checkpoint = open_checkpoint(config.model)
+    kv_tokens = config.engine.num_kv_blocks * config.engine.block_size
+    positions = checkpoint.spec.max_positions
+    max_context = min(config.engine.max_context or positions, kv_tokens or positions)  # 0 blocks: as many as fit
+    return BaseText(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec.vocab_size, max_context)
+
+
+class BaseText:
+    """`TextModel` over a tokenizer. `max_context` is the longest prompt plus answer the engines take."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_context: int) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_context = max_context
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """The conversation as the model's template writes it, up to where the assistant answers."""
+        return self._tokenizer.encode(self._tokenizer.render_chat(messages), add_special_tokens=False)
+
+    def decoder(self) -> Decoder:
+        return self._tokenizer.incremental_decoder()
+
+    def token_text(self, token_id: int) -> str:
+        return self._tokenizer.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """What the token adds to an answer: as `decoder` has it, a special token nothing."""
+        return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)

@@ -1,0 +1,1 @@
+"""Between processes: frames, calls, tables that are pushed."""

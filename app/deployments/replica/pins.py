@@ -1,0 +1,82 @@
+"""A replica's pinned adapters: brought to its device before anybody asks, and kept there.
+
+In: what is pinned now, told at every change and again at intervals. Out: an engine that keeps exactly those, and
+fetches of those that are not on the device. One that cannot be had delays no other; it is tried again whenever
+`steer` is called, and the reason is logged once. What may be pinned is decided by `steering.PinLimits`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Future
+from typing import Protocol
+
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.steering import Steering
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import PolyloraError
+from app.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+
+class KeepingEngine(Protocol):
+    """The part of `app.engine.worker.EngineThread` that is used here."""
+
+    def keep_adapters(self, digests: Collection[str]) -> None: ...
+
+    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class PinKeeper:
+    """One event loop. `on_brought` is told each adapter that came to the device."""
+
+    def __init__(
+        self,
+        engine: KeepingEngine,
+        fetch: Callable[[AdapterRef], Awaitable[LoraAdapter]],
+        on_brought: Callable[[LoraAdapter], None],
+    ) -> None:
+        self._engine = engine
+        self._fetch = fetch
+        self._on_brought = on_brought
+        self._pinned: frozenset[str] = frozenset()
+        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._told: dict[str, str] = {}  # digest -> why it could not be brought
+
+    def steer(self, steering: Steering) -> None:
+        """Keep what is pinned now, and go for what of it is not on the device."""
+        if steering.pinned_digests != self._pinned:
+            self._pinned = steering.pinned_digests
+            self._engine.keep_adapters(self._pinned)
+        self._told = {digest: reason for digest, reason in self._told.items() if digest in self._pinned}
+        resident = {item.digest for item in self._engine.stats().residents}
+        for entry in steering.pinned:
+            digest = entry.ref.digest
+            if digest not in resident and digest not in self._bringing:
+                self._bringing[digest] = asyncio.get_running_loop().create_task(self._bring(entry))
+
+    def close(self) -> None:
+        for task in self._bringing.values():
+            task.cancel()
+
+    async def _bring(self, entry: CatalogEntry) -> None:
+        digest = entry.ref.digest
+        try:
+            adapter = await self._fetch(entry.ref)
+            if digest not in self._pinned:
+                return  # no longer
+            await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
+            self._on_brought(adapter)
+            self._told.pop(digest, None)
+        except PolyloraError as error:
+            if self._told.get(digest) != str(error):
+                self._told[digest] = str(error)
+                logger.warning("pinned adapter %s is not on the device: %s", entry.name, error)
+        finally:
+            del self._bringing[digest]

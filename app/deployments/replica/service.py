@@ -1,0 +1,250 @@
+"""One engine and those who read from it: what a replica does, without Ray.
+
+In: groups of requests from ingress links. Out: frames of chunks. An adapter that is not at hand is
+fetched beside the engine, so it delays only its own requests; its failure is theirs alone and arrives
+as their last chunk. Requests are handed to the engine once per request id. Whoever stops reading has
+its requests aborted. An engine that has failed or was stopped looks like a replica that died: its readers
+hear `ReplicaGone`, and may go on elsewhere. Requests over which an engine may have failed enter one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from app.deployments.links.frames import FrameHub
+from app.deployments.links.transport import EngineFailed, ReplicaGone
+from app.deployments.placement.books import ReplicaReport
+from app.deployments.replica.trials import Trials
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import EngineFailure, PolyloraError
+from app.engine.request import GenerateRequest, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Adapters kept mapped in this process. They are views of shared memory: this bounds what they pin there.
+MAX_MAPPED_BYTES = 256 << 20
+#: A link without requests ends after this long.
+IDLE_S = 2.0
+
+
+class RunningEngine(Protocol):
+    """The part of `app.engine.worker.EngineThread` that is used here."""
+
+    @property
+    def failure(self) -> EngineFailure | None: ...
+
+    def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class EngineService:
+    """Made and used on one event loop; `on_step` may be called from the engine's thread."""
+
+    def __init__(self, fetch: Callable[[AdapterRef], Awaitable[LoraAdapter]], *, idle_s: float = IDLE_S) -> None:
+        self._fetch = fetch
+        self._idle_s = idle_s
+        self._engine: RunningEngine | None = None
+        self._loop = asyncio.get_running_loop()
+        self._hub = FrameHub()
+        self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()
+        self._fetching: dict[str, asyncio.Task[LoraAdapter]] = {}
+        self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._trials = Trials()
+        self._end: ReplicaGone | None = None
+        self._active: dict[str, str] = {}  # request id -> adapter digest
+        self._used_s: dict[str, float] = {}  # adapter digest -> when a request last entered with it
+        self._last_used_s: dict[str, float] = {}  # the same, of those that are resident
+        self.changed = asyncio.Event()  # set when adapters may have moved: a report is due
+
+    def start(self, engine: RunningEngine) -> None:
+        """Serve this engine; its callback must be `on_step`."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> RunningEngine:
+        assert self._engine is not None, "start() comes first"
+        return self._engine
+
+    @property
+    def num_links(self) -> int:
+        return self._hub.num_links
+
+    @property
+    def num_waiting_for_adapters(self) -> int:
+        return len(self._waiting)
+
+    def on_step(self, chunks: list[TokenChunk]) -> None:
+        """The engine's callback: any thread."""
+        self._loop.call_soon_threadsafe(self._deliver, chunks)
+
+    async def frames(self, link_id: str) -> AsyncGenerator[list[TokenChunk]]:
+        """Frames for one reader until it leaves or has been idle for a while. Raises ReplicaGone if it fails."""
+        try:
+            async for frame in self._hub.frames(link_id, self._idle_s):
+                yield frame
+        finally:
+            self.abort(self._hub.detach(link_id))
+
+    def leave(self, link_id: str) -> None:
+        """Its reader has gone: `frames` ends, and the link's requests are aborted."""
+        self._hub.leave(link_id)
+
+    def submit(self, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
+        """Take requests whose chunks go to this link. False, and nothing taken, if it is not attached.
+
+        Errors of single requests arrive as their last chunk. Raises ReplicaGone, and nothing is taken, if the
+        engine has failed: another replica can serve them.
+        """
+        if self.engine.failure is not None:
+            raise self._ended(self.engine.failure)
+        if not self._hub.is_attached(link_id):
+            return False
+        for request in requests:
+            if self._hub.owns(request.request_id):
+                continue
+            self._hub.expect(link_id, request.request_id)
+            ref = request.adapter
+            if ref is None:
+                self._enter(request, None)
+            elif (adapter := self._mapped.get(ref.digest)) is not None:
+                self._mapped.move_to_end(ref.digest)
+                self._enter(request, adapter)
+            else:
+                self._waiting[request.request_id] = self._spawn(self._enter_when_fetched(request, ref))
+        return True
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; no chunk of theirs is delivered any more."""
+        for request_id in request_ids:
+            self._hub.forget(request_id)
+            self._active.pop(request_id, None)
+            self._trials.forget(request_id)
+            task = self._waiting.pop(request_id, None)
+            if task is not None:
+                task.cancel()
+            else:
+                self.engine.abort(request_id)
+
+    def unmap(self, digest: str) -> None:
+        """Forget this process's view of an adapter; the next request fetches it again."""
+        self._mapped.pop(digest, None)
+
+    def keep(self, adapter: LoraAdapter) -> None:
+        """Hold this process's view of an adapter, the least recently used out."""
+        self._mapped[adapter.card.digest] = adapter
+        self._mapped.move_to_end(adapter.card.digest)
+        while len(self._mapped) > 1 and sum(a.card.size_bytes for a in self._mapped.values()) > MAX_MAPPED_BYTES:
+            self._mapped.popitem(last=False)
+
+    def take_used(self) -> dict[str, float]:
+        """Adapters that requests have used since this was last asked, and when (Unix time)."""
+        used_s, self._used_s = self._used_s, {}
+        return used_s
+
+    def report(self, replica_id: str, num_running: int, num_waiting: int, resident: tuple[str, ...]) -> ReplicaReport:
+        """What placement wants to know, given the engine's counts."""
+        self._last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in resident}
+        active = dict(Counter(self._active.values()))
+        num_waiting += len(self._waiting) + self._trials.num_waiting
+        return ReplicaReport(replica_id, num_running, num_waiting, resident, active, dict(self._last_used_s))
+
+    async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
+        try:
+            adapter = await self._adapter(ref)
+        except Exception as error:
+            self._waiting.pop(request.request_id, None)
+            self._fail(request.request_id, error)
+            return
+        self._waiting.pop(request.request_id, None)
+        self._enter(request, adapter)
+
+    def _enter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
+        if request.num_failures:
+            self._trials.begin(request, partial(self._submit, request, adapter))
+        else:
+            self._submit(request, adapter)
+
+    def _submit(self, request: GenerateRequest, adapter: LoraAdapter | None) -> bool:
+        """Whether the engine has taken it; if not, its client, or everybody's, has been told."""
+        try:
+            self.engine.submit(request, adapter)
+        except Exception as error:
+            if (failure := self.engine.failure) is not None:
+                if not failure.computing:  # else the end comes behind the last chunks
+                    self._hub.end(self._ended(failure))
+            else:  # one request's trouble, whatever it is, must not end the others of its group
+                self._fail(request.request_id, error)
+            return False
+        if adapter is not None:
+            self._active[request.request_id] = adapter.card.digest
+            self._used_s[adapter.card.digest] = self._last_used_s[adapter.card.digest] = time.time()
+            self.changed.set()
+        return True
+
+    async def _adapter(self, ref: AdapterRef) -> LoraAdapter:
+        """One fetch per digest, however many requests wait for it."""
+        task = self._fetching.get(ref.digest)
+        if task is None:
+            task = self._fetching[ref.digest] = self._spawn(self._fetch_and_map(ref))
+            task.add_done_callback(_retrieve)
+        return await asyncio.shield(task)
+
+    async def _fetch_and_map(self, ref: AdapterRef) -> LoraAdapter:
+        try:
+            adapter = await self._fetch(ref)
+        finally:
+            del self._fetching[ref.digest]
+        self.keep(adapter)
+        return adapter
+
+    def _deliver(self, chunks: list[TokenChunk]) -> None:
+        for chunk in chunks:
+            if chunk.finish_reason is not None and self._active.pop(chunk.request_id, None) is not None:
+                self.changed.set()
+        failure = self.engine.failure  # it may be that of a step whose chunks are yet to come
+        is_over = failure is not None and any(chunk.error is failure for chunk in chunks)
+        if is_over:
+            chunks = [chunk for chunk in chunks if chunk.error is not failure]
+        self._hub.deliver(chunks)
+        for chunk in chunks:
+            self._trials.heard(chunk)
+        if failure is not None and is_over:
+            self._hub.end(self._ended(failure))
+
+    def _ended(self, failure: EngineFailure) -> ReplicaGone:
+        """What readers hear whenever they ask: that nothing is computed any more, and whose fault it may be."""
+        if self._end is None:
+            if self._trials.current in failure.computing:
+                self._end = EngineFailed(str(failure), culprit=self._trials.current)
+            elif failure.computing:
+                self._end = EngineFailed(str(failure), suspects=failure.computing)
+            else:
+                self._end = ReplicaGone(str(failure))
+        return self._end
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        if not isinstance(error, PolyloraError):
+            logger.error("request %s met an unexpected error", request_id, exc_info=error)
+            error = EngineFailure("internal error while admitting the request; the replica's log has the details")
+        self._hub.deliver([TokenChunk(request_id, finish_reason="error", error=error)])
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of our own: an empty context, or Serve cancels it with the call that started it."""
+        return self._loop.create_task(work, context=contextvars.Context())
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Everybody who waited may have left; the error is then nobody's."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,1 @@
+"""Adapters in tiers: sources, disk, host memory."""

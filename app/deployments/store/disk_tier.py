@@ -1,0 +1,234 @@
+"""Files of remote adapters on this machine's disk, by the digest of their contents.
+
+In: a folder that was downloaded and found good, and its digest. Out: that folder again, after any restart.
+A download lives under `staging/` until it is whole, flushed and renamed to `objects/<digest>`: what has a
+digest for a name is complete. Each process has a staging folder of its own; those of processes that died,
+and objects that lost a byte, are removed at start. Bounded in bytes (`eviction`); an object is pinned while
+it is read. Nobody waits for another's flush or deletion. The digest is checked by whoever reads the contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from app.deployments.store.bounded_set import BoundedSet
+from app.deployments.store.counts import TierCounts
+from app.engine.pools.eviction import EvictionPolicy
+
+logger = logging.getLogger(__name__)
+
+_ENTRY = "entry.json"
+
+
+class DiskTier:
+    """One per process; processes may share the folder. Called from any thread."""
+
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int,
+        policy: EvictionPolicy,
+        counts: TierCounts,
+        *,
+        held: Collection[str] = (),
+    ) -> None:
+        """`held`: as `hold`."""
+        self._objects, staging = root / "objects", root / "staging"
+        for folder in (self._objects, staging):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._counts = counts
+        self._lock = threading.Lock()
+        #: Told each digest that leaves, in the thread that removes it.
+        self.deleted: Callable[[str], None] = lambda _: None
+        self._kept = BoundedSet(max_bytes, policy)
+        self._kept.hold(held)
+        # One process at a time: none finds another's staging folder before the lock that says it is in use.
+        with (staging / "guard").open("w") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            _remove_leftovers(staging)
+            self._staging = staging / f"{os.getpid()}-{secrets.token_hex(6)}"
+            # Held until this process ends, however it ends.
+            self._alive = self._staging.with_suffix(".lock").open("w")
+            fcntl.flock(self._alive, fcntl.LOCK_EX)
+            self._staging.mkdir()
+        self._take_stock()
+
+    @property
+    def total_bytes(self) -> int:
+        with self._lock:
+            return self._kept.total_bytes
+
+    @property
+    def digests(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._kept)
+
+    def hold(self, digests: Collection[str]) -> None:
+        """From now on exactly these are never given up, once they are here."""
+        with self._lock:
+            self._kept.hold(digests)
+
+    @contextlib.contextmanager
+    def reading(self, digest: str) -> Iterator[Path | None]:
+        """The folder with these contents, kept while the block runs; None if it is not here."""
+        with self._lock:
+            if digest in self._kept and not self._folder(digest).is_dir():
+                self._kept.remove(digest)  # another process removed it
+            found = digest in self._kept
+            if found:
+                self._kept.use(digest)
+                self._kept.pin(digest)
+        if not found:
+            self._counts.miss("disk")
+            yield None
+            return
+        self._counts.hit("disk")
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._folder(digest))  # the order of use outlives this process
+            yield self._folder(digest)
+        finally:
+            with self._lock:
+                self._kept.unpin(digest)
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """An empty folder to download into; it is gone after the block unless `keep` took it."""
+        folder = self._staging / secrets.token_hex(8)
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def keep(self, digest: str, staged: Path, load_s: float) -> bool:
+        """Make a staged folder the object of this digest. False if there is no room for it beside what is pinned."""
+        with self._lock:
+            if digest in self._kept:
+                return True
+        sizes = {file.name: file.stat().st_size for file in staged.iterdir()}
+        _make_whole(staged, {"files": sizes, "load_s": load_s})
+        hidden: list[tuple[str, Path]] = []
+        try:
+            with self._lock:
+                if digest in self._kept:  # by another thread, meanwhile
+                    return True
+                evicted = self._kept.add(digest, sum(sizes.values()), load_s)
+                if evicted is None:
+                    return False
+                try:
+                    hidden += ((old, self._hide(old)) for old in evicted)
+                    self._publish(digest, staged)
+                except OSError:
+                    self._kept.remove(digest)
+                    raise
+        finally:
+            for old, trash in hidden:
+                self._discard(old, trash)
+        _flush(self._objects)
+        self._counts.evicted("disk", len(evicted))
+        self._report()
+        return True
+
+    def remove(self, digest: str) -> None:
+        with self._lock:
+            trash = self._hide(digest) if self._kept.remove(digest) else None
+        if trash is not None:
+            self._discard(digest, trash)
+        self._report()
+
+    def close(self) -> None:
+        shutil.rmtree(self._staging, ignore_errors=True)
+        Path(self._alive.name).unlink(missing_ok=True)
+        self._alive.close()
+
+    def _folder(self, digest: str) -> Path:
+        return self._objects / digest
+
+    def _publish(self, digest: str, staged: Path) -> None:
+        try:
+            staged.rename(self._folder(digest))
+        except OSError:
+            if not self._folder(digest).is_dir():
+                raise
+            # Another process was faster; the contents are the same.
+
+    def _hide(self, digest: str) -> Path:
+        """First out of sight, then gone: a crash in between leaves a staging folder, not half an object."""
+        trash = self._staging / secrets.token_hex(8)
+        with contextlib.suppress(FileNotFoundError):
+            self._folder(digest).rename(trash)
+        return trash
+
+    def _discard(self, digest: str, trash: Path) -> None:
+        shutil.rmtree(trash, ignore_errors=True)
+        self.deleted(digest)
+
+    def _take_stock(self) -> None:
+        found = []
+        for folder in self._objects.iterdir():
+            entry = _read_entry(folder)
+            if entry is None:
+                logger.warning("removing %s: it is not as it was written", folder)
+                self._discard(folder.name, self._hide(folder.name))
+                continue
+            found.append((folder.stat().st_mtime, folder.name, *entry))
+        for _, digest, size_bytes, load_s in sorted(found):
+            evicted = self._kept.add(digest, size_bytes, load_s)
+            for old in [digest] if evicted is None else evicted:
+                self._discard(old, self._hide(old))
+        self._report()
+
+    def _report(self) -> None:
+        with self._lock:
+            size_bytes, number = self._kept.total_bytes, len(self._kept)
+        self._counts.holds("disk", size_bytes, number)
+
+
+def _read_entry(folder: Path) -> tuple[int, float] | None:
+    """(bytes, seconds it took to load) of an object, or None if a file is missing or not as long as it was."""
+    try:
+        entry = json.loads((folder / _ENTRY).read_text())
+        files, load_s = entry["files"], float(entry["load_s"])
+        if any((folder / name).stat().st_size != size for name, size in files.items()):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return sum(files.values()), load_s
+
+
+def _remove_leftovers(staging: Path) -> None:
+    """Staging folders whose process is gone: nobody holds their lock. The guard is held."""
+    for lock in {path.with_suffix(".lock") for path in staging.iterdir() if path.name != "guard"}:
+        with lock.open("w") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _make_whole(staged: Path, entry: dict[str, object]) -> None:
+    """Its entry beside its files, all of it on the disk."""
+    (staged / _ENTRY).write_text(json.dumps(entry))
+    for file in staged.iterdir():
+        _flush(file)
+    _flush(staged)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,175 @@
+"""From a source, or from this machine's disk, to a packed adapter: the blocking half of the store.
+
+In: what a client or the configuration calls an adapter's source, or the digest of one that was here before.
+Out: a `LocatedAdapter`. Local folders are read where they are; what comes over a network is downloaded,
+read, and only then kept on disk under its digest. Nothing here interprets an adapter's bytes (the
+validator has another process do it). Who waits for whom, and how many at once, is the store's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from app.config import AdaptersConfig
+from app.deployments.registry.entries import State
+from app.deployments.store.counts import TierCounts
+from app.deployments.store.disk_tier import DiskTier
+from app.deployments.store.sources.opening import open_sources
+from app.deployments.store.sources.places import LocalPlace, Sources, adapter_path, delivered
+from app.engine.adapters.base_copies import BaseCopies
+from app.engine.adapters.isolation.packing import PackedAdapter
+from app.engine.adapters.isolation.process import ChildLimits
+from app.engine.adapters.isolation.validator import Validator, files_identity
+from app.engine.adapters.limits import ReadLimits
+from app.engine.adapters.signing.signing import signer_of
+from app.engine.errors import AdapterError, AdapterReadFailed
+from app.engine.models.checkpoint import Checkpoint
+from app.engine.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+class LocatedAdapter(NamedTuple):
+    """A read adapter, the canonical place it came from, and the public key that signed it (None: nobody)."""
+
+    uri: str
+    packed: PackedAdapter
+    signer: str | None = None
+
+
+class AdapterLibrary:
+    """Called from any thread."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        disk: DiskTier,
+        validator: Validator,
+        spec: ModelSpec,
+        counts: TierCounts,
+        *,
+        signatures: bool = False,
+        base_copies: BaseCopies | None = None,
+    ) -> None:
+        """`signatures`: whether `from_source` looks for them. `base_copies`: drops what is the base's own."""
+        self._sources = sources
+        self._disk = disk
+        self._validator = validator
+        self._spec = spec
+        self.counts = counts
+        self._signatures = signatures
+        self._base_copies = base_copies
+        #: Told how far reading a source has come; from any thread.
+        self.reached: Callable[[str, State], None] = lambda *_: None
+
+    @property
+    def disk(self) -> DiskTier:
+        return self._disk
+
+    def hold(self, digests: Collection[str]) -> None:
+        """From now on exactly these are never deleted from disk once they are there."""
+        self._disk.hold(digests)
+
+    def close(self) -> None:
+        self._validator.close()
+        self._disk.close()
+
+    def lane(self, source: str) -> str:
+        """Sources in one lane share a limit and may delay each other: one host, one bucket, the local folders."""
+        return self._sources.lane(source)
+
+    def version(self, source: str) -> str:
+        """Changes when a local source is overwritten, empty for others; one read may serve all who ask for one version.
+
+        Raises UnsafeSource, NotFound.
+        """
+        place = self._sources.locate(source)
+        return str(files_identity(place.path)) if isinstance(place, LocalPlace) else ""
+
+    def from_source(self, source: str) -> LocatedAdapter:
+        """Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit)."""
+        place = self._sources.locate(source)
+        started_s = time.monotonic()
+        if isinstance(place, LocalPlace):
+            before = files_identity(place.path)
+            self.reached(source, State.VALIDATING)
+            packed = self._read(place.path)
+            self.reached(source, State.ON_DISK)
+            if files_identity(place.path) != before:
+                raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
+            self.counts.loaded("source", time.monotonic() - started_s, packed.card.size_bytes)
+            return LocatedAdapter(place.uri, packed, self._signer(place.path, packed))
+        with self._disk.staging() as folder:
+            uri = place.fetch(folder)
+            path = delivered(folder)
+            load_s = time.monotonic() - started_s
+            self.reached(source, State.VALIDATING)
+            packed = self._read(path)
+            self.counts.loaded("source", load_s, packed.card.size_bytes)
+            signer = self._signer(path, packed)
+            try:
+                if not self._disk.keep(packed.card.digest, folder, load_s):
+                    logger.warning("the adapter from %s is not kept on disk: others are pinned there", uri)
+                self.reached(source, State.ON_DISK)
+            except OSError as error:  # a full disk costs the next download, not this request
+                logger.warning("the adapter from %s is not kept on disk: %s", uri, error)
+        return LocatedAdapter(uri, packed, signer)
+
+    def from_disk(self, digest: str, source: str) -> PackedAdapter | None:
+        """The adapter with this digest, if this machine's disk has it. Local sources are never on it."""
+        if self._sources.is_local(source):
+            return None
+        started_s = time.monotonic()
+        with self._disk.reading(digest) as folder:
+            if folder is None:
+                return None
+            try:
+                packed = self._read(adapter_path(folder))
+                is_whole = packed.card.digest == digest
+            except AdapterReadFailed:
+                raise
+            except AdapterError:
+                is_whole = False
+        if not is_whole:  # damaged on disk: the source has it
+            self._disk.remove(digest)
+            return None
+        self.counts.loaded("disk", time.monotonic() - started_s, packed.card.size_bytes)
+        return packed
+
+    def _signer(self, path: Path, packed: PackedAdapter) -> str | None:
+        return signer_of(path, packed.card.digest) if self._signatures else None
+
+    def _read(self, path: Path) -> PackedAdapter:
+        packed = self._validator.read(path, self._spec)
+        return packed if self._base_copies is None else self._base_copies.dropped_packed(packed)
+
+
+def open_library(
+    config: AdaptersConfig,
+    checkpoint: Checkpoint,
+    served: frozenset[str],
+    counts: TierCounts,
+    *,
+    held: Collection[str] = (),
+) -> AdapterLibrary:
+    """As configured: sources, the disk tier in `state_dir`, and a process that reads. Raises ConfigError.
+
+    `held`: digests that the disk tier does not give up.
+    """
+    spec = checkpoint.spec
+    root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
+    disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, held=held)
+    validator = Validator(
+        ReadLimits(max_weight_bytes=config.max_adapter_bytes, max_rank=config.max_rank),
+        ChildLimits(base_memory_bytes=config.reading_memory_bytes, base_s=config.reading_timeout_s),
+        served=served,
+    )
+    signatures = config.signing.trusted.matter
+    copies = BaseCopies(checkpoint)
+    return AdapterLibrary(
+        open_sources(config), disk, validator, spec, counts, signatures=signatures, base_copies=copies
+    )

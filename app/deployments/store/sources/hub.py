@@ -1,0 +1,45 @@
+"""Adapters from a Hugging Face hub: `hf://org/name@revision`.
+
+In: such a URI. Out: PEFT's two files, or the one card of the repository, and a URI with the commit: a
+branch may move, what was registered does not. Nothing else of the repository is downloaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.deployments.store.sources.places import signature_name
+from app.engine.adapters.formats.arrow import CARD_SUFFIX
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
+from app.engine.models.hub import download_hub_files, list_hub_files
+
+
+class HubFetcher:
+    """`sources.places.Fetcher`. `endpoint` None: what HF_ENDPOINT says, else the public hub."""
+
+    def __init__(self, endpoint: str | None, token: str | None, *, max_bytes: int, timeout_s: float) -> None:
+        self._endpoint = endpoint
+        self._token = token
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    def accepts(self, uri: str) -> bool:
+        return uri.startswith("hf://")
+
+    def fetch(self, uri: str, folder: Path) -> str:
+        """Raises SourceError, NotFound, AdapterTooLarge."""
+        listing = list_hub_files(uri, endpoint=self._endpoint, token=self._token, timeout_s=self._timeout_s)
+        cards = [name for name in listing.sizes if "/" not in name and name.endswith(CARD_SUFFIX)]
+        is_card = len(cards) == 1 and CONFIG_NAME not in listing.sizes
+        names = cards if is_card else [CONFIG_NAME, WEIGHTS_NAME]
+        signature = signature_name(names)
+        download_hub_files(
+            listing,
+            [*names, *([signature] if signature in listing.sizes else [])],
+            folder,
+            max_bytes=self._max_bytes,
+            endpoint=self._endpoint,
+            token=self._token,
+        )
+        return str(listing.uri)

@@ -1,0 +1,42 @@
+"""The sources that a configuration allows.
+
+In: `AdaptersConfig` and the environment (`LORA_HF_TOKEN`, `LORA_DOWNLOADER_PLUGIN`). Out: `Sources`.
+Raises ConfigError for a downloader that cannot be imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from app.config import AdaptersConfig
+from app.deployments.store.sources.hub import HubFetcher
+from app.deployments.store.sources.places import Fetcher, Sources
+from app.deployments.store.sources.plugin import PluginFetcher
+from app.deployments.store.sources.time_limit import TimedFetcher
+from app.deployments.store.sources.urls import UrlFetcher
+
+
+def open_sources(config: AdaptersConfig, environ: Mapping[str, str] | None = None) -> Sources:
+    """URLs first, then the operator's downloader, then the hub; each within its time."""
+    environ = os.environ if environ is None else environ
+    max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
+    fetchers: list[Fetcher] = []
+    if config.urls:
+        fetchers.append(
+            UrlFetcher(
+                config.urls,
+                options=config.url_options,
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                signatures=config.signing.trusted.matter,
+            )
+        )
+    downloader = config.downloader or environ.get("LORA_DOWNLOADER_PLUGIN")
+    if downloader:
+        fetchers.append(PluginFetcher(downloader))
+    elif config.allow_hub:
+        token = environ.get("LORA_HF_TOKEN")
+        fetchers.append(HubFetcher(config.hub_endpoint, token, max_bytes=max_bytes, timeout_s=timeout_s))
+    return Sources([Path(root) for root in config.roots], [TimedFetcher(fetcher, timeout_s) for fetcher in fetchers])

@@ -1,0 +1,131 @@
+"""Adapters from object stores and web servers, through fsspec.
+
+In: a URL under one of the prefixes that the operator allows (`s3://bucket/adapters/`, `https://host/path/`). Out:
+PEFT's two files or one card. Only files of known names are asked for: nothing is listed, nothing is
+unpacked, and a download ends at its limit of bytes and seconds. Credentials are the environment's, as each
+of fsspec's backends documents; Google's are looked for in this thread, since gcsfs would do it, without a limit,
+in the one that carries every transfer of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsspec import AbstractFileSystem, filesystem
+from fsspec.callbacks import Callback
+
+from app.deployments.store.sources.places import signature_name, wanted_files
+from app.engine.adapters.signing.signature_names import SIGNATURE_SUFFIX
+from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError
+
+
+class UrlFetcher:
+    """`sources.places.Fetcher`. `options`: arguments of fsspec's file systems by scheme."""
+
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        *,
+        options: Mapping[str, Mapping[str, Any]],
+        max_bytes: int,
+        timeout_s: float,
+        signatures: bool = False,
+    ) -> None:
+        self._signatures = signatures
+        self._prefixes = tuple(prefixes)
+        self._options = options
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    def accepts(self, uri: str) -> bool:
+        return uri.startswith(self._prefixes)
+
+    def fetch(self, uri: str, folder: Path) -> str:
+        """Raises SourceError, NotFound, AdapterTooLarge."""
+        deadline_s = time.monotonic() + self._timeout_s
+        names = wanted_files(uri)
+        for name in names:
+            self._fetch_file(
+                uri if uri.endswith(f"/{name}") else f"{uri.rstrip('/')}/{name}", folder / name, deadline_s
+            )
+        if self._signatures:
+            name = signature_name(names)
+            url = uri + SIGNATURE_SUFFIX if len(names) == 1 else f"{uri.rstrip('/')}/{name}"
+            with contextlib.suppress(NotFound):
+                self._fetch_file(url, folder / name, deadline_s)
+        return uri
+
+    def _fetch_file(self, url: str, file: Path, deadline_s: float) -> None:
+        try:
+            self._copy(url, file, deadline_s)
+        except PolyloraError:
+            raise
+        except FileNotFoundError as error:
+            raise NotFound(f"there is nothing at {url}") from error
+        except Exception as error:
+            # Each backend has errors of its own; for us they mean one thing.
+            raise SourceError(f"cannot fetch {url}: {type(error).__name__}: {str(error)[:300]}") from error
+
+    def _copy(self, url: str, file: Path, deadline_s: float) -> None:
+        scheme = url.partition("://")[0]
+        options = self._options.get(scheme, {})
+        more: dict[str, Any] = {}
+        if scheme == "gs":
+            files = _google_storage(options, self._timeout_s)
+            more["concurrency"] = 1  # more of it lists the folder first
+        else:
+            files = filesystem(scheme, **options)
+        bound = _Bound(url, self._max_bytes, deadline_s, self._timeout_s)
+        files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), **more)
+        bound.check(file.stat().st_size)
+
+
+def _google_storage(options: Mapping[str, Any], timeout_s: float) -> AbstractFileSystem:
+    """With credentials that last for `timeout_s`: those in `options`, else Google's default ones, else none."""
+    from gcsfs.core import GCSFileSystem  # the package's own default asks over gRPC what kind of bucket it is
+    from gcsfs.credentials import LOCAL_REFRESH_BUFFER
+    from google.auth.exceptions import DefaultCredentialsError
+
+    try:
+        files = GCSFileSystem(**{"token": "google_default"} | dict(options))
+    except DefaultCredentialsError:
+        if "token" in options:
+            raise
+        files = GCSFileSystem(token="anon", **options)
+    files.credentials.maybe_refresh(LOCAL_REFRESH_BUFFER + timeout_s)
+    return files
+
+
+class _Bound(Callback):  # type: ignore[misc]  # fsspec is not annotated
+    """Ends a transfer that is too long, in bytes or in seconds."""
+
+    def __init__(self, url: str, max_bytes: int, deadline_s: float, timeout_s: float) -> None:
+        super().__init__()
+        self._url = url
+        self._max_bytes = max_bytes
+        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
+
+    def left_s(self) -> float:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise SourceError(f"{self._url} was not there within adapters.source_timeout_s {self._timeout_s:g}")
+        return left_s
+
+    def check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise AdapterTooLarge(f"{self._url} has {num_bytes} bytes but at most {self._max_bytes} are read")
+
+    def set_size(self, size: int | None) -> None:
+        """fsspec's, when the length is known."""
+        super().set_size(size)
+        self.check(size or 0)
+
+    def call(self, *_: Any, **__: Any) -> None:
+        """fsspec's, after each piece."""
+        self.check(self.value)
+        self.left_s()

@@ -1,0 +1,38 @@
+"""An HTTP service under test and a client of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest_asyncio
+
+from app.deployments.ingress.http.app import make_app
+from tests.deployments.fleet import Fleet
+from tests.deployments.http_service import Service
+from tests.deployments.managed import ManagedStore
+from tests.fakes import fake_adapter
+
+
+@pytest_asyncio.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    fleet = Fleet(1)
+    managed = ManagedStore.at(tmp_path)
+    for name in ("sql", "new", "two"):
+        adapter = fake_adapter(name, 8)
+        fleet.adapters[adapter.card.digest] = adapter
+        managed.store.contents[name] = adapter.card.digest
+    await managed.lifecycle.load_and_wait("sql", "sql")
+    service = Service(fleet, managed)
+    yield service
+    await managed.close()
+    await service.dispatcher.close()
+    fleet.stop()
+
+
+@pytest_asyncio.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+        yield client

@@ -1,0 +1,104 @@
+"""Pinned adapters come to the device by themselves, one that cannot be had delays no other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.steering import Steering
+from app.deployments.replica.pins import PinKeeper
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.errors import SourceError
+from app.engine.worker import EngineThread
+from tests.fakes import FakeBackend, fake_adapter
+
+ADAPTERS = {name: fake_adapter(name, 8) for name in ("a", "b", "slow", "broken")}
+
+
+def pinned(*names: str) -> Steering:
+    return Steering(
+        tuple(CatalogEntry(AdapterRef(name, ADAPTERS[name].card.digest), 8, 64, 0.0, pinned=True) for name in names)
+    )
+
+
+class Bench:
+    """A keeper over an engine that runs."""
+
+    def __init__(self) -> None:
+        limits = BackendLimits(
+            num_kv_blocks=32, block_size=8, adapter_rank_rows=32, rank_alignment=8, max_adapter_slots=8
+        )
+        self.thread = EngineThread(Engine(FakeBackend(limits), EngineConfig()), lambda _: None)
+        self.thread.start()
+        self.gate = asyncio.Event()
+        self.fetches: list[str] = []
+        self.brought: list[str] = []
+        self.broken: dict[str, str] = {"broken": "no such bucket"}
+        self.keeper = PinKeeper(self.thread, self.fetch, lambda adapter: self.brought.append(adapter.card.digest))
+
+    async def fetch(self, ref: AdapterRef) -> LoraAdapter:
+        self.fetches.append(ref.name)
+        if ref.name == "slow":
+            await self.gate.wait()
+        if ref.name in self.broken:
+            raise SourceError(self.broken[ref.name])
+        return ADAPTERS[ref.name]
+
+    def residents(self) -> set[str]:
+        digests = {item.digest for item in self.thread.stats().residents}
+        return {name for name, adapter in ADAPTERS.items() if adapter.card.digest in digests}
+
+
+@pytest_asyncio.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.keeper.close()
+    assert bench.thread.stop(60)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(600):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_what_is_pinned_comes_and_the_rest_waits_for_nobody(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            bench.keeper.steer(pinned("slow", "broken", "a", "b"))
+            await until(lambda: bench.residents() == {"a", "b"} and set(bench.keeper._bringing) == {digest("slow")})
+    assert bench.fetches.count("slow") == 1, "it is on its way"
+    assert bench.fetches.count("broken") == 3
+    (record,) = caplog.records
+    assert record.message == "pinned adapter broken is not on the device: no such bucket"
+    bench.broken.clear()
+    bench.keeper.steer(pinned("slow", "broken", "a", "b"))
+    bench.gate.set()
+    await until(lambda: len(bench.brought) == 4)
+    assert bench.residents() == set(ADAPTERS)
+
+
+async def test_what_is_unpinned_while_it_is_fetched_does_not_come(bench: Bench) -> None:
+    bench.keeper.steer(pinned("slow", "a"))
+    await until(lambda: bench.residents() == {"a"} and "slow" in bench.fetches)
+    bench.keeper.steer(pinned("a"))
+    bench.gate.set()
+    await until(lambda: not bench.keeper._bringing)
+    assert bench.residents() == {"a"}
+    assert bench.brought == [digest("a")]
+
+
+def digest(name: str) -> str:
+    return ADAPTERS[name].card.digest

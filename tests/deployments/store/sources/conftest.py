@@ -1,0 +1,108 @@
+"""One adapter in files, a library that reads whatever a test's sources give, and the servers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from app.deployments.registry.catalog import Catalog
+from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, check_name
+from app.deployments.store.counts import TierCounts
+from app.deployments.store.disk_tier import DiskTier
+from app.deployments.store.library import AdapterLibrary
+from app.deployments.store.sources.places import Fetcher, Sources
+from app.deployments.store.store import AdapterStore
+from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.isolation.packing import PackedAdapter
+from app.engine.adapters.isolation.validator import Validator
+from tests.deployments.store.sources.servers import FileServer, HubServer
+from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+
+SPEC = tiny_spec()
+OpenLibrary = Callable[..., AdapterLibrary]
+
+
+class Store(AdapterStore[PackedAdapter]):
+    """With names, as the registry's lifecycle gives them."""
+
+    catalog: Catalog
+
+    async def register(self, name: str, source: str, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry:
+        check_name(name)
+        uri, card = await self.load(source, tenant_id)
+        facts = {"max_rank": card.max_rank, "size_bytes": card.size_bytes}
+        return self.catalog.register(name, uri, card.digest, tenant_id=tenant_id, **facts)
+
+    def entries(self) -> list[CatalogEntry]:
+        return self.catalog.entries()
+
+
+def new_adapter(folder: Path, rank: int = 2) -> tuple[dict[str, bytes], AdapterCard]:
+    """(files by name, the card they have) of a fresh random adapter, written to `folder`."""
+    write_peft(folder, peft_config(rank, ["q_proj"]), peft_tensors(random_arrays(SPEC, rank, ["q_proj"])))
+    return {file.name: file.read_bytes() for file in folder.iterdir()}, read_peft(folder, SPEC).card
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, bytes]:
+    return new_adapter(tmp_path / "original")[0]
+
+
+@pytest.fixture
+def card(tmp_path: Path, files: dict[str, bytes]) -> AdapterCard:  # noqa: ARG001  (written by it)
+    return read_peft(tmp_path / "original", SPEC).card
+
+
+@pytest.fixture(scope="module")
+def validator() -> Iterator[Validator]:
+    validator = Validator()
+    yield validator
+    validator.close()
+
+
+@pytest.fixture
+def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
+    tiers: list[DiskTier] = []
+
+    def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False) -> AdapterLibrary:
+        counts = TierCounts()
+        tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts))
+        sources = Sources([tmp_path], fetchers)
+        return AdapterLibrary(sources, tiers[-1], validator, SPEC, counts, signatures=signatures)
+
+    yield open_one
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def library(open_library: OpenLibrary) -> AdapterLibrary:
+    """Local folders only; a test may have its own."""
+    return open_library()
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path, library: AdapterLibrary) -> AsyncIterator[Store]:
+    store = Store(library, lambda packed: packed, max_bytes=1 << 20, counts=library.counts)
+    store.catalog = Catalog(Database(sqlite_url(tmp_path / "c.sqlite"), "base"))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def server() -> Iterator[FileServer]:
+    server = FileServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    hub = HubServer()
+    yield hub
+    hub.close()

@@ -1,0 +1,128 @@
+"""Eviction: the bound holds, pins hold, and each policy gives up what it says."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.deployments.store.bounded_set import BoundedSet
+from app.engine.pools.eviction import EvictionPolicy
+
+POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["want", "want", "want", "remove", "pin", "unpin", "hold"]),
+        st.sampled_from("abcdefgh"),
+        st.integers(0, 60),
+        st.floats(0, 10),
+    ),
+    max_size=120,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(events=events)
+@settings(max_examples=60, deadline=None)
+def test_every_byte_and_pin_is_accounted_for(policy: EvictionPolicy, events: list[tuple[str, str, int, float]]) -> None:
+    kept = BoundedSet(100, policy)
+    sizes: dict[str, int] = {}
+    pins: dict[str, int] = {}
+    held: set[str] = set()
+    for what, key, size, load_s in events:
+        if what == "want" and key in kept:
+            kept.use(key)
+        elif what == "want":
+            before = set(kept)
+            evicted = kept.add(key, size, load_s)
+            if evicted is None:
+                stays = held & set(sizes) | {name for name, count in pins.items() if count}
+                assert sum(sizes[name] for name in stays) + size > 100
+                assert set(kept) == before
+            else:
+                assert not any(pins.get(name) or name in held for name in evicted)
+                assert len(set(evicted)) == len(evicted)
+                for name in evicted:
+                    del sizes[name]
+                sizes[key] = size
+        elif what == "hold":
+            held = held | {key} if size % 2 else held - {key}
+            kept.hold(held)
+            assert kept.held_bytes == sum(sizes[name] for name in held & set(sizes))
+        elif what == "remove":
+            assert kept.remove(key) == (key in sizes)
+            sizes.pop(key, None)
+            pins.pop(key, None)
+        elif what == "pin" and key in kept:
+            kept.pin(key)
+            pins[key] = pins.get(key, 0) + 1
+        elif what == "unpin" and pins.get(key):
+            kept.unpin(key)
+            pins[key] -= 1
+        assert set(kept) == set(sizes)
+        assert len(kept) == len(sizes)
+        assert kept.total_bytes == sum(sizes.values()) <= 100
+        assert len(kept._queue) <= 4 * len(kept) + 65 + 8
+
+
+@given(keys=st.lists(st.sampled_from("abcdefgh"), max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_lru_is_the_textbooks(keys: list[str]) -> None:
+    kept, model = BoundedSet(3, "lru"), OrderedDict[str, None]()
+    for key in keys:
+        if key in model:
+            kept.use(key)
+        else:
+            expected = [model.popitem(last=False)[0]] if len(model) == 3 else []
+            assert kept.add(key, 1, 1.0) == expected
+            model[key] = None
+        model.move_to_end(key)
+
+
+def test_lfu_keeps_what_is_used_often_but_not_for_ever() -> None:
+    kept = BoundedSet(3, "lfu")
+    kept.add("often", 1, 1.0)
+    for _ in range(20):
+        kept.use("often")
+    for number in range(10):
+        evicted = kept.add(f"once{number}", 1, 1.0)
+        assert evicted is not None
+        assert "often" not in evicted
+    assert "often" in kept
+    for number in range(100):
+        kept.add(f"later{number}", 1, 1.0)
+    assert "often" not in kept, "its popularity is long past"
+
+
+def test_cost_keeps_what_is_dear_per_byte() -> None:
+    kept = BoundedSet(100, "cost")
+    kept.add("small and slow", 10, 5.0)
+    kept.add("big and fast", 80, 0.1)
+    assert kept.add("new", 50, 1.0) == ["big and fast"]
+    kept = BoundedSet(100, "cost")
+    kept.add("big and fast", 80, 0.1)
+    for _ in range(1000):
+        kept.use("big and fast")
+    kept.add("small and slow", 10, 1.0)
+    assert kept.add("new", 50, 1.0) == ["small and slow", "big and fast"], "wanted a thousand times, it is worth more"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_skewed_demand_is_served_better_than_by_chance(policy: EvictionPolicy) -> None:
+    """1,000 things, Zipf(1), room for 100: LRU finds about half of the requests, chance a tenth."""
+    rng = random.Random()
+    kept = BoundedSet(100, policy)
+    names = [str(index) for index in range(1000)]
+    wanted = rng.choices(names, [1 / (index + 1) for index in range(1000)], k=6000)
+    hits = 0
+    for name in wanted:
+        if name in kept:
+            hits += 1
+            kept.use(name)
+        else:
+            kept.add(name, 1, 1.0)
+    assert hits / len(wanted) > 0.35

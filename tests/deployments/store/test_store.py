@@ -1,0 +1,350 @@
+"""The host cache: one read however many ask, memory that is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection, Iterator
+
+import pytest
+
+from app.deployments.store.library import LocatedAdapter
+from app.deployments.store.quarantine import FIRST_S, Quarantine
+from app.deployments.store.store import MAX_READERS, MAX_READERS_PER_LANE, AdapterStore
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge
+from tests.fakes import fake_adapter
+
+
+class Sources:
+    """Where adapters come from: a dictionary, and a gate for slow ones."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, LoraAdapter] = {}
+        self.reads: list[str] = []
+        self.puts: list[str] = []
+        self.gates: dict[str, threading.Event] = {}
+        self.versions: dict[str, str] = {}
+        self.num_asked = 0
+
+    def lane(self, source: str) -> str:
+        return source[:1]
+
+    def version(self, source: str) -> str:
+        self.num_asked += 1
+        return self.versions.get(source, "")
+
+    def from_disk(self, digest: str, source: str) -> PackedAdapter | None:  # noqa: ARG002
+        return None
+
+    def hold(self, digests: Collection[str]) -> None:
+        self.held = set(digests)
+
+    def from_source(self, source: str) -> LocatedAdapter:
+        self.reads.append(source)
+        adapter = self.contents.get(source)  # what is there when reading begins
+        if gate := self.gates.get(source):
+            assert gate.wait(600)
+        if adapter is None:
+            raise AdapterFormatError(f"{source} is broken")
+        uri = f"/canonical/{source}" if "/" not in source else source
+        return LocatedAdapter(uri, pack_adapter(adapter))
+
+    def put(self, packed: PackedAdapter) -> str:
+        self.puts.append(packed.card.digest)
+        return f"handle-{packed.card.digest}"
+
+
+@pytest.fixture
+def sources() -> Sources:
+    return Sources()
+
+
+@pytest.fixture
+def store(sources: Sources) -> Iterator[AdapterStore[str]]:
+    store = AdapterStore(sources, sources.put, max_bytes=100)
+    yield store
+    store.close()
+
+
+async def load(store: AdapterStore[str], name: str) -> AdapterRef:
+    """Read it and give it a name, as the registry does."""
+    uri, card = await store.load(name)
+    return AdapterRef(name, card.digest, uri=uri)
+
+
+def add(sources: Sources, name: str, *, size: int = 40, as_name: str | None = None) -> LoraAdapter:
+    adapter = fake_adapter(as_name or name, 8, size_bytes=size)
+    sources.contents[name] = sources.contents[f"/canonical/{name}"] = adapter
+    return adapter
+
+
+async def test_simultaneous_first_requests_read_once(store: AdapterStore[str], sources: Sources) -> None:
+    adapter = add(sources, "a")
+    sources.gates["a"] = threading.Event()
+    tasks = [asyncio.create_task(load(store, "a")) for _ in range(20)]
+    while not sources.reads:
+        await asyncio.sleep(0.001)
+    tasks[3].cancel()
+    sources.gates["a"].set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    entries = [result for result in results if not isinstance(result, BaseException)]
+    assert len(entries) == 19
+    assert sources.reads == ["a"]
+    assert sources.puts == [adapter.card.digest]
+    handles = await asyncio.gather(*(store.fetch(entries[0]) for _ in range(10)))
+    assert set(handles) == {f"handle-{adapter.card.digest}"}
+    assert sources.reads == ["a"]
+
+
+async def test_slow_sources_delay_only_their_own_lane(store: AdapterStore[str], sources: Sources) -> None:
+    """Nine that hang, in one lane of four; another lane does not wait for them."""
+    gate = threading.Event()
+    for index in range(9):
+        add(sources, f"slow{index}", size=10)
+        sources.gates[f"slow{index}"] = gate
+    add(sources, "fast", size=10)
+    slow = [asyncio.create_task(load(store, f"slow{index}")) for index in range(9)]
+    while len(sources.reads) < MAX_READERS_PER_LANE:
+        await asyncio.sleep(0.001)
+    entry = await load(store, "fast")
+    store.lost(entry.digest)
+    await store.fetch(entry)
+    assert not any(task.done() for task in slow)
+    assert len(sources.reads) == MAX_READERS_PER_LANE + 2
+    gate.set()
+    await asyncio.gather(*slow)
+
+
+async def test_what_is_near_never_waits_for_what_is_far(
+    store: AdapterStore[str], sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More hanging sources than there are threads for them."""
+    monkeypatch.setattr(sources, "lane", lambda source: "local" if "near" in source else source)
+    gate = threading.Event()
+    names = [f"far{index}" for index in range(MAX_READERS + 3)]
+    for name in names:
+        add(sources, name, size=1)
+        sources.gates[name] = gate
+    add(sources, "near", size=10)
+    far = [asyncio.create_task(load(store, name)) for name in names]
+    while len(sources.reads) < MAX_READERS:
+        await asyncio.sleep(0.001)
+    ref = await load(store, "near")
+    store.lost(ref.digest)
+    await store.fetch(ref)
+    assert not any(task.done() for task in far)
+    gate.set()
+    await asyncio.gather(*far)
+
+
+async def test_whoever_registers_after_an_overwrite_gets_the_new_contents(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    """Even while the old contents are still being read for somebody else."""
+    old = add(sources, "a", as_name="old")
+    sources.gates["a"] = threading.Event()
+    first = asyncio.create_task(load(store, "a"))
+    while not sources.reads:
+        await asyncio.sleep(0.001)
+    old_gate = sources.gates.pop("a")
+    sources.versions["a"] = "2"
+    new = add(sources, "a", as_name="new")
+    second = await load(store, "a")
+    assert second.digest == new.card.digest
+    old_gate.set()
+    assert (await first).digest == old.card.digest
+
+
+async def test_whoever_registers_what_has_no_version_gets_what_is_there_then(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    """A remote source, uploaded anew while its old contents are being read: one more read serves all who ask now."""
+    old = add(sources, "a", as_name="old")
+    gate = sources.gates["a"] = threading.Event()
+    first = asyncio.create_task(load(store, "a"))
+    while not sources.reads:
+        await asyncio.sleep(0.001)
+    new = add(sources, "a", as_name="new")
+    later = [asyncio.create_task(load(store, "a")) for _ in range(5)]
+    while sources.num_asked < 6:
+        await asyncio.sleep(0.001)
+    gate.set()
+    assert (await first).digest == old.card.digest
+    assert {ref.digest for ref in await asyncio.gather(*later)} == {new.card.digest}
+    assert sources.reads == ["a", "a"]
+
+
+async def test_memory_is_bounded_and_evicted_adapters_are_read_again(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    refs = []
+    for name in "abc":
+        add(sources, name)
+        refs.append(await load(store, name))
+    assert store.cached_bytes <= 100
+    assert refs[0].digest not in store.cached_digests
+    await store.fetch(refs[0])
+    assert sources.reads[-1] == "/canonical/a"
+    assert store.cached_bytes <= 100
+    assert refs[1].digest not in store.cached_digests, "the least recently used went"
+    add(sources, "huge", size=101)
+    with pytest.raises(AdapterTooLarge, match=r"101 bytes.*100"):
+        await load(store, "huge")
+
+
+async def test_contents_that_changed_behind_the_name_are_refused(store: AdapterStore[str], sources: Sources) -> None:
+    add(sources, "a")
+    first = await load(store, "a")
+    store.lost(first.digest)
+    add(sources, "a", as_name="other")
+    with pytest.raises(AdapterMismatch, match="register it again"):
+        await store.fetch(first)
+    second = await load(store, "a")
+    assert second.digest != first.digest
+
+
+async def test_equal_contents_are_kept_once(store: AdapterStore[str], sources: Sources) -> None:
+    add(sources, "a", as_name="same")
+    add(sources, "b", as_name="same")
+    one, two = await store.load("a"), await store.load("b")
+    assert one.card.digest == two.card.digest
+    assert (one.uri, two.uri) == ("/canonical/a", "/canonical/b")
+    assert len(sources.puts) == 1
+    store.forget(one.card.digest)
+    assert store.cached_bytes == 0
+    with pytest.raises(AdapterFormatError):
+        await store.load("broken")
+
+
+async def test_a_failing_adapter_is_read_once_until_its_time_has_come(sources: Sources) -> None:
+    now_s = [0.0]
+    quarantine = Quarantine(lambda: now_s[0])
+    store = AdapterStore(sources, sources.put, max_bytes=100, quarantine=quarantine)
+    add(sources, "a")
+    ref = await load(store, "a")
+    store.lost(ref.digest)
+    del sources.contents["/canonical/a"]
+    sources.reads.clear()
+    errors = await asyncio.gather(*(store.fetch(ref) for _ in range(20)), return_exceptions=True)
+    assert {type(error) for error in errors} == {AdapterFormatError}
+    for _ in range(20):
+        with pytest.raises(AdapterQuarantined, match=r"adapter 'a' failed to load: /canonical/a is broken; .*5 s"):
+            await store.fetch(ref)
+    assert sources.reads == ["/canonical/a"]
+    now_s[0] += FIRST_S
+    with pytest.raises(AdapterFormatError):
+        await store.fetch(ref)
+    with pytest.raises(AdapterQuarantined, match=r"2 times in a row.*10 s"):
+        await store.fetch(ref)
+    assert len(sources.reads) == 2
+    add(sources, "a")
+    assert await load(store, "a") == ref
+    store.lost(ref.digest)
+    assert await store.fetch(ref) == f"handle-{ref.digest}", "registered again, it is tried at once"
+    store.close()
+
+
+async def test_what_is_expected_is_read_once_and_still_counts_as_a_miss(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    add(sources, "a")
+    ref = await load(store, "a")
+    for is_early in (True, False):  # read before it is asked for, or still being read
+        store.lost(ref.digest)
+        sources.reads.clear()
+        before = store.counts.of("host")
+        sources.gates["/canonical/a"] = gate = threading.Event()
+        expecting = asyncio.create_task(store.expect(ref))
+        while not sources.reads:
+            await asyncio.sleep(0.001)
+        if is_early:
+            gate.set()
+            await expecting
+        fetching = asyncio.create_task(store.fetch(ref))
+        await asyncio.sleep(0)
+        gate.set()
+        assert await fetching == f"handle-{ref.digest}"
+        await expecting
+        assert sources.reads == ["/canonical/a"]
+        await store.fetch(ref)
+        after = store.counts.of("host")
+        assert {name: after.get(name, 0) - before.get(name, 0) for name in ("hits", "misses")} == {
+            "hits": 1,
+            "misses": 1,
+        }
+
+
+async def test_what_is_expected_fails_for_those_who_ask_for_it(sources: Sources) -> None:
+    """The error is the one of reading, not that it failed before; and it is remembered when somebody has met it."""
+    store = AdapterStore(sources, sources.put, max_bytes=100)
+    add(sources, "a")
+    ref = await load(store, "a")
+    store.lost(ref.digest)
+    del sources.contents["/canonical/a"]
+    sources.reads.clear()
+    await store.expect(ref)
+    assert sources.reads == ["/canonical/a"]
+    with pytest.raises(AdapterFormatError):
+        await store.fetch(ref)
+    with pytest.raises(AdapterQuarantined):
+        await store.fetch(ref)
+    await store.expect(ref)
+    assert len(sources.reads) == 2, "what failed for somebody is left alone"
+    store.close()
+
+
+async def test_asking_for_what_is_expected_meets_its_failure(store: AdapterStore[str], sources: Sources) -> None:
+    add(sources, "a")
+    ref = await load(store, "a")
+    store.lost(ref.digest)
+    del sources.contents["/canonical/a"]
+    sources.reads.clear()
+    sources.gates["/canonical/a"] = gate = threading.Event()
+    expecting = asyncio.create_task(store.expect(ref))
+    while not sources.reads:
+        await asyncio.sleep(0.001)
+    fetching = asyncio.create_task(store.fetch(ref))
+    await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(AdapterFormatError):
+        await fetching
+    await expecting
+    with pytest.raises(AdapterQuarantined):
+        await store.fetch(ref)
+    assert sources.reads == ["/canonical/a"]
+
+
+async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    moves: list[tuple[str, str]] = []
+    store.moved = lambda event, digest: moves.append((event, digest))
+    digests = {name: add(sources, name).card.digest for name in "abc"}
+    a = await load(store, "a")
+    store.hold([digests["a"], "unknown"])
+    assert sources.held == {digests["a"], "unknown"}
+    b = await load(store, "b")
+    await load(store, "c")
+    assert set(store.cached_digests) == {digests["a"], digests["c"]}, "b was used last, but a is pinned"
+    add(sources, "large", size=70)
+    with pytest.raises(AdapterTooLarge, match=r"70 bytes, but pinned adapters hold 40 of .*host_cache_bytes 100"):
+        await load(store, "large")
+    assert set(store.cached_digests) == {digests["a"], digests["c"]}
+    store.hold([])
+    await store.fetch(b)
+    assert set(store.cached_digests) == {digests["b"], digests["c"]}
+    await load(store, "large")
+    assert store.cached_bytes == 70
+    store.forget(a.digest)
+    events = [(event, next(name for name in "abc" if digests[name] == digest)) for event, digest in moves]
+    assert events == [
+        ("deleted from host", "b"),
+        ("deleted from host", "a"),
+        ("fetched again", "b"),
+        ("loaded to host", "b"),
+        ("deleted from host", "c"),
+        ("deleted from host", "b"),
+    ]
