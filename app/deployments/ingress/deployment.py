@@ -26,13 +26,16 @@ from app.deployments.ingress.frontend import Frontend, Job
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.management_bodies import adapter_body, unloaded_body
 from app.deployments.ingress.management import Management
-from app.deployments.ingress.metrics import IngressMetrics, repeat_gauges
+from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.streams import Stream
 from app.deployments.ingress.text_model import open_text
+from app.deployments.ingress.watching import WatchedRegistry
+from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.ray_calls import ActorAway
 from app.deployments.links.serve_transport import ServeTransport
-from app.deployments.links.watched import ServePlacer, Watched, WatchedRegistry
+from app.deployments.links.watched import Watched
 from app.deployments.placement.books import PlacementTable, make_policy
+from app.deployments.placement.placer import ServePlacer
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.actor import placement_actor, store_actor

@@ -23,13 +23,13 @@ from typing import Any
 from app.deployments.ingress.streams import Link, Lost, Refused, Stream
 from app.deployments.links.transport import (
     EngineFailed,
-    Placer,
     ReplicaGone,
     ReplicaLeaving,
     ReplicaUnreachable,
     Transport,
 )
 from app.deployments.placement.books import PlacementPolicy, choose_replica
+from app.deployments.placement.placer import Placer
 from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, NotReady, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 

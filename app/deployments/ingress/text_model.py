@@ -1,29 +1,21 @@
-"""The base model as the service's processes open it: its description and its text side.
+"""The base model's text side: words into token ids and back.
 
-In: the configuration. Out: a `Checkpoint`, and a `BaseText` that turns words into token ids and back.
-Fetching happens once per machine (the source keeps what it fetched); opening reads the description, not
-the weights, until somebody asks for tensors.
+In: the configuration. Out: a `BaseText`. The model's description is read, its weights are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from app.config import AppConfig, ModelConfig
+from app.config import AppConfig
 from app.deployments.ingress.text import Decoder
-from app.engine.models.checkpoint import Checkpoint, load_checkpoint
-from app.engine.models.sources import resolve_model
+from app.engine.models.checkpoint import open_model
 from app.engine.models.tokenizer import Tokenizer, load_tokenizer
 
 
-def open_checkpoint(config: ModelConfig) -> Checkpoint:
-    """Open the configured base model under its configured name. Raises SourceError, CheckpointError."""
-    return load_checkpoint(resolve_model(config.uri), config.name)
-
-
 def open_text(config: AppConfig) -> BaseText:
-    """The text side of the configured base model."""
-    checkpoint = open_checkpoint(config.model)
+    """The text side of the configured base model. Raises SourceError, CheckpointError."""
+    checkpoint = open_model(config.model.uri, config.model.name)
     kv_tokens = config.engine.num_kv_blocks * config.engine.block_size
     positions = checkpoint.spec.max_positions
     max_context = min(config.engine.max_context or positions, kv_tokens or positions)  # 0 blocks: as many as fit

@@ -1,7 +1,7 @@
-"""What the dispatcher needs from the world: a way to the replicas, and somebody who knows where adapters live.
+"""How an ingress talks to engine replicas, as a protocol, and the errors with which a call to one ends.
 
-In: requests for one replica, adapters that need a home. Out: frames of chunks, a placement table; or one of the two
-errors with which a call ends that finds no replica. Protocols only: `serve_transport` implements them over Ray.
+In: requests for one replica. Out: frames of chunks, or an error that says how the replica was lost. There is nothing
+but the protocol here: `serve_transport` implements it over Ray.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Protocol
 
-from app.deployments.placement.books import PlacementTable
 from app.engine.request import GenerateRequest, TokenChunk
 
 Frame = Sequence[TokenChunk]
@@ -51,22 +50,3 @@ class Transport(Protocol):
         ...
 
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None: ...
-
-
-class Placer(Protocol):
-    """What the dispatcher asks of placement: the table, and homes for adapters that have none."""
-
-    @property
-    def table(self) -> PlacementTable: ...
-
-    async def assign(self, digests: Sequence[str]) -> None:
-        """Find homes for these adapters; returns (not raises) when nobody can be asked."""
-        ...
-
-    async def changed(self, timeout_s: float) -> None:
-        """Wait for a new table, at most this long."""
-        ...
-
-    async def gone(self, replica_id: str) -> None:
-        """Tell the others that a replica is not to be used for now."""
-        ...

@@ -19,24 +19,25 @@ from typing import Any
 from ray import serve
 
 from app.config import AppConfig
-from app.deployments.ingress.metrics import DeviceMetrics, EngineMetrics, TierMetrics
-from app.deployments.ingress.text_model import open_checkpoint
 from app.deployments.links.frames import pack_frame
 from app.deployments.links.ray_calls import ActorAway, held
 from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.steering import Steering
+from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.service import EngineService
 from app.deployments.replica.warm_up import hottest_that_fit, warm_adapters, warm_up
 from app.deployments.store.actor import placement_actor, store_actor
+from app.deployments.store.metrics import TierMetrics
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import unpack_adapter
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, NotReady
+from app.engine.models.checkpoint import open_model
 from app.engine.open import load_backend
 from app.engine.request import GenerateRequest
 from app.engine.worker import EngineThread
@@ -65,7 +66,7 @@ class EngineReplica:
         self._report_interval_s = config.placement.report_interval_s
         self._service = EngineService(self._fetch)
         self._socket = FrameSocket(self._replica_id)
-        checkpoint = await asyncio.to_thread(open_checkpoint, config.model)
+        checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name)
         self._backend = await asyncio.to_thread(load_backend, checkpoint, config.engine)
         engine = Engine(self._backend, config.engine)
         await asyncio.to_thread(warm_up, engine, checkpoint.spec)

@@ -16,8 +16,8 @@ from typing import Any
 import ray
 
 from app.config import AppConfig
-from app.deployments.ingress.metrics import TierMetrics, repeat_gauges
 from app.deployments.links.attendance import Attendance
+from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.published import Changes, Published, Version
 from app.deployments.links.ray_calls import NamedActor, leave
 from app.deployments.placement.books import PlacementBooks, PlacementTable, ReplicaReport, make_policy
@@ -25,6 +25,7 @@ from app.deployments.registry.entries import Generation
 from app.deployments.registry.steering import Steering
 from app.deployments.registry.view import Entry, Key
 from app.deployments.store.counts import TIERS
+from app.deployments.store.metrics import TierMetrics
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.errors import NotReady
@@ -39,15 +40,15 @@ class AdapterStoreActor:
 
     def __init__(self, config_json: str) -> None:
         # A database and whatever reads adapters: heavy, and every process that only calls this actor starts without.
-        from app.deployments.ingress.text_model import open_checkpoint
         from app.deployments.registry.books import open_registry
         from app.deployments.registry.lifecycle import Lifecycle
         from app.deployments.store.library import open_library
         from app.deployments.store.store import AdapterStore
         from app.engine.adapters.lora import FEATURES
+        from app.engine.models.checkpoint import open_model
 
         config = AppConfig.model_validate_json(config_json)
-        checkpoint = open_checkpoint(config.model)
+        checkpoint = open_model(config.model.uri, config.model.name)
         spec = checkpoint.spec
         counts = TierMetrics()
         registry = open_registry(config, spec.digest)

@@ -24,6 +24,7 @@ from app.engine.models.gguf_file import read_gguf
 from app.engine.models.hf_config import spec_from_config
 from app.engine.models.names import EMBEDDING, LM_HEAD, check_tensors
 from app.engine.models.safetensors_folder import StoredTensor, read_json, read_tensors, stored_tensors
+from app.engine.models.sources import resolve_model
 from app.engine.models.spec import ModelSpec
 
 
@@ -38,6 +39,14 @@ class Checkpoint:
     def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """(canonical name, values [d_out, d_in] or [d]) in the stored dtype; GGUF as float32."""
         return self.read()
+
+
+def open_model(uri: str, name: str) -> Checkpoint:
+    """Open the base model at `uri` under this name; it is fetched first, once per machine, if it is elsewhere.
+
+    Reads the description, not the weights, until somebody asks for tensors. Raises SourceError, CheckpointError.
+    """
+    return load_checkpoint(resolve_model(uri), name)
 
 
 def load_checkpoint(path: Path | str, name: str | None = None) -> Checkpoint:

@@ -3,72 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    GetTimeoutError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    ObjectLostError,
-    ObjectStoreFullError,
-    OutOfMemoryError,
-    OwnerDiedError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import ObjectStoreFullError, OwnerDiedError
 
 from app.deployments.links.published import Version
-from app.deployments.links.ray_calls import ActorAway, NamedActor, held
-from app.deployments.links.watched import ServePlacer, Watched
+from app.deployments.links.ray_calls import ActorAway, held
+from app.deployments.links.watched import Watched
 from app.engine.errors import NotReady
-
-LOST = [
-    ActorDiedError(),
-    ActorUnavailableError("gone", b"0" * 16),
-    GetTimeoutError("late"),
-    LocalRayletDiedError(),
-    NodeDiedError("node"),
-    ObjectLostError("00" * 28, None, ""),
-    OwnerDiedError("00" * 28, None, ""),
-    OutOfMemoryError("killed"),
-    WorkerCrashedError(),
-]
-
-
-class Scripted(NamedActor):
-    """Answers as it is told: raises what is an exception, else returns it; waits when there is nothing left."""
-
-    def __init__(self, *answers: Any) -> None:
-        super().__init__("scripted", object)
-        self.answers = list(answers)
-        self.num_handles = 0
-
-    def _actor(self) -> Any:
-        if self._handle is None:
-            self.num_handles += 1
-            self._handle = self
-        return self
-
-    @property
-    def watch(self) -> Any:
-        return self
-
-    assign = gone = watch
-
-    async def remote(self, *_: Any) -> Any:
-        if not self.answers:
-            await asyncio.Event().wait()
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-def raised(cause: Exception) -> RayTaskError:
-    return RayTaskError("watch", "the remote traceback", cause)
+from tests.deployments.scripted_actor import LOST, Scripted, raised
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
@@ -112,18 +55,3 @@ async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pyt
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following
-
-
-async def test_placement_that_has_just_started_leaves_the_last_table() -> None:
-    watched: Watched[str] = Watched(Scripted(), "me", "the last table")
-    await ServePlacer(Scripted(raised(NotReady("just started"))), watched).assign(["digest"])  # type: ignore[arg-type]
-    assert watched.value == "the last table"
-
-
-@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
-async def test_placement_that_is_lost_costs_no_request(error: Exception) -> None:
-    watched: Watched[str] = Watched(Scripted(), "me", "the last table")
-    placer = ServePlacer(Scripted(error, error), watched)  # type: ignore[arg-type]
-    await placer.assign(["digest"])
-    await placer.gone("replica")
-    assert watched.value == "the last table"

@@ -1,0 +1,32 @@
+"""The registry of adapters as this ingress knows it: a copy that follows its owner.
+
+In: the adapter store's actor. Out: a `RegistryView`, read from this process's memory. An actor that is away costs
+freshness, never an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from app.deployments.links.published import Changes, Version
+from app.deployments.links.ray_calls import NamedActor
+from app.deployments.links.watched import Follower
+from app.deployments.registry.view import Entry, Key, RegistryView
+
+
+class WatchedRegistry(Follower):
+    """The registry's table, copied by its changes into `view`. `complete` is set when there is nothing to catch up."""
+
+    def __init__(self, actor: NamedActor, watcher_id: str, on_news: Callable[[], None]) -> None:
+        super().__init__(actor, watcher_id)
+        self._on_news = on_news
+        self.view = RegistryView()
+        self.complete = asyncio.Event()
+
+    def _take(self, version: Version, news: Changes[Key, Entry]) -> None:
+        self._held = version
+        self.view.take(news)
+        self._on_news()
+        if news.is_last:
+            self.complete.set()

@@ -1,0 +1,79 @@
+"""What operators see of a replica: its engine's requests, blocks and rows, and its device as a tier of adapters.
+
+In: snapshots of an engine (`EngineStats`). Out: counters and gauges on Ray's Prometheus port. Totals of the engine
+become counts by their difference from the last snapshot.
+"""
+
+from __future__ import annotations
+
+from ray.util.metrics import Counter, Gauge
+
+from app.deployments.store.counts import TierCounts
+from app.engine.adapters.lora import TARGETS
+from app.engine.models.spec import ModelSpec
+from app.engine.stats import EngineStats
+
+
+class EngineMetrics:
+    """What a replica's engine holds, and what waits for it; set again at every look, so Ray does not forget it."""
+
+    def __init__(self) -> None:
+        tags = ("state",)
+        self._requests = Gauge("polylora_engine_requests", "Requests in the engine.", tag_keys=tags)
+        self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be had.", tag_keys=tags)
+        self._rows = Gauge("polylora_rank_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags)
+        self._preemptions = Counter("polylora_preemptions", "Sequences that gave up their KV blocks to others.")
+        self._num_preemptions = 0
+
+    def update(self, stats: EngineStats) -> None:
+        """Tell a snapshot, and the preemptions since the last one."""
+        num_cached = stats.num_blocks_cached
+        for gauge, values in (
+            (self._requests, {"running": stats.num_running, "waiting": stats.num_waiting}),
+            (
+                self._blocks,
+                {
+                    "used": stats.num_blocks - stats.num_blocks_free,
+                    "cached": num_cached,
+                    "free": stats.num_blocks_free - num_cached,
+                },
+            ),
+            (
+                self._rows,
+                {"held": stats.num_rank_rows - stats.num_rank_rows_free, "free": stats.num_rank_rows_free},
+            ),
+        ):
+            for state, value in values.items():
+                gauge.set(value, tags={"state": state})
+        if stats.num_preemptions > self._num_preemptions:
+            self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
+            self._num_preemptions = stats.num_preemptions
+
+
+class DeviceMetrics:
+    """A replica's device as a tier, from its engine's totals: what it holds, not what passes through."""
+
+    def __init__(self, counts: TierCounts, spec: ModelSpec) -> None:
+        self._counts = counts
+        shapes = [spec.target_shape(layer, target) for layer in range(len(spec.layers)) for target in TARGETS]
+        self._row_bytes = 4 * sum(d_in + d_out for d_in, d_out in shapes)
+        self._last: EngineStats | None = None
+
+    def update(self, stats: EngineStats) -> None:
+        """Count what happened since the last call. Bytes are rows and extras as float32; idle adapters are held too."""
+        last = self._last
+        self._last = stats
+
+        def since(name: str) -> float:
+            now: float = getattr(stats, name)
+            return now - (getattr(last, name) if last is not None else 0)
+
+        self._counts.hit("device", round(since("num_adapter_hits")))
+        self._counts.miss("device", round(since("num_adapter_misses")))
+        self._counts.evicted("device", round(since("num_adapter_evictions")))
+        num_writes = round(since("num_adapter_writes"))
+        for _ in range(num_writes):  # each as long as the mean of them
+            size_bytes = round(since("num_adapter_write_bytes") / num_writes)
+            self._counts.loaded("device", since("adapter_write_s") / num_writes, size_bytes)
+        held_bytes = sum(item.num_rows * self._row_bytes + item.extra_bytes for item in stats.residents)
+        self._counts.holds("device", held_bytes, len(stats.residents))

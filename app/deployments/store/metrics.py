@@ -1,0 +1,55 @@
+"""What operators see of the tiers of adapters: counts of `counts.TierCounts`, exported to Ray's Prometheus port.
+
+In: what a tier of this process did. Out: counters, gauges and a histogram with the tag `tier`. Rule: what is counted is
+exported at once; there is no second count.
+"""
+
+from __future__ import annotations
+
+from ray.util.metrics import Counter, Histogram
+
+from app.deployments.links.gauges import SECONDS, SteadyGauge
+from app.deployments.store.counts import Tier, TierCounts
+
+
+class TierMetrics(TierCounts):
+    """Counts that are exported too; one per process. Tag `tier`: host, disk or source in the store, else device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tags = ("tier",)
+        self._hits = Counter("polylora_adapter_hits", "Adapters found in a tier.", tag_keys=tags)
+        self._misses = Counter("polylora_adapter_misses", "Adapters not found in a tier.", tag_keys=tags)
+        self._evictions = Counter("polylora_adapter_evictions", "Adapters that left a tier for others.", tag_keys=tags)
+        self._loaded_bytes = Counter("polylora_adapter_loaded_bytes", "Bytes brought up from a tier.", tag_keys=tags)
+        self._bytes = SteadyGauge("polylora_adapter_bytes", "Bytes that a tier holds.", tags)
+        self._number = SteadyGauge("polylora_adapters_held", "Adapters that a tier holds.", tags)
+        self.gauges = (self._bytes, self._number)
+        self._load_s = Histogram(
+            "polylora_adapter_load_seconds", "To bring one up from a tier.", boundaries=list(SECONDS), tag_keys=tags
+        )
+
+    def hit(self, tier: Tier, number: int = 1) -> None:
+        super().hit(tier, number)
+        if number:
+            self._hits.inc(number, tags={"tier": tier})
+
+    def miss(self, tier: Tier, number: int = 1) -> None:
+        super().miss(tier, number)
+        if number:
+            self._misses.inc(number, tags={"tier": tier})
+
+    def evicted(self, tier: Tier, number: int) -> None:
+        super().evicted(tier, number)
+        if number:
+            self._evictions.inc(number, tags={"tier": tier})
+
+    def loaded(self, tier: Tier, seconds: float, size_bytes: int) -> None:
+        super().loaded(tier, seconds, size_bytes)
+        self._load_s.observe(seconds, tags={"tier": tier})
+        self._loaded_bytes.inc(max(size_bytes, 1), tags={"tier": tier})
+
+    def holds(self, tier: Tier, size_bytes: int, number: int) -> None:
+        super().holds(tier, size_bytes, number)
+        self._bytes.set(size_bytes, tier=tier)
+        self._number.set(number, tier=tier)

@@ -1,0 +1,66 @@
+"""A named actor that answers as a test says, and every way in which Ray says that an actor is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from app.deployments.links.ray_calls import NamedActor
+
+LOST = [
+    ActorDiedError(),
+    ActorUnavailableError("gone", b"0" * 16),
+    GetTimeoutError("late"),
+    LocalRayletDiedError(),
+    NodeDiedError("node"),
+    ObjectLostError("00" * 28, None, ""),
+    OwnerDiedError("00" * 28, None, ""),
+    OutOfMemoryError("killed"),
+    WorkerCrashedError(),
+]
+
+
+class Scripted(NamedActor):
+    """Answers as it is told: raises what is an exception, else returns it; waits when there is nothing left."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__("scripted", object)
+        self.answers = list(answers)
+        self.num_handles = 0
+
+    def _actor(self) -> Any:
+        if self._handle is None:
+            self.num_handles += 1
+            self._handle = self
+        return self
+
+    @property
+    def watch(self) -> Any:
+        return self
+
+    assign = gone = watch
+
+    async def remote(self, *_: Any) -> Any:
+        if not self.answers:
+            await asyncio.Event().wait()
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def raised(cause: Exception) -> RayTaskError:
+    return RayTaskError("watch", "the remote traceback", cause)
