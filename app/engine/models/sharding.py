@@ -1,0 +1,63 @@
+"""Which columns of a product each tensor-parallel shard holds.
+
+In: a `Product` and a number of shards. Out: indices into the whole module, and the product as one shard computes it.
+A product is split on its output by heads or by feed-forward columns, each target by itself, or on its input in the
+same way; then the shards' sums are added. With fewer KV heads than shards a KV head is held by several shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.errors import ConfigError
+from app.engine.models.products import Product
+
+
+def check_shards(products: Iterable[Product], num_shards: int, model: str) -> None:
+    """ConfigError unless every product divides by `num_shards`; `model` is named in it."""
+    for product in products:
+        for target, groups in zip(product.targets, product.groups, strict=True):
+            repeats = product.kind.split == "output" and num_shards % groups == 0
+            if groups % num_shards and not repeats:
+                raise ConfigError(
+                    f"engine.tensor_parallel {num_shards} does not divide {model}: {target} falls into {groups} parts; "
+                    "choose a divisor"
+                )
+
+
+def shard_columns(product: Product, num_shards: int) -> dict[str, NDArray[np.int64]]:
+    """Target -> [num_shards, columns]: the outputs that a shard computes, or the inputs that it reads."""
+    found = {}
+    for target, width, groups in zip(product.targets, product.widths, product.groups, strict=True):
+        size = (width if product.kind.split == "output" else product.d_in) // groups
+        first = np.arange(num_shards) * groups // num_shards
+        mine = first[:, None] + np.arange(max(1, groups // num_shards))  # [shards, groups of one]
+        found[target] = (mine[:, :, None] * size + np.arange(size)).reshape(num_shards, -1)
+    return found
+
+
+def shard_product(product: Product, num_shards: int) -> Product:
+    """What one of the shards computes."""
+    columns = [mine.shape[1] for mine in shard_columns(product, num_shards).values()]
+    groups = tuple(max(1, count // num_shards) for count in product.groups)
+    if product.kind.split == "input":
+        return replace(product, d_in=columns[0], groups=groups)
+    return replace(product, widths=tuple(columns), groups=groups)
+
+
+def whole_output(
+    by_shard: NDArray[np.float32], product: Product, target: str, num_shards: int, multiple: int = 1
+) -> NDArray[np.float32]:
+    """One target's [d_out] of a vector per column [num_shards * width], of a product that is split on its output.
+
+    multiple: what each target's columns are rounded up to in every shard.
+    """
+    mine = shard_columns(product, num_shards)[target]
+    columns = shard_product(product, num_shards).columns(target, multiple)
+    found = np.empty(product.widths[product.targets.index(target)], np.float32)
+    found[mine] = by_shard.reshape(num_shards, -1)[:, columns]
+    return found
