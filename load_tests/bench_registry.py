@@ -29,7 +29,7 @@ from sqlalchemy import insert
 from app.deployments.ingress.http.app import HttpService, make_app
 from app.deployments.ingress.management import Management
 from app.deployments.links.published import Version
-from app.deployments.placement.books import PlacementTable
+from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
 from app.deployments.registry.entries import ReadAdapter, State

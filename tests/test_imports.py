@@ -81,6 +81,7 @@ HEAVY = {
         "app.deployments.ingress.deployment",
         "app.deployments.replica.deployment",
         "app.deployments.store.actor",
+        "app.deployments.placement.actor",
         "app.cli.serve",
     ],
 )

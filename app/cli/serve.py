@@ -111,7 +111,8 @@ def _deploy(document: dict[str, Any], settings: AppConfig) -> Sequence[str]:
     from ray.serve.context import _set_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    from app.deployments.store.actor import placement_actor, store_actor
+    from app.deployments.placement.actor import placement_actor
+    from app.deployments.store.actor import store_actor
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     schema = ServeDeploySchema.model_validate(document)

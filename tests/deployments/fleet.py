@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from app.config import PlacementConfig
 from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.links.transport import Frame, ReplicaGone, ReplicaLeaving
-from app.deployments.placement.books import PlacementTable, ReplicaReport, make_policy
+from app.deployments.placement.policies.choosing import make_policy
+from app.deployments.placement.table import PlacementTable, ReplicaReport
 from app.deployments.replica.service import EngineService
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter

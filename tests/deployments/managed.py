@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.deployments.links.published import Version
-from app.deployments.placement.books import PlacementTable
+from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
 from app.deployments.registry.entries import ReadAdapter, State

@@ -34,11 +34,13 @@ from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.ray_calls import ActorAway
 from app.deployments.links.serve_transport import ServeTransport
 from app.deployments.links.watched import Watched
-from app.deployments.placement.books import PlacementTable, make_policy
+from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.placer import ServePlacer
+from app.deployments.placement.policies.choosing import make_policy
+from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import RegistryView
-from app.deployments.store.actor import placement_actor, store_actor
+from app.deployments.store.actor import store_actor
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
 

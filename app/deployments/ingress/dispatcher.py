@@ -28,8 +28,8 @@ from app.deployments.links.transport import (
     ReplicaUnreachable,
     Transport,
 )
-from app.deployments.placement.books import PlacementPolicy, choose_replica
 from app.deployments.placement.placer import Placer
+from app.deployments.placement.policies.policy import PlacementPolicy, choose_replica
 from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, NotReady, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 

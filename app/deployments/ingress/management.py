@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
-from app.deployments.placement.books import PlacementTable
+from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.entries import (
     AliasEntry,
     AuditRecord,

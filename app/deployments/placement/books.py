@@ -1,22 +1,19 @@
-"""Which replica serves which adapter: the books and the policies, without Ray.
+"""Which replica serves which adapter: the books of the placement actor, without Ray.
 
-In: reports from replicas (who is alive, how loaded, which adapters are resident), questions about
-adapters that have no home yet. Out: a `PlacementTable` that every ingress holds and reads without
-asking anybody. An adapter's home changes only when its replica is gone or when sharing it pays:
-adding a replica moves nothing, losing one moves its own adapters only. Rendezvous hashing (Thaler &
-Ravishankar 1998) with bounded loads (Mirrokni et al. 2018) makes every process that computes the same
-question from the same table reach the same answer, so a lost actor costs no agreement.
+In: reports from replicas (who is alive, how loaded, which adapters are resident), questions about adapters that
+have no home yet. Out: a `PlacementTable` that every ingress holds and reads without asking anybody. An adapter's
+home changes only when its replica is gone or when sharing it pays: adding a replica moves nothing, losing one moves
+its own adapters only. Where a new adapter goes is the policy's decision (`policies/`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from app.config import PlacementConfig
+from app.deployments.placement.policies.policy import PlacementPolicy
+from app.deployments.placement.rendezvous import rendezvous_order
+from app.deployments.placement.table import PlacementTable, ReplicaReport
 
 #: Adapters with a remembered home; the longest unused are forgotten (their rows, if any, are reported anyway).
 MAX_HOMES = 8192
@@ -24,91 +21,6 @@ MAX_HOMES = 8192
 SHARE_FACTOR, SHARE_MARGIN = 1.5, 4
 #: Seconds between two changes of one adapter's homes: the hysteresis.
 DWELL_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
-    """What a replica says about itself. `active` counts requests in the engine by adapter digest.
-
-    `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did.
-    """
-
-    replica_id: str
-    num_running: int = 0
-    num_waiting: int = 0
-    resident: tuple[str, ...] = ()
-    active: Mapping[str, int] = field(default_factory=dict)
-    last_used_s: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def load(self) -> int:
-        return self.num_running + self.num_waiting
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementTable:
-    """What the ingresses hold. `homes` maps an adapter digest to the replicas that serve it, oldest first."""
-
-    replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
-    homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def is_resident(self, digest: str) -> bool:
-        """Whether the adapter was on any replica's device when it last said so."""
-        return any(digest in report.resident for report in self.replicas.values())
-
-
-class PlacementPolicy(Protocol):
-    """Where an adapter may be served. An empty answer means anywhere; without `has_homes` it is always empty."""
-
-    has_homes: bool
-
-    def homes(self, digest: str, table: PlacementTable) -> tuple[str, ...]: ...
-
-
-class StickyPolicy:
-    """An adapter goes where its rows are, else to its rendezvous replica with room under the bound."""
-
-    has_homes = True
-
-    def __init__(self, load_bound: float) -> None:
-        self._load_bound = load_bound
-
-    def homes(self, digest: str, table: PlacementTable) -> tuple[str, ...]:
-        if not table.replicas:
-            return ()
-        resident = [report.replica_id for report in table.replicas.values() if digest in report.resident]
-        if resident:
-            return (rendezvous_order(digest, resident)[0],)
-        counts = dict.fromkeys(table.replicas, 0)
-        for homes in table.homes.values():
-            for replica_id in homes:
-                if replica_id in counts:
-                    counts[replica_id] += 1
-        capacity = math.ceil(self._load_bound * (sum(counts.values()) + 1) / len(counts))
-        ranked = rendezvous_order(digest, counts)
-        return (next(replica_id for replica_id in ranked if counts[replica_id] < capacity),)
-
-
-class LeastLoadedPolicy:
-    """Adapters are ignored: every request goes to the replica with the least work."""
-
-    has_homes = False
-
-    def homes(self, digest: str, table: PlacementTable) -> tuple[str, ...]:  # noqa: ARG002
-        return ()
-
-
-def make_policy(config: PlacementConfig) -> PlacementPolicy:
-    return StickyPolicy(config.load_bound) if config.policy == "sticky" else LeastLoadedPolicy()
-
-
-def rendezvous_order(digest: str, replica_ids: Iterable[str]) -> list[str]:
-    """Replicas by falling score H(digest, replica): each adapter has its own order, the same everywhere."""
-
-    def score(replica_id: str) -> bytes:
-        return hashlib.blake2b(f"{digest}\0{replica_id}".encode(), digest_size=8).digest()
-
-    return sorted(replica_ids, key=score, reverse=True)
 
 
 class PlacementBooks:
@@ -238,20 +150,3 @@ class PlacementBooks:
                 else:
                     del self._homes[digest]
         return True
-
-
-def choose_replica(
-    digest: str | None, table: PlacementTable, loads: Mapping[str, int], policy: PlacementPolicy
-) -> str | None:
-    """The replica for one request: the least loaded of its adapter's homes, of all for the base.
-
-    `loads` has one entry per usable replica. A home that is not usable counts as lost: then the policy
-    is asked with the table as it is. None when no replica is usable.
-    """
-    if not loads:
-        return None
-    candidates = [home for home in table.homes.get(digest, ()) if home in loads] if digest else []
-    if digest and not candidates:
-        usable = PlacementTable({r: s for r, s in table.replicas.items() if r in loads}, table.homes)
-        candidates = list(policy.homes(digest, usable))
-    return min(candidates or loads, key=lambda replica_id: (loads[replica_id], replica_id))

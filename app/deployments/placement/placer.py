@@ -14,7 +14,7 @@ from typing import Protocol
 
 from app.deployments.links.ray_calls import ActorAway, NamedActor
 from app.deployments.links.watched import Watched
-from app.deployments.placement.books import PlacementTable
+from app.deployments.placement.table import PlacementTable
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)

@@ -23,13 +23,14 @@ from app.deployments.links.frames import pack_frame
 from app.deployments.links.ray_calls import ActorAway, held
 from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
+from app.deployments.placement.actor import placement_actor
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.steering import Steering
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.service import EngineService
 from app.deployments.replica.warm_up import hottest_that_fit, warm_adapters, warm_up
-from app.deployments.store.actor import placement_actor, store_actor
+from app.deployments.store.actor import store_actor
 from app.deployments.store.metrics import TierMetrics
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import unpack_adapter

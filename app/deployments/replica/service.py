@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from app.deployments.links.frames import FrameHub
 from app.deployments.links.transport import EngineFailed, ReplicaGone
-from app.deployments.placement.books import ReplicaReport
+from app.deployments.placement.table import ReplicaReport
 from app.deployments.replica.trials import Trials
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter

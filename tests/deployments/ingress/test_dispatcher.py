@@ -16,7 +16,7 @@ from app.config import PlacementConfig
 from app.deployments.ingress.dispatcher import MAX_LOSSES, Dispatcher
 from app.deployments.ingress.streams import Stream
 from app.deployments.links.transport import EngineFailed
-from app.deployments.placement.books import make_policy
+from app.deployments.placement.policies.choosing import make_policy
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NotReady, QueueFull

@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from app.config import PlacementConfig
 from app.deployments.placement import books as placement
-from app.deployments.placement.books import (
-    DWELL_S,
-    PlacementBooks,
-    PlacementTable,
-    ReplicaReport,
-    choose_replica,
-    make_policy,
-    rendezvous_order,
-)
+from app.deployments.placement.books import DWELL_S, PlacementBooks
+from app.deployments.placement.policies.choosing import make_policy
+from app.deployments.placement.table import PlacementTable, ReplicaReport
 
 STICKY = make_policy(PlacementConfig())
 LEAST_LOADED = make_policy(PlacementConfig(policy="least_loaded"))
@@ -208,26 +202,6 @@ def test_homes_are_always_living_replicas(num_replicas: int, events: list[tuple[
             assert homes
             assert len(set(homes)) == len(homes)
             assert set(homes) <= set(table.replicas)
-
-
-def test_every_process_chooses_the_same_without_the_actor() -> None:
-    table = PlacementTable({f"r{i}": ReplicaReport(f"r{i}") for i in range(5)})
-    loads = dict.fromkeys(table.replicas, 0)
-    for digest in digests(40):
-        chosen = {choose_replica(digest, table, dict(loads), STICKY) for _ in range(3)}
-        assert chosen == {rendezvous_order(digest, table.replicas)[0]}
-
-
-def test_choice_follows_homes_then_load() -> None:
-    table = PlacementTable(
-        {"a": ReplicaReport("a"), "b": ReplicaReport("b"), "c": ReplicaReport("c")}, {"x": ("b", "c")}
-    )
-    assert choose_replica("x", table, {"a": 0, "b": 9, "c": 3}, STICKY) == "c"
-    assert choose_replica("x", table, {"a": 0, "b": 9}, STICKY) == "b"
-    assert choose_replica("x", table, {"a": 0}, STICKY) == "a"
-    assert choose_replica(None, table, {"a": 4, "b": 1, "c": 2}, STICKY) == "b"
-    assert choose_replica("y", table, {"a": 4, "b": 1, "c": 2}, LEAST_LOADED) == "b"
-    assert choose_replica("x", table, {}, STICKY) is None
 
 
 def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> None:

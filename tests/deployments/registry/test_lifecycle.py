@@ -14,7 +14,7 @@ import pytest_asyncio
 from app.deployments.ingress import management as management_module
 from app.deployments.ingress.management import Management
 from app.deployments.links.transport import ReplicaGone
-from app.deployments.placement.books import PlacementTable, ReplicaReport
+from app.deployments.placement.table import PlacementTable, ReplicaReport
 from app.deployments.registry import catalog as catalog_module
 from app.deployments.registry import lifecycle as lifecycle_module
 from app.deployments.registry.books import Registry

@@ -12,7 +12,7 @@ from app.config import AppConfig
 from app.deployments.links import attendance
 from app.deployments.links.published import Version
 from app.deployments.links.ray_calls import NAMESPACE, ActorAway, NamedActor
-from app.deployments.store.actor import PlacementActor
+from app.deployments.placement.actor import PlacementActor
 
 NAME = "a-named-actor"
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from app.config import AppConfig, PlacementConfig
-from app.deployments.placement.books import ReplicaReport
-from app.deployments.store import actor as actors
-from app.deployments.store.actor import PlacementActor
+from app.deployments.placement import actor as actors
+from app.deployments.placement.actor import PlacementActor
+from app.deployments.placement.table import ReplicaReport
 from app.engine.errors import NotReady
 
 

@@ -1,0 +1,1 @@
+"""Where an adapter may be served: a file per policy."""
