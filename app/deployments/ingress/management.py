@@ -9,12 +9,12 @@ taken up by another.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
+from app.deployments.links.tasks import Tasks
 from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.entries import (
@@ -30,8 +30,6 @@ from app.deployments.registry.entries import (
 from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: How often an ingress asks for unloads that nobody sees to, and says which it does. Shorter than their `UNSEEN_S`.
 TAKE_UP_INTERVAL_S = 10.0
@@ -66,7 +64,7 @@ class Management:
         self._store = store
         self._replicas = replicas
         self._placement = placement
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()  # an unload goes on when the request that began it is cancelled
         self._draining: set[str] = set()  # the jobs of unloads that this ingress sees to
 
     async def load(self, name: str, source: str, **options: Any) -> Job:
@@ -84,8 +82,8 @@ class Management:
 
         A name that was only being loaded has no entry: its loads are cancelled.
         """
-        begin = self._spawn(self._store("manage", "begin_unload", name, **options))
-        drain = self._spawn(self._drain_begun(begin))
+        begin = self._tasks.start(self._store("manage", "begin_unload", name, **options))
+        drain = self._tasks.start(self._drain_begun(begin))
         unload, entry = await asyncio.shield(begin)
         return await asyncio.shield(drain) if wait else unload.job, entry
 
@@ -102,7 +100,11 @@ class Management:
         """Go on with unloads whose ingress has ended, and with those that could not be ended."""
         left: list[Unload] = await self._store("manage", "left_unloads", tuple(self._draining))
         for unload in left:
-            self._spawn(self._drain(unload))
+            self._tasks.start(self._drain(unload))
+
+    async def close(self) -> None:
+        """Leave what is not finished to other ingresses."""
+        await self._tasks.close()
 
     async def configure(self, name: str, **changes: Any) -> CatalogEntry:
         entry: CatalogEntry = await self._store("manage", "configure", name, **changes)
@@ -161,7 +163,7 @@ class Management:
 
         New requests would keep them for ever, and are not told apart from those that the unload waits for.
         """
-        drops = self._spawn(self._drop_everywhere(digest))
+        drops = self._tasks.start(self._drop_everywhere(digest))
         while not (await asyncio.wait([drops], timeout=USED_AGAIN_INTERVAL_S))[0]:
             with suppress(NotReady):  # asked again
                 if await self._store("manage", "is_used", digest):
@@ -170,18 +172,6 @@ class Management:
 
     async def _drop_everywhere(self, digest: str) -> None:
         await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in self._placement().replicas))
-
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task of our own: it goes on when the request that began it is cancelled."""
-        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
-        self._tasks.add(task)
-        task.add_done_callback(self._end)
-        return task
-
-    def _end(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # retrieved: nobody may have waited
 
     async def _drop(self, replica_id: str, digest: str) -> None:
         try:

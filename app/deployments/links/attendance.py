@@ -11,6 +11,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from app.deployments.links.tasks import Tasks
+
 #: Longer than a watcher's interval, and than it takes to replace every replica of a service at once.
 PATIENCE_S = 180.0
 CHECK_INTERVAL_S = 5.0
@@ -23,13 +25,13 @@ class Attendance:
         self._leave = leave
         self._clock = clock
         self._last_s = clock()
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     def here(self) -> None:
         """Somebody is."""
         self._last_s = self._clock()
-        if self._watch is None:
-            self._watch = asyncio.get_running_loop().create_task(self._wait())
+        if not self._tasks:
+            self._tasks.start(self._wait())
 
     async def _wait(self) -> None:
         while self._clock() - self._last_s <= PATIENCE_S:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
 from typing import Protocol
 
+from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.steering import Steering
 from app.engine.adapters.card import AdapterRef
@@ -46,7 +47,8 @@ class PinKeeper:
         self._fetch = fetch
         self._on_brought = on_brought
         self._pinned: frozenset[str] = frozenset()
-        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._bringing: set[str] = set()
+        self._tasks = Tasks()
         self._told: dict[str, str] = {}  # digest -> why it could not be brought
 
     def steer(self, steering: Steering) -> None:
@@ -59,11 +61,11 @@ class PinKeeper:
         for entry in steering.pinned:
             digest = entry.ref.digest
             if digest not in resident and digest not in self._bringing:
-                self._bringing[digest] = asyncio.get_running_loop().create_task(self._bring(entry))
+                self._bringing.add(digest)
+                self._tasks.start(self._bring(entry))
 
     def close(self) -> None:
-        for task in self._bringing.values():
-            task.cancel()
+        self._tasks.cancel()
 
     async def _bring(self, entry: CatalogEntry) -> None:
         digest = entry.ref.digest
@@ -79,4 +81,4 @@ class PinKeeper:
                 self._told[digest] = str(error)
                 logger.warning("pinned adapter %s is not on the device: %s", entry.name, error)
         finally:
-            del self._bringing[digest]
+            self._bringing.discard(digest)

@@ -10,15 +10,15 @@ hear `ReplicaGone`, and may go on elsewhere. Requests over which an engine may h
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from app.deployments.links.frames import FrameHub
+from app.deployments.links.tasks import Tasks
 from app.deployments.links.transport import EngineFailed, ReplicaGone
 from app.deployments.placement.table import ReplicaReport
 from app.deployments.replica.trials import Trials
@@ -28,8 +28,6 @@ from app.engine.errors import EngineFailure, PolyloraError
 from app.engine.request import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Adapters kept mapped in this process. They are views of shared memory: this bounds what they pin there.
 MAX_MAPPED_BYTES = 256 << 20
@@ -61,6 +59,7 @@ class EngineService:
         self._fetching: dict[str, asyncio.Task[LoraAdapter]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._trials = Trials()
+        self._tasks = Tasks()
         self._end: ReplicaGone | None = None
         self._active: dict[str, str] = {}  # request id -> adapter digest
         self._used_s: dict[str, float] = {}  # adapter digest -> when a request last entered with it
@@ -121,7 +120,7 @@ class EngineService:
                 self._mapped.move_to_end(ref.digest)
                 self._enter(request, adapter)
             else:
-                self._waiting[request.request_id] = self._spawn(self._enter_when_fetched(request, ref))
+                self._waiting[request.request_id] = self._tasks.start(self._enter_when_fetched(request, ref))
         return True
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -196,8 +195,7 @@ class EngineService:
         """One fetch per digest, however many requests wait for it."""
         task = self._fetching.get(ref.digest)
         if task is None:
-            task = self._fetching[ref.digest] = self._spawn(self._fetch_and_map(ref))
-            task.add_done_callback(_retrieve)
+            task = self._fetching[ref.digest] = self._tasks.start(self._fetch_and_map(ref))
         return await asyncio.shield(task)
 
     async def _fetch_and_map(self, ref: AdapterRef) -> LoraAdapter:
@@ -238,13 +236,3 @@ class EngineService:
             logger.error("request %s met an unexpected error", request_id, exc_info=error)
             error = EngineFailure("internal error while admitting the request; the replica's log has the details")
         self._hub.deliver([TokenChunk(request_id, finish_reason="error", error=error)])
-
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task of our own: an empty context, or Serve cancels it with the call that started it."""
-        return self._loop.create_task(work, context=contextvars.Context())
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Everybody who waited may have left; the error is then nobody's."""
-    if not task.cancelled():
-        task.exception()
