@@ -12,7 +12,8 @@ import pytest
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.request import SamplingParams
 from app.engine.sampling_check import MIN_TEMPERATURE, validate_request, validate_sampling
-from app.kernels.rows import reference, sampling
+from app.kernels.sampling import cpu as sampling
+from app.kernels.sampling import reference
 from tests.fakes import VOCAB, fake_request, fake_spec
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from app.kernels.activation.cpu import activate
+from app.kernels.machine.scalars import exp_float32
 from app.kernels.machine.team import Team
-from app.kernels.rows import cpu, sampling
+from app.kernels.norms.cpu import rms_norm
+from app.kernels.rotary.cpu import rotate_and_store
+from app.kernels.sampling import cpu as sampling
 from tests.kernels.cases import normal, relative_error, rng
 
 
 def test_exp_is_within_two_units_in_the_last_place() -> None:
     x = np.concatenate([rng().uniform(-87, 88, 20000), [0.0, -0.0, 1.0, -1.0]]).astype(np.float32)
-    out = np.array([cpu.exp_float32(v) for v in x])
+    out = np.array([exp_float32(v) for v in x])
     exact = np.exp(x.astype(np.float64))
     assert (np.abs(out - exact) <= 2 * np.spacing(exact.astype(np.float32))).all()
 
@@ -22,7 +26,7 @@ def test_rms_norm(width: int) -> None:
     generator = rng()
     x, weight = normal(generator, 5, width), normal(generator, width)
     out = np.full_like(x, np.nan)
-    Team(2).run(cpu.rms_norm, 1, x, weight, np.float32(1e-5), out)
+    Team(2).run(rms_norm, 1, x, weight, np.float32(1e-5), out)
     exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5) * weight
     assert relative_error(out, exact) < 1e-6
 
@@ -32,7 +36,7 @@ def test_gated_activations(kernel: str) -> None:
     gate_up = normal(rng(), 6, 2 * 48) * 4
     out = np.full((6, 37), np.nan, np.float32)
     for first, end in ((0, 16), (16, 37)):
-        cpu.activate(gate_up, 48, kernel == "gelu", first, end, out)
+        activate(gate_up, 48, kernel == "gelu", first, end, out)
     gate, up = gate_up[:, :37].astype(np.float64), gate_up[:, 48:85]
     if kernel == "silu":
         exact = gate / (1 + np.exp(-gate)) * up
@@ -55,7 +59,7 @@ def test_rotation_writes_every_key_and_value_to_its_place_and_nowhere_else() -> 
     v_memory = np.zeros((5, kv_heads, block_size, 32), np.float32)
     none = np.empty(0, np.float32)
     Team(2).run(
-        cpu.rotate_and_store, 1, qkv, positions, kv_slots, cos, sin, none, none, np.float32(0), k_memory, v_memory,
+        rotate_and_store, 1, qkv, positions, kv_slots, cos, sin, none, none, np.float32(0), k_memory, v_memory,
         heads, kv_heads, dim, q_size, kv_size,
     )  # fmt: skip
 

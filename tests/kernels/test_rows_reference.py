@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.kernels.rows import reference, sampling
+from app.kernels.sampling import cpu as sampling
+from app.kernels.sampling import reference
 from tests.kernels.cases import normal, rng
 
 

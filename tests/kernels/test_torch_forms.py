@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from app.kernels.activation.torch import gated
 from app.kernels.matmul.torch import linear
-from app.kernels.rows.torch import gated
 from tests.kernels.cases import normal, rng
 
 

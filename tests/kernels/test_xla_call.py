@@ -22,7 +22,7 @@ from app.kernels.machine.team import Team, leave, take
 from app.kernels.matmul.cpu import pack
 from app.kernels.paged_attention import cpu as attention_cpu
 from app.kernels.paged_attention import ffi as attention_ffi
-from app.kernels.rows import cpu as rows_cpu
+from app.kernels.rotary import cpu as rotary_cpu
 from tests.kernels.cases import normal, rng
 from tests.kernels.test_linear_xla import no_adapters
 
@@ -165,7 +165,7 @@ def test_rotation_and_attention_have_the_kernels_bits_and_write_memory_in_place(
     expected = np.empty((rows, 96), np.float32)
     team = Team(1)
     team.run(
-        rows_cpu.rotate_and_store, 1, qkv[:rows], positions[:rows], kv_slots[:rows], cos[1], sin[1], q_norm, k_norm,
+        rotary_cpu.rotate_and_store, 1, qkv[:rows], positions[:rows], kv_slots[:rows], cos[1], sin[1], q_norm, k_norm,
         np.float32(1e-5), keys[1], values[1], 4, 2, 24, 96, 48,
     )  # fmt: skip
     team.run(

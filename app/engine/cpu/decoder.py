@@ -30,8 +30,9 @@ from app.kernels.extras.cpu import (
 from app.kernels.linear.cpu import Own, gate_and_up, project
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, embed, layer_panels
+from app.kernels.norms.cpu import gather_normed, rms_norm
 from app.kernels.paged_attention.cpu import paged_attention
-from app.kernels.rows.cpu import gather_normed, rms_norm, rotate_and_store
+from app.kernels.rotary.cpu import rotate_and_store
 from app.kernels.sgmv.cpu import RowPlaces, shrink
 from app.kernels.sgmv.fetching import NextShrink
 

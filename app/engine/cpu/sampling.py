@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from app.engine.batch import ForwardOutput, SamplingBatch
 from app.engine.logits import largest, overflowed, penalise
 from app.kernels.machine.team import Team
-from app.kernels.rows.sampling import log_sum_exp, row_maximum, sample_rows
+from app.kernels.sampling.cpu import log_sum_exp, row_maximum, sample_rows
 
 
 def sample(logits: NDArray[np.float32], sampling: SamplingBatch, team: Team) -> ForwardOutput:

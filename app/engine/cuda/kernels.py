@@ -32,12 +32,13 @@ class Kernels:
 
 def load_kernels(form: KernelForm) -> Kernels:
     """Import one form. ModuleNotFoundError if Triton is wanted and not installed."""
-    names = ("rows", "paged_attention", "bgmv", "sgmv", "matmul")
-    rows, attention, bgmv, sgmv, matmul = (import_module(f"app.kernels.{name}.{form}") for name in names)
+    names = ("norms", "rotary", "activation", "paged_attention", "bgmv", "sgmv", "matmul")
+    modules = (import_module(f"app.kernels.{name}.{form}") for name in names)
+    norms, rotary, activation, attention, bgmv, sgmv, matmul = modules
     return Kernels(
-        rms_norm=rows.rms_norm,
-        gated=rows.gated,
-        rotate_and_write=rows.rotate_and_write,
+        rms_norm=norms.rms_norm,
+        gated=activation.gated,
+        rotate_and_write=rotary.rotate_and_write,
         paged_attention=attention.paged_attention,
         add_lora_to_rows=bgmv.add_lora,
         add_lora_to_runs=sgmv.add_lora,

@@ -1,7 +1,7 @@
 """From logits on a device to tokens: penalties, the draw, log-probabilities, for all rows together.
 
 In: logits [P, V] float32 and a `SamplingBatch`. Out: a `ForwardOutput`; only what the host asked for leaves the
-device. It is the draw of `app.kernels.rows.reference` with one change: probabilities are rounded to integers before
+device. It is the draw of `app.kernels.sampling.reference` with one change: probabilities are rounded to integers before
 they are added, so a sum has one value in whatever order a device adds, and no row can see another. Uniform numbers
 are the same counter's. Log-probabilities are the model's own, before penalties and temperature.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from app.engine.batch import ForwardOutput, SamplingBatch
 from app.engine.logits import penalties
-from app.kernels.rows.reference import uniform
+from app.kernels.sampling.reference import uniform
 
 #: Sums of 2**18 probabilities below one fit into 62 bits; larger vocabularies take a coarser unit.
 _SUM_BITS, _MAX_UNIT_BITS = 62, 44

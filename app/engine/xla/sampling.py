@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from app.engine.batch import ForwardOutput, SamplingBatch
 from app.engine.logits import largest, overflowed, penalise
 from app.engine.xla.arrays import Outcome
-from app.kernels.rows.reference import draw, log_sum_exp
+from app.kernels.sampling.reference import draw, log_sum_exp
 
 
 def sample(outcome: Outcome, sampling: SamplingBatch) -> ForwardOutput:

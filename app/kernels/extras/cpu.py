@@ -23,7 +23,8 @@ from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
 from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
-from app.kernels.rows.cpu import normalise_row, rotate_and_store_token
+from app.kernels.norms.cpu import normalise_row
+from app.kernels.rotary.cpu import rotate_and_store_token
 
 Addresses = NDArray[np.int64]
 

@@ -25,9 +25,10 @@ from app.kernels.extras.cpu import (
 from app.kernels.extras.ffi import tables_of
 from app.kernels.linear.cpu import Own, gate_and_up, project
 from app.kernels.machine.compiled import compiled
+from app.kernels.machine.scalars import float_from_bits
 from app.kernels.matmul.quantised import Quantised, layer_panels
 from app.kernels.matmul.quantised import embed as embed_rows
-from app.kernels.rows.cpu import _float_from_bits, gather_normed, rms_norm
+from app.kernels.norms.cpu import gather_normed, rms_norm
 from app.kernels.sgmv.cpu import RowPlaces, shrink
 from app.kernels.sgmv.fetching import NextShrink
 from app.kernels.xla_call import (
@@ -132,7 +133,7 @@ def _normed(team, args, norm, normed):
     x, weight, eps = (
         _matrix(args, _X, args[_NUM_ROWS]),
         _vector_of(args, _OTHER, args[_LAYER]),
-        _float_from_bits(args[_EPS]),
+        float_from_bits(args[_EPS]),
     )
     if args[_NUM_EXTRA] > 0:
         own = _extras_of(args, _EXTRAS, _RANKS).norms[args[_LAYER], :, norm]
@@ -229,7 +230,7 @@ def _run_embed(team, args, head):
 def _run_logits(team, args, head):
     """scalars: sampled rows, runs with extras, those that sample, eps, scratch's address and width. Buffers: hidden,
     head (three), sampled rows, norm, ranks, extras, runs that sample, slots; results: logits, normed rows."""
-    num_rows, eps = args[0], _float_from_bits(args[3])
+    num_rows, eps = args[0], float_from_bits(args[3])
     hidden, rows = _matrix(args, 0, size(args, 0, 0)), ints(buffer(args, 4), (num_rows,))
     norm, sampled = floats(buffer(args, 5), (size(args, 5, 0),)), _matrix(args, 11, num_rows)
     runs, tables = _runs_of(args, 8, args[2]), _extras_of(args, 7, 6)

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.kernels.activation.cpu import activate
 from app.kernels.extras.cpu import ExtraTables, own_columns, put_back, set_aside
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, panels_per_piece
 from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
-from app.kernels.rows.cpu import activate
 from app.kernels.sgmv.cpu import expand_panels
 from app.kernels.sgmv.fetching import MOST_BLOCKS, list_fetch, shrink_ranges
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from app.kernels.extras.cpu import own_rotate_and_store
 from app.kernels.extras.ffi import tables_of
 from app.kernels.machine.compiled import compiled
+from app.kernels.machine.scalars import float_from_bits
 from app.kernels.paged_attention import cpu
-from app.kernels.rows.cpu import _float_from_bits, rotate_and_store
+from app.kernels.rotary.cpu import rotate_and_store
 from app.kernels.xla_call import args_of, buffer, floats, ints, leave_record, register, size, task, team_of
 
 #: Queries of one task.
@@ -112,7 +113,7 @@ def _attend(team, args):
     results: the first three and what was attended."""
     layer, num_rows, num_tasks, rope, window, num_extra_runs = args[0], args[1], args[2], args[3], args[4], args[5]
     num_heads, num_kv_heads, head_dim, q_size, kv_size = args[6], args[7], args[8], args[9], args[10]
-    eps, scale = _float_from_bits(args[11]), _float_from_bits(args[12])
+    eps, scale = float_from_bits(args[11]), float_from_bits(args[12])
     qkv = floats(buffer(args, 0), (num_rows, size(args, 0, 1)))
     blocks, stored, block_size = size(args, 1, 1), size(args, 1, 3), size(args, 1, 4)
     memory = layer * blocks * num_kv_heads * stored * block_size * 4

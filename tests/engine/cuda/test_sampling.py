@@ -11,7 +11,7 @@ import torch
 from app.engine.batch import SamplingBatch
 from app.engine.cuda.sampling import sample
 from app.engine.logits import largest, penalise
-from app.kernels.rows.reference import draw, log_sum_exp
+from app.kernels.sampling.reference import draw, log_sum_exp
 from load_tests.steps import greedy
 from tests.engine.cuda.gpu import DEVICE
 

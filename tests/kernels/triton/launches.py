@@ -11,11 +11,13 @@ from functools import partial
 
 import torch
 
+from app.kernels.activation import triton as activations
 from app.kernels.bgmv import triton as bgmv
 from app.kernels.matmul import triton as matmul
+from app.kernels.norms import triton as norms
 from app.kernels.paged_attention import triton as paged_attention
 from app.kernels.rank_rows import RankRows
-from app.kernels.rows import triton as rows
+from app.kernels.rotary import triton as rotary
 from app.kernels.sgmv import triton as sgmv
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
@@ -81,12 +83,12 @@ def _attention(
 
 def _rows() -> None:
     x = torch.empty(64, HIDDEN, dtype=BF16)
-    rows.rms_norm(x, torch.empty(HIDDEN), 1e-5, x, x)
-    rows.gated(torch.empty(64, 2 * INNER, dtype=BF16), torch.empty(64, INNER, dtype=BF16), "silu")
+    norms.rms_norm(x, torch.empty(HIDDEN), 1e-5, x, x)
+    activations.gated(torch.empty(64, 2 * INNER, dtype=BF16), torch.empty(64, INNER, dtype=BF16), "silu")
     cache, angles = torch.empty(8, KV_HEADS, BLOCK_SIZE, DIM, dtype=BF16), torch.empty(8192, DIM // 2)
     places = torch.empty(64, dtype=torch.int64)
     norm = torch.empty(DIM)
-    rows.rotate_and_write(
+    rotary.rotate_and_write(
         torch.empty(64, sum(QKV), dtype=BF16), places.int(), angles, angles, cache, cache, places, num_heads=HEADS,
         num_kv_heads=KV_HEADS, q_norm=norm, k_norm=norm, eps=1e-6,
     )  # fmt: skip

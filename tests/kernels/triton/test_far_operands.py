@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from app.kernels.activation import triton as activations
 from app.kernels.matmul import triton as matmul
 from app.kernels.moe_lora import triton as moe_lora
+from app.kernels.norms import triton as norms
 from app.kernels.paged_attention import reference
 from app.kernels.paged_attention import triton as paged_attention
-from app.kernels.rows import triton as rows
+from app.kernels.rotary import triton as rotary
 from tests.kernels.cases import normal, rng
 from tests.kernels.triton.far import spread
 from tests.kernels.triton.tables import TOLERANCE, error, numpy, random_tables, tensor
@@ -116,7 +118,7 @@ def test_rms_norm(operand: str) -> None:
     given = {name: tensor(normal(rng(), 3, 20), DTYPE) for name in ("x", "residual", "out")}
     total, weight = (given["x"].float() + given["residual"].float()).to(DTYPE), tensor(normal(rng(), 20))
     given[operand] = spread(given[operand], 0)
-    rows.rms_norm(given["x"], weight, 1e-5, given["out"], given["residual"])
+    norms.rms_norm(given["x"], weight, 1e-5, given["out"], given["residual"])
     values = numpy(total)
     expected = numpy(weight) * values / np.sqrt((values**2).mean(axis=1, keepdims=True) + 1e-5)
     assert error(given["out"], expected) < TOLERANCE[DTYPE]
@@ -128,7 +130,7 @@ def test_gated(operand: str) -> None:
     given = {"gate_up": tensor(normal(rng(), 3, 40), DTYPE), "out": tensor(normal(rng(), 3, 20), DTYPE)}
     gate, up = given["gate_up"].double().chunk(2, dim=1)
     given[operand] = spread(given[operand], 0)
-    rows.gated(given["gate_up"], given["out"], "silu")
+    activations.gated(given["gate_up"], given["out"], "silu")
     assert error(given["out"], numpy(torch.nn.functional.silu(gate) * up)) < TOLERANCE[DTYPE]
 
 
@@ -152,7 +154,7 @@ def test_rotate_and_write(operand: str, dim: int, with_norm: bool) -> None:
     further: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "eps": 1e-6}
     given = {name: spread(t, dim) if name == operand else t.clone() for name, t in dense.items()}
     for of in (dense, given):
-        rows.rotate_and_write(
+        rotary.rotate_and_write(
             of["qkv"], positions, of["cos"], of["sin"], of["k_cache"], of["v_cache"], places, q_norm=norm, k_norm=norm,
             **further,
         )  # fmt: skip

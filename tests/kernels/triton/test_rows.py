@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from app.kernels.activation import triton as activations
 from app.kernels.matmul import triton as matmul
-from app.kernels.rows import triton as rows
+from app.kernels.norms import triton as norms
+from app.kernels.rotary import triton as rotary
 from tests.kernels.cases import normal, rng
 from tests.kernels.triton.tables import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
 
@@ -34,7 +36,7 @@ def test_rms_norm(num_rows: int, with_residual: bool, dtype: torch.dtype) -> Non
     weight = tensor(normal(generator, width))
     memory, out = poisoned(num_rows, width, dtype)
     total = (x.float() + residual.float()).to(dtype)
-    rows.rms_norm(x, weight, eps, out, residual if with_residual else None)
+    norms.rms_norm(x, weight, eps, out, residual if with_residual else None)
     values = numpy(total if with_residual else x)
     expected = numpy(weight) * values / np.sqrt((values**2).mean(axis=1, keepdims=True) + eps)
     assert error(out, expected) < TOLERANCE[dtype]
@@ -47,13 +49,13 @@ def test_rms_norm(num_rows: int, with_residual: bool, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated(num_rows: int, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_GATED_COLUMNS", 32)
+    monkeypatch.setattr(activations, "_GATED_COLUMNS", 32)
     width = int(rng().integers(1, 80))
     gate_up = tensor(normal(rng(), num_rows, 2 * width) * 4, dtype)
     if num_rows:
         gate_up[0, 0] = -10_000.0  # exp(10,000) has no value
     memory, out = poisoned(num_rows, width, dtype)
-    rows.gated(gate_up, out, activation)  # type: ignore[arg-type]
+    activations.gated(gate_up, out, activation)  # type: ignore[arg-type]
     gate, up = gate_up.double().chunk(2, dim=1)
     acted = (
         torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
@@ -81,7 +83,7 @@ def test_rotate_and_write(num_rows: int, with_norm: bool, heads: int, kv_heads: 
         torch.full((num_blocks, kv_heads, block_size, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)
     ]
     before = numpy(qkv).reshape(num_rows, heads + 2 * kv_heads, dim)
-    rows.rotate_and_write(
+    rotary.rotate_and_write(
         qkv, tensor(positions), tensor(cos), tensor(sin), *caches, tensor(kv_slots), num_heads=heads,
         num_kv_heads=kv_heads, q_norm=norms[0], k_norm=norms[1], eps=eps,
     )  # fmt: skip

@@ -1,12 +1,10 @@
-"""What a decoder does between products on the GPU: norms, rotation and the write to the caches, gated activations.
+"""Rotation on the GPU, with the norms of heads before it and the write to the caches after it.
 
-In: rows of a step. Out: rows, in place where said. Every program works on one row alone, in float32, with one
-rounding at the end, so a row's bits depend on that row only. Sums of a row are one reduction of a fixed shape.
+In: rows of a step. Out: rotated queries in place; keys and values in the caches. Every program works on one row alone,
+in float32, with one rounding at the end, so a row's bits depend on that row only.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 import triton
@@ -14,44 +12,8 @@ import triton.language as tl
 
 from app.kernels.tuning import ceil_div, next_power_of_two
 
-#: Columns of one program of `gated`, and heads of one program of `rotate_and_write`.
-_GATED_COLUMNS = 1024
+#: Heads of one program.
 _HEADS = 8
-
-
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, residual: torch.Tensor | None = None
-) -> None:
-    """out = weight * x / sqrt(mean(x²) + eps) (Zhang and Sennrich 2019); with a residual, of residual += x instead.
-
-    x, out, residual: [T, H], residual in place, rounded before it is read. weight: [H], any float type.
-    """
-    num_rows, width = x.shape
-    if out.shape != x.shape or weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
-        raise ValueError(
-            f"norm operands do not fit: x {tuple(x.shape)}, out {tuple(out.shape)}, {weight.shape[0]} weights"
-        )
-    if num_rows == 0:
-        return
-    block = next_power_of_two(width)
-    _rms_norm[(num_rows,)](
-        x, weight, out, out if residual is None else residual, eps, x.stride(0), out.stride(0),
-        0 if residual is None else residual.stride(0), WIDTH=width, HAS_RESIDUAL=residual is not None, BLOCK=block,
-        num_warps=4 if block <= 4096 else 8, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: Literal["silu", "gelu_tanh"]) -> None:
-    """out = act(gate) * up (Shazeer 2020). gate_up: [T, 2 I], gate first. out: [T, I]."""
-    num_rows, width = out.shape
-    if gate_up.shape != (num_rows, 2 * width) or activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"activation {activation!r} of {tuple(gate_up.shape)} does not fit out {tuple(out.shape)}")
-    if num_rows == 0:
-        return
-    _gated[(num_rows, ceil_div(width, _GATED_COLUMNS))](
-        gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, IS_SILU=activation == "silu",
-        BLOCK=_GATED_COLUMNS, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
 
 
 def rotate_and_write(
@@ -101,41 +63,6 @@ def rotate_and_write(
         BLOCK_SIZE=block_size, HAS_NORM=q_norm is not None, BLOCK_HEADS=_HEADS, BLOCK_HALF=next_power_of_two(half),
         BLOCK_REST=next_power_of_two(max(head_dim - 2 * half, 1)), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-@triton.jit
-def _rms_norm(
-    x, weight, out, residual, eps, x_row, out_row, residual_row, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    values = tl.load(x + t * x_row + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        at = residual + t * residual_row + columns
-        rounded = (tl.load(at, mask=inside, other=0.0).to(tl.float32) + values).to(residual.dtype.element_ty)
-        tl.store(at, rounded, mask=inside)
-        values = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, axis=0) / WIDTH + eps)
-    values = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + t * out_row + columns, values.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gated(gate_up, out, gate_row, out_row, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    gate = tl.load(gate_up + t * gate_row + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + t * gate_row + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    exponent = gate
-    if not IS_SILU:  # (1 + tanh(z)) / 2 is the logistic function of 2 z
-        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    # exp of a negative number only, so that nothing overflows.
-    small = tl.exp(-tl.abs(exponent))
-    logistic = tl.where(exponent >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
-    tl.store(out + t * out_row + columns, (gate * logistic * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import math
 import numpy as np
 
 from app.kernels.machine.compiled import compiled
+from app.kernels.machine.scalars import exp_float32
 from app.kernels.machine.team import leave, take
-from app.kernels.rows.cpu import exp_float32
 
 
 @compiled

@@ -1,0 +1,1 @@
+"""RMS norm of every row."""

@@ -1,1 +1,0 @@
-"""Operations on one row at a time: norms, rotary embedding, activations."""

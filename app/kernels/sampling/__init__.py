@@ -1,0 +1,1 @@
+"""One token of every row of logits."""
