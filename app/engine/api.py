@@ -57,8 +57,7 @@ class LLM:
         checkpoint = load_checkpoint(resolve_model(str(model), progress=progress))
         self.spec = checkpoint.spec
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
-        self._backend = load_backend(checkpoint, config)
-        self._engine = Engine(self._backend, config)
+        self._engine = Engine(load_backend(checkpoint, config), config)
         self._base_copies = BaseCopies(checkpoint)
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
@@ -66,7 +65,7 @@ class LLM:
 
     def close(self) -> None:
         """Release the model's memory."""
-        self._backend.close()
+        self._engine.close()
 
     def __enter__(self) -> LLM:
         return self

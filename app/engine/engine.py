@@ -52,7 +52,7 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class _Keep:
+class _Pin:
     digests: Collection[str]
 
 
@@ -61,14 +61,14 @@ class Engine:
 
     def __init__(self, backend: Backend, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         self._backend = backend
-        self._spec = backend.spec
+        self.spec = backend.spec
         limits = backend.limits
-        if config.max_context > self._spec.max_positions:
+        if config.max_context > self.spec.max_positions:
             raise ConfigError(
-                f"engine.max_context is {config.max_context} but model {self._spec.name!r} has "
-                f"{self._spec.max_positions} positions; lower it, or set 0 for the model's own limit"
+                f"engine.max_context is {config.max_context} but model {self.spec.name!r} has "
+                f"{self.spec.max_positions} positions; lower it, or set 0 for the model's own limit"
             )
-        self.max_context = config.max_context or self._spec.max_positions
+        self.max_context = config.max_context or self.spec.max_positions
         self._max_waiting = config.max_waiting
         self._kv_capacity = limits.num_kv_blocks * limits.block_size
         self._meter = Meter()
@@ -92,7 +92,7 @@ class Engine:
             pace=self._pace,
         )
         self._builder = BatchBuilder(limits.block_size)
-        self._inbox: deque[_Submit | _Abort | _Keep | Drop | Bring] = deque()
+        self._inbox: deque[_Submit | _Abort | _Pin | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
         self._orders = AdapterOrders(self._adapters)
         self._failure: EngineFailure | None = None
@@ -108,7 +108,7 @@ class Engine:
         """
         if self._failure is not None:
             raise self._failure
-        validate_request(request, self._spec, self.max_context, self._kv_capacity)
+        validate_request(request, self.spec, self.max_context, self._kv_capacity)
         self._check_adapter(request, adapter)
         num_waiting = len(self._live_ids) - self._scheduler.num_running
         if num_waiting >= self._max_waiting and not request.resume_token_ids:
@@ -117,7 +117,7 @@ class Engine:
             )
         if adapter is not None and not self._adapters.is_resident(adapter.card.digest):
             self._backend.prepare_adapter(adapter)  # one that leaves before its turn is prepared when it is written
-        sequence = Sequence(request, adapter, self._spec, self._blocks.block_size)
+        sequence = Sequence(request, adapter, self.spec, self._blocks.block_size)
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
         self._inbox.append(_Submit(sequence))
@@ -138,18 +138,18 @@ class Engine:
         self._order(Drop(digest, freed))
         return freed
 
-    def keep_adapters(self, digests: Collection[str]) -> None:
+    def pin_adapters(self, digests: Collection[str]) -> None:
         """From the next step on these, and no others, stay on the device once they are there, idle or not.
 
         Requests for adapters that they leave no room for end with NotReady.
         """
-        self._inbox.append(_Keep(frozenset(digests)))
+        self._inbox.append(_Pin(frozenset(digests)))
 
     def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:
         """Write an adapter before any request asks for it, as soon as sequences in flight leave it room.
 
         `ref` says whose it is. The result is there when it is resident. Raises what `submit` raises for its
-        adapter; the future may raise NotReady (kept ones leave no room), EngineFailure, or what writing met.
+        adapter; the future may raise NotReady (pinned ones leave no room), EngineFailure, or what writing met.
         """
         self._check_fits(adapter, ref.name)
         self._backend.prepare_adapter(adapter)
@@ -247,6 +247,10 @@ class Engine:
             self._failure = reason
         return self._refuse_all(self._failure)
 
+    def close(self) -> None:
+        """Release the device's memory. Nothing may step this engine any more."""
+        self._backend.close()
+
     def check(self) -> None:
         """Assert that every block, row, pin and request is accounted for; for tests, between steps."""
         self._scheduler.check()
@@ -261,8 +265,8 @@ class Engine:
                     chunk = self._scheduler.add(sequence)
                 case _Abort(request_id):
                     chunk = self._scheduler.end(request_id, "abort")
-                case _Keep(digests):
-                    self._adapters.keep(digests)
+                case _Pin(digests):
+                    self._adapters.pin(digests)
                     self._scheduler.reopen()
                 case Drop() | Bring():
                     self._orders.take(message)
@@ -369,10 +373,10 @@ class Engine:
         self._check_fits(adapter, request.adapter.name)
 
     def _check_fits(self, adapter: LoraAdapter, name: str) -> None:
-        if adapter.card.base_digest != self._spec.digest:
+        if adapter.card.base_digest != self.spec.digest:
             raise AdapterMismatch(
                 f"adapter {name!r} was read for base model {adapter.card.base_digest} "
-                f"but this engine serves {self._spec.digest}; register it for this base"
+                f"but this engine serves {self.spec.digest}; register it for this base"
             )
         self._adapters.check_rank(name, adapter.card.max_rank)
         self._adapters.check_extras(name, adapter.card.extra_bytes)

@@ -1,15 +1,36 @@
-"""The configured backend for a checkpoint: the one place that knows which backends there are.
+"""The configured engine for a checkpoint: the one place that knows which engines and backends there are.
 
-In: a checkpoint and the engine's settings. Out: a `Backend`, its memory allocated and its programs compiled or
+In: a checkpoint and the engine's settings. Out: a `RunningEngine`, its memory allocated and its programs compiled or
 compiling. A backend's libraries are imported here, when it is chosen, in the process that computes.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from app.engine.backend import Backend
 from app.engine.config import EngineConfig
+from app.engine.engine import Engine
 from app.engine.errors import ConfigError
+from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
+from app.engine.worker import EngineThread
+
+
+def open_engine(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    on_chunks: OnChunks,
+    on_failure: OnFailure | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> RunningEngine:
+    """An engine that waits for `warm_up` and `start`. `clock` tells seconds, from any origin.
+
+    Raises CheckpointError or ConfigError if the model or a setting is not for this engine or machine.
+    """
+    return EngineThread(Engine(load_backend(checkpoint, config), config, clock), on_chunks, on_failure)
 
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:

@@ -8,40 +8,44 @@ a last chunk and every adapter order an answer, also when the engine fails or th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure
-from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.interface import OnChunks, OnFailure
+from app.engine.request import GenerateRequest
 from app.engine.stats import EngineStats
+from app.engine.warm_up import warm_up
 
 
 class EngineThread:
-    """Runs one engine. The callbacks must be quick and must not raise."""
+    """Runs one engine: `app.engine.interface.RunningEngine` says what each method promises."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        on_chunks: Callable[[list[TokenChunk]], None],
-        on_failure: Callable[[EngineFailure], None] | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, on_chunks: OnChunks, on_failure: OnFailure | None = None) -> None:
         self._engine = engine
         self._on_chunks = on_chunks
         self._on_failure = on_failure
         self._wake = threading.Event()
         self._stopping = False
+        self._is_closed = False
         self._failure: EngineFailure | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def warm_up(self) -> None:
+        """Step the engine in the caller's thread, which `start` hands over to its own."""
+        assert self._thread.ident is None, "warm up before you start"
+        warm_up(self._engine)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End all requests with an EngineFailure and the thread after its current step; whether it has ended.
+        """End all requests with an EngineFailure, the thread after its current step, and then close the engine.
 
+        Returns whether the thread has ended; as long as it has not, the memory it may write to is not released.
         Draining is the caller's: stop submitting, wait for the last chunks, then stop.
         """
         self._stopping = True
@@ -50,11 +54,15 @@ class EngineThread:
             self._shut_down()
         elif self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        has_ended = not self._thread.is_alive()
+        if has_ended and not self._is_closed:
+            self._is_closed = True
+            self._engine.close()
+        return has_ended
 
     @property
     def failure(self) -> EngineFailure | None:
-        """Why nothing is computed any more, or None while all is well. Health checks read this."""
+        """The engine's failure, or that of this thread."""
         return self._failure or self._engine.failure
 
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
@@ -73,8 +81,8 @@ class EngineThread:
         self._wake.set()
         return freed
 
-    def keep_adapters(self, digests: Collection[str]) -> None:
-        self._engine.keep_adapters(digests)
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        self._engine.pin_adapters(digests)
         self._wake.set()
 
     def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:

@@ -77,7 +77,7 @@ def assert_empty(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert stats.num_blocks_free == stats.num_blocks
-    assert all(resident.num_pins == 0 for resident in stats.residents)
+    assert all(resident.num_refs == 0 for resident in stats.residents)
     metered = {
         "prompt_tokens": stats.num_prompt_tokens,
         "cached_tokens": stats.num_cached_tokens,

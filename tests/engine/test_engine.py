@@ -257,7 +257,7 @@ def test_abort_gives_everything_back_within_a_step() -> None:
     sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
     engine.submit(fake_request("running", list(range(30)), adapter, sampling=sampling), adapter)
     engine.step()
-    assert engine.stats().residents[0].num_pins == 1
+    assert engine.stats().residents[0].num_refs == 1
     engine.abort("running")
     engine.abort("unknown")
     (chunk,) = engine.step()

@@ -30,10 +30,10 @@ def checkpoint() -> Checkpoint:
     return Checkpoint(spec, Path("unused"), lambda: iter(random_tensors(spec)))
 
 
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_the_configured_backend_is_loaded(name: str) -> None:
+@pytest.mark.parametrize(("name", "folder"), [("torch", "cpu"), ("jax", "xla")])
+def test_the_configured_backend_is_loaded(name: str, folder: str) -> None:
     backend = load_backend(checkpoint(), EngineConfig(backend=name, **SIZES))  # type: ignore[arg-type]
-    assert f".{name}_backend." in type(backend).__module__
+    assert type(backend).__module__ == f"app.engine.{folder}.backend"
     assert backend.limits.num_kv_blocks == 8
     backend.close()
 

@@ -29,19 +29,18 @@ from app.deployments.registry.steering import Steering
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.service import EngineService
-from app.deployments.replica.warm_up import hottest_that_fit, warm_adapters, warm_up
+from app.deployments.replica.warm_up import bring_adapters, hottest_that_fit
 from app.deployments.store.actor import store_actor
 from app.deployments.store.metrics import TierMetrics
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import unpack_adapter
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
-from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, NotReady
+from app.engine.interface import RunningEngine
 from app.engine.models.checkpoint import open_model
-from app.engine.open import load_backend
+from app.engine.open import open_engine
 from app.engine.request import GenerateRequest
-from app.engine.worker import EngineThread
 
 logger = logging.getLogger(__name__)
 
@@ -68,23 +67,21 @@ class EngineReplica:
         self._service = EngineService(self._fetch)
         self._socket = FrameSocket(self._replica_id)
         checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name)
-        self._backend = await asyncio.to_thread(load_backend, checkpoint, config.engine)
-        engine = Engine(self._backend, config.engine)
-        await asyncio.to_thread(warm_up, engine, checkpoint.spec)
-        self._steering = Watched(self._store, self._replica_id, Steering(), "watch_steering")
-        self._steering.take(*await self._store.call("watch_steering", None, self._replica_id, WATCH_TIMEOUT_S))
-        await self._warm_adapters(engine, config.engine)
         loop = asyncio.get_running_loop()
 
         def failed(_: EngineFailure) -> None:
             loop.call_soon_threadsafe(self._service.changed.set)  # a report is due: the last one
 
-        self._thread = EngineThread(engine, self._service.on_step, failed)
+        self._engine = await asyncio.to_thread(open_engine, checkpoint, config.engine, self._service.on_step, failed)
+        await asyncio.to_thread(self._engine.warm_up)
+        self._service.start(self._engine)
+        self._engine.start()
+        self._steering = Watched(self._store, self._replica_id, Steering(), "watch_steering")
+        self._steering.take(*await self._store.call("watch_steering", None, self._replica_id, WATCH_TIMEOUT_S))
+        await self._warm_adapters(self._engine, config.engine)
         self._metrics = EngineMetrics(), DeviceMetrics(TierMetrics(), checkpoint.spec)
-        self._service.start(self._thread)
-        self._thread.start()
         await self._socket.open()
-        self._pins = PinKeeper(self._thread, self._fetch, self._brought)
+        self._pins = PinKeeper(self._engine, self._fetch, self._brought)
         forever = (self._report_forever(), self._observe_forever(), self._steer_forever(), self._steering.follow())
         self._reporters = [loop.create_task(work) for work in forever]
 
@@ -114,12 +111,12 @@ class EngineReplica:
         """Free an adapter's rows when its last sequence has ended; returns how many rows were freed."""
         self._must_be(target_replica_id)
         self._service.unmap(digest)
-        return await asyncio.wrap_future(self._thread.drop_adapter(digest))
+        return await asyncio.wrap_future(self._engine.drop_adapter(digest))
 
     async def stats(self, target_replica_id: str | None = None) -> dict[str, Any]:
         """Counts for tests and operators."""
         self._must_be(target_replica_id)
-        stats = self._thread.stats()
+        stats = self._engine.stats()
         return {
             "replica_id": self._replica_id,
             "pid": os.getpid(),
@@ -130,7 +127,7 @@ class EngineReplica:
             "num_blocks_free": stats.num_blocks_free,
             "num_rank_rows_free": stats.num_rank_rows_free,
             "residents": tuple(resident.digest for resident in stats.residents),
-            "pinned": tuple(resident.digest for resident in stats.residents if resident.num_pins),
+            "in_use": tuple(resident.digest for resident in stats.residents if resident.num_refs),
             "num_adapter_hits": stats.num_adapter_hits,
             "num_adapter_misses": stats.num_adapter_misses,
             "num_adapter_writes": stats.num_adapter_writes,
@@ -139,8 +136,8 @@ class EngineReplica:
         }
 
     def check_health(self) -> None:
-        if self._thread.failure is not None:
-            raise self._thread.failure
+        if self._engine.failure is not None:
+            raise self._engine.failure
         for reporter in self._reporters:
             if reporter.done():
                 raise RuntimeError("the replica no longer reports") from reporter.exception()
@@ -150,8 +147,7 @@ class EngineReplica:
             reporter.cancel()
         self._pins.close()
         self._socket.close()
-        await asyncio.to_thread(self._thread.stop, 10.0)
-        self._backend.close()
+        await asyncio.to_thread(self._engine.stop, 10.0)
 
     def _must_be(self, target_replica_id: str | None) -> None:
         if target_replica_id is not None and target_replica_id != self._replica_id:
@@ -177,14 +173,14 @@ class EngineReplica:
         arrays = [await held(object_ref) for object_ref in refs]
         return unpack_adapter(header, arrays)
 
-    async def _warm_adapters(self, engine: Engine, config: EngineConfig) -> None:
+    async def _warm_adapters(self, engine: RunningEngine, config: EngineConfig) -> None:
         """Hold what is pinned, and then what was used last, before being called ready.
 
         An adapter that cannot be had, or no longer fits, is left to its requests, or to the pin keeper.
         """
         max_adapters = config.max_adapter_slots - 1
         pinned = self._steering.value.pinned_digests
-        engine.keep_adapters(pinned)
+        engine.pin_adapters(pinned)
         hot: list[CatalogEntry] = []
         try:
             hot = await self._store.call("manage", "hot", max_adapters)
@@ -212,7 +208,7 @@ class EngineReplica:
                 adapters.append((entry.ref, fetch.result()))
         for are_pinned in (True, False):
             part = [(ref, adapter) for ref, adapter in adapters if (ref.digest in pinned) is are_pinned]
-            for ref, refusal in await asyncio.to_thread(warm_adapters, engine, part):
+            for ref, refusal in await bring_adapters(engine, part):
                 logger.warning("adapter %s is not on the device: %s; starting without it", ref.name, refusal)
         for _, adapter in reversed(adapters):
             self._service.keep(adapter)
@@ -239,7 +235,7 @@ class EngineReplica:
         used_s: dict[str, float] = {}
         while True:
             await asyncio.sleep(OBSERVE_INTERVAL_S)
-            stats = self._thread.stats()
+            stats = self._engine.stats()
             for metrics in self._metrics:
                 metrics.update(stats)
             resident = {item.digest for item in stats.residents}
@@ -259,8 +255,8 @@ class EngineReplica:
 
         A failed engine's adapters would keep their homes here, so placement is told at once that it is gone.
         """
-        while self._thread.failure is None:
-            stats = self._thread.stats()
+        while self._engine.failure is None:
+            stats = self._engine.stats()
             resident = tuple(sorted(item.digest for item in stats.residents))
             report = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, resident)
             try:

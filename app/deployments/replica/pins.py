@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import Future
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import CatalogEntry
@@ -19,19 +17,9 @@ from app.deployments.registry.steering import Steering
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import PolyloraError
-from app.engine.stats import EngineStats
+from app.engine.interface import RunningEngine
 
 logger = logging.getLogger(__name__)
-
-
-class KeepingEngine(Protocol):
-    """The part of `app.engine.worker.EngineThread` that is used here."""
-
-    def keep_adapters(self, digests: Collection[str]) -> None: ...
-
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]: ...
-
-    def stats(self) -> EngineStats: ...
 
 
 class PinKeeper:
@@ -39,7 +27,7 @@ class PinKeeper:
 
     def __init__(
         self,
-        engine: KeepingEngine,
+        engine: RunningEngine,
         fetch: Callable[[AdapterRef], Awaitable[LoraAdapter]],
         on_brought: Callable[[LoraAdapter], None],
     ) -> None:
@@ -55,7 +43,7 @@ class PinKeeper:
         """Keep what is pinned now, and go for what of it is not on the device."""
         if steering.pinned_digests != self._pinned:
             self._pinned = steering.pinned_digests
-            self._engine.keep_adapters(self._pinned)
+            self._engine.pin_adapters(self._pinned)
         self._told = {digest: reason for digest, reason in self._told.items() if digest in self._pinned}
         resident = {item.digest for item in self._engine.stats().residents}
         for entry in steering.pinned:

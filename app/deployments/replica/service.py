@@ -15,7 +15,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from app.deployments.links.frames import FrameHub
 from app.deployments.links.tasks import Tasks
@@ -25,6 +24,7 @@ from app.deployments.replica.trials import Trials
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, PolyloraError
+from app.engine.interface import RunningEngine
 from app.engine.request import GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -33,17 +33,6 @@ logger = logging.getLogger(__name__)
 MAX_MAPPED_BYTES = 256 << 20
 #: A link without requests ends after this long.
 IDLE_S = 2.0
-
-
-class RunningEngine(Protocol):
-    """The part of `app.engine.worker.EngineThread` that is used here."""
-
-    @property
-    def failure(self) -> EngineFailure | None: ...
-
-    def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
 
 
 class EngineService:

@@ -1,60 +1,20 @@
-"""Make a new engine do everything once before it is called ready, and hold the adapters used most.
+"""Which adapters a new replica holds before it is called ready, and how they come to its device.
 
-In: an engine that nobody uses yet, and what is registered. Out: the same engine, with its kernels compiled (the
-first start on a machine takes most of a minute for that; later ones find them cached) and its memory touched.
-Afterwards its books are as they were: nothing cached, and nothing resident but the hot set, if there is one.
-An adapter that this engine cannot hold (its settings may have been lowered) is left out, with the reason.
+In: an engine that runs, and what is registered. Out: the engine with the adapters that were used most. Rule: an
+adapter that this engine cannot hold (its settings may have been lowered) is left out, with the reason.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 from collections.abc import Sequence
 
-import numpy as np
-
 from app.deployments.registry.entries import CatalogEntry
-from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
-from app.engine.engine import Engine
-from app.engine.errors import AdapterError, EngineFailure, NotReady, QueueFull
-from app.engine.models.spec import ModelSpec
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import AdapterError, NotReady
+from app.engine.interface import RunningEngine
 from app.engine.pools.adapter_pool import rows_of
-from app.engine.request import GenerateRequest, SamplingParams
-
-#: Enough prompt tokens for a prefill that is no decode, and enough answers to decode several at a time.
-NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_REQUESTS = 24, 4, 4
-
-
-def warm_up(engine: Engine, spec: ModelSpec) -> None:
-    """Run base and (if there are rank rows) adapter requests. Raises EngineFailure if that does not work."""
-    num_prompt_tokens = min(NUM_PROMPT_TOKENS, engine.max_context - NUM_ANSWER_TOKENS)
-    if num_prompt_tokens < 1:
-        return
-    adapter = _null_adapter(spec) if engine.max_rank else None
-    requests = []
-    for index in range(NUM_REQUESTS):
-        uses_adapter = adapter is not None and index % 2 == 1
-        sampling = SamplingParams(
-            max_tokens=NUM_ANSWER_TOKENS,
-            temperature=float(index // 2),
-            top_k=5,
-            repetition_penalty=1.1,
-            num_logprobs=1,
-            ignore_eos=True,
-        )
-        request = GenerateRequest(
-            f"warm-up-{index}",
-            tuple((index + position) % spec.vocab_size for position in range(num_prompt_tokens)),
-            sampling,
-            AdapterRef("warm-up", adapter.card.digest) if adapter is not None and uses_adapter else None,
-            cache_salt=b"warm-up",
-        )
-        requests.append((request, adapter if uses_adapter else None))
-    _run(engine, requests)
-    if adapter is not None:
-        engine.drop_adapter(adapter.card.digest)
-        engine.step()
 
 
 def hottest_that_fit(
@@ -71,8 +31,8 @@ def hottest_that_fit(
     return chosen
 
 
-def warm_adapters(
-    engine: Engine, adapters: Sequence[tuple[AdapterRef, LoraAdapter]]
+async def bring_adapters(
+    engine: RunningEngine, adapters: Sequence[tuple[AdapterRef, LoraAdapter]]
 ) -> list[tuple[AdapterRef, Exception]]:
     """Make adapters resident, the hottest first in `adapters` and last to be evicted.
 
@@ -80,44 +40,8 @@ def warm_adapters(
     """
     refused: list[tuple[AdapterRef, Exception]] = []
     for ref, adapter in reversed(adapters):
-        request = GenerateRequest(
-            f"warm-up-{ref.digest}",
-            (0,),
-            SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            ref,
-            cache_salt=b"warm-up",
-        )
         try:
-            _run(engine, [(request, adapter)])
+            await asyncio.wrap_future(engine.bring_adapter(adapter, ref))
         except (AdapterError, NotReady) as error:
             refused.append((ref, error))
     return refused
-
-
-def _run(engine: Engine, requests: Sequence[tuple[GenerateRequest, LoraAdapter | None]]) -> None:
-    """Run all to their ends, as many at a time as the engine queues. Raises what a request ends with."""
-    left = list(reversed(requests))
-    num_open = len(requests)
-    while num_open:
-        with contextlib.suppress(QueueFull):
-            while left:
-                engine.submit(*left[-1])
-                left.pop()
-        for chunk in engine.step():
-            if chunk.finish_reason == "error":
-                raise chunk.error or EngineFailure("the engine failed while warming up")
-            num_open -= chunk.finish_reason is not None
-
-
-def _null_adapter(spec: ModelSpec) -> LoraAdapter:
-    """An adapter of rank 1 on every module that changes nothing."""
-    weights = {}
-    for layer in range(len(spec.layers)):
-        for target in TARGETS:
-            d_in, d_out = spec.target_shape(layer, target)
-            weights[LoraKey(layer, target)] = LoraPair(
-                np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
-            )
-    size = sum(pair.a.nbytes + pair.b.nbytes for pair in weights.values())
-    card = AdapterCard("warm-up", spec.digest, 1, tuple(sorted(TARGETS)), "float32", size)
-    return LoraAdapter(card, weights)

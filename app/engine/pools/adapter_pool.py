@@ -37,7 +37,7 @@ class ResidentAdapter(NamedTuple):
     rank: int
     row_start: int
     num_rows: int
-    num_pins: int
+    num_refs: int
     extra_bytes: int = 0
 
 
@@ -48,7 +48,7 @@ class _Resident:
     adapter_slot: int
     start: int  # in units of the alignment
     units: int
-    pins: int
+    num_refs: int
     uses: int
     size_bytes: int
     priority: Priority
@@ -81,7 +81,7 @@ class AdapterPool:
         self._owner: list[_Resident | None] = [None] * self.num_units
         self._free_slots = list(range(max_adapter_slots - 1, 0, -1))
         self._order = EvictionOrder(policy)
-        self._kept: frozenset[str] = frozenset()
+        self._pinned: frozenset[str] = frozenset()
         self._reservation: _Reservation | None = None
         self._vacated: list[int] = []  # slots whose extras nobody has released yet
         self.num_evictions = 0
@@ -125,15 +125,15 @@ class AdapterPool:
         """Raise AdapterKeptOut if what operators keep here leaves no room for this adapter, whatever else leaves."""
         if digest in self._residents:
             return
-        kept = [entry for entry in self._residents.values() if entry.digest in self._kept]
-        if len(kept) >= self.max_adapter_slots - 1:
-            lack = f"an adapter slot: all {len(kept)} are taken; raise engine.max_adapter_slots"
-        elif extra_bytes and sum(entry.extra_bytes for entry in kept) + extra_bytes > self.max_extra_bytes:
-            held = sum(entry.extra_bytes for entry in kept)
+        pinned = [entry for entry in self._residents.values() if entry.digest in self._pinned]
+        if len(pinned) >= self.max_adapter_slots - 1:
+            lack = f"an adapter slot: all {len(pinned)} are taken; raise engine.max_adapter_slots"
+        elif extra_bytes and sum(entry.extra_bytes for entry in pinned) + extra_bytes > self.max_extra_bytes:
+            held = sum(entry.extra_bytes for entry in pinned)
             lack = f"{extra_bytes} bytes: {held} of {self.max_extra_bytes} are taken; raise engine.adapter_extra_bytes"
-        elif all(self._is_kept_window(start, self._units(rank)) for start in self._windows(self._units(rank))):
+        elif all(self._is_pinned_window(start, self._units(rank)) for start in self._windows(self._units(rank))):
             alignment = self.rank_alignment
-            taken = sum(entry.units for entry in kept) * alignment
+            taken = sum(entry.units for entry in pinned) * alignment
             lack = (
                 f"a run of {self._units(rank) * alignment} rank rows: {taken} of {self.num_units * alignment} are "
                 "taken; raise engine.adapter_rank_rows"
@@ -144,14 +144,14 @@ class AdapterPool:
             f"pinned adapters leave no room for adapter {name!r}. It needs {lack}, or unpin an adapter"
         )
 
-    def keep(self, digests: Iterable[str]) -> None:
+    def pin(self, digests: Iterable[str]) -> None:
         """From now on exactly these are never evicted once they are resident; `drop` frees them all the same.
 
         A reservation that stands in their way ends; its holder has to ask again.
         """
-        self._kept = frozenset(digests)
+        self._pinned = frozenset(digests)
         held = self._reservation
-        if held is not None and self._is_kept_window(held.start, held.units):
+        if held is not None and self._is_pinned_window(held.start, held.units):
             self._reservation = None
 
     def is_resident(self, digest: str) -> bool:
@@ -167,13 +167,13 @@ class AdapterPool:
         assert rank > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
         resident = self._residents.get(digest)
         if resident is not None:
-            return self._pin(resident)
+            return self._reference(resident)
         self.check_rank(digest, rank)
         self.check_extras(digest, extra_bytes)
         if not self._may_take_adapter_slot(digest) or not self._may_hold(digest, extra_bytes):
             return None
         units = self._units(rank)
-        if digest in self._kept:
+        if digest in self._pinned:
             start = self._lowest_window(units, digest)
         else:
             start = self._free_run(units, digest)
@@ -202,14 +202,14 @@ class AdapterPool:
     def release(self, digest: str) -> None:
         """Give one pin back. The adapter stays resident until its rows are wanted."""
         resident = self._residents[digest]
-        assert resident.pins > 0, "pin released twice"
-        resident.pins -= 1
+        assert resident.num_refs > 0, "reference released twice"
+        resident.num_refs -= 1
         resident.priority = self._order.touched(resident.priority)
 
     def drop(self, digest: str) -> int:
         """Free an unpinned adapter's rows, kept or not; how many were freed (0 if it is absent or still pinned)."""
         resident = self._residents.get(digest)
-        if resident is None or resident.pins > 0:
+        if resident is None or resident.num_refs > 0:
             return 0
         self._evict(resident)
         return resident.units * self.rank_alignment
@@ -236,9 +236,9 @@ class AdapterPool:
         def pressure(start: int) -> tuple[bool, int, Priority]:
             entries = self._occupants(start, units)
             dearest = max((entry.priority for entry in entries), default=NEVER)
-            return (slot_is_short and not entries, sum(entry.pins for entry in entries), dearest)
+            return (slot_is_short and not entries, sum(entry.num_refs for entry in entries), dearest)
 
-        windows = [start for start in self._windows(units) if not self._is_kept_window(start, units)]
+        windows = [start for start in self._windows(units) if not self._is_pinned_window(start, units)]
         if windows:  # else it is refused by `check_room`
             self._reservation = _Reservation(digest, min(windows, key=pressure), units, extra_bytes)
 
@@ -256,7 +256,7 @@ class AdapterPool:
         alignment = self.rank_alignment
         entries = sorted(self._residents.copy().values(), key=lambda entry: entry.start)
         return tuple(
-            ResidentAdapter(e.digest, e.rank, e.start * alignment, e.units * alignment, e.pins, e.extra_bytes)
+            ResidentAdapter(e.digest, e.rank, e.start * alignment, e.units * alignment, e.num_refs, e.extra_bytes)
             for e in entries
         )
 
@@ -275,15 +275,15 @@ class AdapterPool:
         assert sorted(used + self._free_slots) == list(range(1, self.max_adapter_slots))
         assert self.extra_bytes <= self.max_extra_bytes
 
-    def _pin(self, resident: _Resident) -> AdapterGrant | None:
+    def _reference(self, resident: _Resident) -> AdapterGrant | None:
         if self._is_reserved(resident.start, resident.units, resident.digest):
             return None
-        if resident.digest not in self._kept:  # what is kept has its slot and bytes for good
-            if resident.pins == 0 and not self._may_take_adapter_slot(resident.digest):
+        if resident.digest not in self._pinned:  # what is kept has its slot and bytes for good
+            if resident.num_refs == 0 and not self._may_take_adapter_slot(resident.digest):
                 return None
             if not self._may_hold(resident.digest, resident.extra_bytes):
                 return None
-        resident.pins += 1
+        resident.num_refs += 1
         resident.uses += 1
         resident.priority = self._order.used(resident.uses, resident.size_bytes / resident.units)
         return self._grant(resident, needs_write=False, evicted=())
@@ -299,10 +299,10 @@ class AdapterPool:
         return rows_of(rank, self.rank_alignment) // self.rank_alignment
 
     def _may_go(self, entry: _Resident) -> bool:
-        return entry.pins == 0 and entry.digest not in self._kept
+        return entry.num_refs == 0 and entry.digest not in self._pinned
 
-    def _is_kept_window(self, start: int, units: int) -> bool:
-        return any(entry.digest in self._kept for entry in self._occupants(start, units))
+    def _is_pinned_window(self, start: int, units: int) -> bool:
+        return any(entry.digest in self._pinned for entry in self._occupants(start, units))
 
     def _windows(self, units: int) -> range:
         return range(0, self.num_units - units + 1, units)
@@ -378,7 +378,7 @@ class AdapterPool:
         return self._evict(resident)
 
     def _evict(self, resident: _Resident) -> str:
-        assert resident.pins == 0, "an adapter in use is never evicted"
+        assert resident.num_refs == 0, "an adapter in use is never evicted"
         del self._residents[resident.digest]
         self._owner[resident.start : resident.start + resident.units] = [None] * resident.units
         self._free_slots.append(resident.adapter_slot)

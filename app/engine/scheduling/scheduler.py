@@ -215,7 +215,7 @@ class Scheduler:
             if sequence.adapter_digest is not None:
                 pins[sequence.adapter_digest] = pins.get(sequence.adapter_digest, 0) + 1
         assert {b: n for b, n in enumerate(self._blocks.num_refs()) if n} == held
-        assert {entry.digest: entry.num_pins for entry in self._adapters.residents() if entry.num_pins} == pins
+        assert {entry.digest: entry.num_refs for entry in self._adapters.residents() if entry.num_refs} == pins
         assert sum(self._num_live_of.values()) == sum(1 for s in self._live.values() if s.adapter is not None)
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:

@@ -49,7 +49,7 @@ def test_the_devices_counts_are_the_engines() -> None:
     row_bytes = sum(4 * sum(spec.target_shape(0, target)) for target in TARGETS)
     assert found["held_bytes"] == row_bytes * sum(item.num_rows for item in stats.residents) > 0
     assert found["held_adapters"] == len(stats.residents)
-    engine.keep_adapters([])
+    engine.pin_adapters([])
     engine.step()
     metrics.update(engine.stats())
     assert counts.of("device") == found, "nothing happened"

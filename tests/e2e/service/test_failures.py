@@ -40,7 +40,7 @@ def idle(handle: Handle) -> bool:
     return len(stats) == 2 and all(
         item["num_running"] == item["num_waiting"] == 0
         and item["num_blocks_free"] == item["num_blocks"]
-        and not item["pinned"]
+        and not item["in_use"]
         for item in stats
     )
 

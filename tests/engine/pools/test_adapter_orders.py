@@ -47,7 +47,7 @@ def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> 
     assert not freed[0].done()
     freed.append(engine.drop_adapter(digest))
     brought = engine.bring_adapter(adapter, AdapterRef("it", digest))
-    engine.keep_adapters([digest])
+    engine.pin_adapters([digest])
     run(engine)
     assert brought.result(timeout=0) is None
     assert [drop.result(timeout=0) for drop in freed] == [0, 0]
@@ -60,7 +60,7 @@ def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> 
 def test_a_kept_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
     engine, backend = make_engine(rows=32, max_adapter_slots=8)
     kept, others = ADAPTERS[3], [ADAPTERS[1], ADAPTERS[2], ADAPTERS[6], ADAPTERS[7]]
-    engine.keep_adapters([kept.card.digest])
+    engine.pin_adapters([kept.card.digest])
     resident = engine.bring_adapter(kept, AdapterRef("kept", kept.card.digest, "acme"))
     assert engine.has_work
     run(engine)
@@ -85,7 +85,7 @@ def test_what_kept_adapters_leave_no_room_for_is_refused_and_nobody_else() -> No
     engine, _ = make_engine(rows=32, max_adapter_slots=8)
     kept, large, small = ADAPTERS[1], ADAPTERS[4], ADAPTERS[6]
     futures = [engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)) for adapter in (kept, kept)]
-    engine.keep_adapters([kept.card.digest])
+    engine.pin_adapters([kept.card.digest])
     for name, adapter in (("large", large), ("small", small), ("large too", large), ("base", None)):
         engine.submit(fake_request(name, [1, 2, 3], adapter), adapter)
     out = run(engine)
@@ -101,7 +101,7 @@ def test_what_kept_adapters_leave_no_room_for_is_refused_and_nobody_else() -> No
     run(engine)
     with pytest.raises(NotReady, match="'large'"):
         refused.result(timeout=0)
-    engine.keep_adapters([])
+    engine.pin_adapters([])
     engine.submit(fake_request("again", [1], large), large)
     assert run(engine)["again"][-1].finish_reason in ("stop", "length")
     assert_empty(engine)
@@ -112,7 +112,7 @@ def test_a_kept_adapter_waits_for_sequences_in_flight_only() -> None:
     busy, kept = ADAPTERS[3], ADAPTERS[7]
     engine.submit(fake_request("busy", [1], busy, sampling=SamplingParams(max_tokens=6, ignore_eos=True)), busy)
     engine.step()
-    engine.keep_adapters([kept.card.digest])
+    engine.pin_adapters([kept.card.digest])
     resident = engine.bring_adapter(kept, AdapterRef("kept", kept.card.digest))
     engine.submit(fake_request("waits", [1], busy), busy)
     engine.step()
@@ -139,7 +139,7 @@ def test_a_kept_adapter_that_cannot_be_written_is_no_trouble_for_others() -> Non
     engine, backend = make_engine()
     backend.write_error = AdapterFormatError("a broken row")
     adapter = ADAPTERS[1]
-    engine.keep_adapters([adapter.card.digest])
+    engine.pin_adapters([adapter.card.digest])
     resident = engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest))
     engine.submit(fake_request("base", [1]))
     assert run(engine)["base"][-1].finish_reason in ("stop", "length")
@@ -267,7 +267,7 @@ def test_orders_in_any_company_end_and_nothing_is_left(
         elif what == "bring":
             answers.append(engine.bring_adapter(ADAPTERS[which], ref_of(which)))
         elif what == "keep":
-            engine.keep_adapters([ADAPTERS[index].card.digest for index in which])
+            engine.pin_adapters([ADAPTERS[index].card.digest for index in which])
         else:
             for _ in range(which):
                 collect(out, engine.step())

@@ -27,7 +27,7 @@ def must_succeed(pool: AdapterPool, rank: int, kept: frozenset[str]) -> bool:
     rows = rows_for(rank, pool.rank_alignment)
     total = pool.num_units * pool.rank_alignment
     residents = pool.residents()
-    pinned = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_pins or r.digest in kept]
+    pinned = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_refs or r.digest in kept]
     if len(pinned) == pool.max_adapter_slots - 1:
         return False
     starts = range(0, total - rows + 1, rows)
@@ -55,7 +55,7 @@ def test_every_row_slot_and_pin_is_accounted_for(
         action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop", "keep"]))
         if action == "keep":
             kept = data.draw(st.frozensets(st.sampled_from([digest, *sorted(where)]), max_size=3))
-            pool.keep(kept)
+            pool.pin(kept)
         elif action == "release" and any(pins.values()):
             digest = data.draw(st.sampled_from(sorted(d for d, n in pins.items() if n)))
             pool.release(digest)
@@ -93,7 +93,7 @@ def test_every_row_slot_and_pin_is_accounted_for(
             where[digest] = grant
             pins[digest] = pins.get(digest, 0) + 1
         pool.check()
-        assert {r.digest: (r.row_start, r.num_pins) for r in pool.residents()} == {
+        assert {r.digest: (r.row_start, r.num_refs) for r in pool.residents()} == {
             d: (g.row_start, pins.get(d, 0)) for d, g in where.items()
         }
 
@@ -335,7 +335,7 @@ def test_what_is_kept_lies_together_and_is_never_evicted() -> None:
     for index in range(8):
         pool.acquire(f"{index}", 8)
         pool.release(f"{index}")
-    pool.keep(["x", "y", "z"])
+    pool.pin(["x", "y", "z"])
     grants = [pool.acquire(digest, 8) for digest in ("x", "y", "z")]
     assert [grant and grant.row_start for grant in grants] == [0, 8, 16]
     for digest in ("x", "y", "z"):
@@ -347,7 +347,7 @@ def test_what_is_kept_lies_together_and_is_never_evicted() -> None:
     with pytest.raises(NotReady, match=r"'larger'.*64 rank rows: 24 of 64.*adapter_rank_rows, or unpin"):
         pool.check_room("larger", "larger", 33)
     assert pool.acquire("larger", 33) is None
-    pool.keep([])
+    pool.pin([])
     pool.check_room("larger", "larger", 33)
     assert pool.acquire("larger", 33) is not None
 
@@ -357,7 +357,7 @@ def test_keeping_an_adapter_ends_a_reservation_in_its_way() -> None:
     pool.acquire("pinned", 8, 60)
     pool.reserve("patient", 32)
     assert pool.reserved_for == "patient"
-    pool.keep(["pinned"])
+    pool.pin(["pinned"])
     assert pool.reserved_for is None
     pool.reserve("patient", 32)
     assert pool.reserved_for is None, "there is no window to wait for"
@@ -369,7 +369,7 @@ def test_keeping_an_adapter_ends_a_reservation_in_its_way() -> None:
 
 def test_kept_slots_are_kept() -> None:
     pool = AdapterPool(64, 8, 3)
-    pool.keep(["a", "b"])
+    pool.pin(["a", "b"])
     for digest in ("a", "b"):
         pool.acquire(digest, 8)
         pool.release(digest)

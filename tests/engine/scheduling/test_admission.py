@@ -324,7 +324,7 @@ def test_whoever_rows_are_reserved_for_is_not_passed_over_when_one_before_it_has
     assert pool.reserved_for == large.adapter_digest
     for name in "wxyz":
         pool.release(name)
-    pool.keep(["kept", "kept too"])
+    pool.pin(["kept", "kept too"])
     for name in ("kept", "kept too"):
         assert pool.acquire(name, 8) is not None
         pool.release(name)

@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
     stats = replica.thread.stats()
     assert stats.num_aborted == num_answers
     assert stats.num_blocks_free == stats.num_blocks
-    assert not any(item.num_pins for item in stats.residents)
+    assert not any(item.num_refs for item in stats.residents)
     assert service.dispatcher.num_streams == 0
 
 

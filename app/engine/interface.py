@@ -1,0 +1,89 @@
+"""What a replica needs of an engine, whichever engine it is.
+
+In: requests with their adapters' weights, aborts and orders about adapters, from any thread. Out: lists of chunks
+through the callback that the engine was opened with. Rule: every submitted request gets a last chunk and every order
+an answer, also when the engine fails or is stopped. `app.engine.open.open_engine` makes one from a checkpoint;
+`app.engine.worker.EngineThread` is this project's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Protocol
+
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import EngineFailure
+from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.stats import EngineStats
+
+#: Takes the chunks of one step, in order, on a thread of the engine. It must be quick and must not raise.
+OnChunks = Callable[[list[TokenChunk]], None]
+#: Takes the reason why an engine has failed, once, on a thread of the engine. It must be quick and must not raise.
+OnFailure = Callable[[EngineFailure], None]
+
+
+class RunningEngine(Protocol):
+    """One base model, its adapters and its requests. It runs by itself between `start` and `stop`."""
+
+    @property
+    def failure(self) -> EngineFailure | None:
+        """Why nothing is computed any more, or None while all is well. Health checks read this."""
+        ...
+
+    def warm_up(self) -> None:
+        """Do everything once, so that no request waits for it: compile, allocate, touch. Call it before `start`.
+
+        Nothing stays cached or resident. Raises EngineFailure if that does not work.
+        """
+        ...
+
+    def start(self) -> None:
+        """Begin to compute."""
+        ...
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End all requests with an EngineFailure, and release the memory once the current step has ended.
+
+        Returns whether that happened within `timeout_s`; None waits for as long as it takes.
+        """
+        ...
+
+    def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
+        """Queue a request; its chunks go to the callback. `adapter` holds the weights `request.adapter` refers to.
+
+        Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure;
+        then nothing was queued.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request soon, with finish_reason "abort". A request that has just ended is left alone."""
+        ...
+
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        """Never evict these adapters, and no others, once they are resident, idle or not.
+
+        Requests for adapters that they leave no room for end with NotReady.
+        """
+        ...
+
+    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:
+        """Make an adapter resident before any request asks for it, on behalf of `ref`'s tenant.
+
+        Raises AdapterTooLarge, AdapterMismatch or EngineFailure; the future may raise NotReady (pinned adapters leave
+        no room), EngineFailure, or the AdapterError that writing it met.
+        """
+        ...
+
+    def drop_adapter(self, digest: str) -> Future[int]:
+        """Free an adapter's rows once its last request has ended; the result is how many rows were freed.
+
+        An adapter that is brought again before that stays, and no rows are freed. The future may raise EngineFailure.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done, as of about now."""
+        ...

@@ -1,0 +1,83 @@
+"""Make a new engine do everything once before it is called ready.
+
+In: an engine that nobody uses yet. Out: the same engine, with its kernels compiled (the first start on a machine takes
+most of a minute for that; later ones find them cached) and its memory touched. Rule: afterwards its books are as they
+were, with nothing cached and nothing resident.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
+from app.engine.engine import Engine
+from app.engine.errors import EngineFailure, QueueFull
+from app.engine.models.spec import ModelSpec
+from app.engine.request import GenerateRequest, SamplingParams
+
+#: Enough prompt tokens for a prefill that is no decode, and enough answers to decode several at a time.
+NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_REQUESTS = 24, 4, 4
+
+
+def warm_up(engine: Engine) -> None:
+    """Run base and (if there are rank rows) adapter requests. Raises EngineFailure if that does not work."""
+    num_prompt_tokens = min(NUM_PROMPT_TOKENS, engine.max_context - NUM_ANSWER_TOKENS)
+    if num_prompt_tokens < 1:
+        return
+    adapter = _null_adapter(engine.spec) if engine.max_rank else None
+    requests = []
+    for index in range(NUM_REQUESTS):
+        uses_adapter = adapter is not None and index % 2 == 1
+        sampling = SamplingParams(
+            max_tokens=NUM_ANSWER_TOKENS,
+            temperature=float(index // 2),
+            top_k=5,
+            repetition_penalty=1.1,
+            num_logprobs=1,
+            ignore_eos=True,
+        )
+        request = GenerateRequest(
+            f"warm-up-{index}",
+            tuple((index + position) % engine.spec.vocab_size for position in range(num_prompt_tokens)),
+            sampling,
+            AdapterRef("warm-up", adapter.card.digest) if adapter is not None and uses_adapter else None,
+            cache_salt=b"warm-up",
+        )
+        requests.append((request, adapter if uses_adapter else None))
+    _run(engine, requests)
+    if adapter is not None:
+        engine.drop_adapter(adapter.card.digest)
+        engine.step()
+
+
+def _run(engine: Engine, requests: Sequence[tuple[GenerateRequest, LoraAdapter | None]]) -> None:
+    """Run all to their ends, as many at a time as the engine queues. Raises what a request ends with."""
+    left = list(reversed(requests))
+    num_open = len(requests)
+    while num_open:
+        with contextlib.suppress(QueueFull):
+            while left:
+                engine.submit(*left[-1])
+                left.pop()
+        for chunk in engine.step():
+            if chunk.finish_reason == "error":
+                raise chunk.error or EngineFailure("the engine failed while warming up")
+            num_open -= chunk.finish_reason is not None
+
+
+def _null_adapter(spec: ModelSpec) -> LoraAdapter:
+    """An adapter of rank 1 on every module that changes nothing."""
+    weights = {}
+    for layer in range(len(spec.layers)):
+        for target in TARGETS:
+            d_in, d_out = spec.target_shape(layer, target)
+            weights[LoraKey(layer, target)] = LoraPair(
+                np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
+            )
+    size = sum(pair.a.nbytes + pair.b.nbytes for pair in weights.values())
+    card = AdapterCard("warm-up", spec.digest, 1, tuple(sorted(TARGETS)), "float32", size)
+    return LoraAdapter(card, weights)
