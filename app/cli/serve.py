@@ -105,37 +105,20 @@ def _deploy(document: dict[str, Any], settings: AppConfig) -> Sequence[str]:
 
     Returns the applications' names.
     """
-    from ray.serve._private import api
-    from ray.serve._private.client import ServeControllerClient
-    from ray.serve.config import gRPCOptions
-    from ray.serve.context import _set_global_client
     from ray.serve.schema import ServeDeploySchema
 
+    from app.deployments.links import ray_private
     from app.deployments.placement.actor import placement_actor
     from app.deployments.store.actor import store_actor
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     schema = ServeDeploySchema.model_validate(document)
-    options: dict[str, Any] = {
-        "http_options": schema.http_options.model_dump(),
-        "proxy_location": schema.proxy_location,
-        "grpc_options": gRPCOptions(**schema.grpc_options.model_dump()),
-    }
-    if os.environ.get("RAY_ADDRESS"):
-        client = api.serve_start(**options, controller_options=schema.controller_options)
-    else:
+    is_joined = bool(os.environ.get("RAY_ADDRESS"))
+    if not is_joined:
         ours = next(application.name for application in schema.applications if application.import_path == IMPORT_PATH)
         for actor in (store_actor(settings), placement_actor(settings, ours)):
             actor.start()
-        controller, _ = api._create_controller_and_proxy_refs(
-            **options,
-            global_logging_config=None,
-            global_tracing_config=None,
-            controller_options=api._coerce_controller_options(schema.controller_options),
-        )
-        client = ServeControllerClient(controller)
-        _set_global_client(client)  # type: ignore[no-untyped-call]
-    client.deploy_apps(schema, _blocking=False)
+    ray_private.deploy(ray_private.start_serve(schema, wait_for_proxies=is_joined), schema)
     return [application.name for application in schema.applications]
 
 
@@ -211,28 +194,17 @@ def _stop(app_names: Sequence[str]) -> None:
     import ray
     from ray import serve
 
+    from app.deployments.links import ray_private
+
     if not ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
         for name in app_names:
             serve.delete(name)
     else:
-        _shut_serve_down()
+        ray_private.end_serve()
+        serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
-
-
-def _shut_serve_down() -> None:
-    """Ask Serve's controller once. `serve.shutdown` repeats the question, and Ray tells of its death as of an error."""
-    import ray
-    from ray import serve
-    from ray.serve.context import _check_cached_client_alive
-
-    client, _ = _check_cached_client_alive()
-    if client is not None:
-        shut_down = client._controller.graceful_shutdown.options(max_task_retries=0)
-        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            ray.get(shut_down.remote(), timeout=30)
-    serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _check_ha_proxy_ports() -> None:

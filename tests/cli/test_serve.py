@@ -80,30 +80,6 @@ def test_a_port_of_ha_proxy_that_is_taken_is_named_before_anything_starts(
             serving._check_ha_proxy_ports()
 
 
-def test_the_private_parts_of_serve_are_there() -> None:
-    """`serving` and the ingress use them; Ray's version is pinned, so a change arrives with a new pin only."""
-    code = """if True:
-        import inspect
-        from ray.serve._private import api
-        from ray.serve._private.client import ServeControllerClient
-        from ray.serve.context import _set_global_client
-        names = {"http_options", "proxy_location", "grpc_options", "controller_options"}
-        names |= {"global_logging_config", "global_tracing_config"}
-        assert names <= set(inspect.signature(api._create_controller_and_proxy_refs).parameters)
-        api._coerce_controller_options(None)
-        assert callable(ServeControllerClient.deploy_apps) and callable(_set_global_client)
-        from ray.serve.context import _check_cached_client_alive
-        from ray.serve._private.controller import ServeController
-        assert callable(_check_cached_client_alive) and callable(ServeController.graceful_shutdown)
-        from ray.serve._private.handle_options import InitHandleOptions
-        from ray.serve.handle import DeploymentHandle
-        assert InitHandleOptions(_run_router_in_separate_loop=False) and callable(DeploymentHandle._init)
-    """
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture
 def ray_inits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from app.config import AppConfig, LimitsConfig
 from app.deployments.ingress import python_calls
@@ -32,6 +32,7 @@ from app.deployments.ingress.text_model import open_text
 from app.deployments.ingress.watching import WatchedRegistry
 from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.ray_calls import ActorAway
+from app.deployments.links.ray_private import AsgiIngress, route_in_this_loop
 from app.deployments.links.serve_transport import ServeTransport
 from app.deployments.links.watched import Watched
 from app.deployments.placement.actor import placement_actor
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 @serve.ingress()
-class Ingress:
+class Ingress(AsgiIngress):
     """One HTTP door. Several may run; they share the registry and placement, and nothing else."""
 
     async def __init__(self, config_json: str, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
@@ -62,8 +63,7 @@ class Ingress:
         self._metrics = IngressMetrics()
         self._registry = WatchedRegistry(self._store, ingress_id, self._count_adapters)
         placed: Watched[PlacementTable] = Watched(placement, ingress_id, PlacementTable())
-        # The router in this event loop: no hop between threads per frame. Other handles stay as Ray makes them.
-        engines._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+        route_in_this_loop(engines)
         self._transport = ServeTransport(engines)
         self._placer = ServePlacer(placement, placed)
         self._dispatcher = Dispatcher(
@@ -192,14 +192,8 @@ class Ingress:
     def _count_adapters(self) -> None:
         self._metrics.adapters(self.registry.num_adapters)
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        app = make_app(self)
-
-        async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
-            # A plain function: uvicorn takes a bound method for an ASGI 2 application.
-            await app(scope, receive, send)
-
-        return asgi
+    def make_asgi_app(self) -> ASGIApp:
+        return make_app(self)
 
     async def __del__(self) -> None:
         for watcher in self._watchers:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
+from app.deployments.links.ray_private import DecidingRouter
 from app.deployments.links.transport import ReplicaLeaving, ReplicaUnreachable
 
 TARGET_KEYWORD = "target_replica_id"
@@ -22,10 +23,8 @@ ENDING_METHODS = frozenset({"abort", "drop_adapter"})
 MAX_LEFT = 64
 
 
-class SteeredRouter(RequestRouter):
-    """Steers by `target_replica_id`. Stock routing matches replicas to requests by a key that all calls
-    made inside one parent request share, so concurrent steered calls would swap targets: hence the override
-    of `_choose_replica_for_request`, as in Ray's own capacity-queue router."""
+class SteeredRouter(DecidingRouter):
+    """Steers by `target_replica_id`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -33,7 +32,7 @@ class SteeredRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's list: running replicas, not those that drain. Whoever leaves it is remembered until it dies."""
-        before = {replica.replica_id.unique_id: replica for replica in self._replicas.values()}
+        before = {replica.replica_id.unique_id: replica for replica in self.running}
         super().update_replicas(replicas)
         self._left |= before
         for replica in replicas:
@@ -56,30 +55,17 @@ class SteeredRouter(RequestRouter):
                 return [[replica]]
         raise self._no_way_to(target_id)
 
-    async def _choose_replica_for_request(
-        self,
-        pending_request: PendingRequest,
-        *,
-        is_retry: bool = False,
-    ) -> RunningReplica:
-        target_id = pending_request.kwargs.get(TARGET_KEYWORD)
-        if target_id in self._left and pending_request.metadata.call_method in ENDING_METHODS and not is_retry:
-            return self._left[target_id]
-        attempt = 0
-        while True:
-            while not self._replicas:
-                if target_id is not None:
-                    raise self._no_way_to(target_id)
-                self._replicas_updated_event.clear()
-                await self._replicas_updated_event.wait()
-            for candidates in await self.choose_replicas(list(self._replicas.values()), pending_request):
-                replica = await self._select_from_candidate_replicas(candidates, attempt)
-                if replica is not None:
-                    self._record_queue_wait_time(pending_request)
-                    return replica
-            await self._backoff(attempt)
-            attempt += 1
+    def shortcut(self, request: PendingRequest, *, is_retry: bool) -> RunningReplica | None:
+        """What ends work reaches a replica that has left the list, once."""
+        if is_retry or request.metadata.call_method not in ENDING_METHODS:
+            return None
+        return self._left.get(request.kwargs.get(TARGET_KEYWORD, ""))
+
+    def check_can_wait(self, request: PendingRequest) -> None:
+        target_id = request.kwargs.get(TARGET_KEYWORD)
+        if target_id is not None:
+            raise self._no_way_to(target_id)
 
     def _no_way_to(self, target_id: str) -> ReplicaUnreachable:
         kind = ReplicaLeaving if target_id in self._left else ReplicaUnreachable
-        return kind(f"replica {target_id} is not among the {len(self._replicas)} running ones")
+        return kind(f"replica {target_id} is not among the {len(self.running)} running ones")
