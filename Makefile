@@ -19,8 +19,8 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: serve fetch install test lint clean
 
-# A configuration of the JAX engine needs JAX, too.
-JAX := $(if $(shell grep -s '^ *backend: *jax' $(CONFIG)),$(VENV)/.installed-jax)
+# A configuration with a section `xla:` needs JAX, too.
+JAX := $(if $(shell grep -sE '^[^#]*\bxla: *(\{|$$|#)' $(CONFIG)),$(VENV)/.installed-jax)
 
 # It fetches the model itself, with progress.
 serve: install $(JAX)

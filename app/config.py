@@ -32,8 +32,8 @@ TrafficWeight = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
 DEFAULT_MODEL_URI = sources.DEFAULT_MODEL_URI
 
-#: Engine settings that the adapter store depends on.
-_STORE_ENGINE_FIELDS = ("backend", "device", "adapter_rank_rows", "max_adapter_slots", "adapter_extra_bytes")
+#: Engine settings that the adapter store depends on, beside the kind of device.
+_STORE_ENGINE_FIELDS = ("adapter_rank_rows", "max_adapter_slots", "adapter_extra_bytes")
 
 
 class _Settings(BaseModel):
@@ -185,8 +185,9 @@ class AppConfig(_Settings):
 
         Of the engine it matters how much it holds: pins are checked against that.
         """
-        engine = self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS))
-        return AppConfig(model=self.model, adapters=self.adapters, engine=EngineConfig().model_copy(update=engine))
+        engine = EngineConfig(**self.engine.model_dump(include=set(_STORE_ENGINE_FIELDS)))
+        device = type(self.engine.device)()
+        return AppConfig(model=self.model, adapters=self.adapters, engine=engine.on(device))
 
     @property
     def store_key(self) -> str:

@@ -29,7 +29,7 @@ from app.deployments.store.store import AdapterStore
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.lora import FEATURES, TARGETS, LoraAdapter
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
@@ -135,7 +135,8 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
         for i in range(settings.num_repeats)
     ]
     size_bytes = sum(file.stat().st_size for file in folders[0].iterdir())
-    config = EngineConfig(num_threads=settings.num_threads, adapter_rank_rows=8 * settings.rank, num_kv_blocks=64)
+    cpu = CpuConfig(num_threads=settings.num_threads)
+    config = EngineConfig(cpu=cpu, adapter_rank_rows=8 * settings.rank, num_kv_blocks=64)
     service = _Service(checkpoint, folder, config, host_bytes=1 << 30)
     service.library.from_source(str(folders[0]))  # the reading process is up
     warm_s = [_timed(lambda path=path: service.library.from_source(str(path))) for path in folders]
@@ -185,7 +186,7 @@ async def _many(settings: Settings, checkpoint: Checkpoint, folder: Path) -> str
     for i in range(settings.num_adapters):
         write_random_adapter(folder / f"a{i}", checkpoint.spec, settings.small_rank, i, ["q_proj"], bf16=True)
     config = EngineConfig(
-        num_threads=settings.num_threads,
+        cpu=CpuConfig(num_threads=settings.num_threads),
         adapter_rank_rows=settings.num_resident * settings.small_rank,
         max_adapter_slots=settings.num_resident + 1,
         max_batch_sequences=CONCURRENT,

@@ -26,12 +26,12 @@ import torch
 
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.lora import TARGETS
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
-from app.engine.torch_loading import load_backend
+from app.engine.open import load_backend
 from load_tests.decoding import EngineDecoder
 from load_tests.measuring import environment, numbers, rounds, spread
 from load_tests.random_adapters import write_random_adapters
@@ -82,7 +82,7 @@ def run(settings: Settings) -> str:
     most = max(settings.streams)
     length = max(settings.num_prompt_tokens + 3, 16 + settings.num_tokens)
     config = EngineConfig(
-        num_threads=settings.num_threads,
+        cpu=CpuConfig(num_threads=settings.num_threads),
         adapter_rank_rows=most * settings.rank,
         max_adapter_slots=most + 1,
         max_batch_sequences=most,

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, CudaConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
-from app.engine.torch_loading import load_backend
+from app.engine.open import load_backend
 from load_tests.decoding import Decoded, Decoder, EngineDecoder
 from load_tests.measuring import Spread, environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
@@ -68,7 +68,7 @@ class Settings:
     num_threads: int
     with_reference: bool
     weight_storage: Literal["auto", "float32", "int8"] = "auto"
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     vllm: Path | None = None
     bf16_adapters: bool = False
 
@@ -82,17 +82,16 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
     """KV memory for the largest case, no prefix cache (prompts repeat from round to round)."""
     most = max(settings.streams)
     length = settings.num_prompt_tokens + settings.num_tokens
-    return EngineConfig(
-        device=settings.device,
-        num_threads=settings.num_threads,
-        weight_storage=settings.weight_storage,
-        memory_fraction=0.4,  # there are two engines
+    shared = EngineConfig(
         adapter_rank_rows=rank_rows,
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
         max_batch_sequences=most,
         max_context=length,
         prefix_cache=False,
     )
+    if settings.device == "cuda":
+        return shared.on(CudaConfig(memory_fraction=0.4))  # there are two engines
+    return shared.on(CpuConfig(num_threads=settings.num_threads, weight_storage=settings.weight_storage))
 
 
 def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path, closing: ExitStack) -> dict[str, Decoder]:
@@ -283,7 +282,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="for everybody; 0 takes every core")
     parser.add_argument("--weight-storage", choices=("auto", "float32", "int8"), default="auto")
     parser.add_argument("--adapter-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="in their files")
-    parser.add_argument("--device", default="cpu", help="of the engine; cuda needs --no-reference")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the engine; cuda needs --no-reference"
+    )
     parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
     parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to measure it too")
     parser.add_argument("--out", type=Path, default=Path("results/bench_engine.jsonl"))

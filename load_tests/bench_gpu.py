@@ -24,7 +24,7 @@ import torch
 
 from app.engine.adapters.lora import TARGETS
 from app.engine.batch import ForwardBatch
-from app.engine.config import EngineConfig
+from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.backend import GpuBackend
 from app.engine.cuda.graphs import Bucket
 from app.engine.cuda.memory import kv_block_bytes, rank_row_bytes
@@ -81,7 +81,6 @@ class Bench:
     def _backend(self, title: str, *, rows: int, deterministic: bool = False) -> GpuBackend:
         """Built, and timed: with its graphs, which are captured at start."""
         config = EngineConfig(
-            device="cuda",
             num_kv_blocks=self.sizes.num_streams * self._table_width,
             block_size=BLOCK_SIZE,
             adapter_rank_rows=rows,
@@ -89,9 +88,7 @@ class Bench:
             max_adapter_slots=self.sizes.num_adapters + 8,
             max_batch_tokens=max(self.sizes.prefill_tokens, self.sizes.num_streams),
             max_batch_sequences=self.sizes.num_streams,
-            memory_fraction=0.45,
-            deterministic=deterministic,
-            skip_precompile=True,
+            cuda=CudaConfig(memory_fraction=0.45, deterministic=deterministic, skip_precompile=True),
         )
         started = time.perf_counter()
         tensors = random_tensors(self.spec, self.device)

@@ -1,4 +1,4 @@
-"""Decoding speed of the JAX engine beside the torch engine, transformers and PEFT, in one run on one machine.
+"""Decoding speed of the JAX engine beside the CPU engine, transformers and PEFT, in one run on one machine.
 
 In: a base model, numbers of streams, adapters. Out: Markdown on stdout: tokens per second of everybody, ratios within
 a round (median, lowest, highest), what compiling took and how many streams agree on every token. Adapters are random,
@@ -22,8 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.config import EngineConfig
-from app.engine.cpu.stacks import WeightStorage
+from app.engine.config import CpuConfig, EngineConfig, WeightStorage, XlaConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
@@ -34,7 +33,7 @@ from load_tests.decoding import Decoder, EngineDecoder
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 
-TORCH, TRANSFORMERS, PEFT = "torch engine", "transformers", "PEFT mixed batch"
+TORCH, TRANSFORMERS, PEFT = "CPU engine", "transformers", "PEFT mixed batch"
 REFERENCES = (TRANSFORMERS, PEFT)
 
 
@@ -76,7 +75,7 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
     adapters = [read_peft(path, checkpoint.spec) for path in folders]
     most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
     config = EngineConfig(
-        weight_storage=settings.weight_storage,
+        cpu=CpuConfig(weight_storage=settings.weight_storage),
         adapter_rank_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
         num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
         max_batch_sequences=most,
@@ -86,7 +85,7 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
     found: dict[str, Decoder] = {TORCH: EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters)}
     compiling = []
     for form in settings.forms:
-        own = config.model_copy(update={"backend": "jax", "jax_form": form})
+        own = config.on(XlaConfig(form=form, weight_storage=settings.weight_storage))
         backend = load_backend(checkpoint, own)
         assert isinstance(backend, JaxBackend)
         backend.programs.wait()
@@ -163,13 +162,13 @@ def _ratios(settings: Settings, values: dict[Case, list[float]]) -> str:
 
     for form in settings.forms:
         jax = jax_name(form)
-        line(f"{jax} / torch engine, base", (jax, 0), (TORCH, 0))
-        line(f"{jax} / torch engine, {a} adapters", (jax, a), (TORCH, a))
+        line(f"{jax} / CPU engine, base", (jax, 0), (TORCH, 0))
+        line(f"{jax} / CPU engine, {a} adapters", (jax, a), (TORCH, a))
         line(f"{jax}, {a} adapters / its base", (jax, a), (jax, 0))
         if settings.with_reference:
             line(f"{jax} / transformers, base", (jax, 0), (TRANSFORMERS, 0))
             line(f"{jax} / PEFT, {a} adapters", (jax, a), (PEFT, a))
-    line(f"torch engine, {a} adapters / its base", (TORCH, a), (TORCH, 0))
+    line(f"CPU engine, {a} adapters / its base", (TORCH, a), (TORCH, 0))
     return "\n".join(lines)
 
 
@@ -179,7 +178,7 @@ def _head(title: str, settings: Settings) -> list[str]:
 
 
 def _agreement(tokens: dict[Case, tuple[tuple[int, ...], ...]]) -> str:
-    """How many streams of each system have the torch engine's tokens, over as many as both generated."""
+    """How many streams of each system have the CPU engine's tokens, over as many as both generated."""
     same: dict[str, list[bool]] = {}
     for case, streams in tokens.items():
         if case.system != TORCH:
@@ -187,12 +186,12 @@ def _agreement(tokens: dict[Case, tuple[tuple[int, ...], ...]]) -> str:
             pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = list(zip(streams, ours, strict=True))
             same.setdefault(case.system, []).extend(a[: len(b)] == b[: len(a)] for a, b in pairs)
     found = ", ".join(f"{system} {sum(values)} of {len(values)}" for system, values in same.items())
-    return f"Streams with the torch engine's greedy tokens: {found}."
+    return f"Streams with the CPU engine's greedy tokens: {found}."
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Decoding speed of the JAX engine beside the torch engine and PEFT.")
+    parser = argparse.ArgumentParser(description="Decoding speed of the JAX engine beside the CPU engine and PEFT.")
     parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
     parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
     parser.add_argument("--adapters", type=int, default=8)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.open import load_backend
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.torch_loading import load_backend
 from load_tests.measuring import environment, ratios, rounds, spread
 
 #: Tokens of each stream's own prompt.
@@ -121,7 +121,7 @@ def run(settings: Settings) -> str:
     for step_ms in settings.step_ms:
         length = min(max(settings.prompt_tokens + 16, 2048), checkpoint.spec.max_positions)
         config = EngineConfig(
-            num_threads=settings.num_threads,
+            cpu=CpuConfig(num_threads=settings.num_threads),
             adapter_rank_rows=0,
             prefill_step_ms=step_ms,
             max_context=length,

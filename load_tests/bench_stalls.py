@@ -27,12 +27,12 @@ import numpy as np
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.open import load_backend
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.torch_loading import load_backend
 from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.popularity import adapter_indices
 from load_tests.random_adapters import write_random_adapters
@@ -99,7 +99,7 @@ def run(settings: Settings) -> str:
 
 def _engine(settings: Settings, checkpoint: Checkpoint, num_resident: int, num_sequences: int, length: int) -> Engine:
     config = EngineConfig(
-        num_threads=settings.num_threads,
+        cpu=CpuConfig(num_threads=settings.num_threads),
         adapter_rank_rows=num_resident * settings.rank,
         max_adapter_slots=num_resident + 1,
         max_batch_sequences=num_sequences,

@@ -17,13 +17,13 @@ from typing import Literal
 
 import numpy as np
 
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.tokenizer import load_tokenizer
+from app.engine.open import load_backend
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.torch_loading import load_backend
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
 
@@ -42,7 +42,7 @@ def answers(
     """One per prompt; CheckpointError if the model cannot be served."""
     longest = max(map(len, prompts)) + num_tokens
     config = EngineConfig(
-        weight_storage=storage,
+        cpu=CpuConfig(weight_storage=storage),
         adapter_rank_rows=0,
         num_kv_blocks=16 * (longest // 16 + 2),
         max_batch_sequences=16,

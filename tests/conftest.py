@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--backend", choices=("torch", "jax"), default="torch", help="engine of tests/e2e/service")
+    parser.addoption("--engine", choices=("cpu", "xla"), default="cpu", help="engine of tests/e2e/service")
 
 
 def pytest_report_header() -> str:

@@ -52,7 +52,7 @@ def test_actors_are_renewed_only_by_what_concerns_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "engine",
-    [{"adapter_rank_rows": 64}, {"max_adapter_slots": 9}, {"adapter_extra_bytes": 1}, {"backend": "jax"}],
+    [{"adapter_rank_rows": 64}, {"max_adapter_slots": 9}, {"adapter_extra_bytes": 1}, {"xla": {}}],
 )
 def test_a_store_of_other_engine_settings_is_another_store(engine: dict[str, Any]) -> None:
     """It decides what may be pinned."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from app.engine.api import LLM, Prompt
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.errors import PolyloraError
 from app.engine.models.sources import DEFAULT_MODEL_URI
 from app.engine.request import SamplingParams
@@ -31,7 +31,9 @@ def _generate(options: argparse.Namespace) -> None:
     )
     adapters = [None if path == "base" else path for path in options.adapter or ["base"]]
     started = time.perf_counter()
-    with LLM(options.model, EngineConfig(num_threads=options.num_threads), progress=_show_progress) as llm:
+    with LLM(
+        options.model, EngineConfig(cpu=CpuConfig(num_threads=options.num_threads)), progress=_show_progress
+    ) as llm:
         loaded = time.perf_counter()
         prompts: list[Prompt] = [
             text if options.raw else llm.chat_prompt(text, system=options.system) for text in options.prompt

@@ -1,46 +1,145 @@
-"""The engine's settings: one sentence and one laptop-friendly default each; unknown keys are errors."""
+"""The engine's settings: what all engines share, and one section for the device that computes.
+
+In: a mapping (YAML) or keyword arguments; `cpu`, `cuda` or `xla` is the section, and without any of them it is `cpu`
+with its defaults. Out: a frozen `EngineConfig`, checked before anything is loaded. An unknown key is an error, two
+sections are one, and so is a key where it stood in earlier versions.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from app.engine.errors import ConfigError
 from app.engine.pools.eviction import EvictionPolicy
 
+WeightStorage = Literal["auto", "float32", "int8"]
 
-class EngineConfig(BaseModel):
-    """Settings of one engine replica. Checked before anything is loaded."""
+
+class _Section(BaseModel):
+    """Settings of one kind of device."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["torch", "jax"] = Field("torch", description="Which engine computes.")
-    device: str = Field("cpu", description="Device of the torch engine: cpu or cuda[:index].")
-    cuda_dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="CUDA: type of weights, KV blocks and rank rows; the CPU engine computes in float32."
+    #: The section's key in EngineConfig.
+    name: ClassVar[str]
+    #: Runs of rank rows are multiples of it: what a tensor core, or eight lanes of a CPU, multiply at a time.
+    rank_alignment: ClassVar[int]
+    #: What has to be importable, and the optional dependency of this package that brings it.
+    needs: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[str] = ""
+
+
+class CpuConfig(_Section):
+    """This project's own kernels on this machine's processors."""
+
+    name = "cpu"
+    rank_alignment = 8
+
+    num_threads: int = Field(0, ge=0, description="Threads for arithmetic; 0 takes every core allowed.")
+    weight_storage: WeightStorage = Field(
+        "auto",
+        description="How base weights lie in memory: auto takes 8 bits for the projections that lose nothing by it, "
+        "float32 for the others; int8 (groups of 32) is always 8 bits, a third of the bytes.",
     )
+
+
+class CudaConfig(_Section):
+    """One GPU of NVIDIA, by torch and Triton."""
+
+    name = "cuda"
+    rank_alignment = 16
+    needs = ("torch", "triton")
+    extra = "cuda"
+
+    index: int = Field(0, ge=0, description="Which of the GPUs that the process sees.")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Type of weights, KV blocks and rank rows.")
     memory_fraction: float = Field(
-        0.9, gt=0, le=1, description="CUDA: part of the device's memory for weights, KV blocks and adapters together."
+        0.9, gt=0, le=1, description="Part of the device's memory for weights, KV blocks and adapters together."
     )
-    memory_bytes: int = Field(0, ge=0, description="CUDA: the same in bytes; 0 takes memory_fraction.")
+    memory_bytes: int = Field(0, ge=0, description="The same in bytes; 0 takes memory_fraction.")
     deterministic: bool = Field(
         False,
-        description="CUDA: fixed tiles everywhere, so that a request's bits are the same alone and in any company, as "
-        "the CPU engine's always are; slower.",
+        description="Fixed tiles everywhere, so that a request's bits are the same alone and in any company, as with "
+        "cpu they always are; slower.",
     )
-    num_threads: int = Field(0, ge=0, description="CPU threads for arithmetic; 0 takes every core allowed.")
-    weight_storage: Literal["auto", "float32", "int8"] = Field(
+    skip_precompile: bool = Field(
+        False,
+        description="Capture each decode step when it is first needed, for development; the first steps stall.",
+    )
+
+
+class XlaConfig(_Section):
+    """Whatever XLA compiles for, by JAX: TPUs, GPUs, and several devices for one model."""
+
+    name = "xla"
+    rank_alignment = 8
+    needs = ("jax",)
+    extra = "jax"
+
+    platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Which of JAX's platforms computes.")
+    form: Literal["auto", "cpu", "xla", "pallas"] = Field(
         "auto",
-        description="How base weights lie in memory on a CPU: auto takes 8 bits for the projections that lose nothing "
-        "by it, float32 for the others; int8 (groups of 32) is always 8 bits, a third of the bytes.",
+        description="Who computes: cpu, the project's CPU kernels inside the XLA program; xla, XLA alone; pallas, "
+        "XLA with adapters' deltas in Pallas (for TPUs; interpreted on CPUs). auto takes cpu on CPUs, else xla.",
     )
+    tensor_parallel: int = Field(1, ge=1, description="Devices that share one model.")
+    weight_storage: WeightStorage = Field(
+        "auto", description="As in the section cpu, with form cpu; the other forms keep float32."
+    )
+    skip_precompile: bool = Field(
+        False,
+        description="Compile each shape when it is first needed, for development; the first steps stall.",
+    )
+    compilation_cache_dir: str = Field(
+        "", description="Folder that keeps compiled programs between starts; empty keeps none."
+    )
+
+
+DeviceConfig = CpuConfig | CudaConfig | XlaConfig
+_SectionT = TypeVar("_SectionT", CpuConfig, CudaConfig, XlaConfig)
+_SECTIONS = ("cpu", "cuda", "xla")
+
+#: Where the keys of earlier versions, which had one flat list, are now.
+_MOVED = {
+    "backend": "the section that is set: engine.cpu, engine.cuda or engine.xla (before: torch, torch with a GPU, jax)",
+    "device": "the section that is set: engine.cpu, engine.cuda (with its index) or engine.xla (with its platform)",
+    "cuda_dtype": "engine.cuda.dtype",
+    "memory_fraction": "engine.cuda.memory_fraction",
+    "memory_bytes": "engine.cuda.memory_bytes",
+    "deterministic": "engine.cuda.deterministic",
+    "num_threads": "engine.cpu.num_threads",
+    "weight_storage": "engine.cpu.weight_storage or engine.xla.weight_storage",
+    "tensor_parallel": "engine.xla.tensor_parallel",
+    "jax_form": "engine.xla.form",
+    "skip_precompile": "engine.cuda.skip_precompile or engine.xla.skip_precompile",
+    "compilation_cache_dir": "engine.xla.compilation_cache_dir",
+}
+
+
+class EngineConfig(BaseModel):
+    """Settings of one engine replica."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu: CpuConfig | None = Field(None, description="Compute on the processors: the default.")
+    cuda: CudaConfig | None = Field(None, description="Compute on a GPU of NVIDIA.")
+    xla: XlaConfig | None = Field(None, description="Compute with JAX.")
     block_size: int = Field(16, ge=16, le=256, multiple_of=16, description="Tokens per KV block.")
     num_kv_blocks: int = Field(
         2048,
         ge=0,
-        description="KV blocks: num_kv_blocks * block_size tokens fit in the cache; 0, CUDA only: as many as fit.",
+        description="KV blocks: num_kv_blocks * block_size tokens fit in the cache; 0, cuda only: as many as fit.",
     )
     adapter_rank_rows: int = Field(
         512, ge=0, description="Rank rows for adapters: resident ranks add up to at most this."
@@ -49,7 +148,7 @@ class EngineConfig(BaseModel):
         256 << 20,
         ge=0,
         description="Memory for what resident adapters hold beside rank rows: DoRA scales, biases, norms, token rows, "
-        "whole modules; taken as needed, at start by the JAX engine's forms other than cpu.",
+        "whole modules; taken as needed, at start by the forms of xla other than cpu.",
     )
     adapter_eviction: EvictionPolicy = Field(
         "lru",
@@ -72,43 +171,66 @@ class EngineConfig(BaseModel):
         description="Adapter bytes written per step while sequences run: a burst of cold ones cannot stall streams.",
     )
     prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
-    tensor_parallel: int = Field(1, ge=1, description="Devices that share one model; the JAX engine only.")
-    jax_form: Literal["auto", "cpu", "xla", "pallas"] = Field(
-        "auto",
-        description="JAX: who computes: cpu, the project's CPU kernels inside the XLA program; xla, XLA alone; pallas, "
-        "XLA with adapters' deltas in Pallas (for TPUs; interpreted on CPUs). auto takes cpu on CPUs, else xla.",
-    )
-    skip_precompile: bool = Field(
-        False,
-        description="JAX, CUDA: compile or capture each shape when it is first needed, for development; the first "
-        "steps stall.",
-    )
-    compilation_cache_dir: str = Field(
-        "", description="JAX: folder that keeps compiled programs between starts; empty keeps none."
-    )
-
-    def check_installed(self) -> None:
-        """Raise ConfigError if the backend needs what this environment lacks."""
-        if self.backend == "jax" and importlib.util.find_spec("jax") is None:
-            raise ConfigError(
-                "engine.backend is 'jax' but JAX is not installed: pip install 'polylora[jax]', or in a checkout "
-                ".venv/bin/pip install --editable '.[jax]'"
-            )
 
     @property
-    def is_cuda(self) -> bool:
-        """Whether the torch engine is to run on a GPU."""
-        return self.backend == "torch" and self.device.startswith("cuda")
+    def device(self) -> DeviceConfig:
+        """The one section that is set."""
+        device = self.cpu or self.cuda or self.xla
+        assert device is not None, "validation sets a section where there is none"
+        return device
 
     @property
     def rank_alignment(self) -> int:
-        """Runs of rank rows are multiples of it: what a tensor core, or eight lanes of a CPU, multiply at a time."""
-        return 16 if self.is_cuda else 8
+        """Runs of rank rows are multiples of it on this device."""
+        return self.device.rank_alignment
+
+    def section(self, kind: type[_SectionT]) -> _SectionT:
+        """The section of this kind, for the engine that needs it; ConfigError if another one is set."""
+        device = self.device
+        if not isinstance(device, kind):
+            raise ConfigError(f"engine.{device.name} is set, and this engine reads engine.{kind.name}")
+        return device
+
+    def on(self, device: DeviceConfig) -> EngineConfig:
+        """The same shared settings on this device."""
+        shared = {name: value for name, value in self if name not in _SECTIONS}
+        return EngineConfig(**shared, **{device.name: device})
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if the section needs what this environment lacks."""
+        device = self.device
+        for package in device.needs:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"engine.{device.name} is set but {package} is not installed: pip install "
+                    f"'polylora[{device.extra}]', or in a checkout .venv/bin/pip install --editable '.[{device.extra}]'"
+                )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_section(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        moved = [f"engine.{key} is now {_MOVED[key]}" for key in values if key in _MOVED]
+        if moved:
+            raise ValueError("; ".join(moved))
+        found = [key for key in _SECTIONS if key in values]
+        for key in found:
+            if values[key] is None:
+                raise ValueError(f"engine.{key} is empty; write {key}: {{}} for its defaults, or leave it out")
+        if len(found) > 1:
+            raise ValueError(f"an engine computes on one device, but engine.{' and engine.'.join(found)} are set")
+        return values if found else {**values, "cpu": {}}
 
     @model_validator(mode="after")
     def _blocks_can_be_counted(self) -> Self:
-        if self.num_kv_blocks < 2 and not (self.is_cuda and self.num_kv_blocks == 0):
+        if self.num_kv_blocks < 2 and not (self.cuda and self.num_kv_blocks == 0):
             raise ValueError(
-                f"num_kv_blocks is {self.num_kv_blocks}; at least 2 are needed (0, as many as fit, is for device cuda)"
+                f"num_kv_blocks is {self.num_kv_blocks}; at least 2 are needed (0, as many as fit, is for engine.cuda)"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_other_sections(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is written is read again: a section that is not set is no key."""
+        return {key: value for key, value in serialize(self).items() if key not in _SECTIONS or value is not None}

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 
 from app.engine.backend import Backend
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, CudaConfig, EngineConfig, XlaConfig
 from app.engine.engine import Engine
-from app.engine.errors import ConfigError
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.worker import EngineThread
@@ -36,15 +35,16 @@ def open_engine(
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """CheckpointError or ConfigError if the model or a setting is not for this backend or machine."""
     config.check_installed()
-    if config.backend == "jax":
-        from app.engine.xla import loading as jax_loading
+    match config.device:
+        case CpuConfig():
+            from app.engine.cpu.backend import CpuBackend
 
-        return jax_loading.load_backend(checkpoint, config)
-    if config.tensor_parallel != 1:
-        raise ConfigError(
-            f"engine.tensor_parallel is {config.tensor_parallel} but the torch engine uses one device; "
-            "set 1, or engine.backend: jax"
-        )
-    from app.engine import torch_loading
+            return CpuBackend(checkpoint.spec, checkpoint.tensors(), config)
+        case CudaConfig():
+            from app.engine.cuda import loading as cuda_loading
 
-    return torch_loading.load_backend(checkpoint, config)
+            return cuda_loading.load_backend(checkpoint, config)
+        case XlaConfig():
+            from app.engine.xla import loading as xla_loading
+
+            return xla_loading.load_backend(checkpoint, config)

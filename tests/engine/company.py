@@ -11,15 +11,15 @@ allowed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import TARGETS, LoraAdapter
 from app.engine.backend import Backend
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, DeviceConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
@@ -147,15 +147,15 @@ def _run(
     return {key: Result(tuple(tokens[key]), tuple(logprobs[key]), reasons[key]) for key in tokens}
 
 
-def _random_config(
-    generator: np.random.Generator, settings: Mapping[str, Any], kv_tokens: Sequence[int]
-) -> EngineConfig:
+def _random_config(generator: np.random.Generator, device: DeviceConfig, kv_tokens: Sequence[int]) -> EngineConfig:
     def pick(*values: int) -> int:
         return values[int(generator.integers(len(values)))]
 
     block_size = pick(16, 32, 48)
-    return EngineConfig(
-        num_threads=pick(1, 2),
+    num_threads = pick(1, 2)
+    if isinstance(device, CpuConfig):
+        device = device.model_copy(update={"num_threads": num_threads})
+    config = EngineConfig(
         block_size=block_size,
         num_kv_blocks=pick(*kv_tokens) // block_size + 1,
         adapter_rank_rows=pick(64, 96, 256),
@@ -166,26 +166,27 @@ def _random_config(
         max_batch_sequences=pick(1, 3, 8, 32),
         adapter_write_bytes_per_step=pick(1, 100_000, 1 << 24),
         prefix_cache=bool(generator.integers(4)),
-        **settings,
     )
+    return config.on(device)
 
 
 def disturbed(
     make_backend: Callable[[ModelSpec, Iterator[tuple[str, np.ndarray]], EngineConfig], Backend],
-    settings: Mapping[str, Any],
+    device: DeviceConfig,
     *,
     num_engines: int = 8,
     kv_tokens: Sequence[int] = (138, 160, 240, 1600),
 ) -> np.ndarray:
     """One random set of requests, alone and in several engines; [batches, preemptions, evictions, cached tokens].
 
-    `settings` of the engine are the same everywhere, the others are drawn; KV memory for one of `kv_tokens`.
+    `device` is the same everywhere but for its threads, the other settings are drawn; KV memory for one of `kv_tokens`.
     """
     seed = int(np.random.default_rng().integers(2**31))
     generator = np.random.default_rng(seed)
     spec = _spec()
     cases = _cases(generator, spec, 40)
-    roomy = EngineConfig(num_threads=1, num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False, **settings)
+    one_thread = device.model_copy(update={"num_threads": 1}) if isinstance(device, CpuConfig) else device
+    roomy = EngineConfig(num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False).on(one_thread)
     alone: dict[str, Result] = {}
     backend = make_backend(spec, _tensors(spec, seed), roomy)
     engine = Engine(backend, roomy)
@@ -195,7 +196,7 @@ def disturbed(
 
     seen = np.zeros(4, np.int64)
     for _ in range(num_engines):
-        config = _random_config(generator, settings, kv_tokens)
+        config = _random_config(generator, device, kv_tokens)
         backend = make_backend(spec, _tensors(spec, seed), config)
         engine = Engine(backend, config)
         chosen = [cases[i] for i in generator.permutation(len(cases))[: int(generator.integers(5, 41))]]

@@ -14,14 +14,16 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from app.engine.__main__ import main
 from app.engine.adapters.card import AdapterRef
 from app.engine.api import LLM
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.errors import AdapterFormatError, ContextOverflow, InvalidRequest, SourceError
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, write_peft
 from tests.engine.checkpoints import save, tiny_model
 
-CONFIG = EngineConfig(num_threads=1, num_kv_blocks=64, adapter_rank_rows=64, max_batch_tokens=32, max_waiting=3)
+CONFIG = EngineConfig(
+    cpu=CpuConfig(num_threads=1), num_kv_blocks=64, adapter_rank_rows=64, max_batch_tokens=32, max_waiting=3
+)
 TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}w9"
 LONG = SamplingParams(max_tokens=20, temperature=0.9, seed=11, ignore_eos=True, num_logprobs=1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, CudaConfig, DeviceConfig, EngineConfig, XlaConfig
+from app.engine.cpu.backend import CpuBackend
 from app.engine.cuda.memory import RANK_ALIGNMENT
 from app.engine.errors import ConfigError
 from app.engine.models.checkpoint import Checkpoint
@@ -21,7 +23,6 @@ SIZES: dict[str, Any] = {
     "adapter_rank_rows": 8,
     "max_batch_tokens": 16,
     "max_batch_sequences": 2,
-    "skip_precompile": True,
 }
 
 
@@ -30,35 +31,40 @@ def checkpoint() -> Checkpoint:
     return Checkpoint(spec, Path("unused"), lambda: iter(random_tensors(spec)))
 
 
-@pytest.mark.parametrize(("name", "folder"), [("torch", "cpu"), ("jax", "xla")])
-def test_the_configured_backend_is_loaded(name: str, folder: str) -> None:
-    backend = load_backend(checkpoint(), EngineConfig(backend=name, **SIZES))  # type: ignore[arg-type]
-    assert type(backend).__module__ == f"app.engine.{folder}.backend"
+@pytest.mark.parametrize("device", [CpuConfig(), XlaConfig(skip_precompile=True)], ids=lambda device: device.name)
+def test_the_configured_backend_is_loaded(device: DeviceConfig) -> None:
+    backend = load_backend(checkpoint(), EngineConfig(**SIZES).on(device))
+    assert type(backend).__module__ == f"app.engine.{device.name}.backend"
     assert backend.limits.num_kv_blocks == 8
     backend.close()
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("xla", "message"),
     [
-        ({"backend": "torch", "tensor_parallel": 2}, "tensor_parallel is 2 but the torch engine"),
-        ({"backend": "jax", "num_threads": 2}, "num_threads is 2 but XLA"),
-        (
-            {"backend": "jax", "jax_form": "xla", "weight_storage": "int8"},
-            "weight_storage is 'int8' .* form 'xla' keeps",
-        ),
-        ({"backend": "jax", "device": "abacus"}, "'abacus' is not one of"),
-        ({"backend": "jax", "device": "tpu"}, "no such device here"),
-        ({"backend": "jax", "tensor_parallel": 3}, "tensor_parallel is 3 but JAX sees"),
+        ({"form": "xla", "weight_storage": "int8"}, "engine.xla.weight_storage is 'int8' .* form 'xla' keeps"),
+        ({"platform": "tpu"}, "engine.xla.platform is 'tpu' but JAX has no such device here"),
+        ({"tensor_parallel": 3}, "engine.xla.tensor_parallel is 3 but JAX sees"),
     ],
 )
-def test_a_setting_that_cannot_be_had_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_a_setting_that_cannot_be_had_is_refused_by_name(xla: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_backend(checkpoint(), EngineConfig(**settings, **SIZES))
+        load_backend(checkpoint(), EngineConfig(xla=XlaConfig(**xla, skip_precompile=True), **SIZES))
+
+
+def test_a_backend_given_another_devices_section_says_which() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.xla is set, and this engine reads engine\.cpu"):
+        CpuBackend(checkpoint().spec, checkpoint().tensors(), EngineConfig(xla=XlaConfig()))
+
+
+def test_without_jax_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"engine.xla is set but jax is not installed: .*'polylora\[jax\]'"):
+        load_backend(checkpoint(), EngineConfig(xla=XlaConfig()))
 
 
 def test_runs_of_rank_rows_are_counted_as_each_engine_lays_them_out() -> None:
     assert EngineConfig().rank_alignment == RANK_PANEL
-    assert EngineConfig(backend="jax").rank_alignment == RANK_CHUNK
-    assert EngineConfig(backend="jax", device="cuda").rank_alignment == RANK_CHUNK
-    assert EngineConfig(device="cuda:1").rank_alignment == RANK_ALIGNMENT
+    assert EngineConfig(xla=XlaConfig()).rank_alignment == RANK_CHUNK
+    assert EngineConfig(xla=XlaConfig(platform="gpu")).rank_alignment == RANK_CHUNK
+    assert EngineConfig(cuda=CudaConfig(index=1)).rank_alignment == RANK_ALIGNMENT

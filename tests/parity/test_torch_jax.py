@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.engine.api import LLM, Generation
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, XlaConfig
 from app.engine.request import SamplingParams
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
@@ -23,14 +23,13 @@ TIE = 2e-4
 #: Small, so that JAX compiles few programs: they are most of this file's time.
 CONFIG = EngineConfig(
     num_kv_blocks=128, adapter_rank_rows=256, max_batch_tokens=64, max_batch_sequences=8, max_context=256,
-    skip_precompile=True,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def engines(demo_gguf: Path) -> Iterator[tuple[LLM, LLM]]:
-    """The torch engine and the JAX engine."""
-    with LLM(demo_gguf, CONFIG) as torch, LLM(demo_gguf, CONFIG.model_copy(update={"backend": "jax"})) as jax:
+    """The CPU engine and the JAX engine."""
+    with LLM(demo_gguf, CONFIG) as torch, LLM(demo_gguf, CONFIG.on(XlaConfig(skip_precompile=True))) as jax:
         yield torch, jax
 
 

@@ -1,4 +1,4 @@
-"""The CPU form of the torch engine's backend: owns weights, KV memory and adapter tables.
+"""The CPU engine's backend: owns weights, KV memory and adapter tables.
 
 In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. It
 moves bytes and calls `cpu_decoder.forward`; which rows and blocks are used is decided elsewhere, and how
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from app.engine.adapters.lora import TARGETS, LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
 from app.engine.cpu.rows import PreparedRows
@@ -55,12 +55,13 @@ class CpuBackend:
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
-        self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
+        cpu = config.section(CpuConfig)
+        self._team = Team(cpu.num_threads or len(os.sched_getaffinity(0)))
         self._tables = self._new_tables()
         rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
         # The first adapter needs all pages. They come while weights are unpacked.
         pages_of_rows = PageTaker(rows)
-        packer = WeightPacker(spec, self._sizes, max_positions, config.weight_storage, self._team)
+        packer = WeightPacker(spec, self._sizes, max_positions, cpu.weight_storage, self._team)
         self._weights = packer.pack_all(tensors)
         pages_of_rows.wait()
         self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])

@@ -1,4 +1,4 @@
-"""Base weights of a CPU engine as stacks over layers, in float32 or in 8 bits as `engine.weight_storage` says.
+"""Base weights of a CPU engine as stacks over layers, in float32 or in 8 bits as `weight_storage` says.
 
 In: weights [N, K], in any order. Out: a `Stack` per product. With "auto" a stack is in 8 bits exactly where the
 products are those of float32 weights to the bit, for all its layers alike; one that turns out not to be is taken back
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.config import WeightStorage
 from app.kernels.machine.team import Team
 from app.kernels.matmul.quantised import Quantised, Stack
 from app.kernels.matmul.storing import empty_stack, store, widened
-
-WeightStorage = Literal["auto", "float32", "int8"]
 
 _LOGGER = logging.getLogger(__name__)
 

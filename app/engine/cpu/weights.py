@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraKey
+from app.engine.config import WeightStorage
 from app.engine.cpu import decoder as cpu_decoder
-from app.engine.cpu.stacks import StackWriter, WeightStorage, log_storage
+from app.engine.cpu.stacks import StackWriter, log_storage
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.kernels.machine.team import Team

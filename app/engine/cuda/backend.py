@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
-from app.engine.config import EngineConfig
+from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.adapters import AdapterTables
 from app.engine.cuda.decoder import GpuDecoder, KvMemory
 from app.engine.cuda.extras import GpuExtras, OwnRows
@@ -55,8 +55,9 @@ class GpuBackend:
         _check_layers(spec)
         self._spec = spec
         self._device = device
-        self._deterministic = config.deterministic
-        dtype = getattr(torch, config.cuda_dtype)
+        cuda = config.section(CudaConfig)
+        self._deterministic = cuda.deterministic
+        dtype = getattr(torch, cuda.dtype)
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (_UNBOUNDED, _UNBOUNDED)
         self.plan = plan_memory(spec, config, device_bytes=total, free_bytes=free, element_bytes=dtype.itemsize)
         _LOGGER.info("%s on %s: %s", spec.name, device, self.plan)
@@ -78,7 +79,7 @@ class GpuBackend:
             self._kv = _kv_memory(spec, self.plan.num_kv_blocks, config.block_size, device, dtype)
             self._decoder = GpuDecoder(
                 spec, self._weights, self._tables, self._kv, self._kernels, max_positions,
-                deterministic=config.deterministic,
+                deterministic=cuda.deterministic,
             )  # fmt: skip
             self._extras = GpuExtras(spec, self._weights)
             sizes = batch_sizes(min(config.max_batch_sequences, config.max_batch_tokens))
@@ -91,7 +92,7 @@ class GpuBackend:
             self.graphs = DecodeGraphs(sizes, rank_bounds(self.plan.adapter_rank_rows), self._run_bucket, device)
             self._bucket_logits = torch.zeros(sizes[-1], spec.vocab_size, device=device)
             self._logits = self._bucket_logits[:0]
-            if not config.skip_precompile:
+            if not cuda.skip_precompile:
                 self.graphs.capture_all()
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
@@ -124,7 +125,8 @@ class GpuBackend:
             self._extras.release(adapter_slot)
             raise AdapterTooLarge(
                 f"adapter {adapter.card.digest[:12]} holds {adapter.card.extra_bytes} bytes beside its rank rows and "
-                f"{self._device} has no room for them ({self.plan}); lower engine.memory_fraction or num_kv_blocks"
+                f"{self._device} has no room for them ({self.plan}); lower engine.cuda.memory_fraction or "
+                "engine.num_kv_blocks"
             ) from error
         self._tables.write(adapter_slot, row_start, adapter)
 
@@ -249,8 +251,8 @@ class GpuBackend:
 
     def _out_of_memory(self, error: Exception) -> OutOfDeviceMemory:
         return OutOfDeviceMemory(
-            f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.memory_fraction, "
-            "num_kv_blocks, adapter_rank_rows or max_batch_tokens"
+            f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.cuda.memory_fraction, "
+            "engine.num_kv_blocks, adapter_rank_rows or max_batch_tokens"
         )
 
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from app.engine.adapters.lora import TARGETS
-from app.engine.config import EngineConfig
+from app.engine.config import CudaConfig, EngineConfig
 from app.engine.errors import OutOfDeviceMemory
 from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
@@ -60,11 +60,12 @@ def plan_memory(
 
     Raises OutOfDeviceMemory when the budget exceeds what is free, or what is asked for exceeds the budget.
     """
-    budget = config.memory_bytes or int(device_bytes * config.memory_fraction)
+    cuda = config.section(CudaConfig)
+    budget = cuda.memory_bytes or int(device_bytes * cuda.memory_fraction)
     if budget > free_bytes:
         raise OutOfDeviceMemory(
             f"the memory budget is {_size(budget)} but {_size(free_bytes)} of the device's {_size(device_bytes)} are "
-            "free; lower engine.memory_fraction or engine.memory_bytes, or end what else runs there"
+            "free; lower engine.cuda.memory_fraction or engine.cuda.memory_bytes, or end what else runs there"
         )
     rows = config.adapter_rank_rows // RANK_ALIGNMENT * RANK_ALIGNMENT
     block_bytes = kv_block_bytes(spec, config.block_size, element_bytes)
@@ -82,13 +83,13 @@ def plan_memory(
         plan = replace(plan, num_kv_blocks=max(0, budget - plan.total_bytes) // block_bytes)
         if plan.num_kv_blocks < 2:
             raise OutOfDeviceMemory(
-                f"nothing is left for KV blocks of {_size(block_bytes)} each: {plan}; raise engine.memory_fraction or "
-                "lower engine.adapter_rank_rows, adapter_extra_bytes or max_batch_tokens"
+                f"nothing is left for KV blocks of {_size(block_bytes)} each: {plan}; raise "
+                "engine.cuda.memory_fraction or lower engine.adapter_rank_rows, adapter_extra_bytes or max_batch_tokens"
             )
     if plan.total_bytes > budget:
         raise OutOfDeviceMemory(
             f"what is configured does not fit: {plan}; lower engine.num_kv_blocks (0 takes as many as fit), "
-            "adapter_rank_rows, adapter_extra_bytes or max_batch_tokens, or raise engine.memory_fraction"
+            "adapter_rank_rows, adapter_extra_bytes or max_batch_tokens, or raise engine.cuda.memory_fraction"
         )
     return plan
 

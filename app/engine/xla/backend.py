@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
-from app.engine.config import EngineConfig
-from app.engine.cpu.stacks import WeightStorage
+from app.engine.config import EngineConfig, WeightStorage, XlaConfig
 from app.engine.errors import ConfigError
 from app.engine.models.spec import ModelSpec
 from app.engine.xla import cpu_tables, sharding, tables
@@ -41,17 +40,18 @@ from app.kernels.sgmv.xla import RANK_CHUNK
 
 
 class JaxBackend:
-    """Weights on one device or split over several, in float32; in the CPU form as `engine.weight_storage` says."""
+    """Weights on one device or split over several, in float32; in the CPU form as `engine.xla.weight_storage` says."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Iterable[tuple[str, NDArray[Any]]], config: EngineConfig, mesh: Mesh
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh` and
         for a weight storage that the form does not have."""
+        xla = config.section(XlaConfig)
         self._spec = spec
         self._mesh = mesh
         is_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], _form(config, mesh), interpret=is_cpu)
+        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], _form(xla, mesh), interpret=is_cpu)
         self._limits = BackendLimits(
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
@@ -64,10 +64,10 @@ class JaxBackend:
         self._num_kv_slots = config.num_kv_blocks * config.block_size
         if self._num_kv_slots >= 1 << 31:
             raise ConfigError(f"{self._num_kv_slots} KV slots do not fit 32-bit indices; lower engine.num_kv_blocks")
-        if config.compilation_cache_dir:
-            _use_cache(config.compilation_cache_dir)
+        if xla.compilation_cache_dir:
+            _use_cache(xla.compilation_cache_dir)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
-        weights = read_weights(spec, self._sizes, tensors, max_positions, _storage(config, self._sizes.form))
+        weights = read_weights(spec, self._sizes, tensors, max_positions, _storage(xla, self._sizes.form))
         self._weights = self._put(weights, sharding.weight_specs(weights, self._sizes))
         kv_heads = self._sizes.num_shards * self._sizes.kv_heads
         blocks = (len(spec.layers), config.num_kv_blocks, kv_heads)
@@ -100,12 +100,12 @@ class JaxBackend:
         self._classes = rank_classes(self._limits.adapter_rank_rows)
         self._writers: dict[int, Any] = {}
         start = time.perf_counter()
-        if self._limits.adapter_rank_rows and not config.skip_precompile:
+        if self._limits.adapter_rank_rows and not xla.skip_precompile:
             self._adapters.warm_up(self._rows)
-        for count in () if config.skip_precompile else self._classes:
+        for count in () if xla.skip_precompile else self._classes:
             self._writers[count] = self._compile_writer(count)
         self.writers_compile_s = time.perf_counter() - start
-        self.programs = Programs(buckets, self._compile, skip_precompile=config.skip_precompile)
+        self.programs = Programs(buckets, self._compile, skip_precompile=xla.skip_precompile)
         self._last: Outcome | None = None
 
     @property
@@ -211,24 +211,24 @@ def _use_huge_pages(tree: Any) -> None:
             use_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
 
 
-def _form(config: EngineConfig, mesh: Mesh) -> Form:
+def _form(xla: XlaConfig, mesh: Mesh) -> Form:
     """The configured form; ConfigError for one these devices cannot run."""
     platform = mesh.devices.flat[0].platform
-    if config.jax_form == "auto":
+    if xla.form == "auto":
         return "cpu" if platform == "cpu" else "xla"
-    if config.jax_form == "cpu" and platform != "cpu":
-        raise ConfigError(f"engine.jax_form is 'cpu' but the device is a {platform}; set auto")
-    return config.jax_form
+    if xla.form == "cpu" and platform != "cpu":
+        raise ConfigError(f"engine.xla.form is 'cpu' but the device is a {platform}; set auto")
+    return xla.form
 
 
-def _storage(config: EngineConfig, form: Form) -> WeightStorage:
+def _storage(xla: XlaConfig, form: Form) -> WeightStorage:
     """How base weights lie in memory; ConfigError for what the form cannot do."""
     if form == "cpu":
-        return config.weight_storage
-    if config.weight_storage == "int8":
+        return xla.weight_storage
+    if xla.weight_storage == "int8":
         raise ConfigError(
-            f"engine.weight_storage is {config.weight_storage!r} but the JAX engine's form {form!r} keeps float32 "
-            "weights; set auto or float32, or on a CPU engine.jax_form: cpu"
+            f"engine.xla.weight_storage is {xla.weight_storage!r} but the JAX engine's form {form!r} keeps float32 "
+            "weights; set auto or float32, or on a CPU engine.xla.form: cpu"
         )
     return "float32"
 

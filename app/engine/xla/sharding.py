@@ -32,8 +32,8 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
     """The first `tensor_parallel` devices as a mesh; ConfigError if there are not enough."""
     if len(devices) < tensor_parallel:
         raise ConfigError(
-            f"engine.tensor_parallel is {tensor_parallel} but JAX sees {len(devices)} {devices[0].platform} devices; "
-            "lower it, or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count"
+            f"engine.xla.tensor_parallel is {tensor_parallel} but JAX sees {len(devices)} "
+            f"{devices[0].platform} devices; lower it, or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count"
         )
     return Mesh(np.array(devices[:tensor_parallel]).reshape(1, 1, tensor_parallel), AXES)
 

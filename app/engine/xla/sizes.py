@@ -129,7 +129,7 @@ def sizes_of(spec: ModelSpec, num_shards: int, form: Form, *, interpret: bool = 
     fits = kv_heads % num_shards == 0 or num_shards % kv_heads == 0
     if attention.num_heads % num_shards or mlp.intermediate_size % num_shards or not fits:
         raise ConfigError(
-            f"engine.tensor_parallel {num_shards} does not divide {spec.name}: {attention.num_heads} heads, "
+            f"engine.xla.tensor_parallel {num_shards} does not divide {spec.name}: {attention.num_heads} heads, "
             f"{kv_heads} KV heads, {mlp.intermediate_size} feed-forward columns; choose a common divisor"
         )
     return Sizes(

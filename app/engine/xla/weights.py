@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.stacks import StackWriter, WeightStorage, log_storage
+from app.engine.config import WeightStorage
+from app.engine.cpu.stacks import StackWriter, log_storage
 from app.engine.errors import CheckpointError
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
 from app.engine.models.spec import ModelSpec

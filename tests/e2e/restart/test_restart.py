@@ -23,7 +23,7 @@ PROMPT = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos
 def start(folder: Path) -> ServiceProcess:
     """Rank rows for two of the three adapters."""
     port = free_port()
-    document = tiny_document(port, folder, {"num_threads": 1, "num_kv_blocks": 64, "adapter_rank_rows": 16})
+    document = tiny_document(port, folder, {"cpu": {"num_threads": 1}, "num_kv_blocks": 64, "adapter_rank_rows": 16})
     process = serve_run(document, port, {"POLYLORA_STATE_DIR": str(folder / "state")})
     process.wait_until_healthy(600)
     return process

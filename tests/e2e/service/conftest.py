@@ -1,6 +1,6 @@
 """One `serve run` for all tests of this folder: a tiny model, two engine replicas, two ingresses.
 
-`pytest tests/e2e/service --backend jax` runs them all on the JAX engine; `tests/e2e/service_jax` does with a few.
+`pytest tests/e2e/service --engine xla` runs them all on the JAX engine; `tests/e2e/service_jax` does with a few.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Service:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=600)
 
 
-#: The engine's settings by backend, beside its sizes. XLA takes the cores that the process may use.
-BACKENDS: dict[str, dict[str, Any]] = {"torch": {"num_threads": 1}, "jax": {"backend": "jax"}}
+#: The engine's section, beside its sizes. XLA takes the cores that the process may use.
+ENGINES: dict[str, dict[str, Any]] = {"cpu": {"cpu": {"num_threads": 1}}, "xla": {"xla": {}}}
 
 
 @pytest.fixture(scope="package")
 def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    backend = request.config.getoption("--backend")
-    with running_service(tmp_path_factory.mktemp("service"), BACKENDS[backend], num_replicas=2) as started:
+    engine = request.config.getoption("--engine")
+    with running_service(tmp_path_factory.mktemp("service"), ENGINES[engine], num_replicas=2) as started:
         yield started
 
 

@@ -27,8 +27,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
     document = yaml.safe_load((ROOT / "configs/serve-jax.yaml").read_text())
     engine = document["applications"][0]["args"]["engine"]
-    assert engine["backend"] == "jax"
-    settings = engine | {"max_context": 1024, "compilation_cache_dir": str(folder / "xla")}
+    xla = engine["xla"] | {"compilation_cache_dir": str(folder / "xla")}
+    settings = engine | {"max_context": 1024, "xla": xla}
     sockets = folder / "sockets"
     sockets.mkdir()
     sockets.chmod(0o755)  # others may enter it: refused

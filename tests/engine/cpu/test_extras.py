@@ -12,6 +12,7 @@ from peft import LoraConfig
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.isolation.packing import pack_adapter, unpack_adapter
 from app.engine.adapters.lora import FEATURES, LoraAdapter
+from app.engine.config import CpuConfig
 from app.engine.cpu.backend import CpuBackend
 from tests.engine.adapters.formats.test_peft_parity import (
     ALL,
@@ -151,7 +152,7 @@ def test_a_slot_forgets_the_extras_of_the_adapter_before(tmp_path: Path) -> None
 
 def test_dora_on_a_base_in_8_bits_takes_the_norms_of_what_is_multiplied(tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
-    rounded = backend_of(model, tmp_path / "model", CONFIG.model_copy(update={"weight_storage": "int8"}))
+    rounded = backend_of(model, tmp_path / "model", CONFIG.on(CpuConfig(weight_storage="int8")))
     exact = backend_of(model, tmp_path / "model")
     adapter = _read(model, exact, tmp_path / "adapter", BEYOND["DoRA"][0])
     for backend in (exact, rounded):

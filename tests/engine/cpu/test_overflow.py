@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import TARGETS, LoraAdapter
-from app.engine.config import EngineConfig
+from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
 from app.engine.errors import AdapterOverflow
@@ -16,7 +16,7 @@ from tests.engine.company import _spec, _tensors
 def test_an_adapter_that_overflows_ends_its_own_requests() -> None:
     spec = _spec()
     # Few blocks and no shared prefixes: what the adapter left in its blocks is written over by those that follow.
-    config = EngineConfig(num_threads=1, num_kv_blocks=6, adapter_rank_rows=64, prefix_cache=False)
+    config = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=6, adapter_rank_rows=64, prefix_cache=False)
     engine = Engine(CpuBackend(spec, _tensors(spec, 1), config), config)
     good, large = random_adapter(spec, 8, TARGETS, 3), random_adapter(spec, 8, TARGETS, 3, size=1e12)
     adapters = {"base": None, "good": good, "greedy": large, "drawn": large}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.engine.config import EngineConfig
+from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.backend import GpuBackend
 from app.engine.cuda.kernels import KernelForm
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
@@ -25,8 +25,9 @@ FORM: KernelForm = "triton" if ON_CUDA else "torch"
 
 
 def gpu_config(**settings: Any) -> EngineConfig:
+    """Settings that all engines share and those of the section `cuda`, side by side."""
     sizes = {
-        "cuda_dtype": "float32",
+        "dtype": "float32",
         "num_kv_blocks": 256,
         "adapter_rank_rows": 1024,
         "max_adapter_slots": 64,
@@ -35,7 +36,9 @@ def gpu_config(**settings: Any) -> EngineConfig:
         "memory_fraction": 0.5,
         "skip_precompile": True,
     }
-    return EngineConfig(**sizes | settings)
+    settings = sizes | settings
+    cuda = {key: settings.pop(key) for key in CudaConfig.model_fields if key in settings}
+    return EngineConfig(cuda=CudaConfig(**cuda), **settings)
 
 
 def gpu_backend(

@@ -74,7 +74,7 @@ def test_one_base_product_per_module_whatever_adapters_the_batch_holds(num_token
 def test_bfloat16_is_near_float32() -> None:
     spec = tiny_spec()
     tensors = random_tensors(spec)
-    backends = [gpu_backend(spec, tensors, gpu_config(cuda_dtype=dtype)) for dtype in ("float32", "bfloat16")]
+    backends = [gpu_backend(spec, tensors, gpu_config(dtype=dtype)) for dtype in ("float32", "bfloat16")]
     generator = np.random.default_rng()
     pieces = [Piece(generator.integers(3, 60, 11), 0, np.arange(i, i + 1), i) for i in range(3)]
     adapters = [random_adapter(spec, rank, size=0.05) for rank in (8, 24)]

@@ -1,14 +1,14 @@
-"""What `engine.device: cuda` needs, and what is said where it is not there."""
+"""What the section `engine.cuda` needs, and what is said where it is not there."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from app.engine.cuda import loading as gpu_loading
+from app.engine.cuda.loading import cuda_device
 from app.engine.errors import ConfigError
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.open import load_backend
@@ -28,41 +28,30 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, *, built: bool, count: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("device", "built", "count", "message"),
+    ("index", "built", "count", "message"),
     [
-        ("cuda", False, 0, "'cuda' but torch .* was built without CUDA"),
-        ("cuda:1", True, 0, "'cuda:1' but torch finds no CUDA device"),
-        ("cuda:2", True, 2, "'cuda:2' but there are 2 CUDA devices, cuda:0 to cuda:1"),
-        ("rocm", True, 1, "'rocm' is not one of cpu, cuda"),
-        ("cuda:x", True, 1, "'cuda:x' is not one of cpu, cuda"),
+        (0, False, 0, "engine.cuda is set but torch .* was built without CUDA"),
+        (1, True, 0, "engine.cuda is set but torch finds no CUDA device"),
+        (2, True, 2, "engine.cuda.index is 2 but there are 2 CUDA devices, 0 to 1"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_by_name(
-    device: str, built: bool, count: int, message: str, monkeypatch: pytest.MonkeyPatch
+    index: int, built: bool, count: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _pretend(monkeypatch, built=built, count=count)
     with pytest.raises(ConfigError, match=message):
-        load_backend(_checkpoint(), gpu_config(device=device))
+        load_backend(_checkpoint(), gpu_config(index=index))
 
 
-def test_names_of_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, built=True, count=2)
-    assert gpu_loading.cuda_device("cuda") == torch.device("cuda", 0)
-    assert gpu_loading.cuda_device("cuda:1") == torch.device("cuda", 1)
+    assert cuda_device(0) == torch.device("cuda", 0)
+    assert cuda_device(1) == torch.device("cuda", 1)
 
 
-def test_a_setting_for_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend(monkeypatch, built=True, count=1)
-    with pytest.raises(ConfigError, match=r"weight_storage is 'int8', which is for the CPU.*cuda_dtype"):
-        load_backend(_checkpoint(), gpu_config(device="cuda", weight_storage="int8"))
-
-
-def test_without_triton_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_triton(*_: Any) -> None:
-        raise ModuleNotFoundError("No module named 'triton'", name="triton")
-
-    _pretend(monkeypatch, built=True, count=1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(gpu_loading, "GpuBackend", no_triton)
-    with pytest.raises(ConfigError, match="Triton is not installed: pip install polylora"):
-        load_backend(_checkpoint(), gpu_config(device="cuda"))
+@pytest.mark.parametrize("missing", ["torch", "triton"])
+def test_what_is_not_installed_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(ConfigError, match=rf"engine.cuda is set but {missing} is not installed: .*'polylora\[cuda\]'"):
+        load_backend(_checkpoint(), gpu_config())

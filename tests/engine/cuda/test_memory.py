@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.engine.config import EngineConfig
+from app.engine.config import CudaConfig, EngineConfig, XlaConfig
 from app.engine.cuda.memory import MemoryPlan, kv_block_bytes, plan_memory, rank_row_bytes
 from app.engine.errors import OutOfDeviceMemory
 from tests.engine.adapters.making import random_tensors, tiny_spec
@@ -18,7 +18,8 @@ GIB = 1 << 30
 
 
 def _plan(*, device_bytes: int = 8 * GIB, free_bytes: int = 8 * GIB, **settings: Any) -> MemoryPlan:
-    config = EngineConfig(device="cuda", **settings)
+    cuda = CudaConfig(**{key: settings.pop(key) for key in CudaConfig.model_fields if key in settings})
+    config = EngineConfig(cuda=cuda, **settings)
     return plan_memory(tiny_spec(), config, device_bytes=device_bytes, free_bytes=free_bytes, element_bytes=2)
 
 
@@ -72,8 +73,9 @@ def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, Any],
 
 
 def test_zero_blocks_are_for_cuda() -> None:
-    for settings in ({"device": "cpu"}, {"backend": "jax", "device": "cuda"}):
-        with pytest.raises(ValidationError, match="num_kv_blocks is 0; at least 2"):
-            EngineConfig(num_kv_blocks=0, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="num_kv_blocks is 0; at least 2"):
+        EngineConfig(num_kv_blocks=0)
+    with pytest.raises(ValidationError, match="num_kv_blocks is 0; at least 2"):
+        EngineConfig(num_kv_blocks=0, xla=XlaConfig(platform="gpu"))
     with pytest.raises(ValidationError, match="num_kv_blocks is 1; at least 2"):
-        EngineConfig(num_kv_blocks=1, device="cuda")
+        EngineConfig(num_kv_blocks=1, cuda=CudaConfig())

@@ -89,7 +89,7 @@ def test_adapters_are_sent_beside_steps_that_do_not_use_them(monkeypatch: pytest
 
 
 def test_what_is_allocated_at_the_start_is_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"device": "cuda", "num_kv_blocks": 0, "memory_bytes": 900 << 20, "adapter_extra_bytes": 1 << 20}
+    settings = {"num_kv_blocks": 0, "memory_bytes": 900 << 20, "adapter_extra_bytes": 1 << 20}
     with _backend(monkeypatch, **settings) as (backend, simulated):
         plan = backend.plan
         held = plan.weight_bytes + plan.rank_row_bytes + plan.kv_bytes
@@ -103,7 +103,7 @@ def test_a_device_that_runs_out_at_the_start_is_an_error_with_the_numbers(monkey
         simulated.limit_bytes = 100_000  # somebody else was faster
         with pytest.raises(OutOfDeviceMemory, match=r"cuda:0 ran out of memory .*tried to allocate") as caught:
             GpuBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
-        assert re.search(r"256 KV blocks .* of 2.00 GiB; lower engine.memory_fraction", str(caught.value))
+        assert re.search(r"256 KV blocks .* of 2.00 GiB; lower engine.cuda.memory_fraction", str(caught.value))
     numbers = r"budget is 2.00 GiB but 1.00 GiB"
     with simulated_cuda(monkeypatch, free_bytes=1 << 30), pytest.raises(OutOfDeviceMemory, match=numbers):
         GpuBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, XlaConfig
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.sharding import make_mesh
@@ -23,12 +23,12 @@ from tests.engine.served import CONFIG, backend_of, served_logits
 pytestmark = PEFT_WARNINGS
 
 #: Few KV blocks and one shape of step.
-JAX_CONFIG = CONFIG.model_copy(update={"backend": "jax", "skip_precompile": True})
+JAX_CONFIG = CONFIG.on(XlaConfig(skip_precompile=True))
 
 
 #: One shape of step, whatever is in it; little more memory than the adapters of a test take.
-XLA_CONFIG = JAX_CONFIG.model_copy(
-    update={"jax_form": "xla", "max_batch_tokens": 512, "max_batch_sequences": 512, "adapter_extra_bytes": 1 << 20}
+XLA_CONFIG = CONFIG.on(XlaConfig(form="xla", skip_precompile=True)).model_copy(
+    update={"max_batch_tokens": 512, "max_batch_sequences": 512, "adapter_extra_bytes": 1 << 20}
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.lora import TARGETS, LoraAdapter
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
@@ -35,7 +35,7 @@ CONFIG = EngineConfig(
 def backend(request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
     """One backend per form and weight storage for the module: compiling it is the expensive part."""
     form, storage = request.param
-    made = tiny_backend(CONFIG.model_copy(update={"jax_form": form, "weight_storage": storage}), SPEC)
+    made = tiny_backend(CONFIG.on(XlaConfig(form=form, weight_storage=storage)), SPEC)
     assert isinstance(made._weights.layers.qkv, Quantised) == (storage == "int8")
     made.programs.wait()
     yield made
@@ -146,7 +146,7 @@ def test_writing_and_serving_reuse_the_same_memory(backend: JaxBackend) -> None:
 
 def test_a_layer_is_five_calls_of_kernels() -> None:
     """In the loop's body, once for all layers; the embedding and the logits are one each."""
-    backend = tiny_backend(CONFIG.model_copy(update={"jax_form": "cpu", "skip_precompile": True}), SPEC)
+    backend = tiny_backend(CONFIG.on(XlaConfig(form="cpu", skip_precompile=True)), SPEC)
     calls = re.findall(r'custom_call_target="polylora_(\w+)"', backend.hlo(backend.programs.buckets[0]))
     assert sorted(calls) == [
         "add_product", "add_product", "attend", "embed", "logits", "norm_gated", "norm_qkv",
@@ -159,7 +159,7 @@ def test_extras_are_refused_by_name_where_there_is_no_memory_for_them() -> None:
     key = next(iter(plain.weights))
     biases = {key: np.ones(SPEC.target_shape(*key[:2])[1], np.float32)}
     adapter = dataclasses.replace(plain, delta_biases=biases)
-    config = CONFIG.model_copy(update={"jax_form": "xla", "skip_precompile": True, "adapter_extra_bytes": 0})
+    config = CONFIG.on(XlaConfig(form="xla", skip_precompile=True)).model_copy(update={"adapter_extra_bytes": 0})
     backend = tiny_backend(config, SPEC)
     with pytest.raises(AdapterMismatch, match="adapter_extra_bytes 0 cannot apply lora_bias"):
         backend.write_adapter(1, 0, adapter)

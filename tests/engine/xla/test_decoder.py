@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.lora import TARGETS
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, XlaConfig
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.xla.arrays import AdapterTables, KvMemory
 from app.engine.xla.backend import JaxBackend
@@ -26,9 +26,7 @@ from tests.engine.checkpoints import FAMILIES
 from tests.engine.logits_check import NUM_BLOCKS, check_family
 from tests.engine.xla.making import random_tensors
 
-CONFIG = EngineConfig(
-    num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=8, max_batch_tokens=64, max_batch_sequences=8, skip_precompile=True
-)
+CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=8, max_batch_tokens=64, max_batch_sequences=8)
 LENGTHS = (1, 20, 41)
 #: The forms share the rope tables, in which the other families differ.
 FOR_XLA = ("llama tied, biased", "llama one kv head", "mistral window", "qwen2 window on upper layers", "qwen3")
@@ -38,7 +36,7 @@ FOR_XLA = ("llama tied, biased", "llama one kv head", "mistral window", "qwen2 w
     ("family", "form"), [*((family, "cpu") for family in FAMILIES), *((family, "xla") for family in FOR_XLA)]
 )
 def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, form: str, tmp_path: Path) -> None:
-    config = CONFIG.model_copy(update={"jax_form": form})
+    config = CONFIG.on(XlaConfig(form=form, skip_precompile=True))
 
     def make_backend(checkpoint: Checkpoint) -> JaxBackend:
         return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
@@ -57,7 +55,8 @@ def test_deltas_in_pallas_give_the_same_logits() -> None:
     adapters = [random_adapter(spec, rank, targets) for rank, targets in ((3, TARGETS), (16, ["q_proj", "down_proj"]))]
     found = []
     for form in ("xla", "pallas"):
-        config = CONFIG.model_copy(update={"jax_form": form, "adapter_rank_rows": 32, "max_batch_tokens": 16})
+        config = CONFIG.on(XlaConfig(form=form, skip_precompile=True))
+        config = config.model_copy(update={"adapter_rank_rows": 32, "max_batch_tokens": 16})
         backend = JaxBackend(spec, tensors, config, make_mesh(jax.devices("cpu"), 1))
         for slot, adapter in enumerate(adapters, start=1):
             backend.write_adapter(slot, (slot - 1) * 8 * slot, adapter)

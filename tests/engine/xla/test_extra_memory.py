@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.lora import LoraAdapter, TokenRows
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, XlaConfig
 from app.engine.errors import AdapterTooLarge, ConfigError
 from app.engine.xla.extra_memory import _PIECE, ExtraMemory
 from app.engine.xla.extra_runs import ExtraRuns
@@ -82,8 +82,8 @@ def test_an_adapter_that_was_moved_gives_the_same_bits() -> None:
         return backend.logits(2)
 
     config = EngineConfig(
-        num_kv_blocks=8, adapter_rank_rows=32, max_batch_tokens=64, max_batch_sequences=8, skip_precompile=True,
-        jax_form="xla", adapter_extra_bytes=4 * (23 * hidden + 9),
+        num_kv_blocks=8, adapter_rank_rows=32, max_batch_tokens=64, max_batch_sequences=8,
+        xla=XlaConfig(form="xla", skip_precompile=True), adapter_extra_bytes=4 * (23 * hidden + 9),
     )  # fmt: skip
     backend = tiny_backend(config, spec)
     adapters = [own_rows("embed_tokens", 5), own_rows("lm_head", 9), own_rows("embed_tokens", 6)]

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, XlaConfig
 from app.engine.xla.programs import Programs, cpu_ladder, ladder
 from app.engine.xla.step import PREFILL_TILE, Bucket, _views, pack
 from app.kernels.sgmv.xla import SEGMENT_TOKENS, max_segments
@@ -75,7 +75,7 @@ def test_a_failed_compilation_is_raised_by_the_next_step() -> None:
 @pytest.mark.parametrize("form", ["cpu", "xla"])
 def test_any_division_of_tokens_fits_its_bucket(form: Literal["cpu", "xla"]) -> None:
     generator = np.random.default_rng()
-    config = EngineConfig(num_kv_blocks=64, adapter_rank_rows=128, jax_form=form, skip_precompile=True)
+    config = EngineConfig(num_kv_blocks=64, adapter_rank_rows=128, xla=XlaConfig(form=form, skip_precompile=True))
     adapters = tiny_backend(config)._adapters
     for slot in range(1, 9):
         adapters.assign(slot, slot * 8, random_adapter(tiny_spec(), 5, ["q_proj"]), 8)
@@ -107,12 +107,12 @@ def test_any_division_of_tokens_fits_its_bucket(form: Literal["cpu", "xla"]) -> 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     code = """
 import sys, jax
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, XlaConfig
 from tests.engine.xla.making import tiny_backend
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, max_batch_tokens=16, max_batch_sequences=2,
-                      compilation_cache_dir=sys.argv[1])
+                      xla=XlaConfig(compilation_cache_dir=sys.argv[1]))
 backend = tiny_backend(config)
 backend.programs.wait()
 print(hits.count("/jax/compilation_cache/cache_hits"), hits.count("/jax/compilation_cache/cache_misses"))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, TokenRows
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.errors import ConfigError
 from app.engine.models.names import EMBEDDING, LM_HEAD, expected_tensors
@@ -106,10 +106,7 @@ def observe(
         adapter_extra_bytes=1 << 20,
         max_batch_tokens=32,
         max_batch_sequences=8,
-        skip_precompile=True,
-        tensor_parallel=shards,
-        jax_form=form,
-        weight_storage=storage,
+        xla=XlaConfig(form=form, tensor_parallel=shards, weight_storage=storage, skip_precompile=True),
     )
     backend = JaxBackend(model, tensors_on_a_grid(model, seed), config, make_mesh(jax.devices("cpu"), shards))
     engine = Engine(backend, config)

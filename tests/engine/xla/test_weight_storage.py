@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from app.engine.config import CpuConfig, XlaConfig
 from app.engine.xla.backend import JaxBackend
 from app.kernels.matmul.quantised import Quantised
 from tests.engine.adapters.making import random_adapter
@@ -15,7 +16,7 @@ from tests.engine.adapters.parity import random_tokens
 from tests.engine.checkpoints import tiny_model
 from tests.engine.cuda.grids import put_on_grids
 from tests.engine.served import CONFIG, backend_of, served_logits
-from tests.engine.xla.test_adapter_extras import JAX_CONFIG, jax_backend
+from tests.engine.xla.test_adapter_extras import jax_backend
 
 PRODUCTS = {"head", "qkv", "o", "gate_up", "down"}
 
@@ -31,11 +32,10 @@ def test_either_storage_has_the_torch_engines_bits(
     family: str, on_grids: bool, storage: Literal["auto", "int8"], tmp_path: Path
 ) -> None:
     model = tiny_model(family)
-    settings = {"weight_storage": storage}
     torch_backend = backend_of(
-        put_on_grids(model) if on_grids else model, tmp_path / "model", CONFIG.model_copy(update=settings)
+        put_on_grids(model) if on_grids else model, tmp_path / "model", CONFIG.on(CpuConfig(weight_storage=storage))
     )
-    backend = jax_backend(tmp_path / "model", JAX_CONFIG.model_copy(update=settings))
+    backend = jax_backend(tmp_path / "model", CONFIG.on(XlaConfig(weight_storage=storage, skip_precompile=True)))
     assert _in_8_bits(backend) == (PRODUCTS if on_grids or storage == "int8" else set())
     adapters = [None, *(random_adapter(backend.spec, rank, seed=rank, size=0.3) for rank in (3, 16))]
     tokens = random_tokens(model, 2, 37)

@@ -1,0 +1,75 @@
+"""The engine's settings: one section for the device, each complaint with the place where the key belongs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from app.engine.config import CpuConfig, CudaConfig, DeviceConfig, EngineConfig, XlaConfig
+
+SECTIONS: list[DeviceConfig] = [
+    CpuConfig(num_threads=3),
+    CudaConfig(index=1, dtype="float32"),
+    XlaConfig(platform="tpu", tensor_parallel=4),
+]
+
+
+def test_the_cpu_is_the_default() -> None:
+    assert EngineConfig() == EngineConfig(cpu=CpuConfig()) == EngineConfig.model_validate({"cpu": {}})
+    assert EngineConfig().device == CpuConfig()
+
+
+@pytest.mark.parametrize("device", SECTIONS, ids=lambda device: device.name)
+def test_a_section_is_set_by_its_key_and_survives_being_written(device: DeviceConfig) -> None:
+    values: dict[str, Any] = {device.name: device.model_dump(), "num_kv_blocks": 7}
+    config = EngineConfig.model_validate(values)
+    assert config.device == device
+    assert config.section(type(device)) == device
+    assert EngineConfig.model_validate_json(config.model_dump_json()) == config
+    assert EngineConfig(num_kv_blocks=7).on(device) == config
+    assert config.on(CpuConfig()) == EngineConfig(num_kv_blocks=7)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cpu": {}, "cuda": {}}, "on one device, but engine.cpu and engine.cuda are set"),
+        ({"cuda": None}, "engine.cuda is empty; write cuda: {} for its defaults"),
+        ({"xla": {"num_threads": 2}}, r"xla.num_threads\n  Extra inputs"),
+        ({"cpu": {"tensor_parallel": 2}}, r"cpu.tensor_parallel\n  Extra inputs"),
+        ({"max_lora_rank": 8}, r"max_lora_rank\n  Extra inputs"),
+        ({"cuda": {"index": -1}}, r"cuda.index\n"),
+    ],
+)
+def test_a_section_has_its_own_keys_and_no_others(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EngineConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("backend", "torch", "engine.cpu, engine.cuda or engine.xla"),
+        ("device", "cuda:1", r"engine.cuda \(with its index\)"),
+        ("cuda_dtype", "float32", "engine.cuda.dtype"),
+        ("memory_fraction", 0.5, "engine.cuda.memory_fraction"),
+        ("memory_bytes", 1, "engine.cuda.memory_bytes"),
+        ("deterministic", True, "engine.cuda.deterministic"),
+        ("num_threads", 2, "engine.cpu.num_threads"),
+        ("weight_storage", "int8", "engine.cpu.weight_storage or engine.xla.weight_storage"),
+        ("tensor_parallel", 2, "engine.xla.tensor_parallel"),
+        ("jax_form", "xla", "engine.xla.form"),
+        ("skip_precompile", True, "engine.cuda.skip_precompile or engine.xla.skip_precompile"),
+        ("compilation_cache_dir", "x", "engine.xla.compilation_cache_dir"),
+    ],
+)
+def test_a_key_of_earlier_versions_is_refused_with_its_new_place(key: str, value: object, place: str) -> None:
+    with pytest.raises(ValidationError, match=f"engine.{key} is now .*{place}"):
+        EngineConfig.model_validate({key: value})
+
+
+def test_all_moved_keys_are_named_at_once() -> None:
+    with pytest.raises(ValidationError, match=r"engine\.backend is now .*; engine\.jax_form is now engine\.xla\.form"):
+        EngineConfig.model_validate({"backend": "jax", "jax_form": "xla"})
