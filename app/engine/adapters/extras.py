@@ -1,25 +1,208 @@
-"""What an adapter holds on a device beside its rank rows, module by module and in bytes.
+"""What an adapter does beside low-rank deltas: where, of which kind, with which values.
 
-In: a `LoraAdapter` and its base's spec. Out: which modules need a scale, a shift or a whole weight, where the
-replaced norms are, and how many bytes all of it takes. A layer's module becomes
-`y = scale * (W x + B A x) + shift`, with W the base's weight or the adapter's own; what the vectors hold is
-the backend's to compute. Counted in float32, outputs rounded up to whole panels of 16.
+In: a `LoraAdapter`, its base's spec, and what only the base's weights can tell (`BaseValues`). Out: `ExtraPart`s: NumPy
+arrays that a device lays out and applies (`app.kernels.extras.reference` defines how), and how many bytes they take.
+What can be computed once is computed here: a layer's module becomes `y = scale * (W x + B A x) + shift`, W the base's
+weight or the adapter's own, whether DoRA, trained biases, lora_bias or a replaced weight made it so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraAdapter, LoraKey
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.adapters.modules import Module, layer_modules
-from app.engine.models.names import EMBEDDING, expected_tensors
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, LayerNorm, expected_tensors
+from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 
+Floats = NDArray[np.float32]
+
+#: Of a layer's module. weight: [d_out, d_in] in place of the base's. scale, shift: [d_out].
+ModuleKind = Literal["weight", "scale", "shift"]
+#: Of the model, beside a `LayerNorm` of one layer, [H] or [head_dim]; each in place of the base's.
+#: final_norm: [H].
+#: embed_rows: [n, H] in place of the rows of embed_ids [n] (int64, ascending), or [V, H] where there are no ids.
+#: embed_a, embed_b: [V, r] and [r, H], so that token t gains b.T @ a[t].
+#: head_weight: [V, H]. head_rows: [n, H] in place of the rows of head_ids [n] (int64, ascending).
+#: head_a, head_b: [r, H] and [r, V], so that logits gain b.T @ (a @ x).
+ModelKind = Literal[
+    "final_norm",
+    "embed_rows",
+    "embed_ids",
+    "embed_a",
+    "embed_b",
+    "head_weight",
+    "head_rows",
+    "head_ids",
+    "head_a",
+    "head_b",
+]
+MODULE_KINDS: tuple[ModuleKind, ...] = get_args(ModuleKind)
+
 _PANEL = 16
+#: The axis that devices round up to whole panels of 16, and that is so counted.
+_PADDED_AXES = {"weight": 0, "scale": 0, "shift": 0, "head_weight": 0, "head_rows": 0, "head_a": 0, "head_b": 1}
+
+
+class ExtraPart(NamedTuple):
+    """One array. layer: None for the kinds of the whole model; target: None for all kinds but a module's.
+
+    values are float32 (ids int64) or what the adapter was saved in, and may be the adapter's own memory.
+    """
+
+    kind: ModuleKind | LayerNorm | ModelKind
+    layer: int | None
+    target: str | None
+    values: NDArray[Any]
+
+
+class BaseValues(Protocol):
+    """The base's modules, as a device keeps them."""
+
+    def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:
+        """m / ‖W + BA‖ [d_out] (`app.kernels.dora.reference`)."""
+        ...
+
+    def bias(self, key: LoraKey) -> Floats | None:
+        """The module's bias [d_out], if it has one."""
+        ...
+
+
+def plan(adapter: LoraAdapter, spec: ModelSpec, base: BaseValues) -> tuple[ExtraPart, ...]:
+    """Everything the adapter has beside rank rows; nothing for plain LoRA."""
+    if not adapter.features:
+        return ()
+    return (
+        *_module_parts(adapter, spec, base),
+        *_norm_parts(adapter),
+        *_embedding_parts(adapter),
+        *_head_parts(adapter),
+    )
+
+
+def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
+    """Bytes beside the rank rows, once the adapter is on a device: in float32, outputs rounded up to whole panels."""
+    if EMBEDDING in adapter.replaced:  # rows are written into it: nothing to merge for the sake of a size
+        rows = {name: rows for name, rows in adapter.token_rows.items() if name != "embed_tokens"}
+        adapter = replace(adapter, token_rows=rows)
+    total = 0
+    for part in plan(adapter, spec, _NoValues(spec)):
+        shape = list(part.values.shape)
+        if part.kind in _PADDED_AXES:
+            axis = _PADDED_AXES[part.kind]
+            shape[axis] = -(-shape[axis] // _PANEL) * _PANEL
+        total += int(np.prod(shape)) * (8 if part.kind.endswith("ids") else 4)
+    return total
+
+
+class _NoValues:
+    """Stands for a base of which only the sizes matter."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:  # noqa: ARG002
+        return magnitude
+
+    def bias(self, key: LoraKey) -> Floats | None:  # noqa: ARG002
+        return None
+
+
+def _module_parts(adapter: LoraAdapter, spec: ModelSpec, base: BaseValues) -> Iterator[ExtraPart]:
+    for layer in range(len(spec.layers)):
+        for product in layer_products(spec, layer):
+            for target in product.targets:
+                key, path = LoraKey(layer, target), f"model.layers.{layer}.{product.kind.path(target)}"
+                weight, bias = adapter.replaced.get(f"{path}.weight"), adapter.replaced.get(f"{path}.bias")
+                magnitude, delta_bias = adapter.magnitudes.get(key), adapter.delta_biases.get(key)
+                if weight is not None:
+                    yield ExtraPart("weight", layer, target, weight)
+                scale = None
+                if magnitude is not None:
+                    scale = base.dora_scale(key, magnitude, adapter.weights[key])
+                    yield ExtraPart("scale", layer, target, scale)
+                # A base bias under a scale, or lost with the base's weight, has to be put right by a shift.
+                wrongs_bias = product.has_bias and (scale is not None or weight is not None)
+                if bias is not None or delta_bias is not None or wrongs_bias:
+                    d_out = product.widths[product.targets.index(target)]
+                    values = _shift(base.bias(key), scale, bias, delta_bias, d_out, has_weight=weight is not None)
+                    yield ExtraPart("shift", layer, target, values)
+
+
+def _shift(
+    base_bias: Floats | None,
+    scale: Floats | None,
+    bias: Floats | None,
+    delta_bias: Floats | None,
+    d_out: int,
+    *,
+    has_weight: bool,
+) -> Floats:
+    """What remains to be added [d_out] to scale * (W x + base bias + B A x), or to the own W x."""
+    base = np.zeros(d_out) if base_bias is None else base_bias.astype(np.float64)
+    factor = np.ones(d_out) if scale is None else scale.astype(np.float64)
+    shift = base if bias is None else bias.astype(np.float64)
+    if not has_weight:
+        shift = shift - factor * base
+    if delta_bias is not None:
+        shift = shift + factor * delta_bias
+    return shift.astype(np.float32)
+
+
+def _norm_parts(adapter: LoraAdapter) -> Iterator[ExtraPart]:
+    kinds = {path: kind for kind, path in LAYER_NORMS.items()}
+    for name, values in adapter.replaced.items():
+        if name == FINAL_NORM:
+            yield ExtraPart("final_norm", None, None, values)
+        elif name.endswith("norm.weight"):
+            _, _, layer, path = name.removesuffix(".weight").split(".", 3)
+            yield ExtraPart(kinds[path], int(layer), None, values)
+
+
+def _embedding_parts(adapter: LoraAdapter) -> Iterator[ExtraPart]:
+    rows = adapter.replaced.get(EMBEDDING)
+    ids, token_rows = _token_rows(adapter, "embed_tokens")
+    if rows is not None and len(ids):
+        rows = rows.copy()
+        rows[ids] = token_rows
+    elif len(ids):
+        yield ExtraPart("embed_ids", None, None, ids)
+        rows = token_rows
+    if rows is not None:
+        yield ExtraPart("embed_rows", None, None, rows)
+    if "embed_tokens" in adapter.outer:
+        a, b = adapter.outer["embed_tokens"]
+        yield ExtraPart("embed_a", None, None, a.T)
+        yield ExtraPart("embed_b", None, None, b)
+
+
+def _head_parts(adapter: LoraAdapter) -> Iterator[ExtraPart]:
+    if LM_HEAD in adapter.replaced:
+        yield ExtraPart("head_weight", None, None, adapter.replaced[LM_HEAD])
+    ids, rows = _token_rows(adapter, "lm_head")
+    if len(ids):
+        yield ExtraPart("head_ids", None, None, ids)
+        yield ExtraPart("head_rows", None, None, rows)
+    if "lm_head" in adapter.outer:
+        a, b = adapter.outer["lm_head"]
+        yield ExtraPart("head_a", None, None, a)
+        yield ExtraPart("head_b", None, None, b)
+
+
+def _token_rows(adapter: LoraAdapter, name: str) -> tuple[NDArray[np.int64], Floats]:
+    """(ids [n] ascending, rows [n, H]); n is 0 where the adapter has none."""
+    if name not in adapter.token_rows:
+        return np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
+    token_ids, rows = adapter.token_rows[name]
+    ids = np.array(token_ids, np.int64)
+    order = np.argsort(ids)
+    return ids[order], rows[order]
 
 
 class ModuleExtras(NamedTuple):
@@ -95,35 +278,5 @@ def embedding_ids(adapter: LoraAdapter) -> NDArray[np.int64] | None:
     return np.array(adapter.token_rows["embed_tokens"].token_ids, np.int64)
 
 
-def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
-    """Bytes beside the rank rows, once the adapter is on a device."""
-    num_floats = sum(adapter.replaced[name].size for name in replaced_norms(adapter))
-    for key, parts in module_extras(adapter, spec).items():
-        d_in, d_out = spec.target_shape(key.layer, key.target)
-        num_vectors = parts.has_scale + parts.has_shift
-        num_floats += _padded(d_out) * (num_vectors + (d_in if parts.weight is not None else 0))
-    hidden, vocab = spec.hidden_size, spec.vocab_size
-    if EMBEDDING in adapter.replaced:
-        num_floats += vocab * hidden
-    if "lm_head.weight" in adapter.replaced:
-        num_floats += _padded(vocab) * hidden
-    if "embed_tokens" in adapter.outer:
-        num_floats += adapter.outer["embed_tokens"].rank * (vocab + hidden)
-    if "lm_head" in adapter.outer:
-        rank = adapter.outer["lm_head"].rank
-        num_floats += _padded(rank) * hidden + rank * _padded(vocab)
-    num_ids = 0
-    for name, (token_ids, _) in adapter.token_rows.items():
-        if name == "embed_tokens" and EMBEDDING in adapter.replaced:
-            continue  # they are written into it
-        num_ids += len(token_ids)
-        num_floats += hidden * (_padded(len(token_ids)) if name == "lm_head" else len(token_ids))
-    return 4 * num_floats + 8 * num_ids
-
-
 def _linear(spec: ModelSpec) -> dict[str, Module]:
     return {path: module for path, module in layer_modules(len(spec.layers)).items() if not module.is_fused}
-
-
-def _padded(size: int) -> int:
-    return -(-size // _PANEL) * _PANEL

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 from app.engine.errors import CheckpointError
+from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+#: A layer's norms, as they are called here.
+LayerNorm = Literal["attention_norm", "mlp_norm", "q_norm", "k_norm"]
+#: Where a checkpoint keeps them in the layer.
+LAYER_NORMS: dict[LayerNorm, str] = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
 _GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD}
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -39,22 +49,16 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
-        shapes[prefix + "input_layernorm.weight"] = (spec.hidden_size,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (spec.hidden_size,)
-        biases = {
-            **dict.fromkeys(_ATTENTION, layer.attention.qkv_bias),
-            "o_proj": layer.attention.o_bias,
-            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), layer.mlp.bias),
-        }
-        for target, has_bias in biases.items():
-            d_in, d_out = spec.target_shape(index, target)
-            module = prefix + ("self_attn." if target in _ATTENTION else "mlp.") + target
-            shapes[module + ".weight"] = (d_out, d_in)
-            if has_bias:
-                shapes[module + ".bias"] = (d_out,)
+        widths: dict[LayerNorm, int] = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
         if layer.attention.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                shapes[f"{prefix}self_attn.{norm}.weight"] = (layer.attention.head_dim,)
+            widths |= {"q_norm": layer.attention.head_dim, "k_norm": layer.attention.head_dim}
+        shapes |= {f"{prefix}{LAYER_NORMS[norm]}.weight": (width,) for norm, width in widths.items()}
+        for product in layer_products(spec, index):
+            for target, width in zip(product.targets, product.widths, strict=True):
+                module = prefix + product.kind.path(target)
+                shapes[f"{module}.weight"] = (width, product.d_in)
+                if product.has_bias:
+                    shapes[f"{module}.bias"] = (width,)
     shapes[FINAL_NORM] = (spec.hidden_size,)
     if not spec.tie_embeddings:
         shapes[LM_HEAD] = (spec.vocab_size, spec.hidden_size)
