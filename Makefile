@@ -1,5 +1,5 @@
 # make serve   install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
-# make test    the whole suite                                PYTEST_ARGS=
+# make test    the whole suite, side by side on the cores     PYTEST_ARGS= WORKERS=
 # make lint    ruff and mypy
 #
 # Everything lives in .venv and in pip's and polylora's caches; a stamp is written when a step is complete,
@@ -11,6 +11,8 @@ PORT ?= 8000
 CONFIG ?= configs/serve.yaml
 DASHBOARD ?=
 PYTEST_ARGS ?=
+# More than four workers need more memory than they save time.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu); echo $$((n < 4 ? n : 4)))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +35,7 @@ install: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@$(BIN)/polylora fetch --config $(CONFIG)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

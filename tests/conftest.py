@@ -9,6 +9,12 @@ import hypothesis
 import pytest
 import torch
 
+from tests.workers import NUM_WORKERS, group_of, turn_of
+
+#: Workers side by side share the cores. Our kernels' bits do not depend on the number of threads, nor may a test.
+if NUM_WORKERS > 1:
+    torch.set_num_threads(max((os.cpu_count() or 1) // NUM_WORKERS, 1))
+
 if not torch.cuda.is_available():
     # GPU kernels run in Triton's interpreter. It has to know before it is imported, which torch does not do.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -28,6 +34,15 @@ hypothesis.settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", choices=("cpu", "xla"), default="cpu", help="engine of tests/e2e/service")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where workers share the tests, say which stay together and in which order they are begun."""
+    if NUM_WORKERS > 1:
+        groups = group_of(items)
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(groups[item.path]))
+        items.sort(key=lambda item: turn_of(groups[item.path]))
 
 
 def pytest_report_header() -> str:

@@ -1,0 +1,43 @@
+"""How `make test` shares the tests among workers (pytest-xdist) that run side by side.
+
+In: the collected tests. Out: the group of every file, which one worker runs from its first test to its last, and the
+order in which groups are begun. Nothing here decides what a test sees but which tests ran before it in its process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+#: As xdist counts them; 1 where pytest runs alone.
+NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+_TESTS = Path(__file__).parent
+
+#: Ray clusters run one at a time: each wants what the machine has, and a test of one may kill processes.
+CLUSTERS = "e2e"
+#: Files that compare with the demo model in transformers: it is loaded once, in 15 s.
+DEMO_MODEL = "demo model"
+#: What is begun first, the longest in front. The clusters compile the CPU's kernels before anybody else needs them;
+#: meanwhile the others run what needs none.
+_FIRST = (CLUSTERS, "deployments", "cli", "load_tests", "examples", DEMO_MODEL, "parity", "engine/xla")
+
+
+def group_of(items: Sequence[pytest.Item]) -> dict[Path, str]:
+    """The group of every file: its own path in tests/, or one that is shared with other files."""
+    groups = {item.path: item.path.relative_to(_TESTS).as_posix() for item in items}
+    groups |= {path: CLUSTERS for path, name in groups.items() if name.startswith("e2e/")}
+    return groups | {
+        item.path: DEMO_MODEL for item in items if "demo_transformers" in getattr(item, "fixturenames", ())
+    }
+
+
+def turn_of(group: str) -> int:
+    """The place of a group in the order of beginning; those of one place keep the order of collection."""
+    for turn, name in enumerate(_FIRST):
+        if group == name or group.startswith(f"{name}/"):
+            return turn
+    return len(_FIRST)
