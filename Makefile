@@ -21,11 +21,12 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: serve fetch install test lint clean
 
-# A configuration with a section `xla:` needs JAX, too.
-JAX := $(if $(shell grep -sE '^[^#]*\bxla: *(\{|$$|#)' $(CONFIG)),$(VENV)/.installed-jax)
+# A configuration whose engine has a section `cuda:` or `xla:` needs what computes there, too.
+has_section = $(shell grep -sE '(^|[{,]) *$(1) *:' $(CONFIG))
+EXTRAS := $(if $(call has_section,cuda),$(VENV)/.installed-cuda) $(if $(call has_section,xla),$(VENV)/.installed-jax)
 
 # It fetches the model itself, with progress.
-serve: install $(JAX)
+serve: install $(EXTRAS)
 	@exec $(BIN)/polylora serve --config $(CONFIG) --host $(HOST) --port $(PORT) $(if $(DASHBOARD),--dashboard)
 
 fetch: install
@@ -53,10 +54,8 @@ $(VENV)/.created:
 	@$(PIP) install --quiet --upgrade pip
 	@touch $@
 
-# torch first and alone: whichever build the index offers is then kept by everything after it.
 $(VENV)/.installed: pyproject.toml $(VENV)/.created
-	@echo "installing polylora and what it needs (minutes the first time)"
-	@$(PIP) install $(TORCH)
+	@echo "installing polylora and what it needs (a minute or two the first time)"
 	@$(PIP) install --editable .
 	@touch $@
 
@@ -65,7 +64,17 @@ $(VENV)/.installed-jax: $(VENV)/.installed
 	@$(PIP) install --editable '.[jax]'
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+# torch first and alone: whichever build the index offers is then kept by everything after it.
+$(VENV)/.installed-torch: $(VENV)/.installed
+	@echo "installing torch (minutes the first time)"
+	@$(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.installed-cuda: $(VENV)/.installed-torch
+	@$(PIP) install --editable '.[cuda]'
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-torch
 	@echo "installing what the tests need"
 	@$(PIP) install --editable '.[test]'
 	@touch $@

@@ -193,7 +193,7 @@ def test_what_the_file_leaves_open_about_the_address_has_a_default() -> None:
 def test_a_missing_jax_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "jax" else pytest.fail(name))
-    with pytest.raises(ConfigError, match=r"JAX is not installed: pip install 'polylora\[jax\]'"):
+    with pytest.raises(ConfigError, match=r"jax is not installed: pip install 'polylora\[jax\]'"):
         serving.serve_until_stopped(ROOT / "configs/serve-jax.yaml", None, None, dashboard=False)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from tests.engine.checkpoints import save, tiny_model
 CONFIG = EngineConfig(
     cpu=CpuConfig(num_threads=1), num_kv_blocks=64, adapter_rank_rows=64, max_batch_tokens=32, max_waiting=3
 )
+ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}w9"
 LONG = SamplingParams(max_tokens=20, temperature=0.9, seed=11, ignore_eos=True, num_logprobs=1)
 
@@ -136,3 +139,17 @@ def test_references_carry_the_contents_digest(llm: LLM, adapter: Path) -> None:
     assert isinstance(request, GenerateRequest)
     assert weights is loaded
     assert request.adapter == AdapterRef(str(adapter), loaded.card.digest)
+
+
+def test_the_default_engine_computes_where_only_its_own_dependencies_are(model: Path, adapter: Path) -> None:
+    """torch, Triton, JAX and transformers are for other engines and for tests."""
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'triton', 'jax', 'transformers', 'peft'))\n"
+        "from app.engine.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["--model", str(model), "--adapter", str(adapter), "--raw", "--prompt", "w3 w4", "--max-tokens", "3"]
+    command = [sys.executable, "-c", code, *arguments, "--num-threads", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 generated tokens" in done.stderr
