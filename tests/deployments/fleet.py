@@ -7,7 +7,10 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from app.config import PlacementConfig
+from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.dispatcher import Dispatcher
+from app.deployments.ingress.links import Links
+from app.deployments.ingress.streams import Stream
 from app.deployments.links.transport import Frame, ReplicaGone, ReplicaLeaving
 from app.deployments.placement.policies.choosing import make_policy
 from app.deployments.placement.table import PlacementTable, ReplicaReport
@@ -69,6 +72,28 @@ class FakeReplica:
         )
 
 
+class Unbatched:
+    """The dispatcher's `Batcher` without any: a stream is assigned when it comes, alone."""
+
+    def __init__(self, assigner: Assigner) -> None:
+        self._assigner = assigner
+
+    async def assign(self, stream: Stream) -> None:
+        (error,) = await self._assigner.assign([stream])
+        if error is not None:
+            raise error
+
+
+class FleetDispatcher(Dispatcher):
+    """A dispatcher over a fleet, with the parts that are below it."""
+
+    def __init__(self, fleet: Fleet, replica_wait_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        links = Links(fleet, fleet, clock)
+        self.assigner = Assigner(links, fleet, fleet.policy, clock, replica_wait_s)
+        super().__init__(Unbatched(self.assigner), links)
+
+
 class Fleet:
     """Transport, placer and adapter store of a dispatcher under test."""
 
@@ -92,8 +117,8 @@ class Fleet:
         self.replicas[replica.replica_id] = replica
         return replica
 
-    def dispatcher(self, *, replica_wait_s: float = 120.0) -> Dispatcher:
-        return Dispatcher(self, self, self.policy, replica_wait_s=replica_wait_s)
+    def dispatcher(self, *, replica_wait_s: float = 120.0) -> FleetDispatcher:
+        return FleetDispatcher(self, replica_wait_s)
 
     def kill(self, replica_id: str) -> None:
         self.replicas[replica_id].dead.set()

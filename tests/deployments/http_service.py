@@ -68,7 +68,7 @@ class Service:
         return self.managed.view
 
     def is_ready(self) -> bool:
-        return bool(self.dispatcher.usable_loads())
+        return bool(self.dispatcher.links.usable_loads())
 
     def observe(self, route: str, status: int, job: Job | None) -> None:
         self.observed.append((route, status))

@@ -2,8 +2,7 @@
 
 In: HTTP requests, and calls of other Ray jobs through the deployment handle. Out: answers. A thin shell:
 words are `frontend`, placement and streams are `dispatch`, routes are `http_app`. This class only wires
-them to Ray and owns what must live as long as the process: the watchers of both tables and the batch in
-which admissions are placed together.
+them to Ray and owns what must live as long as the process: the watchers of both tables.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from starlette.types import ASGIApp
 
 from app.config import AppConfig, LimitsConfig
 from app.deployments.ingress import python_calls
+from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.batcher import ServeBatcher
 from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.ingress.frontend import Frontend, Job
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.management_bodies import adapter_body, unloaded_body
+from app.deployments.ingress.links import Links
 from app.deployments.ingress.management import Management
 from app.deployments.ingress.metrics import IngressMetrics
-from app.deployments.ingress.streams import Stream
 from app.deployments.ingress.text_model import open_text
 from app.deployments.ingress.watching import WatchedRegistry
 from app.deployments.links.gauges import repeat_gauges
@@ -66,13 +67,11 @@ class Ingress(AsgiIngress):
         route_in_this_loop(engines)
         self._transport = ServeTransport(engines)
         self._placer = ServePlacer(placement, placed)
-        self._dispatcher = Dispatcher(
-            self._transport,
-            self._placer,
-            make_policy(config.placement),
-            admit=self._admit,
-            replica_wait_s=config.limits.replica_wait_s,
-        )
+        clock = asyncio.get_running_loop().time
+        policy, wait_s = make_policy(config.placement), config.limits.replica_wait_s
+        links = Links(self._transport, self._placer, clock)
+        self._assigner = Assigner(links, self._placer, policy, clock, wait_s)
+        self._dispatcher = Dispatcher(ServeBatcher(self._assigner), links)
         self.management = Management(self._ask_store, self._transport, lambda: self._placer.table)
         self._expected: set[str] = set()  # digests of adapters that the store was told to read
         text = await asyncio.to_thread(open_text, config)
@@ -94,7 +93,7 @@ class Ingress(AsgiIngress):
         """New limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""
         limits = LimitsConfig.model_validate(self._config.limits.model_dump() | user_config)
         self.frontend.limits = limits
-        self._dispatcher.replica_wait_s = limits.replica_wait_s
+        self._assigner.replica_wait_s = limits.replica_wait_s
 
     def check_health(self) -> None:
         for watcher in self._watchers:
@@ -144,7 +143,7 @@ class Ingress(AsgiIngress):
         return self._registry.view
 
     def is_ready(self) -> bool:
-        return bool(self._dispatcher.usable_loads())
+        return bool(self._dispatcher.links.usable_loads())
 
     def observe(self, route: str, status: int, job: Job | None) -> None:
         first = job.requests[0] if job is not None else None
@@ -158,14 +157,6 @@ class Ingress(AsgiIngress):
         )
 
     # -- inner parts --------------------------------------------------------------------------------
-
-    @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.002, max_concurrent_batches=8)
-    async def _place_batch(self, streams: list[Stream]) -> list[Exception | None]:
-        return await self._dispatcher.place(streams)
-
-    async def _admit(self, stream: Stream) -> Exception | None:
-        error: Exception | None = await self._place_batch(stream)
-        return error
 
     def _resolve(self, name: str, key: str) -> AdapterRef | None:
         """What a name means now. One that is on no device is read while its request is tokenized and placed."""

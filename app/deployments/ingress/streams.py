@@ -1,7 +1,8 @@
-"""One request on its way, and the connection to the replica that computes it.
+"""One request on its way to its tokens, and the link to the replica that computes it.
 
-The dispatcher changes these, on one event loop; a stream's caller reads its inbox. Every placement is a new engine
-request, so nothing an old replica still does can reach the stream.
+In: chunks and losses, put into a stream's inbox. Out: whoever reads the stream takes them from there, in order. Rule:
+every attempt at a stream is a new request to the engine, so nothing that an old replica still does can reach the
+stream. All of it is used on one event loop.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ import uuid
 from dataclasses import dataclass, field, replace
 
 from app.deployments.ingress.inbox import Inbox
-from app.engine.errors import DeadlineExceeded, Overloaded
+from app.deployments.links.transport import EngineFailed
+from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, Overloaded, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Put in a stream's inbox in place of a chunk: that placement came to nothing, the stream must be placed again.
+    """Put in a stream's inbox in place of a chunk: this attempt came to nothing, and there must be another.
 
-    `died`: the replica died with the stream on it. `failed`: its engine did, in a step that computed the stream.
+    `died`: the replica died with the stream on it. `failed`: its engine failed in a step that computed the stream.
     """
 
-    placement: int
+    attempt: int
     died: bool
     failed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The same: that replica has no room for the request, and has computed nothing of this placement."""
+    """Put there in place of a chunk, too: a replica has no room for the request, and has computed nothing of it."""
 
-    placement: int
+    attempt: int
     replica_id: str
     error: Overloaded
 
@@ -41,8 +43,9 @@ class Refused:
 class Stream:
     """One request on its way: where it is computed and what has arrived.
 
-    `deadline_s` is a time of the event loop's clock. `submitting` holds back an abort that would overtake its own
-    submission. `refusals`: why each replica that was asked since the last loss has no room.
+    `deadline_s` is a time of the event loop's clock. While `submitting` is set an abort would overtake the submission
+    of its own request, so it is held back. `refusals` says why each replica that was asked since the last loss has no
+    room.
     """
 
     request: GenerateRequest
@@ -50,7 +53,7 @@ class Stream:
     inbox: Inbox[TokenChunk | Lost | Refused | DeadlineExceeded] = field(default_factory=Inbox)
     received: list[int] = field(default_factory=list)
     link: Link | None = None
-    placement: int = 0
+    attempt: int = 0
     num_losses: int = 0
     num_failures: int = 0
     refusals: dict[str, Overloaded] = field(default_factory=dict)
@@ -58,34 +61,89 @@ class Stream:
     closed: bool = False
 
     @property
-    def placement_id(self) -> str:
-        return f"{self.request.request_id}/{self.placement}"
+    def attempt_id(self) -> str:
+        """The request id that the engine knows this attempt by."""
+        return f"{self.request.request_id}/{self.attempt}"
+
+    def attempt_request(self) -> GenerateRequest:
+        """The request as this attempt computes it: it goes on from the tokens that were received."""
+        resume = (*self.request.resume_token_ids, *self.received)
+        return replace(
+            self.request, request_id=self.attempt_id, resume_token_ids=resume, num_failures=self.num_failures
+        )
 
     def late(self) -> DeadlineExceeded:
+        """The error of a request whose time is over."""
         request_id = self.request.request_id
         return DeadlineExceeded(f"request {request_id} took longer than limits.request_timeout_s; it was aborted")
 
-    def placed_request(self) -> GenerateRequest:
-        """The request as this placement computes it: from the tokens already received."""
-        resume = (*self.request.resume_token_ids, *self.received)
-        return replace(
-            self.request,
-            request_id=self.placement_id,
-            resume_token_ids=resume,
-            num_failures=self.num_failures,
-        )
+    def leave_link(self) -> None:
+        """Expect nothing more of the present attempt."""
+        if self.link is not None:
+            self.link.streams.pop(self.attempt_id, None)
+            self.link = None
+
+    def lose(self, attempt: int, *, died: bool = False, failure: EngineFailed | None = None) -> None:
+        """Ask for another attempt, unless one has begun since, or this request is to blame for an engine's failure."""
+        if self.attempt != attempt:
+            return
+        if failure is not None and failure.culprit == self.attempt_id:
+            self.fail(
+                EngineFailure(
+                    f"request {self.request.request_id} was being computed when {self.num_failures + 1} engines "
+                    "failed, the last time as the only suspect; giving up on it"
+                )
+            )
+            return
+        failed = failure is not None and self.attempt_id in failure.suspects
+        self.inbox.put(Lost(attempt, died and self.link is not None, failed))
+        self.leave_link()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error."""
+        self.inbox.put(TokenChunk(self.attempt_id, finish_reason="error", error=error))
+        self.leave_link()
 
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """Our connection to one replica. `attached` is set by the first frame, or failed with the reader.
+    """The connection to one replica, and the streams that are computed there.
 
-    `draining`: the replica takes no new requests; sooner or later it is stopped.
+    `settled` is set when it is known whether the replica has attached us: with the first frame, or when the link ends
+    before. A replica that is `draining` takes no new requests; sooner or later it is stopped.
     """
 
     replica_id: str
-    attached: asyncio.Future[None]
     link_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    streams: dict[str, Stream] = field(default_factory=dict)
-    reader: asyncio.Task[None] | None = None
+    streams: dict[str, Stream] = field(default_factory=dict)  # by attempt id
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_attached: bool = False
     draining: bool = False
+    reader: asyncio.Task[None] | None = None
+
+    def attached(self) -> None:
+        """The first frame has come."""
+        self.is_attached = True
+        self.settled.set()
+
+    def take(self, stream: Stream) -> None:
+        """Deliver the chunks of the stream's present attempt to it from now on."""
+        stream.link = self
+        self.streams[stream.attempt_id] = stream
+
+    def deliver(self, chunk: TokenChunk) -> None:
+        """Hand a chunk to its stream. A stream that was closed meanwhile is not here: its abort is on the way."""
+        stream = self.streams.get(chunk.request_id)
+        if stream is None:
+            return
+        if isinstance(chunk.error, QueueFull | AdapterKeptOut):
+            stream.inbox.put(Refused(stream.attempt, self.replica_id, chunk.error))
+        else:
+            stream.inbox.put(chunk)
+        if chunk.finish_reason is not None:
+            stream.leave_link()
+
+    def lose_all(self, *, died: bool, failure: EngineFailed | None) -> None:
+        """Ask for another attempt at every stream."""
+        for stream in list(self.streams.values()):
+            stream.lose(stream.attempt, died=died, failure=failure)

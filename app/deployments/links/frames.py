@@ -36,7 +36,9 @@ def _is_plain(chunk: TokenChunk) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class _Link:
+class _Reader:
+    """What waits for the reader of one link, and which requests it waits for."""
+
     chunks: list[TokenChunk] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     request_ids: set[str] = field(default_factory=set)
@@ -48,78 +50,78 @@ class FrameHub:
     """Who waits for which request. One event loop; no threads."""
 
     def __init__(self) -> None:
-        self._links: dict[str, _Link] = {}
-        self._owners: dict[str, _Link] = {}
+        self._readers: dict[str, _Reader] = {}
+        self._owners: dict[str, _Reader] = {}
 
     @property
     def num_links(self) -> int:
-        return len(self._links)
+        return len(self._readers)
 
     def is_attached(self, link_id: str) -> bool:
-        return link_id in self._links
+        return link_id in self._readers
 
     def owns(self, request_id: str) -> bool:
         return request_id in self._owners
 
     def expect(self, link_id: str, request_id: str) -> None:
         """Chunks of this request go to this link from now on."""
-        link = self._links[link_id]
-        link.request_ids.add(request_id)
-        self._owners[request_id] = link
+        reader = self._readers[link_id]
+        reader.request_ids.add(request_id)
+        self._owners[request_id] = reader
 
     def deliver(self, chunks: Iterable[TokenChunk]) -> None:
         """Hand chunks to their links. Those of nobody (aborted, reader gone) end here."""
         for chunk in chunks:
-            link = self._owners.get(chunk.request_id)
-            if link is None:
+            reader = self._owners.get(chunk.request_id)
+            if reader is None:
                 continue
-            link.chunks.append(chunk)
-            link.news.set()
+            reader.chunks.append(chunk)
+            reader.news.set()
             if chunk.finish_reason is not None:
                 self.forget(chunk.request_id)
 
     def end(self, error: Exception) -> None:
         """Every link ends with this error, after what it was given before: nothing more is computed here."""
-        for link in self._links.values():
-            link.end = error
-            link.news.set()
+        for reader in self._readers.values():
+            reader.end = error
+            reader.news.set()
 
     def forget(self, request_id: str) -> None:
         """Nothing more is expected for this request."""
-        link = self._owners.pop(request_id, None)
-        if link is not None:
-            link.request_ids.discard(request_id)
+        reader = self._owners.pop(request_id, None)
+        if reader is not None:
+            reader.request_ids.discard(request_id)
 
     async def frames(self, link_id: str, idle_s: float) -> AsyncGenerator[list[TokenChunk]]:
         """Frames of one link, an empty one first. Ends after `idle_s` without a request, or as `end` or `leave` say."""
-        link = self._links[link_id] = _Link()
+        reader = self._readers[link_id] = _Reader()
         yield []
         while True:
             try:
-                await asyncio.wait_for(link.news.wait(), idle_s)
+                await asyncio.wait_for(reader.news.wait(), idle_s)
             except TimeoutError:
-                if not link.request_ids and not link.chunks:
+                if not reader.request_ids and not reader.chunks:
                     return
                 continue
-            if link.left:
+            if reader.left:
                 return
-            frame, link.chunks = link.chunks, []
-            link.news.clear()
+            frame, reader.chunks = reader.chunks, []
+            reader.news.clear()
             if frame:
                 yield frame
-            if link.end is not None and not link.chunks:  # some may have come while the frame was read
-                raise link.end
+            if reader.end is not None and not reader.chunks:  # some may have come while the frame was read
+                raise reader.end
 
     def leave(self, link_id: str) -> None:
         """Nobody reads this link any more: it ends now."""
-        if (link := self._links.get(link_id)) is not None:
-            link.left = True
-            link.news.set()
+        if (reader := self._readers.get(link_id)) is not None:
+            reader.left = True
+            reader.news.set()
 
     def detach(self, link_id: str) -> list[str]:
         """The reader is gone. Returns the requests it still waited for."""
-        link = self._links.pop(link_id, None)
-        orphans = sorted(link.request_ids) if link is not None else []
+        reader = self._readers.pop(link_id, None)
+        orphans = sorted(reader.request_ids) if reader is not None else []
         for request_id in orphans:
             self.forget(request_id)
         return orphans

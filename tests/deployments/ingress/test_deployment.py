@@ -13,19 +13,18 @@ def test_new_limits_are_those_of_requests_and_of_waiting_for_replicas() -> None:
     code = """if True:
         from types import SimpleNamespace
         from app.config import AppConfig
-        from app.deployments.ingress.dispatcher import Dispatcher
         from app.deployments.ingress.deployment import Ingress
         config = AppConfig.model_validate({"limits": {"max_sequences": 7}})
         ingress = SimpleNamespace(
-            _config=config, _dispatcher=Dispatcher(None, None, None), frontend=SimpleNamespace(limits=config.limits)
+            _config=config, _assigner=SimpleNamespace(), frontend=SimpleNamespace(limits=config.limits)
         )
         Ingress.reconfigure(ingress, {"replica_wait_s": 2.5, "max_logprobs": 3})
-        assert ingress._dispatcher.replica_wait_s == 2.5
+        assert ingress._assigner.replica_wait_s == 2.5
         assert (ingress.frontend.limits.max_sequences, ingress.frontend.limits.max_logprobs) == (7, 3)
         try:
             Ingress.reconfigure(ingress, {"replica_wait_s": "soon"})
         except ValueError:
-            assert ingress._dispatcher.replica_wait_s == 2.5
+            assert ingress._assigner.replica_wait_s == 2.5
         else:
             raise AssertionError("it is no number")
     """

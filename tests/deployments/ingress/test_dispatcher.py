@@ -92,7 +92,7 @@ async def test_many_streams_over_two_replicas_each_get_their_own_tokens(make_fle
         assert last.usage is not None
         assert last.usage.completion_tokens == 40
     assert all(replica.submitted for replica in fleet.replicas.values())
-    assert dispatcher.num_streams == 0
+    assert dispatcher.links.num_streams == 0
     await dispatcher.close()
 
 
@@ -100,7 +100,7 @@ async def test_requests_placed_together_are_one_call_per_replica(make_fleet: Mak
     fleet = make_fleet(2)
     dispatcher = fleet.dispatcher()
     streams = [Stream(make_request(f"r{i}", [1, 2, 3], max_tokens=3)) for i in range(10)]
-    assert await dispatcher.place(streams) == [None] * 10
+    assert await dispatcher.assigner.assign(streams) == [None] * 10
     await until(lambda: all(replica.calls for replica in fleet.replicas.values()))
     assert [replica.calls for replica in fleet.replicas.values()] == [[5], [5]]
     await dispatcher.close()
@@ -250,7 +250,7 @@ async def test_a_caller_that_leaves_frees_its_blocks(make_fleet: MakeFleet) -> N
     stats = replica.thread.stats()
     assert stats.num_blocks_free == stats.num_blocks
     assert stats.num_aborted == 1
-    assert dispatcher.num_streams == 0
+    assert dispatcher.links.num_streams == 0
     await dispatcher.close()
 
 
@@ -270,8 +270,8 @@ async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make_fleet:
         await until(lambda replica=replica: replica.service.num_waiting_for_adapters == 0)
         stats = replica.thread.stats()
         assert stats.num_blocks_free == stats.num_blocks
-    assert dispatcher.num_streams == 0
-    assert dispatcher._inflight == {}
+    assert dispatcher.links.num_streams == 0
+    assert dispatcher.links.inflight == {}
     await dispatcher.close()
 
 
@@ -338,7 +338,7 @@ async def test_what_a_full_replica_refuses_goes_where_there_is_room(make_fleet: 
         base, await asyncio.gather(*(collect(dispatcher, request) for request in base)), strict=True
     ):
         assert tokens == expected(request)
-    assert dispatcher._inflight == {}
+    assert dispatcher.links.inflight == {}
     await dispatcher.close()
 
 
@@ -353,8 +353,8 @@ async def test_a_request_is_refused_when_every_replica_has_refused_it_once(make_
         with pytest.raises(QueueFull, match=r"engine\.max_waiting is 0"):
             await collect(dispatcher, request)
     assert [len(replica.submitted) for replica in fleet.replicas.values()] == [2, 2, 2]
-    assert dispatcher.num_streams == 0
-    assert dispatcher._inflight == {}
+    assert dispatcher.links.num_streams == 0
+    assert dispatcher.links.inflight == {}
     await dispatcher.close()
 
 
@@ -453,7 +453,7 @@ async def test_a_request_that_engines_fail_over_takes_two_of_them_and_no_other_r
     assert "request poison was being computed when 2 engines failed" in str(last.error)
     assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 2
     await until(lambda: len(fleet.known_gone) == 2)
-    assert dispatcher._inflight == {}
+    assert dispatcher.links.inflight == {}
     await dispatcher.close()
 
 
@@ -469,7 +469,7 @@ async def test_a_request_that_engines_fail_over_wherever_it_is_takes_three(make_
     assert isinstance(last.error, EngineFailure)
     assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 3
     await until(lambda: len(fleet.known_gone) == 3)
-    assert dispatcher._inflight == {}
+    assert dispatcher.links.inflight == {}
     await dispatcher.close()
 
 
@@ -535,19 +535,19 @@ async def test_a_replica_that_is_slow_to_answer_delays_only_its_own(make_fleet: 
     slow.attaches.clear()
     quick.backend.max_steps = 0
     streams = [Stream(make_request(f"r{i}", [i], max_tokens=4, ignore_eos=True)) for i in range(6)]
-    assert await dispatcher.place(streams) == [None] * 6
+    assert await dispatcher.assigner.assign(streams) == [None] * 6
     await until(lambda: len(quick.submitted) == 3)
-    assert dispatcher.usable_loads() == {"replica-0": 3, "replica-1": 3}, "those that wait count as load"
+    assert dispatcher.links.usable_loads() == {"replica-0": 3, "replica-1": 3}, "those that wait count as load"
     leaver = asyncio.ensure_future(collect(dispatcher, make_request("leaver", [7])))
-    await until(lambda: dispatcher.usable_loads() == {"replica-0": 4, "replica-1": 3})
+    await until(lambda: dispatcher.links.usable_loads() == {"replica-0": 4, "replica-1": 3})
     leaver.cancel()
     await asyncio.wait([leaver])
     assert slow.submitted == []
     slow.attaches.set()
     quick.backend.resumed.set()
     await until(lambda: len(slow.submitted) == 3)
-    await until(lambda: dispatcher.num_streams == 0)
-    await until(lambda: dispatcher._inflight == {})
+    await until(lambda: dispatcher.links.num_streams == 0)
+    await until(lambda: dispatcher.links.inflight == {})
     assert [request.request_id for request in slow.submitted] == ["r0/0", "r2/0", "r4/0"], "not of one who left"
     await dispatcher.close()
 
@@ -555,11 +555,11 @@ async def test_a_replica_that_is_slow_to_answer_delays_only_its_own(make_fleet: 
 async def test_nothing_is_submitted_for_a_link_that_nobody_reads(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends between the question whether it is attached and the answer."""
+    """It ends as soon as it is attached, before those who wait for that go on."""
     fleet = make_fleet(1)
     dispatcher = fleet.dispatcher()
-    await collect(dispatcher, make_request("first", [1], max_tokens=1))
-    (ended,) = dispatcher._links.values()
+    (replica,) = fleet.replicas.values()
+    replica.attaches.clear()
     links, submit = [], fleet.submit
 
     async def submit_and_note(replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
@@ -569,33 +569,36 @@ async def test_nothing_is_submitted_for_a_link_that_nobody_reads(
     monkeypatch.setattr(fleet, "submit", submit_and_note)
     request = make_request("second", [2], max_tokens=4, ignore_eos=True)
     stream = Stream(request)
-    assert await dispatcher.place([stream]) == [None]
-    await asyncio.sleep(0)  # its submission begins
-    dispatcher._drop(ended)
+    assert await dispatcher.assigner.assign([stream]) == [None]
+    await until(lambda: bool(dispatcher.links._links))
+    (ended,) = dispatcher.links._links.values()
+    ended.attached()
+    dispatcher.links._drop(ended)
+    replica.attaches.set()
     await until(lambda: len(stream.inbox) > 0)
-    (living,) = dispatcher._links.values()
+    (living,) = dispatcher.links._links.values()
     assert links == [living.link_id] != [ended.link_id]
-    await until(lambda: dispatcher.num_streams == 0)
-    assert dispatcher._inflight == {}
+    await until(lambda: dispatcher.links.num_streams == 0)
+    assert dispatcher.links.inflight == {}
     await dispatcher.close()
 
 
 async def test_a_replica_that_never_answers_gives_its_requests_up(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.deployments.ingress.dispatcher.ATTACH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("app.deployments.ingress.links.ATTACH_TIMEOUT_S", 0.05)
     fleet = make_fleet(1)
     dispatcher = fleet.dispatcher()
     (silent,) = fleet.replicas.values()
     silent.attaches.clear()
     request = make_request("r", [1], max_tokens=4, ignore_eos=True)
     answer = asyncio.ensure_future(collect(dispatcher, request))
-    await until(lambda: dispatcher.usable_loads() == {})
-    assert dispatcher._inflight == {}
+    await until(lambda: dispatcher.links.usable_loads() == {})
+    assert dispatcher.links.inflight == {}
     fleet.add()
     assert (await answer)[0] == expected(request)
     assert silent.submitted == []
-    assert dispatcher._inflight == {}
+    assert dispatcher.links.inflight == {}
     await dispatcher.close()
 
 
@@ -614,7 +617,7 @@ async def test_a_failed_engine_takes_no_more_requests(make_fleet: MakeFleet) -> 
         assert (await collect(dispatcher, request))[0] == expected(request, with_adapter)
     assert [request.request_id for request in failing.submitted] == ["r0/1"]
     assert fleet.known_gone == [failing.replica_id]
-    assert dispatcher._inflight == {}
+    assert dispatcher.links.inflight == {}
     await dispatcher.close()
 
 

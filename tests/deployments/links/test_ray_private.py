@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import ast
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray import serve
+from ray.serve import context
+from ray.serve._private import api, router
+from ray.serve._private.client import ServeControllerClient
+from ray.serve._private.controller import ServeController
+from ray.serve._private.handle_options import InitHandleOptions
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import RequestRouter
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Ray's own, when it is imported
-    import ray
-    from ray import serve
-    from ray.serve import context
-    from ray.serve._private import api, router
-    from ray.serve._private.client import ServeControllerClient
-    from ray.serve._private.controller import ServeController
-    from ray.serve._private.handle_options import InitHandleOptions
-    from ray.serve.handle import DeploymentHandle
-    from ray.serve.request_router import RequestRouter
-
-    from app.deployments.links.ray_private import READ_VERSION, AsgiIngress, DecidingRouter
+from app.deployments.links.ray_private import READ_VERSION, AsgiIngress, DecidingRouter
 
 ROOT = Path(__file__).parents[3]
 START = ["http_options", "grpc_options", "global_logging_config", "global_tracing_config", "controller_options"]

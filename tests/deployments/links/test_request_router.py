@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+from ray.serve.request_router import ReplicaID
 
+from app.deployments.links import request_router
+from app.deployments.links.request_router import SteeredRouter
 from app.deployments.links.transport import ReplicaLeaving, ReplicaUnreachable
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Ray's own, when it is imported
-    from ray.serve._private.common import DeploymentHandleSource, DeploymentID
-    from ray.serve.request_router import ReplicaID
-
-    from app.deployments.links import request_router
-    from app.deployments.links.request_router import SteeredRouter
 
 DEPLOYMENT = DeploymentID("EngineReplica", "polylora")
 

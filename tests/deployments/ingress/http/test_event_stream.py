@@ -89,7 +89,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
     assert stats.num_aborted == num_answers
     assert stats.num_blocks_free == stats.num_blocks
     assert not any(item.num_refs for item in stats.residents)
-    assert service.dispatcher.num_streams == 0
+    assert service.dispatcher.links.num_streams == 0
 
 
 async def test_a_whole_answer_that_nobody_waited_for_is_counted_with_its_cost(
