@@ -19,10 +19,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.engine.adapters.signing.trusted_keys import PUBLIC_KEY_PATTERN, TrustedKeys
-from app.engine.config import EngineConfig
+from app.engine.config import EngineConfig, EvictionPolicy
 from app.engine.errors import ConfigError
 from app.engine.models import sources
-from app.engine.pools.eviction import EvictionPolicy
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"

@@ -60,7 +60,7 @@ class Backend(Protocol):
     def is_ready(self, adapter_slot: int) -> bool:
         """Whether a step with the slot's adapter would start at once; otherwise it waits for the end of its write.
 
-        Raises AdapterError, every time it is asked, if that write failed.
+        Raises AdapterWriteFailed, every time it is asked, if that write failed.
         """
         ...
 
@@ -71,7 +71,8 @@ class Backend(Protocol):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Run the model over the batch, write K and V in place, draw a token for each sample row.
 
-        Raises AdapterError, before anything is computed, if a write it waited for failed.
+        Raises AdapterWriteFailed, before anything is computed, if a write it waited for failed; `is_ready` raises
+        for that slot from then on.
         """
         ...
 

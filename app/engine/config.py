@@ -21,7 +21,9 @@ from pydantic import (
 )
 
 from app.engine.errors import ConfigError
-from app.engine.pools.eviction import EvictionPolicy
+
+#: Who leaves a full tier first; `app.engine.pools.eviction` says what the names mean.
+EvictionPolicy = Literal["lru", "lfu", "cost"]
 
 WeightStorage = Literal["auto", "float32", "int8"]
 

@@ -23,20 +23,22 @@ from app.engine.batch import ForwardOutput
 from app.engine.batch_builder import BatchBuilder
 from app.engine.config import EngineConfig
 from app.engine.errors import (
-    AdapterError,
     AdapterMismatch,
+    AdapterWriteFailed,
     ConfigError,
     EngineFailure,
     InvalidRequest,
     QueueFull,
 )
 from app.engine.pools.adapter_orders import AdapterOrders, Bring, Drop, refuse
-from app.engine.pools.adapter_pool import AdapterGrant, AdapterPool
+from app.engine.pools.adapter_pool import AdapterPool
+from app.engine.pools.adapter_writer import AdapterWriter
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.sampling_check import validate_request
-from app.engine.scheduling.prefill_pace import PrefillPace
-from app.engine.scheduling.scheduler import Schedule, Scheduler
+from app.engine.schedule import Schedule
+from app.engine.scheduling.prefill import PrefillPace
+from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.stats import EngineStats, Meter
 
@@ -95,6 +97,7 @@ class Engine:
         self._inbox: deque[_Submit | _Abort | _Pin | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
         self._orders = AdapterOrders(self._adapters)
+        self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
         self._failure: EngineFailure | None = None
 
     # -- any thread ---------------------------------------------------------------------------
@@ -165,7 +168,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox or self._live_ids or self._orders.num_bringing)
+        return bool(self._inbox or self._live_ids) or self._writer.has_work
 
     @property
     def max_rank(self) -> int:
@@ -187,7 +190,7 @@ class Engine:
             num_blocks=blocks.num_blocks,
             num_blocks_free=blocks.num_free,
             num_blocks_cached=blocks.num_cached,
-            num_rank_rows=adapters.num_units * adapters.rank_alignment,
+            num_rank_rows=adapters.num_rows,
             num_rank_rows_free=adapters.num_rows_free,
             residents=adapters.residents(),
             num_steps=meter.num_steps,
@@ -216,26 +219,12 @@ class Engine:
         plan: Schedule | None = None
         try:
             chunks = self._drain_inbox()
-            if self._orders.bring(self._write_brought):
-                self._scheduler.reopen()
             plan = self._scheduler.schedule()
-            for digest, refusal in plan.refusals:
-                chunks += self._end_all(digest, refusal)
-            self._release_vacated()
-            plan = self._write_adapters(plan, chunks)
-            plan = self._without_unready(plan, chunks)
-            if plan.items:
-                output = self._forward(plan, chunks)
-                chunks += self._scheduler.commit(plan, output) if output is not None else ()
-            self._orders.finish_drops(self._scheduler.num_live_of)
-            self._release_vacated()
+            plan, refused = self._writer.perform(plan)
+            output = self._forward(plan)
+            chunks += refused + self._scheduler.commit(plan, output)
         except Exception as error:
-            # The state of the device and of the books is unknown: nothing here can be trusted any more.
-            computing = [] if plan is None else [sequence.request_id for sequence, _ in plan.items]
-            failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}", computing=computing)
-            failure.__cause__ = error
-            self._failure = failure
-            return self._refuse_all(failure)
+            return self._fail(error, plan)
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 self._live_ids.pop(chunk.request_id, None)
@@ -252,10 +241,11 @@ class Engine:
         self._backend.close()
 
     def check(self) -> None:
-        """Assert that every block, row, pin and request is accounted for; for tests, between steps."""
+        """Assert that every block, row, reference and request is accounted for; for tests, between steps."""
         self._scheduler.check()
 
     def _drain_inbox(self) -> list[TokenChunk]:
+        """Take in what has arrived, and give orders about adapters the rows that are free; what has ended with that."""
         chunks: list[TokenChunk] = []
         for _ in range(len(self._inbox)):
             message = self._inbox.popleft()
@@ -272,76 +262,34 @@ class Engine:
                     self._orders.take(message)
             if chunk is not None:
                 chunks.append(chunk)
+        self._orders.settle(self._scheduler.num_live_of)
         return chunks
 
-    def _write_adapters(self, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
-        """Perform the plan's writes. An adapter that cannot be written ends its own requests only."""
-        for adapter_slot, row_start, adapter, tenant_id in plan.adapter_writes:
-            try:
-                self._write(adapter_slot, row_start, adapter, tenant_id)
-            except AdapterError as error:
-                plan = self._without_adapter(adapter.card.digest, error, plan, chunks)
-        return plan
+    def _forward(self, plan: Schedule) -> ForwardOutput | None:
+        """Compute the step.
 
-    def _write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, tenant_id: str) -> None:
-        started_s = self._clock()
-        if not self._backend.limits.takes_bfloat16:
-            adapter = adapter.widened()
-        self._backend.write_adapter(adapter_slot, row_start, adapter)
-        self._meter.adapter_write_s += self._clock() - started_s
-        self._meter.adapter_written(tenant_id, adapter.card.size_bytes)
-
-    def _end_all(self, digest: str, error: Exception) -> list[TokenChunk]:
-        """End an adapter's live sequences with an error."""
-        ended = [self._scheduler.end(request_id, "error", error) for request_id in self._scheduler.live_of(digest)]
-        return [chunk for chunk in ended if chunk is not None]
-
-    def _write_brought(self, grant: AdapterGrant, bring: Bring) -> None:
-        self._release_vacated()
-        self._write(grant.adapter_slot, grant.row_start, bring.adapter, bring.ref.tenant_id)
-
-    def _without_unready(self, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
-        """Leave out whose adapter is still being written, unless there is nobody else: then the step waits for it.
-
-        An adapter whose write has failed ends its own requests only.
+        None if there is nothing to compute, or if a write that the step waited for failed: the next one ends its
+        adapter's requests and computes the others.
         """
-        unready = set()
-        adapter_slots = {sequence.adapter_slot: sequence.adapter_digest for sequence, _ in plan.items}
-        for adapter_slot, digest in adapter_slots.items():
-            try:
-                if not self._backend.is_ready(adapter_slot):
-                    unready.add(adapter_slot)
-            except AdapterError as error:
-                assert digest is not None, "the base is never written"
-                plan = self._without_adapter(digest, error, plan, chunks)
-        if not unready or all(sequence.adapter_slot in unready for sequence, _ in plan.items):
-            return plan
-        return plan.without({sequence.request_id for sequence, _ in plan.items if sequence.adapter_slot in unready})
-
-    def _forward(self, plan: Schedule, chunks: list[TokenChunk]) -> ForwardOutput | None:
-        """Compute the step; None if a write that it waited for failed. Then the others' turn is the next step."""
+        if not plan.items:
+            return None
         started_s = self._clock()
         try:
             output = self._backend.forward(self._builder.build(plan.items))
-        except AdapterError:
-            left = self._without_unready(plan, chunks)
-            if len(left.items) == len(plan.items):
-                raise
+        except AdapterWriteFailed:
             return None
-        chunks_of = [count for _, count in plan.items if count > 1]
-        self._pace.observe(len(plan.items) - len(chunks_of), sum(chunks_of), self._clock() - started_s)
+        prompt_counts = [count for _, count in plan.items if count > 1]
+        num_decoding = len(plan.items) - len(prompt_counts)
+        self._pace.observe(num_decoding, sum(prompt_counts), self._clock() - started_s)
         return output
 
-    def _without_adapter(self, digest: str, error: AdapterError, plan: Schedule, chunks: list[TokenChunk]) -> Schedule:
-        """End an adapter's requests with an error, free its rows, and leave it out of the step."""
-        ended = self._end_all(digest, error)
-        chunks += ended
-        self._adapters.drop(digest)
-        return plan.without({chunk.request_id for chunk in ended})
-
-    def _release_vacated(self) -> None:
-        for adapter_slot in self._adapters.take_vacated():
-            self._backend.release_adapter(adapter_slot)
+    def _fail(self, error: Exception, plan: Schedule | None) -> list[TokenChunk]:
+        """Stop for good. The state of the device and of the books is unknown: nothing here can be trusted any more."""
+        computing = [] if plan is None else [sequence.request_id for sequence, _ in plan.items]
+        failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}", computing=computing)
+        failure.__cause__ = error
+        self._failure = failure
+        return self._refuse_all(failure)
 
     def _refuse_all(self, failure: EngineFailure) -> list[TokenChunk]:
         """End everything live or still arriving with the failure."""

@@ -9,11 +9,21 @@ Turning them into metrics is left to whoever serves.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from app.engine.pools.adapter_pool import ResidentAdapter
+from typing import NamedTuple
 
 MAX_TENANTS = 256
 OTHER_TENANTS = "~other"
+
+
+class ResidentAdapter(NamedTuple):
+    """An adapter on the device. `num_refs` running sequences hold it there."""
+
+    digest: str
+    rank: int
+    row_start: int
+    num_rows: int
+    num_refs: int
+    extra_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from app.engine.pools.eviction import NEVER, EvictionOrder, EvictionPolicy, Priority
+from app.engine.config import EvictionPolicy
+from app.engine.pools.eviction import NEVER, EvictionOrder, Priority
 
 #: Below this a load time is noise.
 _MIN_LOAD_S = 1e-4

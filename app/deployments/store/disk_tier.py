@@ -22,7 +22,7 @@ from pathlib import Path
 
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
-from app.engine.pools.eviction import EvictionPolicy
+from app.engine.config import EvictionPolicy
 
 logger = logging.getLogger(__name__)
 

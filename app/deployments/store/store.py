@@ -28,8 +28,8 @@ from app.deployments.store.quarantine import Quarantine
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
+from app.engine.config import EvictionPolicy
 from app.engine.errors import AdapterMismatch, AdapterTooLarge, PolyloraError
-from app.engine.pools.eviction import EvictionPolicy
 
 T = TypeVar("T")
 R = TypeVar("R")

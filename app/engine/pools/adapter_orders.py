@@ -2,8 +2,8 @@
 
 In: orders, as the engine takes them from its inbox. Out: their answers, each given once: the result, or why it
 cannot be had. A drop waits for its adapter's last sequence, or until somebody brings it again; a bring waits for
-rows that sequences in flight hold, and never for what is kept. The engine's thread calls everything here; `refuse`
-alone may be called by whoever took an order that this module has not seen.
+rows that sequences in flight hold, and never for pinned adapters' rows. The engine's thread calls everything here;
+`refuse` alone may be called by whoever took an order that this module has not seen.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import AdapterError, EngineFailure, NotReady
-from app.engine.pools.adapter_pool import AdapterGrant, AdapterPool
+from app.engine.pools.adapter_pool import AdapterPool
+from app.engine.schedule import AdapterWrite
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,13 @@ class Bring:
         return self.adapter.card.digest
 
 
+class Granted(NamedTuple):
+    """A bring that has its rows, and the write that it takes."""
+
+    bring: Bring
+    write: AdapterWrite
+
+
 class AdapterOrders:
     """Orders that were taken and not answered yet, by digest."""
 
@@ -46,11 +55,12 @@ class AdapterOrders:
         self._adapters = adapters
         self._drops: dict[str, list[Drop]] = {}
         self._brings: dict[str, list[Bring]] = {}
+        self.granted: Granted | None = None
 
     @property
-    def num_bringing(self) -> int:
-        """Adapters that wait for rows."""
-        return len(self._brings)
+    def num_waiting(self) -> int:
+        """Adapters with an order that is not answered yet."""
+        return len(self._drops) + len(self._brings)
 
     def take(self, order: Drop | Bring) -> None:
         """Answer this order later. A drop that nobody waits for any more is carried out all the same."""
@@ -64,46 +74,29 @@ class AdapterOrders:
             for drop in self._drops.pop(order.digest, ()):  # whoever asked last is obeyed: it stays
                 drop.answer.set_result(0)
 
-    def finish_drops(self, num_live_of: Callable[[str], int]) -> None:
-        """Free the rows of adapters without live sequences."""
+    def settle(self, num_live_of: Callable[[str], int]) -> None:
+        """Free the rows of adapters that are dropped and have no live sequences; then give one bring its rows.
+
+        That bring is `granted` until `finish` says how writing it went. Brings that need no write, or never have room,
+        are answered; those without room keep waiting.
+        """
         for digest in [digest for digest in self._drops if not num_live_of(digest)]:
             num_rows = self._adapters.drop(digest)
             for drop in self._drops.pop(digest):
                 drop.answer.set_result(num_rows)
+        assert self.granted is None, "one bring after the other"
+        for digest in list(self._brings):
+            self.granted = self._grant(digest)
+            if self.granted is not None:
+                break
 
-    def bring(self, write: Callable[[AdapterGrant, Bring], None]) -> bool:
-        """Bring what needs no write, and write at most one adapter; whether one was tried.
-
-        `write` may raise AdapterError, which is that adapter's trouble alone. Those without room keep waiting.
-        """
-        for digest, waiting in list(self._brings.items()):
-            first = waiting[0]
-            card = first.adapter.card
-            error: Exception | None = None
-            grant = None
-            try:
-                self._adapters.check_room(first.ref.name, digest, card.max_rank, card.extra_bytes)
-                grant = self._adapters.acquire(digest, card.max_rank, card.extra_bytes, card.size_bytes)
-                if grant is None:
-                    self._adapters.reserve(digest, card.max_rank, card.extra_bytes)
-                    continue
-                if grant.needs_write:
-                    write(grant, first)
-            except (AdapterError, NotReady) as refused:
-                error = refused
-                self._adapters.cancel_reservation(digest)
-            if grant is not None:
-                self._adapters.release(digest)
-                if error is not None:
-                    self._adapters.drop(digest)
-            for bring in self._brings.pop(digest):
-                if error is None:
-                    bring.answer.set_result(None)
-                else:
-                    bring.answer.set_exception(error)
-            if grant is not None and grant.needs_write:
-                return True
-        return False
+    def finish(self, error: AdapterError | None) -> None:
+        """The granted adapter has been written, or cannot be: then its rows are the caller's to drop."""
+        assert self.granted is not None, "nothing was granted"
+        digest = self.granted.bring.digest
+        self.granted = None
+        self._adapters.release(digest)
+        self._answer(digest, error)
 
     def refuse_all(self, failure: EngineFailure) -> None:
         """Answer everything that was taken with the failure."""
@@ -112,6 +105,33 @@ class AdapterOrders:
                 for order in orders:
                     order.answer.set_exception(failure)
             waiting.clear()
+
+    def _grant(self, digest: str) -> Granted | None:
+        """Rows for what waits under this digest, if it needs any and they are to be had."""
+        first = self._brings[digest][0]
+        card = first.adapter.card
+        try:
+            self._adapters.check_room(first.ref.name, digest, card.max_rank, card.extra_bytes)
+            grant = self._adapters.acquire(digest, card.max_rank, card.extra_bytes, card.size_bytes)
+        except (AdapterError, NotReady) as refusal:
+            self._adapters.cancel_reservation(digest)
+            self._answer(digest, refusal)
+            return None
+        if grant is None:
+            self._adapters.reserve(digest, card.max_rank, card.extra_bytes)
+            return None
+        if not grant.needs_write:
+            self._adapters.release(digest)
+            self._answer(digest, None)
+            return None
+        return Granted(first, AdapterWrite(grant.adapter_slot, grant.row_start, first.adapter, first.ref.tenant_id))
+
+    def _answer(self, digest: str, error: Exception | None) -> None:
+        for bring in self._brings.pop(digest):
+            if error is None:
+                bring.answer.set_result(None)
+            else:
+                bring.answer.set_exception(error)
 
 
 def refuse(order: Drop | Bring, failure: EngineFailure) -> None:

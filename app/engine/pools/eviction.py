@@ -13,9 +13,9 @@ all (pinned, held, in use) is the tier's business.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-EvictionPolicy = Literal["lru", "lfu", "cost"]
+from app.engine.config import EvictionPolicy
 
 
 class Priority(NamedTuple):

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import AdapterKeptOut
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.kv_blocks import BlockPool
+from app.engine.schedule import AdapterWrite, Refusal
 from app.engine.scheduling.fair_queue import INPUT_PRICE, RANK_ROW_PRICE, FairQueue
 from app.engine.sequence import Sequence, Status
 from app.engine.stats import Meter
@@ -31,22 +31,6 @@ MAX_URGENT = 4
 MAX_BLOCK_REFUSALS = 32
 
 _NO_RANK = 1 << 62
-
-
-class AdapterWrite(NamedTuple):
-    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them, for a tenant's request."""
-
-    adapter_slot: int
-    row_start: int
-    adapter: LoraAdapter
-    tenant_id: str
-
-
-class Refusal(NamedTuple):
-    """No sequence of this adapter can start, for this reason."""
-
-    digest: str
-    error: AdapterKeptOut
 
 
 class Admitted(NamedTuple):

@@ -9,36 +9,17 @@ always finishes, so everyone does. Arrays are the batch builder's, memory is the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
 from app.engine.batch import ForwardOutput
 from app.engine.errors import AdapterOverflow, EngineFailure
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
-from app.engine.scheduling.admission import AdapterWrite, Admission, Refusal
+from app.engine.schedule import AdapterWrite, Refusal, Schedule
+from app.engine.scheduling.admission import Admission
 from app.engine.scheduling.fair_queue import OUTPUT_PRICE, FairQueue
-from app.engine.scheduling.prefill_pace import PrefillPace
-from app.engine.scheduling.prefill_split import spend_rest, split_prefill
+from app.engine.scheduling.prefill import PrefillPace, spend_rest, split_prefill
 from app.engine.sequence import Sequence, Status
 from app.engine.stats import Meter
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step: how many tokens of which sequences (neighbours share an adapter), after which writes.
-
-    `refusals`: adapters whose waiting sequences are to be ended.
-    """
-
-    items: list[tuple[Sequence, int]]
-    adapter_writes: list[AdapterWrite]
-    preempted: list[Sequence]
-    refusals: list[Refusal] = field(default_factory=list)
-
-    def without(self, sequences: set[str]) -> Schedule:
-        """The same step, some requests left out."""
-        return replace(self, items=[item for item in self.items if item[0].request_id not in sequences])
 
 
 class Scheduler:
@@ -110,9 +91,10 @@ class Scheduler:
         """What the adapter tables hold has changed: waiting sequences may start, or are to be refused."""
         self._admission.reopen()
 
-    def live_of(self, digest: str) -> list[str]:
-        """Request ids of an adapter's live sequences."""
-        return [request_id for request_id, sequence in self._live.items() if sequence.adapter_digest == digest]
+    def end_adapter(self, digest: str, error: Exception) -> list[TokenChunk]:
+        """End an adapter's live sequences with this error; returns their last chunks."""
+        live = [request_id for request_id, sequence in self._live.items() if sequence.adapter_digest == digest]
+        return [chunk for request_id in live if (chunk := self.end(request_id, "error", error)) is not None]
 
     def schedule(self) -> Schedule:
         """Plan one step. Blocks for every planned token are held afterwards."""
@@ -148,16 +130,21 @@ class Scheduler:
                 self._running.sort(key=_order)
         spend_rest(prefills, counts, budget)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
-        assert items or refusals or not self._queue, "with nothing running, the first in the queue always fits"
+        assert items or refusals or not self._queue or self._adapters.num_referenced, (
+            "with nothing running, and no adapter being brought, the first in the queue always fits"
+        )
         items.sort(key=_adapter_slot)
         return Schedule(items, writes, preempted, refusals)
 
-    def commit(self, plan: Schedule, output: ForwardOutput) -> list[TokenChunk]:
+    def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
         """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token.
 
+        Without output nothing was computed, and there is nothing to book.
         A sequence whose output overflowed ends with an error, and what it computed in this step is not shared.
         """
         chunks: list[TokenChunk] = []
+        if output is None:
+            return chunks
         drawn = output.token_ids.tolist()
         block_size = self._blocks.block_size
         row = 0
@@ -201,21 +188,21 @@ class Scheduler:
         return chunks
 
     def check(self) -> None:
-        """Assert that blocks, pins and counts are accounted for; for tests."""
+        """Assert that blocks, references and counts are accounted for; for tests."""
         self._blocks.check()
         self._adapters.check()
         assert len(self._running) + len(self._queue) == len(self._live)
         assert self._running == sorted(self._running, key=_order)
         held: dict[int, int] = {}
-        pins: dict[str, int] = {}
+        refs: dict[str, int] = {}
         for sequence in self._running:
             assert sequence.status is Status.RUNNING
             for block in sequence.held_blocks():
                 held[block] = held.get(block, 0) + 1
             if sequence.adapter_digest is not None:
-                pins[sequence.adapter_digest] = pins.get(sequence.adapter_digest, 0) + 1
+                refs[sequence.adapter_digest] = refs.get(sequence.adapter_digest, 0) + 1
         assert {b: n for b, n in enumerate(self._blocks.num_refs()) if n} == held
-        assert {entry.digest: entry.num_refs for entry in self._adapters.residents() if entry.num_refs} == pins
+        assert {entry.digest: entry.num_refs for entry in self._adapters.residents() if entry.num_refs} == refs
         assert sum(self._num_live_of.values()) == sum(1 for s in self._live.values() if s.adapter is not None)
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
@@ -244,7 +231,7 @@ class Scheduler:
             self._blocks.publish(int(sequence.block_table[index]), hashes[index], sequence.block_bytes(index))
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Return blocks and pin of a sequence that stops running; its order of arrival is kept."""
+        """Return blocks and adapter of a sequence that stops running; its order of arrival is kept."""
         self._blocks.release(sequence.held_blocks())
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)

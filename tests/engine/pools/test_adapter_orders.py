@@ -1,4 +1,4 @@
-"""Drops, brings and what is kept: orders about adapters that no request makes, each answered exactly once."""
+"""Drops, brings and what is pinned: orders about adapters that no request makes, each answered exactly once."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> 
     assert last.result(timeout=0) == 8, "a later one is obeyed"
 
 
-def test_a_kept_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
+def test_a_pinned_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
     engine, backend = make_engine(rows=32, max_adapter_slots=8)
-    kept, others = ADAPTERS[3], [ADAPTERS[1], ADAPTERS[2], ADAPTERS[6], ADAPTERS[7]]
-    engine.pin_adapters([kept.card.digest])
-    resident = engine.bring_adapter(kept, AdapterRef("kept", kept.card.digest, "acme"))
+    pinned, others = ADAPTERS[3], [ADAPTERS[1], ADAPTERS[2], ADAPTERS[6], ADAPTERS[7]]
+    engine.pin_adapters([pinned.card.digest])
+    resident = engine.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "acme"))
     assert engine.has_work
     run(engine)
     assert resident.result(timeout=0) is None
@@ -70,22 +70,22 @@ def test_a_kept_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
         submitted = fake_request(f"r{index}", [1, 2], adapter), adapter
         engine.submit(*submitted)
         assert_as_alone(submitted, run(engine)[f"r{index}"])
-        assert kept.card.digest in {item.digest for item in engine.stats().residents}
+        assert pinned.card.digest in {item.digest for item in engine.stats().residents}
     before = len(backend.writes)
-    engine.submit(fake_request("hit", [3], kept), kept)
+    engine.submit(fake_request("hit", [3], pinned), pinned)
     run(engine)
     stats = engine.stats()
     assert len(backend.writes) == before == stats.num_adapter_writes
     assert (stats.num_adapter_hits, stats.num_adapter_misses) == (1, 12)
-    assert stats.tenants["acme"].adapter_write_bytes == kept.card.size_bytes
+    assert stats.tenants["acme"].adapter_write_bytes == pinned.card.size_bytes
     assert_empty(engine)
 
 
-def test_what_kept_adapters_leave_no_room_for_is_refused_and_nobody_else() -> None:
+def test_what_pinned_adapters_leave_no_room_for_is_refused_and_nobody_else() -> None:
     engine, _ = make_engine(rows=32, max_adapter_slots=8)
-    kept, large, small = ADAPTERS[1], ADAPTERS[4], ADAPTERS[6]
-    futures = [engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)) for adapter in (kept, kept)]
-    engine.pin_adapters([kept.card.digest])
+    pinned, large, small = ADAPTERS[1], ADAPTERS[4], ADAPTERS[6]
+    futures = [engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)) for adapter in (pinned, pinned)]
+    engine.pin_adapters([pinned.card.digest])
     for name, adapter in (("large", large), ("small", small), ("large too", large), ("base", None)):
         engine.submit(fake_request(name, [1, 2, 3], adapter), adapter)
     out = run(engine)
@@ -107,20 +107,20 @@ def test_what_kept_adapters_leave_no_room_for_is_refused_and_nobody_else() -> No
     assert_empty(engine)
 
 
-def test_a_kept_adapter_waits_for_sequences_in_flight_only() -> None:
+def test_a_pinned_adapter_waits_for_sequences_in_flight_only() -> None:
     engine, _ = make_engine(rows=16, max_adapter_slots=8)
-    busy, kept = ADAPTERS[3], ADAPTERS[7]
+    busy, pinned = ADAPTERS[3], ADAPTERS[7]
     engine.submit(fake_request("busy", [1], busy, sampling=SamplingParams(max_tokens=6, ignore_eos=True)), busy)
     engine.step()
-    engine.pin_adapters([kept.card.digest])
-    resident = engine.bring_adapter(kept, AdapterRef("kept", kept.card.digest))
+    engine.pin_adapters([pinned.card.digest])
+    resident = engine.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest))
     engine.submit(fake_request("waits", [1], busy), busy)
     engine.step()
     assert not resident.done()
     out = run(engine)
     assert out["busy"][-1].finish_reason == "length"
     assert resident.result(timeout=0) is None
-    assert [item.digest for item in engine.stats().residents] == [kept.card.digest]
+    assert [item.digest for item in engine.stats().residents] == [pinned.card.digest]
 
 
 def test_an_answer_that_nobody_waits_for_does_not_end_the_engine() -> None:
@@ -135,7 +135,7 @@ def test_an_answer_that_nobody_waits_for_does_not_end_the_engine() -> None:
     engine.shut_down(EngineFailure("the end"))
 
 
-def test_a_kept_adapter_that_cannot_be_written_is_no_trouble_for_others() -> None:
+def test_a_pinned_adapter_that_cannot_be_written_is_no_trouble_for_others() -> None:
     engine, backend = make_engine()
     backend.write_error = AdapterFormatError("a broken row")
     adapter = ADAPTERS[1]
@@ -276,11 +276,11 @@ def test_orders_in_any_company_end_and_nothing_is_left(
         out.setdefault(request_id, []).extend(chunks)
     assert engine.failure is None
     assert all(answer.done() for answer in answers)
-    assert all(isinstance(answer.exception(), NotReady | None) for answer in answers), "kept ones leave no room"
+    assert all(isinstance(answer.exception(), NotReady | None) for answer in answers), "pinned ones leave no room"
     assert set(out) == set(submitted)
     for request_id, chunks in out.items():
         if chunks[-1].finish_reason == "error":
-            assert isinstance(chunks[-1].error, NotReady), "kept ones leave no room"
+            assert isinstance(chunks[-1].error, NotReady), "pinned ones leave no room"
         elif chunks[-1].finish_reason != "abort":
             assert_as_alone(submitted[request_id], chunks)
     assert_empty(engine)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.engine.config import EvictionPolicy
 from app.engine.errors import AdapterTooLarge, NotReady
 from app.engine.pools.adapter_pool import AdapterGrant, AdapterPool
-from app.engine.pools.eviction import EvictionPolicy
 
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 
@@ -22,16 +22,16 @@ def rows_for(rank: int, alignment: int) -> int:
     return rows
 
 
-def must_succeed(pool: AdapterPool, rank: int, kept: frozenset[str]) -> bool:
-    """By brute force: some aligned window holds no pinned or kept row, and a slot is free or idle."""
+def must_succeed(pool: AdapterPool, rank: int, pinned: frozenset[str]) -> bool:
+    """By brute force: some aligned window holds no referenced or pinned row, and a slot is free or idle."""
     rows = rows_for(rank, pool.rank_alignment)
-    total = pool.num_units * pool.rank_alignment
+    total = pool.num_rows
     residents = pool.residents()
-    pinned = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_refs or r.digest in kept]
-    if len(pinned) == pool.max_adapter_slots - 1:
+    stays = [(r.row_start, r.row_start + r.num_rows) for r in residents if r.num_refs or r.digest in pinned]
+    if len(stays) == pool.max_adapter_slots - 1:
         return False
     starts = range(0, total - rows + 1, rows)
-    return any(all(end <= start or start + rows <= first for first, end in pinned) for start in starts)
+    return any(all(end <= start or start + rows <= first for first, end in stays) for start in starts)
 
 
 @settings(max_examples=200, deadline=None)
@@ -42,29 +42,29 @@ def must_succeed(pool: AdapterPool, rank: int, kept: frozenset[str]) -> bool:
     policy=st.sampled_from(POLICIES),
     data=st.data(),
 )
-def test_every_row_slot_and_pin_is_accounted_for(
+def test_every_row_slot_and_reference_is_accounted_for(
     rows: int, alignment: int, slots: int, policy: EvictionPolicy, data: st.DataObject
 ) -> None:
     pool = AdapterPool(rows, alignment, slots, policy=policy)
-    pins: dict[str, int] = {}
+    refs: dict[str, int] = {}
     where: dict[str, AdapterGrant] = {}
-    kept: frozenset[str] = frozenset()
+    pinned: frozenset[str] = frozenset()
     for _ in range(data.draw(st.integers(1, 40))):
         rank = data.draw(st.integers(1, 40))
         digest = f"{data.draw(st.integers(0, 3))}/{rank}"
-        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop", "keep"]))
-        if action == "keep":
-            kept = data.draw(st.frozensets(st.sampled_from([digest, *sorted(where)]), max_size=3))
-            pool.pin(kept)
-        elif action == "release" and any(pins.values()):
-            digest = data.draw(st.sampled_from(sorted(d for d, n in pins.items() if n)))
+        action = data.draw(st.sampled_from(["acquire"] * 3 + ["release", "drop", "pin"]))
+        if action == "pin":
+            pinned = data.draw(st.frozensets(st.sampled_from([digest, *sorted(where)]), max_size=3))
+            pool.pin(pinned)
+        elif action == "release" and any(refs.values()):
+            digest = data.draw(st.sampled_from(sorted(d for d, n in refs.items() if n)))
             pool.release(digest)
-            pins[digest] -= 1
+            refs[digest] -= 1
         elif action == "drop" and where:
             digest = data.draw(st.sampled_from(sorted(where)))
             before = pool.num_rows_free
             freed = pool.drop(digest)
-            assert freed == (0 if pins.get(digest) else where[digest].num_rows)
+            assert freed == (0 if refs.get(digest) else where[digest].num_rows)
             assert pool.num_rows_free == before + freed
             if freed:
                 del where[digest]
@@ -72,18 +72,18 @@ def test_every_row_slot_and_pin_is_accounted_for(
             with pytest.raises(AdapterTooLarge, match=f"rank {rank} "):
                 pool.acquire(digest, rank)
         elif action == "acquire":
-            expected = digest in where or must_succeed(pool, rank, kept)
+            expected = digest in where or must_succeed(pool, rank, pinned)
             grant = pool.acquire(digest, rank, size_bytes=data.draw(st.integers(0, 1000)))
             assert (grant is not None) == expected
             if grant is None:
-                if not any(pins.values()):  # nothing will leave by itself
+                if not any(refs.values()):  # nothing will leave by itself
                     with pytest.raises(NotReady, match="pinned adapters leave no room for adapter 'it'"):
                         pool.check_room("it", digest, rank)
                 continue
             pool.check_room("it", digest, rank)
             for gone in grant.evicted:
-                assert not pins.get(gone)
-                assert gone not in kept
+                assert not refs.get(gone)
+                assert gone not in pinned
                 del where[gone]
             assert grant.needs_write == (digest not in where)
             if digest in where:
@@ -91,10 +91,10 @@ def test_every_row_slot_and_pin_is_accounted_for(
             assert grant.adapter_slot not in {0, *(g.adapter_slot for d, g in where.items() if d != digest)}
             assert grant.num_rows == rows_for(rank, alignment)
             where[digest] = grant
-            pins[digest] = pins.get(digest, 0) + 1
+            refs[digest] = refs.get(digest, 0) + 1
         pool.check()
         assert {r.digest: (r.row_start, r.num_refs) for r in pool.residents()} == {
-            d: (g.row_start, pins.get(d, 0)) for d, g in where.items()
+            d: (g.row_start, refs.get(d, 0)) for d, g in where.items()
         }
 
 
@@ -183,7 +183,7 @@ def test_small_adapters_keep_large_runs_whole() -> None:
     assert large.row_start == 32
 
 
-def test_idle_neighbours_make_room_for_a_large_run_around_a_pin() -> None:
+def test_idle_neighbours_make_room_for_a_large_run_around_one_in_use() -> None:
     pool = AdapterPool(64, 8, 16)
     for index in range(8):
         pool.acquire(f"{index}", 8)
@@ -208,7 +208,7 @@ def test_slots_run_out_before_rows() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_reservation_is_met_once_the_pins_of_its_window_have_left(seed: int) -> None:
-    """Holders that always renew their pins elsewhere cannot keep the reserved window from emptying."""
+    """Holders that always renew their references elsewhere cannot keep the reserved window from emptying."""
     rng = random.Random(seed)
     pool = AdapterPool(64, 8, rng.choice([4, 16]))
     pins: list[str] = []
@@ -227,7 +227,7 @@ def test_a_reservation_is_met_once_the_pins_of_its_window_have_left(seed: int) -
     granted = pool.acquire("patient", rank)
     pool.reserve("patient", rank)
     num_left = len(pins)
-    for _ in range(num_left):  # the pins there were leave, oldest first, while new ones keep coming
+    for _ in range(num_left):  # the references there were end, oldest first, while new ones keep coming
         if granted is not None:
             break
         pool.release(pins.pop(0))
@@ -239,12 +239,12 @@ def test_a_reservation_is_met_once_the_pins_of_its_window_have_left(seed: int) -
 
 def test_only_the_holder_ends_a_reservation() -> None:
     pool = AdapterPool(16, 8, 4)
-    pool.acquire("pinned", 16)
+    pool.acquire("busy", 16)
     pool.reserve("first", 16)
     pool.reserve("second", 8)
     assert pool.reserved_for == "first"
-    pool.release("pinned")
-    assert pool.acquire("pinned", 16) is None
+    pool.release("busy")
+    assert pool.acquire("busy", 16) is None
     assert pool.acquire("second", 8) is None
     pool.cancel_reservation("second")
     assert pool.reserved_for == "first"
@@ -254,13 +254,13 @@ def test_only_the_holder_ends_a_reservation() -> None:
 
 def test_the_last_slot_is_kept_for_the_holder_of_a_reservation() -> None:
     pool = AdapterPool(64, 8, 3)
-    pool.acquire("pinned", 8)
+    pool.acquire("busy", 8)
     pool.acquire("idle", 8)
     pool.release("idle")
     pool.reserve("patient", 32)
     assert pool.acquire("idle", 8) is None
     assert pool.acquire("new", 8) is None
-    assert pool.acquire("pinned", 8) is not None
+    assert pool.acquire("busy", 8) is not None
     grant = pool.acquire("patient", 32)
     assert grant is not None
     assert grant.evicted == ("idle",)
@@ -320,7 +320,7 @@ def test_bytes_are_kept_for_the_holder_of_a_reservation() -> None:
     pool.reserve("patient", 8, 80)
     pool.release("b")
     assert pool.acquire("b", 8, 40) is None, "an idle one cannot come back before the holder"
-    assert pool.acquire("a", 8, 40) is None, "nor can a pin be renewed"
+    assert pool.acquire("a", 8, 40) is None, "nor can a reference be renewed"
     assert pool.acquire("small", 8, 10) is None
     assert pool.acquire("plain", 8) is not None
     pool.release("a")
@@ -330,7 +330,7 @@ def test_bytes_are_kept_for_the_holder_of_a_reservation() -> None:
     assert pool.reserved_for is None
 
 
-def test_what_is_kept_lies_together_and_is_never_evicted() -> None:
+def test_what_is_pinned_lies_together_and_is_never_evicted() -> None:
     pool = AdapterPool(64, 8, 16)
     for index in range(8):
         pool.acquire(f"{index}", 8)
@@ -341,7 +341,7 @@ def test_what_is_kept_lies_together_and_is_never_evicted() -> None:
     for digest in ("x", "y", "z"):
         pool.release(digest)
     large = pool.acquire("large", 32)
-    assert large is not None, "half of the table has no kept row"
+    assert large is not None, "half of the table has no pinned row"
     assert large.row_start == 32
     pool.release("large")
     with pytest.raises(NotReady, match=r"'larger'.*64 rank rows: 24 of 64.*adapter_rank_rows, or unpin"):
@@ -352,7 +352,7 @@ def test_what_is_kept_lies_together_and_is_never_evicted() -> None:
     assert pool.acquire("larger", 33) is not None
 
 
-def test_keeping_an_adapter_ends_a_reservation_in_its_way() -> None:
+def test_pinning_an_adapter_ends_a_reservation_in_its_way() -> None:
     pool = AdapterPool(32, 8, 8, 100)
     pool.acquire("pinned", 8, 60)
     pool.reserve("patient", 32)
@@ -367,7 +367,7 @@ def test_keeping_an_adapter_ends_a_reservation_in_its_way() -> None:
     assert pool.acquire("pinned", 8, 60) is not None
 
 
-def test_kept_slots_are_kept() -> None:
+def test_slots_of_pinned_adapters_stay_theirs() -> None:
     pool = AdapterPool(64, 8, 3)
     pool.pin(["a", "b"])
     for digest in ("a", "b"):

@@ -307,7 +307,7 @@ def test_a_flood_of_cold_adapters_does_not_move_anothers_turn() -> None:
 
 
 def test_whoever_rows_are_reserved_for_is_not_passed_over_when_one_before_it_has_to_wait() -> None:
-    """Preempted, its adapter gone for kept ones, a small request is first in line; only the reserved rows are left."""
+    """A small request is first in line: preempted, its adapter gone for pinned ones. Only reserved rows are left."""
     queue, pool = FairQueue(), AdapterPool(32, 8, 8)
     admission = Admission(queue, BlockPool(64, 8), pool, Meter(), max_write_bytes=1 << 20)
 
@@ -324,8 +324,8 @@ def test_whoever_rows_are_reserved_for_is_not_passed_over_when_one_before_it_has
     assert pool.reserved_for == large.adapter_digest
     for name in "wxyz":
         pool.release(name)
-    pool.pin(["kept", "kept too"])
-    for name in ("kept", "kept too"):
+    pool.pin(["pinned", "pinned too"])
+    for name in ("pinned", "pinned too"):
         assert pool.acquire(name, 8) is not None
         pool.release(name)
     queue.push_preempted(small)
