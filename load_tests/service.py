@@ -148,8 +148,6 @@ def own_environment(folder: Path) -> dict[str, str]:
         "RAY_TMPDIR": str(folder),
         "PYTHONPATH": str(ROOT),
         "POLYLORA_STATE_DIR": str(folder / "state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import sys
+import sysconfig
 from collections.abc import MutableMapping
+from pathlib import Path
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 
@@ -36,10 +39,20 @@ HA_PROXY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "2", "load balancers are told at once that an ingress leaves"),
 )
 
-#: Ports that HAProxy takes on all interfaces beside the service's own: switch, Ray's default, what is there.
-HA_PROXY_PORTS: tuple[tuple[str, int, str], ...] = (
-    ("RAY_SERVE_HAPROXY_METRICS_PORT", 9101, "HAProxy's metrics"),
-    ("RAY_SERVE_HAPROXY_STATS_PORT", 8404, "HAProxy's statistics"),
+#: Ports that HAProxy takes on loopback where they are asked for: switch, what is there.
+HA_PROXY_PORTS: tuple[tuple[str, str], ...] = (
+    ("RAY_SERVE_HAPROXY_METRICS_PORT", "HAProxy's metrics"),
+    ("RAY_SERVE_HAPROXY_STATS_PORT", "HAProxy's statistics"),
+)
+#: What Ray starts as HAProxy (`haproxy`), a script of this package.
+HA_PROXY_SCRIPT = "polylora-haproxy"
+#: HAProxy's files; Ray's own defaults lie in one folder of /tmp for all users, made by whoever is first.
+_HA_PROXY_FILES: tuple[tuple[str, str], ...] = (
+    ("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", "haproxy.cfg"),
+    ("RAY_SERVE_HAPROXY_SOCKET_PATH", "admin.sock"),
+    ("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", ""),
+    ("RAY_SERVE_HAPROXY_SERVER_STATE_FILE", "server-state"),
+    ("RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH", "metrics.sock"),
 )
 
 
@@ -55,4 +68,23 @@ def set_ray_switches(environ: MutableMapping[str, str] = os.environ) -> bool:
         switches += HA_PROXY_SWITCHES
     for name, value, _ in switches:
         environ.setdefault(name, value)
-    return environ.get(HA_PROXY) == "1"
+    if environ.get(HA_PROXY) != "1":
+        return False
+    for name, value in ha_proxy_places().items():
+        environ.setdefault(name, value)
+    return True
+
+
+def ha_proxy_places() -> dict[str, str]:
+    """Where HAProxy's program and files are, and the port of the proxy that Ray starts beside it, which must differ
+    between services of one machine. Unix sockets have short paths, so files lie in /tmp."""
+    folder = Path(f"/tmp/polylora-{os.getuid()}/ha")
+    places = {name: str(folder / file) for name, file in _HA_PROXY_FILES}
+    script = Path(sysconfig.get_path("scripts"), HA_PROXY_SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return places | {
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(script),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(port),
+    }

@@ -209,8 +209,9 @@ def _stop(app_names: Sequence[str]) -> None:
 
 def _check_ha_proxy_ports() -> None:
     """Two services on one machine may have all else in common: HAProxy would be started again and again."""
-    for name, default, what in HA_PROXY_PORTS:
-        _check_port("0.0.0.0", int(os.environ.get(name, default)), f"{what} would be there; set {name} to another")
+    for name, what in HA_PROXY_PORTS:
+        if name in os.environ:
+            _check_port("127.0.0.1", int(os.environ[name]), f"{what} would be there; set {name} to another")
 
 
 def _check_port(host: str, port: int, way_out: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
-from app.cli.ray_switches import HA_PROXY_SWITCHES
+from app.cli.ray_switches import HA_PROXY_SWITCHES, ha_proxy_places
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT, end_session, own_environment
 
@@ -65,7 +65,7 @@ class ServiceProcess:
         # A short path: Ray makes Unix sockets in it, and their names are limited to 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="plt", dir="/tmp"))
         self.url = f"http://127.0.0.1:{port}"
-        self.environment = os.environ | own_environment(self.folder)
+        self.environment = os.environ | ha_proxy_places() | own_environment(self.folder)
         self.environment |= {
             "OMP_NUM_THREADS": "1",
             **{name: value for name, value, _ in HA_PROXY_SWITCHES},

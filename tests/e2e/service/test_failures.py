@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import os
 import signal
@@ -61,17 +60,6 @@ async def when_the_store_is_back(ask: Callable[[], Awaitable[httpx.Response]]) -
     return answer.raise_for_status()
 
 
-def ingress_url(service: Service) -> str:
-    """The own port of one ingress, past the proxy."""
-    first = int(service.process.environment["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"])
-    for port in range(first, first + 20):
-        with contextlib.suppress(httpx.TransportError):
-            url = f"http://127.0.0.1:{port}"
-            if httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}:
-                return url
-    raise AssertionError(f"no ingress listens on ports {first} to {first + 19}")
-
-
 async def test_frames_come_through_sockets(service: Service, handle: Handle) -> None:
     assert await num_socket_links(service, handle) > 0
 
@@ -84,28 +72,22 @@ async def test_a_disconnect_frees_blocks_and_pins(service: Service, handle: Hand
     def is_running() -> bool:
         return sum(stats["num_running"] for stats in handle("replica_stats")) > 0
 
-    # A client that does not stream leaves the ingress itself: HAProxy 2.8 now and then keeps its connection
-    # open until the answer is written, though told `abortonclose` (docs/architecture.md).
-    url = service.url if streams else ingress_url(service)
     # Sixteen long answers: some seconds of work, whatever the machine.
     body = {"model": "r8", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "n": 16, "stream": streams}
-    for _ in range(20):  # where the engine is done before the ingress hears that the client left, it is done again
-        await until(lambda: idle(handle))
-        before = num_aborted()
-        async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-            if streams:
-                async with http.stream("POST", "/v1/completions", json=body) as response:
-                    async for _ in response.aiter_lines():
-                        break
-            else:
-                answer = asyncio.create_task(http.post("/v1/completions", json=body))
-                await until(is_running)
-                answer.cancel()
-                await asyncio.wait([answer])
-        await until(lambda: idle(handle))
-        if num_aborted() == before + 16:
-            return
-    raise AssertionError("sixteen sequences of a client that left were computed to their end, twenty times")
+    await until(lambda: idle(handle))
+    before = num_aborted()
+    async with httpx.AsyncClient(base_url=service.url, timeout=600) as http:
+        if streams:
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                async for _ in response.aiter_lines():
+                    break
+        else:
+            answer = asyncio.create_task(http.post("/v1/completions", json=body))
+            await until(is_running)
+            answer.cancel()
+            await asyncio.wait([answer])
+    await until(lambda: idle(handle))
+    assert num_aborted() == before + 16, "sixteen sequences of a client that left were computed to their end"
 
 
 async def busy_replica(handle: Handle, tasks: Sequence[asyncio.Task[Any]], num_running: int) -> dict[str, Any] | None:

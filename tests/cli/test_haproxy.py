@@ -1,0 +1,259 @@
+"""What `polylora-haproxy` makes of Ray's configuration, as the real HAProxy serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.cli.haproxy import UnknownConfiguration, error_answer, rewritten
+from app.cli.ray_switches import ha_proxy_places, has_ha_proxy
+from load_tests.service import free_port
+
+pytestmark = pytest.mark.skipif(not has_ha_proxy(), reason="Ray's HAProxy is for Linux only")
+
+#: Ray's own code writes the configuration, with an application's ingresses on these ports (none: it is starting).
+WRITE = """if True:
+    import sys
+    from pathlib import Path
+    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+    from ray.serve.config import HTTPOptions
+    folder, port, *ports = sys.argv[1:]
+    config = HAProxyConfig(
+        http_options=HTTPOptions(host="127.0.0.1", port=int(port)), socket_path=f"{folder}/admin.sock",
+        server_state_base=folder, server_state_file=f"{folder}/state", metrics_socket_path=f"{folder}/metrics.sock",
+        metrics_enabled=False,
+    )
+    api = HAProxyApi(cfg=config, config_file_path=f"{folder}/haproxy.cfg")
+    servers = [ServerConfig(f"s{port}", "127.0.0.1", int(port)) for port in ports]
+    fallback = ServerConfig("fallback", "127.0.0.1", 9)
+    backend = BackendConfig("http-polylora", "/", servers=servers, fallback_server=fallback, app_name="polylora")
+    api.set_backend_configs({backend.name: backend} if ports else {})
+    api._generate_config_file_internal()
+    Path(folder, "state").touch()
+"""
+
+
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What Ray writes in folder FOLDER for port 11111, by the number of ingresses: none, or one on port 22222."""
+    found = {}
+    for ports in ((), ("22222",)):
+        folder = tmp_path_factory.mktemp("haproxy")
+        command = [sys.executable, "-W", "ignore", "-c", WRITE, str(folder), "11111", *ports]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        found[len(ports)] = (folder / "haproxy.cfg").read_text().replace(str(folder), "FOLDER")
+    return found
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(templates: dict[int, str], tmp_path: Path) -> Write:
+    """Writes Ray's configuration for a port and the ports of ingresses."""
+
+    def write_configuration(port: int, *ingress_ports: int) -> Path:
+        text = templates[len(ingress_ports)].replace("FOLDER", str(tmp_path)).replace("11111", str(port))
+        (tmp_path / "state").touch()
+        path = tmp_path / "haproxy.cfg"
+        path.write_text(text.replace("22222", str(ingress_ports[0])) if ingress_ports else text)
+        return path
+
+    return write_configuration
+
+
+@dataclass
+class Door:
+    """A HAProxy that listens on `port`."""
+
+    port: int
+    process: asyncio.subprocess.Process
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextlib.asynccontextmanager
+async def haproxy(write: Write, *ingress_ports: int, environment: dict[str, str] | None = None) -> AsyncIterator[Door]:
+    port = free_port()
+    path = write(port, *ingress_ports)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "app.cli.haproxy", "-db", "-f", str(path), "-dR"),
+        env=os.environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": sys.executable} | (environment or {}),
+        stderr=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with httpx.AsyncClient() as http:
+            while True:
+                assert process.returncode is None, "HAProxy ended"
+                with contextlib.suppress(httpx.TransportError):
+                    await http.get(f"http://127.0.0.1:{port}/livez")
+                    break
+                await asyncio.sleep(0.05)
+        yield Door(port, process)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def ingress(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]],
+) -> AsyncIterator[int]:
+    """A server that passes health checks and hands every other request's head to `answer`; its port."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b"/-/healthz" in head:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            else:
+                await answer(reader, writer, head)
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_while_no_ingress_is_up_every_request_is_answered_at_once(write: Write) -> None:
+    async with haproxy(write) as door, httpx.AsyncClient(base_url=door.url, timeout=5) as http:
+        for path in ("/health", "/v1/models", "/v1/chat/completions"):
+            answer = await http.get(path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+            assert answer.json()["error"]["code"] == "not_ready"
+        assert (await http.get("/livez")).status_code == 200
+
+
+async def test_an_ingress_that_is_announced_and_away_is_no_open_connection(write: Write) -> None:
+    async with haproxy(write, free_port()) as door, httpx.AsyncClient(base_url=door.url, timeout=20) as http:
+        answer = await http.get("/health")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert answer.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("trusted", "expected"), [("", "127.0.0.1"), ("10.0.0.0/8", "127.0.0.1"), ("10.1.1.1, 127.0.0.0/8", "1.2.3.4")]
+)
+async def test_the_client_s_address_is_what_haproxy_sees(write: Write, trusted: str, expected: str) -> None:
+    seen: list[str] = []
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        seen.extend(re.findall(r"x-forwarded-for: (.*?)\r\n", head.decode(), re.IGNORECASE))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+    environment = {"POLYLORA_TRUSTED_PROXIES": trusted}
+    headers = {"X-Forwarded-For": "1.2.3.4"}
+    async with (
+        ingress(answer) as port,
+        haproxy(write, port, environment=environment) as door,
+        httpx.AsyncClient(base_url=door.url) as http,
+    ):
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+    assert seen == [expected]
+
+
+async def test_the_ingress_hears_that_a_client_left_whose_body_came_after_its_head(write: Write) -> None:
+    """As httpx, and so every Python client, sends it. Who does not hear it computes the answer to its end."""
+    left_after_s: list[float] = []
+
+    async def answer(reader: asyncio.StreamReader, _: asyncio.StreamWriter, head: bytes) -> None:
+        await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head, re.IGNORECASE)[0]))
+        started_s = asyncio.get_running_loop().time()
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 15) == b"", "the end of the connection, and no more bytes"
+        left_after_s.append(asyncio.get_running_loop().time() - started_s)
+
+    async with ingress(answer) as port, haproxy(write, port) as door:
+        body = json.dumps({"prompt": "x" * 500}).encode()
+        for gap_s in (0, 0.001, 0.01):
+            _, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body))
+            await writer.drain()
+            await asyncio.sleep(gap_s)
+            writer.write(body)
+            await writer.drain()
+            await asyncio.sleep(0.3)
+            writer.close()
+        async with asyncio.timeout(10):
+            while len(left_after_s) < 3:
+                await asyncio.sleep(0.05)
+    assert max(left_after_s) < 2
+
+
+def test_statistics_listen_nowhere_unless_asked_for_and_then_on_loopback(write: Write) -> None:
+    text = write(8000, 30_000).read_text()
+    assert "bind *:8404" in text, "what Ray opens to everybody"
+    assert "bind :9101" in text
+    changed = rewritten(text, {}, {})
+    assert re.findall(r"^\s*bind (.*)$", changed, re.MULTILINE) == ["127.0.0.1:8000"]
+    asked = rewritten(text, {}, {"RAY_SERVE_HAPROXY_METRICS_PORT": "9101", "RAY_SERVE_HAPROXY_STATS_PORT": "8404"})
+    binds = re.findall(r"^\s*bind (.*)$", asked, re.MULTILINE)
+    assert sorted(binds) == ["127.0.0.1:8000", "127.0.0.1:8404", "127.0.0.1:9101"]
+    assert "mode 666" in text
+    assert "mode 666" not in changed
+
+
+def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
+    text = write(8000, 30_000).read_text()
+    before, after = text.splitlines(), rewritten(text, {503: tmp_path / "503.http"}, {}).splitlines()
+    gone = {line.strip() for line in before} - {line.strip() for line in after}
+    added = {line.strip() for line in after} - {line.strip() for line in before}
+    assert all(re.match(r"option splice|errorfile|server fallback|bind |stats|http-request use-serv", line) or
+               line in ("frontend prometheus", "listen stats", "no log") for line in gone), gone  # fmt: skip
+    assert all(re.match(r"errorfile 503|http-request set-header X-For|http-request return|stats socket", line)
+               for line in added), added  # fmt: skip
+
+
+async def test_it_is_started_again_with_the_same_file(write: Write, tmp_path: Path) -> None:
+    async with haproxy(write):
+        text = (tmp_path / "haproxy.cfg").read_text()
+    command = [sys.executable, "-m", "app.cli.haproxy", "-c", "-f", str(tmp_path / "haproxy.cfg")]
+    assert subprocess.run(command, check=False).returncode == 0
+    assert (tmp_path / "haproxy.cfg").read_text() == text
+
+
+@pytest.mark.parametrize("anchor", ["frontend http_frontend", "defaults", "backend default_backend", "option splice-"])
+def test_a_configuration_that_is_not_rays_is_refused_in_words(write: Write, anchor: str) -> None:
+    text = write(8000).read_text()
+    assert anchor in text
+    with pytest.raises(UnknownConfiguration, match="Ray's HAProxy configuration"):
+        rewritten(text.replace(anchor, f"{anchor[:-1]}_"), {}, {})
+
+
+def test_a_trusted_proxy_that_is_no_address_is_refused(write: Write) -> None:
+    path = write(8000)
+    command = [sys.executable, "-m", "app.cli.haproxy", "-c", "-f", str(path)]
+    environment = os.environ | {"POLYLORA_TRUSTED_PROXIES": "balancer"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "'balancer' does not appear to be an IPv4 or IPv6 network" in done.stderr
+
+
+def test_answers_of_its_own_are_whole() -> None:
+    for status in (502, 503, 504):
+        head, _, body = error_answer(status).partition("\r\n\r\n")
+        assert f"content-length: {len(body)}" in head
+        assert json.loads(body)["error"]["type"] == "server_error"
+
+
+def test_files_of_two_users_lie_apart_and_sockets_have_short_paths() -> None:
+    places = ha_proxy_places()
+    node_id = "f" * 56
+    for name in ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"):
+        path = Path(places[name])
+        assert str(os.getuid()) in str(path)
+        assert len(str(path.parent / node_id / path.name)) + len(".4194304.tmp") <= 107
