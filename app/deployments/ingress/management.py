@@ -24,7 +24,7 @@ from app.deployments.registry.entries import (
     Description,
     Event,
     Generation,
-    Job,
+    RegistryJob,
     Unload,
 )
 from app.engine.errors import EngineFailure, NotReady
@@ -67,17 +67,17 @@ class Management:
         self._tasks = Tasks()  # an unload goes on when the request that began it is cancelled
         self._draining: set[str] = set()  # the jobs of unloads that this ingress sees to
 
-    async def load(self, name: str, source: str, **options: Any) -> Job:
+    async def load(self, name: str, source: str, **options: Any) -> RegistryJob:
         """Begin to load an adapter."""
-        job: Job = await self._store("manage", "load", name, source, **options)
+        job: RegistryJob = await self._store("manage", "load", name, source, **options)
         return job
 
-    async def load_and_wait(self, name: str, source: str, **options: Any) -> tuple[Job, CatalogEntry]:
+    async def load_and_wait(self, name: str, source: str, **options: Any) -> tuple[RegistryJob, CatalogEntry]:
         """Load an adapter; when this returns, every ingress serves it."""
-        result: tuple[Job, CatalogEntry] = await self._store("manage", "load_and_wait", name, source, **options)
+        result: tuple[RegistryJob, CatalogEntry] = await self._store("manage", "load_and_wait", name, source, **options)
         return result
 
-    async def unload(self, name: str, *, wait: bool = True, **options: Any) -> tuple[Job, CatalogEntry | None]:
+    async def unload(self, name: str, *, wait: bool = True, **options: Any) -> tuple[RegistryJob, CatalogEntry | None]:
         """Forget a name everywhere, then free its rows once no sequence uses them, then the host's copy.
 
         A name that was only being loaded has no entry: its loads are cancelled.
@@ -119,8 +119,8 @@ class Management:
         description: Description = await self._store("manage", "describe", name)
         return description
 
-    async def job(self, job_id: str) -> Job:
-        job: Job = await self._store("manage", "job", job_id)
+    async def job(self, job_id: str) -> RegistryJob:
+        job: RegistryJob = await self._store("manage", "job", job_id)
         return job
 
     async def generations(self, name: str) -> list[Generation]:
@@ -143,17 +143,17 @@ class Management:
             if digest in report.resident
         ]
 
-    async def _drain_begun(self, begin: asyncio.Task[tuple[Unload, CatalogEntry | None]]) -> Job:
+    async def _drain_begun(self, begin: asyncio.Task[tuple[Unload, CatalogEntry | None]]) -> RegistryJob:
         return await self._drain((await begin)[0])
 
-    async def _drain(self, unload: Unload) -> Job:
+    async def _drain(self, unload: Unload) -> RegistryJob:
         if unload.digest is None:
             return unload.job
         self._draining.add(unload.job.id)
         try:
             if not unload.is_shared:
                 await self._free(unload.digest)
-            job: Job = await self._store("manage", "end_unload", unload)
+            job: RegistryJob = await self._store("manage", "end_unload", unload)
             return job
         finally:
             self._draining.discard(unload.job.id)

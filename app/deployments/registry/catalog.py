@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, s
 
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.database import Database
-from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, Job, State
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, RegistryJob, State
 from app.deployments.registry.jobs import cancel_loads, check_wanted, insert_job, update_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.steering import PinLimits
@@ -44,7 +44,7 @@ class Drained(NamedTuple):
     """What an unload began with. `entry` None: there was none yet. `cancelled`: jobs of loads of the name."""
 
     entry: CatalogEntry | None
-    job: Job
+    job: RegistryJob
     cancelled: Sequence[str]
 
 
@@ -70,7 +70,7 @@ class Catalog:
         pinned: bool | None = None,
         traffic_weight: float | None = None,
         source: str | None = None,
-        job: Job | None = None,
+        job: RegistryJob | None = None,
     ) -> CatalogEntry:
         """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
 
@@ -135,7 +135,9 @@ class Catalog:
             if row is None:
                 if not cancelled:
                     raise not_registered(name)
-                job = Job(uuid.uuid4().hex, name, "unload", "", State.REMOVED, who, now_s, now_s, tenant_id=tenant_id)
+                job = RegistryJob(
+                    uuid.uuid4().hex, name, "unload", "", State.REMOVED, who, now_s, now_s, tenant_id=tenant_id
+                )
                 insert_job(connection, self._base, job)
                 record_audit(connection, self._base, who, "unload", name, tenant_id, {"cancelled": cancelled})
                 return Drained(None, job, cancelled)
@@ -146,7 +148,7 @@ class Catalog:
                 )
             connection.execute(update(adapters).where(*key).values(state=State.DRAINING))
             generation, digest = row["generation"], row["digest"]
-            job = Job(
+            job = RegistryJob(
                 uuid.uuid4().hex, name, "unload", row["uri"], State.DRAINING, who, now_s, now_s,
                 generation=generation, digest=digest, tenant_id=tenant_id,
             )  # fmt: skip
@@ -155,7 +157,7 @@ class Catalog:
             record_events(connection, self._base, [NewEvent("draining", name, tenant_id, generation, digest)])
         return Drained(_entry(row), job, cancelled)
 
-    def drained(self, job: Job) -> Job:
+    def drained(self, job: RegistryJob) -> RegistryJob:
         """An unload is complete, and so is the name's removal, unless it has been registered again meanwhile."""
         after = replace(job, state=State.REMOVED, updated_s=time.time())
         key = self._named(adapters, job.tenant_id, job.name)

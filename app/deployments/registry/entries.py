@@ -110,7 +110,7 @@ class AliasEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RegistryJob:
     """Work on a name. `pinned` and `traffic_weight` None: as they are.
 
     `generation` and `digest`, of what is loaded or unloaded, are known when a load is done; of an unload always, unless
@@ -169,7 +169,7 @@ class Unload(NamedTuple):
     `digest` None: nothing was registered yet, only loads of the name were cancelled, and the unload is over.
     """
 
-    job: Job
+    job: RegistryJob
     digest: str | None
     is_shared: bool
 
@@ -178,7 +178,7 @@ class Description(NamedTuple):
     """All the registry knows of a name. `entry` is None for one that is not (or no longer) registered."""
 
     entry: CatalogEntry | None
-    job: Job | None
+    job: RegistryJob | None
     is_on_host: bool
 
 

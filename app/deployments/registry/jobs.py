@@ -1,6 +1,6 @@
 """Work on names: what was asked for, how far it is, why it failed.
 
-In: requests to load, and the states that loads and unloads reach. Out: `Job`s that survive every process, so
+In: requests to load, and the states that loads and unloads reach. Out: `RegistryJob`s that survive every process, so
 that one that was cut short is found again. A name keeps its last `MAX_JOBS_PER_NAME`. Doing the work is left
 to `lifecycle.py`; an unload's job is written down by `catalog.py`, together with what it does to the name and to
 loads of it.
@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from app.deployments.registry.database import Database, storable
-from app.deployments.registry.entries import DEFAULT_TENANT, FINAL_STATES, Job, State
+from app.deployments.registry.entries import DEFAULT_TENANT, FINAL_STATES, RegistryJob, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import jobs, named
 from app.engine.errors import AdapterUnloaded
@@ -53,10 +53,10 @@ class Jobs:
         traffic_weight: float | None = None,
         tenant_id: str = DEFAULT_TENANT,
         who: str = DEFAULT_TENANT,
-    ) -> Job:
+    ) -> RegistryJob:
         """Write down that a load was asked for."""
         now_s = time.time()
-        job = Job(
+        job = RegistryJob(
             uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, pinned, traffic_weight,
             tenant_id=tenant_id,
         )  # fmt: skip
@@ -68,14 +68,14 @@ class Jobs:
 
     def advance(
         self,
-        job: Job,
+        job: RegistryJob,
         state: State,
         *,
         reason: str | None = None,
         generation: int | None = None,
         digest: str | None = None,
         passed: Sequence[tuple[State, float]] = (),
-    ) -> Job:
+    ) -> RegistryJob:
         """Write down that a job has reached a state, and when it passed others. What is None stays as it was."""
         after = replace(
             job,
@@ -96,27 +96,27 @@ class Jobs:
             record_events(connection, self._base, news)
         return after
 
-    def get(self, job_id: str, *, tenant_id: str = DEFAULT_TENANT) -> Job | None:
+    def get(self, job_id: str, *, tenant_id: str = DEFAULT_TENANT) -> RegistryJob | None:
         query = select(jobs).where(jobs.c.id == job_id, jobs.c.base_digest == self._base, jobs.c.tenant_id == tenant_id)
         with self._database.read() as connection:
             row = connection.execute(query).mappings().first()
         return None if row is None else _job(row)
 
-    def latest(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> Job | None:
+    def latest(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> RegistryJob | None:
         """The last thing that was asked of a name."""
         query = select(jobs).where(*named(jobs, self._base, tenant_id, name))
         with self._database.read() as connection:
             row = connection.execute(query.order_by(jobs.c.created_s.desc()).limit(1)).mappings().first()
         return None if row is None else _job(row)
 
-    def unfinished(self) -> list[Job]:
+    def unfinished(self) -> list[RegistryJob]:
         """Jobs that have not ended, oldest first."""
         query = select(jobs).where(jobs.c.base_digest == self._base, jobs.c.state.in_(_UNFINISHED))
         with self._database.read() as connection:
             return [_job(row) for row in connection.execute(query.order_by(jobs.c.created_s)).mappings()]
 
 
-def insert_job(connection: Connection, base_digest: str, job: Job) -> None:
+def insert_job(connection: Connection, base_digest: str, job: RegistryJob) -> None:
     """Part of the caller's transaction."""
     connection.execute(insert(jobs).values(base_digest=base_digest, **asdict(job)))
     key = named(jobs, base_digest, job.tenant_id, job.name)
@@ -135,7 +135,7 @@ def cancel_loads(connection: Connection, base_digest: str, tenant_id: str, name:
     return ids
 
 
-def check_wanted(connection: Connection, job: Job) -> None:
+def check_wanted(connection: Connection, job: RegistryJob) -> None:
     """Raises AdapterUnloaded for a load that was cancelled. Part of the caller's transaction."""
     if connection.scalar(select(jobs.c.state).where(jobs.c.id == job.id)) == State.FAILED:
         raise unloaded(job.name)
@@ -146,14 +146,14 @@ def unloaded(name: str) -> AdapterUnloaded:
     return AdapterUnloaded(f"adapter {name!r} was unloaded while it was being loaded; load it again if it is wanted")
 
 
-def update_job(connection: Connection, job: Job) -> None:
+def update_job(connection: Connection, job: RegistryJob) -> None:
     """Part of the caller's transaction."""
     fields = ("state", "reason", "generation", "digest", "updated_s")
     connection.execute(update(jobs).where(jobs.c.id == job.id).values({field: getattr(job, field) for field in fields}))
 
 
-def _job(row: Mapping[Any, Any]) -> Job:
-    return Job(
+def _job(row: Mapping[Any, Any]) -> RegistryJob:
+    return RegistryJob(
         row["id"],
         row["name"],
         row["kind"],

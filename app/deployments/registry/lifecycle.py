@@ -29,8 +29,8 @@ from app.deployments.registry.entries import (
     AliasEntry,
     CatalogEntry,
     Description,
-    Job,
     ReadAdapter,
+    RegistryJob,
     State,
     Unload,
     check_name,
@@ -79,11 +79,11 @@ class Lifecycle:
         self._store = store
         self._reserved_names = frozenset(reserved_names)
         self.table: PublishedTable[Key, Entry] = PublishedTable()
-        self._jobs: dict[str, Job] = {}  # being worked on
+        self._jobs: dict[str, RegistryJob] = {}  # being worked on
         self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
-        self._tasks: dict[str, asyncio.Task[Job]] = {}
+        self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
         self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
-        self._last: dict[Key, asyncio.Task[Job]] = {}  # per name, the job that was asked for last
+        self._last: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the job that was asked for last
         self._seen_s: dict[str, float] = {}  # unloads, and when an ingress last said that it sees to them
         self._loop: asyncio.AbstractEventLoop | None = None
         self._resumed = False
@@ -120,7 +120,7 @@ class Lifecycle:
         traffic_weight: float | None = None,
         tenant_id: str = DEFAULT_TENANT,
         who: str = DEFAULT_TENANT,
-    ) -> Job:
+    ) -> RegistryJob:
         """Begin to load; returns the job. Its generation is the one that new contents would get.
 
         Raises InvalidRequest for a name that cannot be one, UnsafeSource for a source that cannot.
@@ -141,7 +141,7 @@ class Lifecycle:
         self._begin(job)
         return replace(job, generation=1 + (present[0].ref.generation if present else 0))
 
-    async def load_and_wait(self, name: str, source: str, **options: Any) -> tuple[Job, CatalogEntry]:
+    async def load_and_wait(self, name: str, source: str, **options: Any) -> tuple[RegistryJob, CatalogEntry]:
         """`load`, and its end. Raises what made it fail."""
         task = self._tasks[(await self.load(name, source, **options)).id]
         job = await asyncio.shield(task)
@@ -170,7 +170,7 @@ class Lifecycle:
                 cancelled.set_result(None)
         return await asyncio.to_thread(self._unload, done[0].job), entry
 
-    async def end_unload(self, unload: Unload) -> Job:
+    async def end_unload(self, unload: Unload) -> RegistryJob:
         """No sequence uses the adapter any more and its rows are free: free the host's copy, and be done."""
         assert unload.digest is not None, "then it is over"
         if not await self.is_used(unload.digest):
@@ -216,7 +216,7 @@ class Lifecycle:
         is_on_host = entry is not None and entry.ref.digest in self._store.cached_digests
         return Description(entry, job and self._jobs.get(job.id, job), is_on_host)
 
-    async def job(self, job_id: str, *, tenant_id: str = DEFAULT_TENANT) -> Job:
+    async def job(self, job_id: str, *, tenant_id: str = DEFAULT_TENANT) -> RegistryJob:
         """A job as it stands now. Raises NotFound."""
         running = self._jobs.get(job_id)
         if running is not None and running.tenant_id == tenant_id:
@@ -243,7 +243,7 @@ class Lifecycle:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._note, source, state)
 
-    def _unload(self, job: Job) -> Unload:
+    def _unload(self, job: RegistryJob) -> Unload:
         return Unload(job, job.digest, job.digest is None or self._registry.catalog.is_used(job.digest))
 
     def _check_name(self, name: str) -> None:
@@ -251,14 +251,14 @@ class Lifecycle:
         if name in self._reserved_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: RegistryJob) -> None:
         key = (job.tenant_id, job.name)
         self._jobs[job.id], self._passed[job.id] = job, []
         self._cancelled[job.id] = asyncio.get_running_loop().create_future()
         task = self._spawn(self._run(job.id, self._last.get(key)))
         self._tasks[job.id] = self._last[key] = task
 
-        def end(task: asyncio.Task[Job]) -> None:
+        def end(task: asyncio.Task[RegistryJob]) -> None:
             del self._jobs[job.id], self._passed[job.id], self._tasks[job.id], self._cancelled[job.id]
             if self._last.get(key) is task:
                 del self._last[key]
@@ -267,7 +267,7 @@ class Lifecycle:
 
         task.add_done_callback(end)
 
-    async def _run(self, job_id: str, before: asyncio.Task[Job] | None) -> Job:
+    async def _run(self, job_id: str, before: asyncio.Task[RegistryJob] | None) -> RegistryJob:
         job = self._jobs[job_id]
         self._loop = asyncio.get_running_loop()
         try:
@@ -301,7 +301,7 @@ class Lifecycle:
             await self._end(job_id, State.FAILED, reason=reason)
             raise
 
-    async def _read(self, job: Job) -> ReadAdapter:
+    async def _read(self, job: RegistryJob) -> ReadAdapter:
         """Ends at once when the job is cancelled; others may wait for what is read, so reading goes on."""
         reading = self._spawn(self._store.load(job.source, job.tenant_id))
         either: list[asyncio.Future[Any]] = [reading, self._cancelled[job.id]]
@@ -311,7 +311,7 @@ class Lifecycle:
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: it is nobody's
         raise unloaded(job.name)
 
-    async def _end(self, job_id: str, state: State, **what: Any) -> Job:
+    async def _end(self, job_id: str, state: State, **what: Any) -> RegistryJob:
         """A job's last state. While the database does not take it nobody waits: it is written down later."""
         job, passed = self._jobs[job_id], tuple(self._passed[job_id])
         write = partial(self._registry.jobs.advance, job, state, passed=passed, **what)
@@ -360,7 +360,7 @@ class Lifecycle:
         return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
 
 
-async def _insist(write: Callable[[], Job]) -> None:
+async def _insist(write: Callable[[], RegistryJob]) -> None:
     """Until the database takes it."""
     while True:
         await asyncio.sleep(RETRY_S)

@@ -18,7 +18,7 @@ from app.deployments.placement.table import PlacementTable, ReplicaReport
 from app.deployments.registry import catalog as catalog_module
 from app.deployments.registry import lifecycle as lifecycle_module
 from app.deployments.registry.books import Registry
-from app.deployments.registry.entries import Job, State
+from app.deployments.registry.entries import RegistryJob, State
 from app.deployments.registry.steering import Steering
 from app.engine.errors import (
     AdapterBusy,
@@ -46,7 +46,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def end_of(managed: ManagedStore, job: Job) -> Job:
+async def end_of(managed: ManagedStore, job: RegistryJob) -> RegistryJob:
     async with asyncio.timeout(600):
         while not (now := await managed.lifecycle.job(job.id)).is_done:
             await asyncio.sleep(0.002)
@@ -147,7 +147,7 @@ async def test_jobs_that_have_ended_leave_nothing_in_memory(
     lifecycle, advance = managed.lifecycle, managed.registry.jobs.advance
     ending = threading.Event()
 
-    def advance_slowly(job: Job, state: State, **what: Any) -> Job:
+    def advance_slowly(job: RegistryJob, state: State, **what: Any) -> RegistryJob:
         if job.name == "sql":
             ending.wait(600)
         return advance(job, state, **what)
@@ -498,7 +498,7 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
     away = threading.Event()
     away.set()
 
-    def advance_or_not(job: Job, state: State, **what: Any) -> Job:
+    def advance_or_not(job: RegistryJob, state: State, **what: Any) -> RegistryJob:
         if away.is_set():
             _away()
         return advance(job, state, **what)

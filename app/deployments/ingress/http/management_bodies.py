@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.deployments.ingress.management import Management
-from app.deployments.registry.entries import AliasEntry, CatalogEntry, Description, Job, State
+from app.deployments.registry.entries import AliasEntry, CatalogEntry, Description, RegistryJob, State
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
     }
 
 
-def unloaded_body(entry: CatalogEntry | None, job: Job) -> dict[str, Any]:
+def unloaded_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any]:
     """An adapter whose unload has begun, or ended; `entry` None: it was only being loaded."""
     status = "unloaded" if job.is_done else "unloading"
     body = {"id": job.name, "object": "lora"} if entry is None else adapter_body(entry)
@@ -53,7 +53,7 @@ def description_body(name: str, description: Description, management: Management
     return body | {"job": None if job is None else job_body(job)}
 
 
-def job_body(job: Job) -> dict[str, Any]:
+def job_body(job: RegistryJob) -> dict[str, Any]:
     return {
         "id": job.id,
         "object": "lora.job",
