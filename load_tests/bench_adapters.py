@@ -21,7 +21,7 @@ from pathlib import Path
 
 from app.config import AdaptersConfig, AppConfig
 from app.deployments.registry.books import open_registry
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, LoadRequest
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import AdapterLibrary, open_library
@@ -92,7 +92,7 @@ class _Service:
         self.engine = Engine(self.backend, config)
 
     async def register(self, name: str, source: str) -> CatalogEntry:
-        return (await self.lifecycle.load_and_wait(name, source))[1]
+        return (await self.lifecycle.load_and_wait(LoadRequest(DEFAULT_TENANT, name, source, "bench")))[1]
 
     async def adapter(self, ref: AdapterRef) -> LoraAdapter:
         return unpack_adapter(*await self.store.fetch(ref))
@@ -155,7 +155,7 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
         prepare_s.append(_timed(lambda fresh=fresh: service.backend.prepare_adapter(fresh)))
         rows_s.append(_timed(lambda fresh=fresh: service.backend.write_adapter(1, 0, fresh)))
         started_s = time.perf_counter()
-        unload, _ = await service.lifecycle.begin_unload(path.name)
+        unload, _ = await service.lifecycle.begin_unload(path.name, tenant_id=DEFAULT_TENANT, who="bench")
         await service.lifecycle.end_unload(unload)
         assert service.drop(entry.ref.digest) > 0
         remove_s.append(time.perf_counter() - started_s)

@@ -29,6 +29,7 @@ from sqlalchemy import insert
 from app.deployments.ingress.http.app import HttpService, make_app
 from app.deployments.ingress.management import Management
 from app.deployments.links.published import Version
+from app.deployments.links.store_client import StoreClient
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
@@ -36,7 +37,9 @@ from app.deployments.registry.entries import ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tables import adapters
 from app.deployments.registry.view import RegistryView
-from app.engine.adapters.card import AdapterCard
+from app.deployments.store.counts import TierCounts
+from app.deployments.store.service import StoreParts, StoreService
+from app.engine.adapters.card import AdapterCard, AdapterRef
 
 #: Rows written by one statement.
 _BATCH = 10_000
@@ -56,6 +59,29 @@ class _Store:
 
     def hold(self, digests: Collection[str]) -> None:
         pass
+
+
+class _NoBytes:
+    """Nobody asks for an adapter's bytes here."""
+
+    counts = TierCounts()
+
+    async def fetch(self, ref: AdapterRef) -> None:
+        raise NotImplementedError(ref.name)
+
+    async def expect(self, ref: AdapterRef) -> None: ...
+
+    def lost(self, digest: str) -> None: ...
+
+
+class _Here:
+    """`Callee` in this process."""
+
+    def __init__(self, callee: object) -> None:
+        self._callee = callee
+
+    async def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return await getattr(self._callee, method.__name__)(*args, **options)
 
 
 class _Dropper:
@@ -112,14 +138,11 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     results.append(("memory of both, in this process", f"{grown / 1024:.0f} MiB"))
 
-    async def call(method: str, *args: Any, **options: Any) -> Any:
-        assert method == "manage", "the only one that is needed here"
-        return await getattr(lifecycle, args[0])(*args[1:], **options)
-
+    store = StoreService(StoreParts(registry, lifecycle, _NoBytes(), ()), lambda: None)
     service = SimpleNamespace(
         base_name="base",
         registry=view,
-        management=Management(call, _Dropper(), PlacementTable),
+        management=Management(StoreClient(_Here(store)), _Dropper(), PlacementTable),
         frontend=SimpleNamespace(
             limits=SimpleNamespace(max_body_bytes=1 << 20), text_model=SimpleNamespace(max_context=2048)
         ),

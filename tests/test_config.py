@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.config import AppConfig, load_config
-from app.deployments.registry.steering import PinLimits
+from app.deployments.registry.pins import PinLimits
 from app.engine.errors import ConfigError
 
 

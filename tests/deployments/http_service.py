@@ -53,7 +53,7 @@ class Service:
     def __init__(self, fleet: Fleet, managed: ManagedStore) -> None:
         self.fleet = fleet
         self.managed = managed
-        self.management = Management(managed, managed, lambda: fleet.table)
+        self.management = Management(managed.client, managed, lambda: fleet.table)
         self.dispatcher = fleet.dispatcher(replica_wait_s=0.2)
         self.observed: list[tuple[str, int]] = []
         self.counted: list[tuple[Job | None, list[Usage | None]]] = []

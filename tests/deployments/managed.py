@@ -8,18 +8,38 @@ from pathlib import Path
 from typing import Any
 
 from app.deployments.links.published import Version
+from app.deployments.links.store_client import StoreClient
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
-from app.deployments.registry.entries import ReadAdapter, State
+from app.deployments.registry.entries import DEFAULT_TENANT, LoadRequest, ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.view import RegistryView
+from app.deployments.store.service import StoreParts, StoreService
 from app.engine.adapters.card import AdapterCard
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource
 
 
 def card(digest: str) -> AdapterCard:
     return AdapterCard(digest, "base", 8, ("q_proj",), "float32", 64)
+
+
+#: Who asks, and whose names they are.
+ADA = {"tenant_id": DEFAULT_TENANT, "who": "ada"}
+
+
+def wanted(name: str, source: str, pinned: bool | None = None, traffic_weight: float | None = None) -> LoadRequest:
+    return LoadRequest(DEFAULT_TENANT, name, source, "ada", pinned, traffic_weight)
+
+
+class Here:
+    """`Callee` in this process."""
+
+    def __init__(self, callee: object) -> None:
+        self._callee = callee
+
+    async def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return await getattr(self._callee, method.__name__)(*args, **options)
 
 
 class FakeStore:
@@ -56,12 +76,13 @@ class FakeStore:
 
 
 class ManagedStore:
-    """`StoreCall` over a lifecycle in this process, and one ingress' copy of its table."""
+    """The store's service in this process, its client, and one ingress' copy of its table."""
 
     def __init__(self, registry: Registry, store: FakeStore) -> None:
         self.registry, self.store = registry, store
         self.lifecycle = Lifecycle(registry, store, reserved_names=("base",))
         store.on_read = self.lifecycle.reached
+        self.client = StoreClient(Here(StoreService(StoreParts(registry, self.lifecycle, store, ()), lambda: None)))
         self.view = RegistryView()
         self.follower = asyncio.create_task(self._follow())
         self.dropped: list[tuple[str, str]] = []
@@ -73,13 +94,6 @@ class ManagedStore:
     @classmethod
     def at(cls, folder: Path) -> ManagedStore:
         return cls(Registry(sqlite_url(folder / "registry.sqlite"), "base"), FakeStore())
-
-    async def __call__(self, method: str, *args: Any, **options: Any) -> Any:
-        if method == "manage":
-            return await getattr(self.lifecycle, args[0])(*args[1:], **options)
-        if method == "journal":
-            return getattr(self.registry.journal, args[0])(*args[1:], **options)
-        return getattr(self.registry.catalog, method)(*args, **options)
 
     async def drop_adapter(self, replica_id: str, digest: str) -> int:
         await self.drop_gate.wait()

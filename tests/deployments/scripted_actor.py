@@ -19,6 +19,7 @@ from ray.exceptions import (
 )
 
 from app.deployments.links.ray_calls import NamedActor
+from app.deployments.placement.actor import PlacementActor
 
 LOST = [
     ActorDiedError(),
@@ -52,6 +53,10 @@ class Scripted(NamedActor):
         return self
 
     assign = gone = watch
+
+    def ask(self) -> Any:
+        """What `call` is given; its name is one of those above."""
+        return self.call(PlacementActor.watch, None, "me", 10.0)
 
     async def remote(self, *_: Any) -> Any:
         if not self.answers:

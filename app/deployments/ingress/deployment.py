@@ -29,18 +29,20 @@ from app.deployments.ingress.http.management_bodies import adapter_body, unloade
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.management import Management
 from app.deployments.ingress.metrics import IngressMetrics
+from app.deployments.ingress.tenants import handle_caller
 from app.deployments.ingress.text_model import open_text
 from app.deployments.ingress.watching import WatchedRegistry
 from app.deployments.links.gauges import repeat_gauges
-from app.deployments.links.ray_calls import ActorAway
+from app.deployments.links.placement_client import PlacementClient
 from app.deployments.links.ray_private import AsgiIngress, route_in_this_loop
 from app.deployments.links.serve_transport import ServeTransport
+from app.deployments.links.store_client import StoreClient
 from app.deployments.links.watched import Watched
 from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.placer import ServePlacer
 from app.deployments.placement.policies.choosing import make_policy
 from app.deployments.placement.table import PlacementTable
-from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.entries import CatalogEntry, LoadRequest
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.actor import store_actor
 from app.engine.adapters.card import AdapterRef
@@ -59,11 +61,11 @@ class Ingress(AsgiIngress):
         self.base_name = config.model.name
         context = serve.get_replica_context()
         ingress_id = context.replica_id.unique_id
-        self._store = store_actor(config)
-        placement = placement_actor(config, context.app_name)
+        self._store = StoreClient(store_actor(config))
+        placement = PlacementClient(placement_actor(config, context.app_name))
         self._metrics = IngressMetrics()
-        self._registry = WatchedRegistry(self._store, ingress_id, self._count_adapters)
-        placed: Watched[PlacementTable] = Watched(placement, ingress_id, PlacementTable())
+        self._registry = WatchedRegistry(self._store.watch, ingress_id, self._count_adapters)
+        placed = Watched(placement.watch, ingress_id, PlacementTable())
         route_in_this_loop(engines)
         self._transport = ServeTransport(engines)
         self._placer = ServePlacer(placement, placed)
@@ -72,7 +74,7 @@ class Ingress(AsgiIngress):
         links = Links(self._transport, self._placer, clock)
         self._assigner = Assigner(links, self._placer, policy, clock, wait_s)
         self._dispatcher = Dispatcher(ServeBatcher(self._assigner), links)
-        self.management = Management(self._ask_store, self._transport, lambda: self._placer.table)
+        self.management = Management(self._store, self._transport, lambda: self._placer.table)
         self._expected: set[str] = set()  # digests of adapters that the store was told to read
         text = await asyncio.to_thread(open_text, config)
         self.frontend = Frontend(text, self.base_name, self._resolve, self._dispatcher.stream, config.limits)
@@ -86,7 +88,7 @@ class Ingress(AsgiIngress):
                 self.management.keep_taking_up(),
             )
         ]
-        await self._store.call("preload")
+        await self._store.preload()
         await self._registry.complete.wait()  # or the first requests would find no adapter
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -124,10 +126,13 @@ class Ingress(AsgiIngress):
         return [adapter_body(entry) for entry in found.entries if isinstance(entry, CatalogEntry)]
 
     async def load(self, name: str, path: str) -> dict[str, Any]:
-        return adapter_body((await self.management.load_and_wait(name, path, who="handle"))[1])
+        caller = handle_caller()
+        request = LoadRequest(caller.tenant_id, name, path, caller.who)
+        return adapter_body((await self._store.load_and_wait(request))[1])
 
     async def unload(self, name: str) -> dict[str, Any]:
-        job, entry = await self.management.unload(name, who="handle")
+        caller = handle_caller()
+        job, entry = await self.management.unload(name, tenant_id=caller.tenant_id, who=caller.who)
         return unloaded_body(entry, job)
 
     async def replica_stats(self) -> list[dict[str, Any]]:
@@ -168,17 +173,11 @@ class Ingress(AsgiIngress):
 
     async def _expect(self, ref: AdapterRef) -> None:
         try:
-            await self._store.call("expect", ref)
-        except ActorAway as error:
+            await self._store.expect(ref)
+        except NotReady as error:
             logger.info("adapter %s is not read ahead: %s", ref.name, error)
         finally:
             self._expected.discard(ref.digest)
-
-    async def _ask_store(self, method: str, *args: Any, **options: Any) -> Any:
-        try:
-            return await self._store.call(method, *args, **options)
-        except ActorAway as error:
-            raise NotReady("the adapter store is restarting; ask again", retry_after_s=2) from error
 
     def _count_adapters(self) -> None:
         self._metrics.adapters(self.registry.num_adapters)

@@ -1,32 +1,22 @@
-"""What may be asked of the registry, from any ingress: load, unload, alias, look.
+"""What an ingress adds to the store's calls: it frees rows on the replicas, and knows which replica holds an adapter.
 
-In: calls of HTTP routes and of other Ray jobs. Out: the registry's values. The registry itself lives with
-the adapter store; this class adds what only an ingress can do: free rows on the replicas, and say which
-replica holds an adapter. An unload goes on when the client that asked for it leaves; one whose ingress ends is
-taken up by another.
+In: calls of HTTP routes and of other Ray jobs. Out: the registry's values. What needs no replica is asked of `store`
+itself. An unload goes on when the client that asked for it leaves; one whose ingress ends is taken up by another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from app.deployments.links.store_client import StoreClient
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement.table import PlacementTable
-from app.deployments.registry.entries import (
-    AliasEntry,
-    AuditRecord,
-    CatalogEntry,
-    Description,
-    Event,
-    Generation,
-    RegistryJob,
-    Unload,
-)
+from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
 from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)
@@ -35,12 +25,6 @@ logger = logging.getLogger(__name__)
 TAKE_UP_INTERVAL_S = 10.0
 #: How often a drain asks whether a name means the contents again: then their rows need not become free.
 USED_AGAIN_INTERVAL_S = 1.0
-
-
-class StoreCall(Protocol):
-    """A method of the adapter store's actor, by name."""
-
-    def __call__(self, method: str, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]: ...
 
 
 class AdapterDropper(Protocol):
@@ -60,29 +44,21 @@ class ReplicaResidency(NamedTuple):
 class Management:
     """One per ingress. Every method raises NotReady while the store restarts, and what its counterpart raises."""
 
-    def __init__(self, store: StoreCall, replicas: AdapterDropper, placement: Callable[[], PlacementTable]) -> None:
-        self._store = store
+    def __init__(self, store: StoreClient, replicas: AdapterDropper, placement: Callable[[], PlacementTable]) -> None:
+        self.store = store
         self._replicas = replicas
         self._placement = placement
         self._tasks = Tasks()  # an unload goes on when the request that began it is cancelled
         self._draining: set[str] = set()  # the jobs of unloads that this ingress sees to
 
-    async def load(self, name: str, source: str, **options: Any) -> RegistryJob:
-        """Begin to load an adapter."""
-        job: RegistryJob = await self._store("manage", "load", name, source, **options)
-        return job
-
-    async def load_and_wait(self, name: str, source: str, **options: Any) -> tuple[RegistryJob, CatalogEntry]:
-        """Load an adapter; when this returns, every ingress serves it."""
-        result: tuple[RegistryJob, CatalogEntry] = await self._store("manage", "load_and_wait", name, source, **options)
-        return result
-
-    async def unload(self, name: str, *, wait: bool = True, **options: Any) -> tuple[RegistryJob, CatalogEntry | None]:
+    async def unload(
+        self, name: str, *, tenant_id: str, who: str, wait: bool = True
+    ) -> tuple[RegistryJob, CatalogEntry | None]:
         """Forget a name everywhere, then free its rows once no sequence uses them, then the host's copy.
 
         A name that was only being loaded has no entry: its loads are cancelled.
         """
-        begin = self._tasks.start(self._store("manage", "begin_unload", name, **options))
+        begin = self._tasks.start(self.store.begin_unload(name, tenant_id=tenant_id, who=who))
         drain = self._tasks.start(self._drain_begun(begin))
         unload, entry = await asyncio.shield(begin)
         return await asyncio.shield(drain) if wait else unload.job, entry
@@ -98,42 +74,12 @@ class Management:
 
     async def take_up(self) -> None:
         """Go on with unloads whose ingress has ended, and with those that could not be ended."""
-        left: list[Unload] = await self._store("manage", "left_unloads", tuple(self._draining))
-        for unload in left:
+        for unload in await self.store.left_unloads(tuple(self._draining)):
             self._tasks.start(self._drain(unload))
 
     async def close(self) -> None:
         """Leave what is not finished to other ingresses."""
         await self._tasks.close()
-
-    async def configure(self, name: str, **changes: Any) -> CatalogEntry:
-        entry: CatalogEntry = await self._store("manage", "configure", name, **changes)
-        return entry
-
-    async def change_alias(self, how: str, name: str, *args: Any, **options: Any) -> AliasEntry:
-        """`how` is put, promote, rollback or remove."""
-        entry: AliasEntry = await self._store("manage", "change_alias", how, name, *args, **options)
-        return entry
-
-    async def describe(self, name: str) -> Description:
-        description: Description = await self._store("manage", "describe", name)
-        return description
-
-    async def job(self, job_id: str) -> RegistryJob:
-        job: RegistryJob = await self._store("manage", "job", job_id)
-        return job
-
-    async def generations(self, name: str) -> list[Generation]:
-        generations: list[Generation] = await self._store("generations", name)
-        return generations
-
-    async def events(self, name: str | None, *, limit: int, before: int | None) -> list[Event]:
-        events: list[Event] = await self._store("journal", "events", name, limit=limit, before=before)
-        return events
-
-    async def audit(self, name: str | None, *, limit: int, before: int | None) -> list[AuditRecord]:
-        records: list[AuditRecord] = await self._store("journal", "audit", name, limit=limit, before=before)
-        return records
 
     def residency(self, digest: str) -> list[ReplicaResidency]:
         """Replicas whose device holds these contents, as they last reported."""
@@ -153,8 +99,7 @@ class Management:
         try:
             if not unload.is_shared:
                 await self._free(unload.digest)
-            job: RegistryJob = await self._store("manage", "end_unload", unload)
-            return job
+            return await self.store.end_unload(unload)
         finally:
             self._draining.discard(unload.job.id)
 
@@ -166,7 +111,7 @@ class Management:
         drops = self._tasks.start(self._drop_everywhere(digest))
         while not (await asyncio.wait([drops], timeout=USED_AGAIN_INTERVAL_S))[0]:
             with suppress(NotReady):  # asked again
-                if await self._store("manage", "is_used", digest):
+                if await self.store.is_used(digest):
                     return
         drops.result()
 

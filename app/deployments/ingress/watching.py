@@ -1,7 +1,7 @@
 """The registry of adapters as this ingress knows it: a copy that follows its owner.
 
-In: the adapter store's actor. Out: a `RegistryView`, read from this process's memory. An actor that is away costs
-freshness, never an answer.
+In: the store's call that waits for changes. Out: a `RegistryView`, read from this process's memory. While the
+store is away the copy stands: that costs freshness, never an answer.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import asyncio
 from collections.abc import Callable
 
 from app.deployments.links.published import Changes, Version
-from app.deployments.links.ray_calls import NamedActor
-from app.deployments.links.watched import Follower
+from app.deployments.links.watched import Follower, Watch
 from app.deployments.registry.view import Entry, Key, RegistryView
 
 
-class WatchedRegistry(Follower):
+class WatchedRegistry(Follower[Changes[Key, Entry]]):
     """The registry's table, copied by its changes into `view`. `complete` is set when there is nothing to catch up."""
 
-    def __init__(self, actor: NamedActor, watcher_id: str, on_news: Callable[[], None]) -> None:
-        super().__init__(actor, watcher_id)
+    def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_news: Callable[[], None]) -> None:
+        super().__init__(watch, watcher_id)
         self._on_news = on_news
         self.view = RegistryView()
         self.complete = asyncio.Event()

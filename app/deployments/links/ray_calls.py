@@ -8,18 +8,25 @@ or its answer, was lost, the caller hears `ActorAway`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from app.engine.errors import NotReady
+
 T = TypeVar("T")
+P = ParamSpec("P")
 
 NAMESPACE = "polylora"
 
 
-class ActorAway(Exception):
+#: An actor that restarts needs about this long.
+RESTART_S = 2.0
+
+
+class ActorAway(NotReady):
     """A named actor, or what it answered, is lost for now; ask again."""
 
 
@@ -36,7 +43,7 @@ async def held(put: Awaitable[T]) -> T:
     try:
         return await put
     except RayError as error:
-        raise ActorAway(f"an object is lost ({type(error).__name__})") from error
+        raise ActorAway(f"an object is lost ({type(error).__name__})", retry_after_s=RESTART_S) from error
 
 
 def _own(error: RayTaskError) -> Exception:
@@ -46,6 +53,14 @@ def _own(error: RayTaskError) -> Exception:
 def leave() -> None:
     """Called in an actor: it ends, for good."""
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+class Callee(Protocol):
+    """An object in another process whose methods can be called."""
+
+    async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
+        """Call a method of the object's class. Raises what it raises, and ActorAway while the object is away."""
+        ...
 
 
 class NamedActor:
@@ -61,18 +76,20 @@ class NamedActor:
         """Have the actor made now if it is not there; nobody waits for it."""
         self._actor()
 
-    async def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method. Raises ActorAway while the actor is away.
+    async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
+        """Call a method of the actor's class, by its name. Raises ActorAway while the actor is away.
 
         Ray has a dozen errors for that, by what died (the actor, its node, the raylet, the memory of its answer).
         """
         try:
-            return await getattr(self._actor(), method).remote(*args, **options)
+            answer: T = await getattr(self._actor(), method.__name__).remote(*args, **options)
         except RayTaskError as error:
             raise _own(error) from None
         except RayError as error:
             self._handle = None  # it may have been removed on purpose: the next call looks it up again
-            raise ActorAway(f"{self._name} does not answer ({type(error).__name__})") from error
+            reason = f"{self._name} does not answer ({type(error).__name__}); ask again"
+            raise ActorAway(reason, retry_after_s=RESTART_S) from error
+        return answer
 
     def kill(self) -> None:
         """Remove the actor for good."""

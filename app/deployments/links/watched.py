@@ -1,22 +1,26 @@
-"""A named actor's news, followed for as long as this process lives.
+"""A copy of what another process publishes, kept current for as long as this process lives.
 
-In: an actor with a method that waits for news (`published`). Out: what it said last, read from this process's memory.
-An actor that is away costs freshness, never an answer.
+In: a call that waits for news (`published`). Out: the newest value, read from this process's memory. While the owner is
+away the last value stands: that costs freshness, never an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 from app.deployments.links.published import Version
-from app.deployments.links.ray_calls import ActorAway, NamedActor
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: (version that is held, who asks, longest wait in seconds) -> news, or None when nothing came in time. Raises NotReady
+#: while the owner, or its database, is away.
+Watch = Callable[[Version | None, str, float], Awaitable[tuple[Version, T] | None]]
 
 #: A watcher asks again after this long without news.
 WATCH_TIMEOUT_S = 10.0
@@ -24,36 +28,35 @@ WATCH_TIMEOUT_S = 10.0
 AWAY_S = 0.5
 
 
-class Follower:
-    """An actor's news, followed for as long as this process lives."""
+class Follower(Generic[T]):
+    """Asks for news without end."""
 
-    def __init__(self, actor: NamedActor, watcher_id: str, method: str = "watch") -> None:
-        self._actor = actor
-        self._method = method
+    def __init__(self, watch: Watch[T], watcher_id: str) -> None:
+        self._watch = watch
         self._watcher_id = watcher_id
         self._held: Version | None = None
 
     async def follow(self) -> None:
-        """Runs until cancelled. While the actor is away what was last heard stands."""
+        """Runs until cancelled."""
         while True:
             try:
-                news = await self._actor.call(self._method, self._held, self._watcher_id, WATCH_TIMEOUT_S)
-            except (ActorAway, NotReady) as error:  # not ready: it is up, its database is away
+                news = await self._watch(self._held, self._watcher_id, WATCH_TIMEOUT_S)
+            except NotReady as error:
                 logger.warning("%s; keeping the last table", error)
                 await asyncio.sleep(AWAY_S)
                 continue
             if news is not None:
                 self._take(*news)
 
-    def _take(self, version: Version, news: Any) -> None:
+    def _take(self, version: Version, news: T) -> None:
         raise NotImplementedError
 
 
-class Watched(Follower, Generic[T]):
+class Watched(Follower[T]):
     """A value that is sent whole."""
 
-    def __init__(self, actor: NamedActor, watcher_id: str, empty: T, method: str = "watch") -> None:
-        super().__init__(actor, watcher_id, method)
+    def __init__(self, watch: Watch[T], watcher_id: str, empty: T) -> None:
+        super().__init__(watch, watcher_id)
         self._news = asyncio.Event()
         self.value = empty
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from app.deployments.links.ray_calls import ActorAway, NamedActor
+from app.deployments.links.placement_client import PlacementClient
 from app.deployments.links.watched import Watched
 from app.deployments.placement.table import PlacementTable
 from app.engine.errors import NotReady
@@ -45,8 +45,8 @@ class Placer(Protocol):
 class ServePlacer:
     """`Placer` over the placement actor."""
 
-    def __init__(self, actor: NamedActor, watched: Watched[PlacementTable]) -> None:
-        self._actor = actor
+    def __init__(self, client: PlacementClient, watched: Watched[PlacementTable]) -> None:
+        self._client = client
         self._watched = watched
 
     @property
@@ -56,8 +56,8 @@ class ServePlacer:
     async def assign(self, digests: Sequence[str]) -> None:
         try:
             async with asyncio.timeout(ASSIGN_TIMEOUT_S):
-                self._watched.take(*await self._actor.call("assign", digests))
-        except (TimeoutError, ActorAway, NotReady) as error:
+                self._watched.take(*await self._client.assign(digests))
+        except (TimeoutError, NotReady) as error:
             logger.warning("placement does not answer (%s); deciding from the last table", str(error) or "too late")
 
     async def changed(self, timeout_s: float) -> None:
@@ -65,6 +65,6 @@ class ServePlacer:
 
     async def gone(self, replica_id: str) -> None:
         try:
-            await self._actor.call("gone", replica_id)
-        except ActorAway as error:
+            await self._client.gone(replica_id)
+        except NotReady as error:
             logger.warning("%s; placement will miss the replica's reports instead", error)

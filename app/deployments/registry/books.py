@@ -13,7 +13,7 @@ from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.registry.jobs import Jobs
 from app.deployments.registry.journal import Journal
-from app.deployments.registry.steering import PinLimits
+from app.deployments.registry.pins import PinLimits
 
 
 class Registry:

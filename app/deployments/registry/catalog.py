@@ -23,7 +23,7 @@ from app.deployments.registry.database import Database
 from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, RegistryJob, State
 from app.deployments.registry.jobs import cancel_loads, check_wanted, insert_job, update_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
-from app.deployments.registry.steering import PinLimits
+from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tables import adapters, generations, hot_set, named
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound

@@ -71,6 +71,18 @@ class CatalogEntry:
         return self.ref.tenant_id
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What is asked for when a name is to be loaded. `pinned` and `traffic_weight` None: as they were."""
+
+    tenant_id: str
+    name: str
+    source: str
+    who: str
+    pinned: bool | None = None
+    traffic_weight: float | None = None
+
+
 class ReadAdapter(NamedTuple):
     """An adapter that was read and is in host memory: its canonical place and its facts."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from app.deployments.registry.database import Database, storable
-from app.deployments.registry.entries import DEFAULT_TENANT, FINAL_STATES, RegistryJob, State
+from app.deployments.registry.entries import DEFAULT_TENANT, FINAL_STATES, LoadRequest, RegistryJob, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import jobs, named
 from app.engine.errors import AdapterUnloaded
@@ -44,21 +44,13 @@ class Jobs:
         self._database = database
         self._base = database.base_digest
 
-    def create(
-        self,
-        name: str,
-        source: str = "",
-        *,
-        pinned: bool | None = None,
-        traffic_weight: float | None = None,
-        tenant_id: str = DEFAULT_TENANT,
-        who: str = DEFAULT_TENANT,
-    ) -> RegistryJob:
+    def create(self, request: LoadRequest) -> RegistryJob:
         """Write down that a load was asked for."""
         now_s = time.time()
+        tenant_id, name, source, who = request.tenant_id, request.name, request.source, request.who
         job = RegistryJob(
-            uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, pinned, traffic_weight,
-            tenant_id=tenant_id,
+            uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, request.pinned,
+            request.traffic_weight, tenant_id=tenant_id,
         )  # fmt: skip
         with self._database.write() as connection:
             insert_job(connection, self._base, job)

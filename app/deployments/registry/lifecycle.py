@@ -25,10 +25,10 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Drained, not_registered
 from app.deployments.registry.entries import (
     AHEAD,
-    DEFAULT_TENANT,
     AliasEntry,
     CatalogEntry,
     Description,
+    LoadRequest,
     ReadAdapter,
     RegistryJob,
     State,
@@ -39,7 +39,8 @@ from app.deployments.registry.entries import (
 )
 from app.deployments.registry.jobs import unloaded
 from app.deployments.registry.moves import Moves
-from app.deployments.registry.steering import Steerer, Steering
+from app.deployments.registry.pins import PinBook, Pins
+from app.deployments.registry.shares import ShareBook, Shares
 from app.deployments.registry.view import Entry, Key
 from app.engine.errors import InvalidRequest, NotFound, NotReady, PolyloraError
 
@@ -95,9 +96,10 @@ class Lifecycle:
         adapters = registry.catalog.entries()
         entries: list[Entry] = [*adapters, *registry.aliases.entries()]
         self.table.publish({(entry.tenant_id, entry.name): entry for entry in entries})
-        self._steerer = Steerer(adapters)
-        self.steering: Published[Steering] = Published(self._steerer.value)
-        store.hold(self._steerer.value.pinned_digests)
+        self._pin_book, self._share_book = PinBook(adapters), ShareBook(adapters)
+        self.pins: Published[Pins] = Published(self._pin_book.value)
+        self.shares: Published[Shares] = Published(self._share_book.value)
+        store.hold(self._pin_book.value.digests)
 
     def resume(self) -> None:
         """Begin the loads again that the last process left, once."""
@@ -111,48 +113,30 @@ class Lifecycle:
             if job.kind == "load":
                 self._begin(job)
 
-    async def load(
-        self,
-        name: str,
-        source: str,
-        *,
-        pinned: bool | None = None,
-        traffic_weight: float | None = None,
-        tenant_id: str = DEFAULT_TENANT,
-        who: str = DEFAULT_TENANT,
-    ) -> RegistryJob:
+    async def load(self, request: LoadRequest) -> RegistryJob:
         """Begin to load; returns the job. Its generation is the one that new contents would get.
 
         Raises InvalidRequest for a name that cannot be one, UnsafeSource for a source that cannot.
         """
-        self._check_name(name)
-        check_source(source)
+        self._check_name(request.name)
+        check_source(request.source)
         self.resume()
-        present = await asyncio.to_thread(self._registry.catalog.generations, name, tenant_id=tenant_id)
-        job = await asyncio.to_thread(
-            self._registry.jobs.create,
-            name,
-            source,
-            pinned=pinned,
-            traffic_weight=traffic_weight,
-            tenant_id=tenant_id,
-            who=who,
-        )
+        catalog = self._registry.catalog
+        present = await asyncio.to_thread(catalog.generations, request.name, tenant_id=request.tenant_id)
+        job = await asyncio.to_thread(self._registry.jobs.create, request)
         self._begin(job)
         return replace(job, generation=1 + (present[0].ref.generation if present else 0))
 
-    async def load_and_wait(self, name: str, source: str, **options: Any) -> tuple[RegistryJob, CatalogEntry]:
+    async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
         """`load`, and its end. Raises what made it fail."""
-        task = self._tasks[(await self.load(name, source, **options)).id]
+        task = self._tasks[(await self.load(request)).id]
         job = await asyncio.shield(task)
-        entry = await asyncio.to_thread(self._registry.catalog.get, name, tenant_id=job.tenant_id)
+        entry = await asyncio.to_thread(self._registry.catalog.get, job.name, tenant_id=job.tenant_id)
         if entry is None:
-            raise NotFound(f"adapter {name!r} was unloaded as soon as it was loaded")
+            raise NotFound(f"adapter {job.name!r} was unloaded as soon as it was loaded")
         return job, entry
 
-    async def begin_unload(
-        self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
-    ) -> tuple[Unload, CatalogEntry | None]:
+    async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
         """Take a name out of service: when this returns no ingress knows it. `end_unload` follows, or `left_unloads`.
 
         Loads of it that were asked for before end with AdapterUnloaded; if there was nothing else the unload has no
@@ -193,17 +177,46 @@ class Lifecycle:
         self._seen_s = last_s | dict.fromkeys((*seen_to, *(job.id for job in left)), now_s)
         return [await asyncio.to_thread(self._unload, job) for job in left]
 
-    async def configure(self, name: str, **changes: Any) -> CatalogEntry:
-        """`Catalog.configure`, known everywhere when it returns. Raises NotFound."""
-        return await self._change(self._registry.catalog.configure, name, **changes)
+    async def configure(
+        self,
+        name: str,
+        *,
+        tenant_id: str,
+        who: str,
+        pinned: bool | None = None,
+        traffic_weight: float | None = None,
+    ) -> CatalogEntry:
+        """Change how a name is treated (None: as it is); every ingress knows when this returns. Raises NotFound."""
+        configure = self._registry.catalog.configure
+        return await self._change(
+            lambda: configure(name, pinned=pinned, traffic_weight=traffic_weight, tenant_id=tenant_id, who=who)
+        )
 
-    async def change_alias(self, how: str, name: str, *args: Any, **options: Any) -> AliasEntry:
-        """`Aliases.put`, `promote`, `rollback` or `remove`, known everywhere when it returns."""
+    async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
+        """`Aliases.put`; every ingress knows when it returns, as with the other changes of aliases."""
         self._check_name(name)
-        call: Callable[..., AliasEntry] = getattr(self._registry.aliases, how)
-        return await self._change(call, name, *args, is_gone=how == "remove", **options)
+        aliases = self._registry.aliases
+        return await self._change(lambda: aliases.put(name, targets, tenant_id=tenant_id, who=who))
 
-    async def describe(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> Description:
+    async def promote_alias(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
+        """`Aliases.promote`."""
+        self._check_name(name)
+        aliases = self._registry.aliases
+        return await self._change(lambda: aliases.promote(name, target, tenant_id=tenant_id, who=who))
+
+    async def roll_back_alias(self, name: str, version: int | None, *, tenant_id: str, who: str) -> AliasEntry:
+        """`Aliases.rollback`."""
+        self._check_name(name)
+        aliases = self._registry.aliases
+        return await self._change(lambda: aliases.rollback(name, version, tenant_id=tenant_id, who=who))
+
+    async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
+        """`Aliases.remove`."""
+        self._check_name(name)
+        aliases = self._registry.aliases
+        return await self._change(lambda: aliases.remove(name, tenant_id=tenant_id, who=who), is_gone=True)
+
+    async def describe(self, name: str, *, tenant_id: str) -> Description:
         """Raises NotFound for a name that nobody ever asked for."""
         if not is_name(name):
             raise not_registered(name)
@@ -216,7 +229,7 @@ class Lifecycle:
         is_on_host = entry is not None and entry.ref.digest in self._store.cached_digests
         return Description(entry, job and self._jobs.get(job.id, job), is_on_host)
 
-    async def job(self, job_id: str, *, tenant_id: str = DEFAULT_TENANT) -> RegistryJob:
+    async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:
         """A job as it stands now. Raises NotFound."""
         running = self._jobs.get(job_id)
         if running is not None and running.tenant_id == tenant_id:
@@ -276,7 +289,7 @@ class Lifecycle:
             self._note(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])
-            entry = await self._change(
+            register = partial(
                 self._registry.catalog.register,
                 job.name,
                 uri,
@@ -291,6 +304,7 @@ class Lifecycle:
                 source=job.source,
                 job=job,
             )
+            entry = await self._change(register)
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
         except Exception as error:
@@ -333,7 +347,7 @@ class Lifecycle:
                 self._jobs[job.id] = replace(job, state=state, updated_s=now_s)
                 self._passed[job.id].append((state, now_s))
 
-    async def _change(self, call: Callable[..., E], *args: Any, is_gone: bool = False, **options: Any) -> E:
+    async def _change(self, call: Callable[[], E], *, is_gone: bool = False) -> E:
         """Change the database and the table; returns when every ingress holds the change.
 
         In a task of its own: a caller that leaves in between must not part the two.
@@ -341,14 +355,16 @@ class Lifecycle:
 
         async def change() -> E:
             async with self._changing:
-                entry = await asyncio.to_thread(call, *args, **options)
+                entry = await asyncio.to_thread(call)
                 if entry is None:
                     return entry
                 key, now = (entry.tenant_id, entry.name), None if is_gone else entry
                 self.table.publish({key: now})
-                if self._steerer.apply(key, now):
-                    self._store.hold(self._steerer.value.pinned_digests)
-                    self.steering.publish(self._steerer.value)
+                if self._pin_book.apply(key, now):
+                    self._store.hold(self._pin_book.value.digests)
+                    self.pins.publish(self._pin_book.value)
+                if self._share_book.apply(key, now):
+                    self.shares.publish(self._share_book.value)
             if not await self.table.settled(SETTLE_TIMEOUT_S):
                 logger.warning("an ingress did not take over a change of the registry in %g s", SETTLE_TIMEOUT_S)
             return entry

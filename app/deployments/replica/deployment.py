@@ -20,12 +20,15 @@ from ray import serve
 
 from app.config import AppConfig
 from app.deployments.links.frames import pack_frame
+from app.deployments.links.placement_client import PlacementClient
 from app.deployments.links.ray_calls import ActorAway, held
 from app.deployments.links.sockets import FrameSocket
+from app.deployments.links.store_client import StoreClient
 from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
 from app.deployments.placement.actor import placement_actor
 from app.deployments.registry.entries import CatalogEntry
-from app.deployments.registry.steering import Steering
+from app.deployments.registry.pins import Pins
+from app.deployments.registry.shares import Shares
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.service import EngineService
@@ -61,8 +64,8 @@ class EngineReplica:
         config = AppConfig.model_validate_json(config_json)
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
-        self._store = store_actor(config)
-        self._placement = placement_actor(config, context.app_name)
+        self._store = StoreClient(store_actor(config))
+        self._placement = PlacementClient(placement_actor(config, context.app_name))
         self._report_interval_s = config.placement.report_interval_s
         self._service = EngineService(self._fetch)
         self._socket = FrameSocket(self._replica_id)
@@ -76,13 +79,24 @@ class EngineReplica:
         await asyncio.to_thread(self._engine.warm_up)
         self._service.start(self._engine)
         self._engine.start()
-        self._steering = Watched(self._store, self._replica_id, Steering(), "watch_steering")
-        self._steering.take(*await self._store.call("watch_steering", None, self._replica_id, WATCH_TIMEOUT_S))
+        self._pinned = Watched(self._store.watch_pins, self._replica_id, Pins())
+        pinned = await self._store.watch_pins(None, self._replica_id, WATCH_TIMEOUT_S)
+        assert pinned is not None, "there is always news for whoever holds nothing"
+        self._pinned.take(*pinned)
+        shares: Shares = {}
+        self._shares = Watched(self._store.watch_shares, self._replica_id, shares)
         await self._warm_adapters(self._engine, config.engine)
         self._metrics = EngineMetrics(), DeviceMetrics(TierMetrics(), checkpoint.spec)
         await self._socket.open()
         self._pins = PinKeeper(self._engine, self._fetch, self._brought)
-        forever = (self._report_forever(), self._observe_forever(), self._steer_forever(), self._steering.follow())
+        forever = (
+            self._report_forever(),
+            self._observe_forever(),
+            self._pin_forever(),
+            self._steer_forever(),
+            self._pinned.follow(),
+            self._shares.follow(),
+        )
         self._reporters = [loop.create_task(work) for work in forever]
 
     async def frames(
@@ -161,7 +175,7 @@ class EngineReplica:
             logger.info("adapter %s: asking the store again: %s", ref.name, error)
         await asyncio.sleep(1.0)  # a store that restarts needs about two seconds; Ray queues the call meanwhile
         try:
-            await self._store.call("lost", ref.digest)
+            await self._store.lost(ref.digest)
             return await self._fetch_once(ref)
         except ActorAway as error:
             raise NotReady(
@@ -169,7 +183,7 @@ class EngineReplica:
             ) from error
 
     async def _fetch_once(self, ref: AdapterRef) -> LoraAdapter:
-        header, refs = await self._store.call("fetch", ref)
+        header, refs = await self._store.fetch(ref)
         arrays = [await held(object_ref) for object_ref in refs]
         return unpack_adapter(header, arrays)
 
@@ -179,15 +193,15 @@ class EngineReplica:
         An adapter that cannot be had, or no longer fits, is left to its requests, or to the pin keeper.
         """
         max_adapters = config.max_adapter_slots - 1
-        pinned = self._steering.value.pinned_digests
+        pinned = self._pinned.value.digests
         engine.pin_adapters(pinned)
         hot: list[CatalogEntry] = []
         try:
-            hot = await self._store.call("manage", "hot", max_adapters)
-        except (ActorAway, NotReady) as error:
+            hot = await self._store.hot(max_adapters)
+        except NotReady as error:
             logger.warning("nobody knows what was used last (%s); starting without it", error)
         entries = hottest_that_fit(
-            [*self._steering.value.pinned, *(entry for entry in hot if entry.ref.digest not in pinned)],
+            [*self._pinned.value.entries, *(entry for entry in hot if entry.ref.digest not in pinned)],
             num_adapters=max_adapters,
             num_rank_rows=engine.stats().num_rank_rows,
             rank_alignment=config.rank_alignment,
@@ -213,17 +227,23 @@ class EngineReplica:
         for _, adapter in reversed(adapters):
             self._service.keep(adapter)
 
-    async def _steer_forever(self) -> None:
-        """Pins are this replica's own affair; what traffic is expected is passed on to placement."""
+    async def _pin_forever(self) -> None:
         while True:
-            steering = self._steering.value
-            self._pins.steer(steering)
+            pins = self._pinned.value
+            self._pins.pin(pins)
+            if self._pinned.value is pins:
+                await self._pinned.changed(STEER_INTERVAL_S)
+
+    async def _steer_forever(self) -> None:
+        """Pass on to placement what traffic is expected."""
+        while True:
+            shares = self._shares.value
             try:
-                await self._placement.call("steer", steering.shares)
+                await self._placement.steer(shares)
             except ActorAway as error:
                 logger.warning("%s; telling placement the shares later", error)
-            if self._steering.value is steering:
-                await self._steering.changed(STEER_INTERVAL_S)
+            if self._shares.value is shares:
+                await self._shares.changed(STEER_INTERVAL_S)
 
     def _brought(self, adapter: LoraAdapter) -> None:
         self._service.keep(adapter)
@@ -244,8 +264,8 @@ class EngineReplica:
                 continue
             loaded, unloaded = sorted(resident - told), sorted(told - resident)
             try:
-                await self._store.call("manage", "observe", self._replica_id, loaded, unloaded, used_s)
-            except (ActorAway, NotReady) as error:
+                await self._store.observe(self._replica_id, loaded, unloaded, used_s)
+            except NotReady as error:
                 logger.warning("the registry is away (%s); telling it later", type(error).__name__)
             else:
                 told, used_s = resident, {}
@@ -260,7 +280,7 @@ class EngineReplica:
             resident = tuple(sorted(item.digest for item in stats.residents))
             report = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, resident)
             try:
-                await self._placement.call("report", report)
+                await self._placement.report(report)
             except ActorAway as error:
                 logger.warning("%s; reporting again", error)
             try:
@@ -270,4 +290,4 @@ class EngineReplica:
                 pass
             self._service.changed.clear()
         with suppress(ActorAway):  # whoever is away hears no more reports, and forgets us
-            await self._placement.call("gone", self._replica_id)
+            await self._placement.gone(self._replica_id)

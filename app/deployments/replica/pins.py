@@ -2,7 +2,7 @@
 
 In: what is pinned now, told at every change and again at intervals. Out: an engine that keeps exactly those, and
 fetches of those that are not on the device. One that cannot be had delays no other; it is tried again whenever
-`steer` is called, and the reason is logged once. What may be pinned is decided by `steering.PinLimits`.
+`pin` is called, and the reason is logged once. What may be pinned is decided by `registry.pins.PinLimits`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import CatalogEntry
-from app.deployments.registry.steering import Steering
+from app.deployments.registry.pins import Pins
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import PolyloraError
@@ -39,14 +39,14 @@ class PinKeeper:
         self._tasks = Tasks()
         self._told: dict[str, str] = {}  # digest -> why it could not be brought
 
-    def steer(self, steering: Steering) -> None:
+    def pin(self, pins: Pins) -> None:
         """Keep what is pinned now, and go for what of it is not on the device."""
-        if steering.pinned_digests != self._pinned:
-            self._pinned = steering.pinned_digests
+        if pins.digests != self._pinned:
+            self._pinned = pins.digests
             self._engine.pin_adapters(self._pinned)
         self._told = {digest: reason for digest, reason in self._told.items() if digest in self._pinned}
         resident = {item.digest for item in self._engine.stats().residents}
-        for entry in steering.pinned:
+        for entry in pins.entries:
             digest = entry.ref.digest
             if digest not in resident and digest not in self._bringing:
                 self._bringing.add(digest)

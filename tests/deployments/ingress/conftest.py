@@ -11,7 +11,7 @@ import pytest_asyncio
 from app.deployments.ingress.http.app import make_app
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import Service
-from tests.deployments.managed import ManagedStore
+from tests.deployments.managed import ManagedStore, wanted
 from tests.fakes import fake_adapter
 
 
@@ -23,7 +23,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
         adapter = fake_adapter(name, 8)
         fleet.adapters[adapter.card.digest] = adapter
         managed.store.contents[name] = adapter.card.digest
-    await managed.lifecycle.load_and_wait("sql", "sql")
+    await managed.client.load_and_wait(wanted("sql", "sql"))
     service = Service(fleet, managed)
     yield service
     await managed.close()

@@ -13,6 +13,7 @@ from app.deployments.ingress.http.management_bodies import adapter_body, job_bod
 from app.engine.errors import InvalidRequest, NotFound, QueueFull
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.test_dispatcher import until
+from tests.deployments.managed import ADA, wanted
 
 SAMPLING = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
 
@@ -63,8 +64,8 @@ def classes(value: object) -> set[type]:
 
 
 async def test_what_other_jobs_get_is_made_of_python_s_own_types(service: Service) -> None:
-    loading, entry = await service.management.load_and_wait("new", "new")
-    unloading, _ = await service.management.unload("new")
+    loading, entry = await service.managed.client.load_and_wait(wanted("new", "new"))
+    unloading, _ = await service.management.unload("new", **ADA)
     results = [
         await python_calls.generate(service, ["a", "b"], SAMPLING, ["sql", None]),
         adapter_body(entry) | {"job": job_body(loading)},

@@ -18,8 +18,8 @@ from tests.deployments.scripted_actor import LOST, Scripted, raised
 async def test_whatever_is_lost_the_next_call_looks_for_the_actor_again(error: Exception) -> None:
     actor = Scripted(error, "here")
     with pytest.raises(ActorAway, match=type(error).__name__):
-        await actor.call("watch")
-    assert await actor.call("watch") == "here"
+        await actor.ask()
+    assert await actor.ask() == "here"
     assert actor.num_handles == 2
 
 
@@ -27,9 +27,9 @@ async def test_whatever_is_lost_the_next_call_looks_for_the_actor_again(error: E
 async def test_what_the_callee_raised_is_raised_and_its_handle_is_kept(cause: Exception) -> None:
     actor = Scripted(raised(cause), "here")
     with pytest.raises(type(cause)) as caught:
-        await actor.call("watch")
+        await actor.ask()
     assert caught.value is cause
-    assert await actor.call("watch") == "here"
+    assert await actor.ask() == "here"
     assert actor.num_handles == 1
 
 
@@ -47,7 +47,8 @@ async def test_a_lost_object_is_said_to_be() -> None:
 async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.deployments.links.watched.AWAY_S", 0.0)
     news = [(Version("a life", number), str(number)) for number in range(3)]
-    watched: Watched[str] = Watched(Scripted(news[0], error, error, news[1], None, news[2]), "me", "")
+    actor = Scripted(news[0], error, error, news[1], None, news[2])
+    watched: Watched[str] = Watched(lambda *_: actor.ask(), "me", "")
     following = asyncio.create_task(watched.follow())
     while watched.value != "2":
         assert not following.done()

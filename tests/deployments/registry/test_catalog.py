@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Catalog, Move
 from app.deployments.registry.entries import CatalogEntry, State
-from app.deployments.registry.steering import PinLimits
+from app.deployments.registry.pins import PinLimits
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
 

@@ -12,11 +12,12 @@ from app.deployments.registry.entries import State
 from app.deployments.registry.jobs import MAX_JOBS_PER_NAME
 from app.deployments.registry.journal import NewEvent, record_events
 from app.engine.errors import InvalidRequest
+from tests.deployments.managed import wanted
 
 
 def test_a_job_is_found_again_as_it_was_left(registry: Registry, open_again: Callable[[], Registry]) -> None:
-    one = registry.jobs.create("a", "/a", pinned=True, traffic_weight=2.0, who="ada")
-    two = registry.jobs.create("b", "/b")
+    one = registry.jobs.create(wanted("a", "/a", pinned=True, traffic_weight=2.0))
+    two = registry.jobs.create(wanted("b", "/b"))
     one = registry.jobs.advance(one, State.DOWNLOADING)
     two = registry.jobs.advance(two, State.FAILED, reason="tensor 'x' has NaN")
     after = open_again().jobs
@@ -34,8 +35,11 @@ def test_a_job_is_found_again_as_it_was_left(registry: Registry, open_again: Cal
 
 
 def test_a_name_keeps_its_last_jobs_and_all_unfinished_ones(registry: Registry) -> None:
-    first = registry.jobs.create("a")
-    failed = [registry.jobs.advance(registry.jobs.create("a"), State.FAILED) for _ in range(MAX_JOBS_PER_NAME + 2)]
+    first = registry.jobs.create(wanted("a", "/a"))
+    failed = [
+        registry.jobs.advance(registry.jobs.create(wanted("a", "/a")), State.FAILED)
+        for _ in range(MAX_JOBS_PER_NAME + 2)
+    ]
     kept = [job for job in failed if registry.jobs.get(job.id)]
     assert kept[0] is not failed[0]
     assert MAX_JOBS_PER_NAME - 1 <= len(kept) <= MAX_JOBS_PER_NAME
@@ -43,7 +47,7 @@ def test_a_name_keeps_its_last_jobs_and_all_unfinished_ones(registry: Registry) 
 
 
 def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> None:
-    job = registry.jobs.create("a", "/a", who="ada")
+    job = registry.jobs.create(wanted("a", "/a"))
     for state in (State.DOWNLOADING, State.VALIDATING, State.ON_DISK, State.ON_HOST):
         job = registry.jobs.advance(job, state)
     registry.catalog.register("a", "/a", "d", max_rank=1, size_bytes=1, who="ada")
@@ -80,7 +84,7 @@ def test_events_are_bounded(registry: Registry, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_words_that_a_database_cannot_keep(registry: Registry) -> None:
-    job = registry.jobs.create("a", "/a")
+    job = registry.jobs.create(wanted("a", "/a"))
     reason = "header has \0 and \ud800" + "x" * 5000
     done = registry.jobs.advance(job, State.FAILED, reason=reason)
     assert registry.jobs.get(job.id) == done
@@ -88,7 +92,7 @@ def test_words_that_a_database_cannot_keep(registry: Registry) -> None:
     assert done.reason.startswith("header has \N{REPLACEMENT CHARACTER} and ?xx")
     assert len(done.reason) == 2000
     with pytest.raises(InvalidRequest, match="characters"):
-        registry.jobs.create("a", "half a surrogate: \ud800")
+        registry.jobs.create(wanted("a", "half a surrogate: \ud800"))
     for call in (registry.jobs.get, registry.jobs.latest, registry.catalog.get, registry.journal.events):
         with pytest.raises(InvalidRequest, match="characters"):
             call("\ud800")

@@ -18,8 +18,8 @@ from app.deployments.placement.table import PlacementTable, ReplicaReport
 from app.deployments.registry import catalog as catalog_module
 from app.deployments.registry import lifecycle as lifecycle_module
 from app.deployments.registry.books import Registry
-from app.deployments.registry.entries import RegistryJob, State
-from app.deployments.registry.steering import Steering
+from app.deployments.registry.entries import DEFAULT_TENANT, RegistryJob, State
+from app.deployments.registry.pins import Pins
 from app.engine.errors import (
     AdapterBusy,
     AdapterFormatError,
@@ -29,7 +29,7 @@ from app.engine.errors import (
     NotFound,
     NotReady,
 )
-from tests.deployments.managed import FakeStore, ManagedStore, fails
+from tests.deployments.managed import ADA, FakeStore, ManagedStore, fails, wanted
 
 
 @pytest_asyncio.fixture
@@ -48,17 +48,17 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def end_of(managed: ManagedStore, job: RegistryJob) -> RegistryJob:
     async with asyncio.timeout(600):
-        while not (now := await managed.lifecycle.job(job.id)).is_done:
+        while not (now := await managed.client.job(job.id, tenant_id=DEFAULT_TENANT)).is_done:
             await asyncio.sleep(0.002)
     return now
 
 
 async def test_a_load_goes_through_its_states(managed: ManagedStore) -> None:
     managed.store.gates["one"] = asyncio.Event()
-    asked = await managed.lifecycle.load("sql", "one", pinned=True, traffic_weight=3.0, who="ada")
+    asked = await managed.client.load(wanted("sql", "one", pinned=True, traffic_weight=3.0))
     assert (asked.state, asked.generation) == (State.REQUESTED, 1)
     await until(lambda: bool(managed.store.loads))
-    described = await managed.lifecycle.describe("sql")
+    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
     await until(lambda: managed.lifecycle._jobs[asked.id].state is State.VALIDATING)
     assert described.entry is None
     assert managed.view.find("sql") is None
@@ -68,7 +68,7 @@ async def test_a_load_goes_through_its_states(managed: ManagedStore) -> None:
     entry = managed.view.adapter("sql")
     assert entry is not None, "loaded is routable"
     assert (entry.ref.uri, entry.pinned, entry.traffic_weight, entry.owner) == ("/roots/one", True, 3.0, "ada")
-    described = await managed.lifecycle.describe("sql")
+    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
     assert (described.entry, described.job, described.is_on_host) == (entry, job, True)
     events = [event.event for event in reversed(managed.registry.journal.events("sql"))]
     assert sorted(events[1:-1]) == ["downloaded to disk", "downloading", "loaded to host", "registered", "validating"]
@@ -76,42 +76,41 @@ async def test_a_load_goes_through_its_states(managed: ManagedStore) -> None:
 
 
 async def test_a_failed_load_keeps_its_reason_and_the_old_meaning(managed: ManagedStore) -> None:
-    lifecycle = managed.lifecycle
-    assert isinstance(await fails(lifecycle.load_and_wait("sql", "absent")), NotFound)
-    described = await lifecycle.describe("sql")
+    assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", "absent"))), NotFound)
+    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
     assert described.entry is None
     assert described.job is not None
     assert (described.job.state, described.job.reason) == (State.FAILED, "there is no adapter at 'absent'")
-    _, first = await lifecycle.load_and_wait("sql", "one")
+    _, first = await managed.client.load_and_wait(wanted("sql", "one"))
     managed.store.contents["broken"] = AdapterFormatError("tensor 'x' has NaN")
-    assert isinstance(await fails(lifecycle.load_and_wait("sql", "broken")), AdapterFormatError)
-    described = await lifecycle.describe("sql")
+    assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", "broken"))), AdapterFormatError)
+    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
     assert described.entry == first == managed.view.find("sql")
     assert described.job is not None
     assert described.job.reason == "tensor 'x' has NaN"
     managed.store.contents["bug"] = ValueError("secret")
     with pytest.raises(ValueError, match="secret"):
-        await lifecycle.load_and_wait("sql", "bug")
-    described = await lifecycle.describe("sql")
+        await managed.client.load_and_wait(wanted("sql", "bug"))
+    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
     assert described.job is not None
     assert "secret" not in str(described.job.reason)
 
 
 async def test_names_that_cannot_be(managed: ManagedStore) -> None:
     for name in ("", "../a", "a/b", "a:b", ".a", "x" * 129, "a\n", "é", "base"):
-        assert isinstance(await fails(managed.lifecycle.load(name, "one")), InvalidRequest)
-        assert isinstance(await fails(managed.lifecycle.change_alias("put", name, {"sql": 1})), InvalidRequest)
+        assert isinstance(await fails(managed.client.load(wanted(name, "one"))), InvalidRequest)
+        assert isinstance(await fails(managed.client.put_alias(name, {"sql": 1}, **ADA)), InvalidRequest)
     for name in ("absent", "a\0b", "../a"):
-        assert isinstance(await fails(managed.lifecycle.describe(name)), NotFound)
-    assert isinstance(await fails(managed.lifecycle.job("absent")), NotFound)
+        assert isinstance(await fails(managed.client.describe(name, tenant_id=DEFAULT_TENANT)), NotFound)
+    assert isinstance(await fails(managed.client.job("absent", tenant_id=DEFAULT_TENANT)), NotFound)
     assert managed.registry.jobs.unfinished() == []
 
 
 async def test_loads_of_one_name_take_effect_in_the_order_they_were_asked_for(managed: ManagedStore) -> None:
     managed.store.gates["one"] = asyncio.Event()
-    first = await managed.lifecycle.load("sql", "one")
-    second = asyncio.create_task(managed.lifecycle.load_and_wait("sql", "two"))
-    _, other = await managed.lifecycle.load_and_wait("other", "two")
+    first = await managed.client.load(wanted("sql", "one"))
+    second = asyncio.create_task(managed.client.load_and_wait(wanted("sql", "two")))
+    _, other = await managed.client.load_and_wait(wanted("other", "two"))
     assert other.ref.generation == 1, "a slow source delays only its own name"
     await until(lambda: managed.store.loads.count("two") == 2)
     assert not second.done()
@@ -120,19 +119,19 @@ async def test_loads_of_one_name_take_effect_in_the_order_they_were_asked_for(ma
     assert (entry.ref.digest, entry.ref.generation) == ("d2", 2)
     assert (await end_of(managed, first)).generation == 1
     assert managed.view.find("sql") == entry
-    job, again = await managed.lifecycle.load_and_wait("sql", "two")
+    job, again = await managed.client.load_and_wait(wanted("sql", "two"))
     assert (again.ref.generation, job.generation) == (2, 2), "equal contents are the same generation"
 
 
 async def test_a_job_never_goes_back_when_its_source_is_read_again(managed: ManagedStore) -> None:
     managed.store.gates["two"] = asyncio.Event()
-    await managed.lifecycle.load("sql", "two")
-    waiting = await managed.lifecycle.load("sql", "one")  # read at once, but not registered before the first
+    await managed.client.load(wanted("sql", "two"))
+    waiting = await managed.client.load(wanted("sql", "one"))  # read at once, but not registered before the first
     await until(lambda: managed.lifecycle._jobs[waiting.id].state is State.ON_HOST)
     managed.store.gates["one"] = asyncio.Event()
-    other = await managed.lifecycle.load("other", "one")
+    other = await managed.client.load(wanted("other", "one"))
     await until(lambda: managed.lifecycle._jobs[other.id].state is State.VALIDATING)
-    assert (await managed.lifecycle.job(waiting.id)).state is State.ON_HOST
+    assert (await managed.client.job(waiting.id, tenant_id=DEFAULT_TENANT)).state is State.ON_HOST
     for gate in managed.store.gates.values():
         gate.set()
     for job in (waiting, other):
@@ -153,9 +152,11 @@ async def test_jobs_that_have_ended_leave_nothing_in_memory(
         return advance(job, state, **what)
 
     monkeypatch.setattr(managed.registry.jobs, "advance", advance_slowly)
-    first = await lifecycle.load("sql", "one")
+    first = await managed.client.load(wanted("sql", "one"))
     await until(lambda: managed.view.find("sql") is not None)
-    await lifecycle.load_and_wait("other", "one")  # the source is read again while the first job's end is written
+    await managed.client.load_and_wait(
+        wanted("other", "one")
+    )  # the source is read again while the first job's end is written
     ending.set()
     await end_of(managed, first)
     await until(lambda: not lifecycle._tasks)
@@ -165,18 +166,18 @@ async def test_jobs_that_have_ended_leave_nothing_in_memory(
 async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     replicas = {name: ReplicaReport(name, resident=("d1",)) for name in ("r1", "r2")}
     managed.placement = PlacementTable(replicas)
-    management = Management(managed, managed, lambda: managed.placement)
-    await management.load_and_wait("sql", "one")
-    await management.load_and_wait("twin", "same")
+    management = Management(managed.client, managed, lambda: managed.placement)
+    await managed.client.load_and_wait(wanted("sql", "one"))
+    await managed.client.load_and_wait(wanted("twin", "same"))
     assert [replica.id for replica in management.residency("d1")] == ["r1", "r2"]
-    job, _ = await management.unload("twin")
+    job, _ = await management.unload("twin", **ADA)
     assert job.state is State.REMOVED
     assert managed.dropped == [], "another name means the same contents"
     assert managed.store.cached_digests == {"d1"}
     managed.drop_gate.clear()
-    leaving = asyncio.create_task(management.unload("sql"))
+    leaving = asyncio.create_task(management.unload("sql", **ADA))
     await until(lambda: managed.view.find("sql") is None)
-    described = await management.describe("sql")
+    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
     assert described.entry is None
     assert described.job is not None
     assert described.job.state is State.DRAINING, "no new request, but the running ones go on"
@@ -186,9 +187,9 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     assert (await end_of(managed, described.job)).state is State.REMOVED, "whoever asked may leave"
     assert sorted(managed.dropped) == [("r1", "d1"), ("r2", "d1")]
     assert managed.store.cached_digests == set()
-    assert isinstance(await fails(management.describe("sql")), NotFound)
-    assert isinstance(await fails(management.unload("sql")), NotFound)
-    _, entry = await management.load_and_wait("sql", "one")
+    assert isinstance(await fails(managed.client.describe("sql", tenant_id=DEFAULT_TENANT)), NotFound)
+    assert isinstance(await fails(management.unload("sql", **ADA)), NotFound)
+    _, entry = await managed.client.load_and_wait(wanted("sql", "one"))
     assert entry.ref.generation == 2, "what was removed and returns is a new generation"
 
 
@@ -196,15 +197,15 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
 async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     managed: ManagedStore, open_again: Callable[[], Registry], is_registered: bool
 ) -> None:
-    management = Management(managed, managed, PlacementTable)
+    management = Management(managed.client, managed, PlacementTable)
     if is_registered:
-        await management.load_and_wait("sql", "one")
+        await managed.client.load_and_wait(wanted("sql", "one"))
     gate = managed.store.gates["two"] = asyncio.Event()
-    pending = await management.load("sql", "two")
-    waiting = asyncio.create_task(management.load_and_wait("sql", "two"))
-    other = await management.load("other", "two")
+    pending = await managed.client.load(wanted("sql", "two"))
+    waiting = asyncio.create_task(managed.client.load_and_wait(wanted("sql", "two")))
+    other = await managed.client.load(wanted("other", "two"))
     await until(lambda: managed.store.loads.count("two") == 3)
-    job, entry = await management.unload("sql")
+    job, entry = await management.unload("sql", **ADA)
     assert (job.kind, job.state, job.digest) == ("unload", State.REMOVED, "d1" if is_registered else None)
     assert (entry is not None) == is_registered
     assert isinstance(await fails(waiting), AdapterUnloaded), "at once, not when it has been read"
@@ -219,9 +220,9 @@ async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     await until(lambda: not managed.lifecycle._tasks)
     assert managed.lifecycle._cancelled == {}
     assert managed.view.find("sql") is None
-    assert isinstance(await fails(management.describe("sql")), NotFound)
-    assert isinstance(await fails(management.unload("sql")), NotFound), "there is nothing left to cancel"
-    _, entry = await management.load_and_wait("sql", "two")
+    assert isinstance(await fails(managed.client.describe("sql", tenant_id=DEFAULT_TENANT)), NotFound)
+    assert isinstance(await fails(management.unload("sql", **ADA)), NotFound), "there is nothing left to cancel"
+    _, entry = await managed.client.load_and_wait(wanted("sql", "two"))
     assert entry.ref.generation == 1 + is_registered, "what never took effect is no generation"
     assert managed.view.find("sql") == entry
 
@@ -239,7 +240,7 @@ async def test_a_load_that_was_read_before_the_unload_and_waits_its_turn_does_no
         return register(*args, **options)
 
     monkeypatch.setattr(managed.registry.catalog, "register", register_late)
-    pending = await managed.lifecycle.load("sql", "one")
+    pending = await managed.client.load(wanted("sql", "one"))
     await asyncio.to_thread(arrived.wait, 600)
     drained = managed.registry.catalog.drain("sql")  # as another process would
     may_go.set()
@@ -250,23 +251,21 @@ async def test_a_load_that_was_read_before_the_unload_and_waits_its_turn_does_no
 
 
 async def test_an_unload_that_is_refused_cancels_nothing(managed: ManagedStore) -> None:
-    lifecycle = managed.lifecycle
-    await lifecycle.load_and_wait("sql", "one")
-    await lifecycle.change_alias("put", "app", {"sql": 1.0})
+    await managed.client.load_and_wait(wanted("sql", "one"))
+    await managed.client.put_alias("app", {"sql": 1.0}, **ADA)
     managed.store.gates["two"] = asyncio.Event()
-    pending = await lifecycle.load("sql", "two")
-    assert isinstance(await fails(lifecycle.begin_unload("sql")), AdapterBusy)
+    pending = await managed.client.load(wanted("sql", "two"))
+    assert isinstance(await fails(managed.client.begin_unload("sql", **ADA)), AdapterBusy)
     managed.store.gates["two"].set()
     job = await end_of(managed, pending)
     assert (job.state, job.generation) == (State.LOADED, 2)
 
 
 async def test_a_load_that_is_asked_for_after_an_unload_takes_effect(managed: ManagedStore) -> None:
-    lifecycle = managed.lifecycle
     managed.store.gates["one"] = asyncio.Event()
-    before = await lifecycle.load("sql", "one")
-    await lifecycle.begin_unload("sql")
-    after = asyncio.create_task(lifecycle.load_and_wait("sql", "one"))
+    before = await managed.client.load(wanted("sql", "one"))
+    await managed.client.begin_unload("sql", **ADA)
+    after = asyncio.create_task(managed.client.load_and_wait(wanted("sql", "one")))
     managed.store.gates["one"].set()
     _, entry = await after
     assert (await end_of(managed, before)).state is State.FAILED
@@ -277,9 +276,9 @@ async def test_a_load_that_is_asked_for_after_an_unload_takes_effect(managed: Ma
 async def test_an_unload_ends_although_a_replica_cannot_free_its_rows(managed: ManagedStore, error: Exception) -> None:
     managed.placement = PlacementTable({name: ReplicaReport(name, resident=("d1",)) for name in ("r1", "r2")})
     managed.drop_errors = {"r1": error}
-    management = Management(managed, managed, lambda: managed.placement)
-    await management.load_and_wait("sql", "one")
-    job, _ = await management.unload("sql")
+    management = Management(managed.client, managed, lambda: managed.placement)
+    await managed.client.load_and_wait(wanted("sql", "one"))
+    job, _ = await management.unload("sql", **ADA)
     assert job.state is State.REMOVED
     assert managed.dropped == [("r2", "d1")]
     assert managed.store.cached_digests == set()
@@ -289,10 +288,10 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     managed: ManagedStore, open_again: Callable[[], Registry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     managed.placement = PlacementTable({"r1": ReplicaReport("r1", resident=("d1",))})
-    first, second = (Management(managed, managed, lambda: managed.placement) for _ in range(2))
-    await first.load_and_wait("sql", "one")
+    first, second = (Management(managed.client, managed, lambda: managed.placement) for _ in range(2))
+    await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()
-    job, _ = await first.unload("sql", wait=False)
+    job, _ = await first.unload("sql", wait=False, **ADA)
     await until(lambda: job.id in first._draining)
     monkeypatch.setattr(lifecycle_module, "UNSEEN_S", 1e9)
     await second.take_up()
@@ -302,9 +301,9 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     await first.take_up()
     assert len(first._tasks) == num_tasks, "it sees to it"
     await first.close()  # the process of the ingress ends
-    assert (await managed.lifecycle.job(job.id)).state is State.DRAINING
+    assert (await managed.client.job(job.id, tenant_id=DEFAULT_TENANT)).state is State.DRAINING
     after = ManagedStore(open_again(), managed.store)  # so does the registry's
-    third = Management(after, managed, lambda: managed.placement)
+    third = Management(after.client, managed, lambda: managed.placement)
     await third.take_up()
     managed.drop_gate.set()
     assert (await end_of(after, job)).state is State.REMOVED
@@ -319,10 +318,10 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
 async def test_an_unload_is_seen_to_while_an_ingress_says_so(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await managed.lifecycle.load_and_wait("sql", "one")
-    unload, _ = await managed.lifecycle.begin_unload("sql")
+    await managed.client.load_and_wait(wanted("sql", "one"))
+    unload, _ = await managed.client.begin_unload("sql", **ADA)
     began_s = unload.job.created_s
-    left = managed.lifecycle.left_unloads
+    left = managed.client.left_unloads
     for after_s, seen_to, expected in (
         (lifecycle_module.UNSEEN_S - 5, [unload.job.id], []),
         (2 * lifecycle_module.UNSEEN_S - 10, [], []),
@@ -333,7 +332,7 @@ async def test_an_unload_is_seen_to_while_an_ingress_says_so(
         with monkeypatch.context() as patch:
             patch.setattr(lifecycle_module.time, "time", lambda after_s=after_s: began_s + after_s)
             assert await left(seen_to) == expected
-    await managed.lifecycle.end_unload(unload)
+    await managed.client.end_unload(unload)
     assert await left([]) == []
     assert managed.lifecycle._seen_s == {}
 
@@ -341,42 +340,42 @@ async def test_an_unload_is_seen_to_while_an_ingress_says_so(
 async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    management = Management(managed, managed, PlacementTable)
-    await management.load_and_wait("sql", "one")
+    management = Management(managed.client, managed, PlacementTable)
+    await managed.client.load_and_wait(wanted("sql", "one"))
     with monkeypatch.context() as patch:
         patch.setattr(managed.registry.catalog, "drained", _away)
-        assert isinstance(await fails(management.unload("sql")), NotReady)
-    described = await management.describe("sql")
+        assert isinstance(await fails(management.unload("sql", **ADA)), NotReady)
+    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
     assert described.job is not None
     assert described.job.state is State.DRAINING
     monkeypatch.setattr(lifecycle_module, "UNSEEN_S", -1.0)
     await management.take_up()
     assert (await end_of(managed, described.job)).state is State.REMOVED
-    assert isinstance(await fails(management.describe("sql")), NotFound)
+    assert isinstance(await fails(managed.client.describe("sql", tenant_id=DEFAULT_TENANT)), NotFound)
 
 
 async def test_an_unload_that_could_not_be_written_down_did_not_begin(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, entry = await managed.lifecycle.load_and_wait("sql", "one")
+    _, entry = await managed.client.load_and_wait(wanted("sql", "one"))
     with monkeypatch.context() as patch:
         patch.setattr(catalog_module, "insert_job", _away)
-        assert isinstance(await fails(managed.lifecycle.begin_unload("sql")), NotReady)
+        assert isinstance(await fails(managed.client.begin_unload("sql", **ADA)), NotReady)
     assert managed.view.find("sql") == entry == managed.registry.catalog.get("sql"), "served, and known to be"
-    assert (await Management(managed, managed, PlacementTable).unload("sql"))[0].state is State.REMOVED
+    assert (await Management(managed.client, managed, PlacementTable).unload("sql", **ADA))[0].state is State.REMOVED
 
 
 async def test_a_name_that_returns_while_it_drains_is_served(managed: ManagedStore) -> None:
-    management = Management(managed, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
-    await management.load_and_wait("sql", "one")
+    management = Management(managed.client, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()
-    leaving = asyncio.create_task(management.unload("sql"))
+    leaving = asyncio.create_task(management.unload("sql", **ADA))
     await until(lambda: managed.view.find("sql") is None)
-    _, back = await management.load_and_wait("sql", "one")
+    _, back = await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.set()
     await leaving
     assert managed.view.find("sql") == back
-    assert (await management.describe("sql")).entry == back
+    assert (await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)).entry == back
     assert managed.store.cached_digests == {"d1"}
 
 
@@ -386,12 +385,12 @@ async def test_an_unload_ends_although_its_contents_are_used_again(
 ) -> None:
     """The same digest: requests that came since keep its rows, and those that it waits for are not told apart."""
     monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
-    management = Management(managed, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
-    await management.load_and_wait("sql", "one")
+    management = Management(managed.client, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()  # there is always some request for it
-    job, _ = await management.unload("sql", wait=False)
-    assert not (await managed.lifecycle.job(job.id)).is_done
-    _, back = await management.load_and_wait(name, "one")
+    job, _ = await management.unload("sql", wait=False, **ADA)
+    assert not (await managed.client.job(job.id, tenant_id=DEFAULT_TENANT)).is_done
+    _, back = await managed.client.load_and_wait(wanted(name, "one"))
     assert (await end_of(managed, job)).state is State.REMOVED
     assert managed.view.find(name) == back
     assert managed.store.cached_digests == {"d1"}
@@ -404,8 +403,8 @@ async def test_a_drain_goes_on_while_the_registry_is_away(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
-    management = Management(managed, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
-    await management.load_and_wait("sql", "one")
+    management = Management(managed.client, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()
     questions = []
 
@@ -414,41 +413,40 @@ async def test_a_drain_goes_on_while_the_registry_is_away(
         _away()
 
     with monkeypatch.context() as patch:
-        job, _ = await management.unload("sql", wait=False)
+        job, _ = await management.unload("sql", wait=False, **ADA)
         patch.setattr(managed.registry.catalog, "is_used", is_used)
         await until(lambda: len(questions) > 2)
-    assert not (await managed.lifecycle.job(job.id)).is_done
+    assert not (await managed.client.job(job.id, tenant_id=DEFAULT_TENANT)).is_done
     managed.drop_gate.set()
     assert (await end_of(managed, job)).state is State.REMOVED
 
 
 async def test_aliases_pins_and_weights_are_known_everywhere(managed: ManagedStore) -> None:
-    management = Management(managed, managed, PlacementTable)
+    management = Management(managed.client, managed, PlacementTable)
     for name, source in (("v1", "one"), ("v2", "two")):
-        await management.load_and_wait(name, source)
-    await management.change_alias("put", "sql", {"v1": 1.0})
+        await managed.client.load_and_wait(wanted(name, source))
+    await managed.client.put_alias("sql", {"v1": 1.0}, **ADA)
     assert managed.view.resolve("sql", "k") == managed.view.resolve("v1", "k")
-    await management.change_alias("put", "sql", {"v2": 1.0})
+    await managed.client.put_alias("sql", {"v2": 1.0}, **ADA)
     assert managed.view.resolve("sql", "k") == managed.view.resolve("v2", "k")
-    await management.change_alias("rollback", "sql")
+    await managed.client.roll_back_alias("sql", None, **ADA)
     assert managed.view.resolve("sql", "k") == managed.view.resolve("v1", "k")
-    assert isinstance(await fails(management.unload("v1")), AdapterBusy)
-    await management.change_alias("remove", "sql")
+    assert isinstance(await fails(management.unload("v1", **ADA)), AdapterBusy)
+    await managed.client.remove_alias("sql", **ADA)
     assert managed.view.find("sql") is None
-    entry = await management.configure("v1", pinned=True, traffic_weight=0.5)
+    entry = await managed.client.configure("v1", pinned=True, traffic_weight=0.5, **ADA)
     assert managed.view.find("v1") == entry
     assert (entry.pinned, entry.traffic_weight) == (True, 0.5)
 
 
 async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_again: Callable[[], Registry]) -> None:
-    lifecycle = managed.lifecycle
-    await lifecycle.load_and_wait("kept", "two", pinned=True)
-    await lifecycle.change_alias("put", "alias", {"kept": 1.0})
-    await lifecycle.load_and_wait("leaving", "one")
-    unload, _ = await lifecycle.begin_unload("leaving")
+    await managed.client.load_and_wait(wanted("kept", "two", pinned=True))
+    await managed.client.put_alias("alias", {"kept": 1.0}, **ADA)
+    await managed.client.load_and_wait(wanted("leaving", "one"))
+    unload, _ = await managed.client.begin_unload("leaving", **ADA)
     managed.store.gates["one"] = asyncio.Event()
-    cut_short = await lifecycle.load("cut", "one", traffic_weight=2.0, who="ada")
-    await lifecycle.observe("r1", ["d2"], [], {"d2": 5.0})
+    cut_short = await managed.client.load(wanted("cut", "one", traffic_weight=2.0))
+    await managed.client.observe("r1", ["d2"], [], {"d2": 5.0})
     after = ManagedStore(open_again(), FakeStore())  # the process is killed here
     after.store.contents = dict(managed.store.contents)
     after.lifecycle.resume()
@@ -462,8 +460,10 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     entry = after.view.adapter("cut")
     assert entry is not None
     assert (entry.owner, entry.traffic_weight) == ("ada", 2.0)
-    assert (await after.lifecycle.job(unload.job.id)).state is State.DRAINING, "engines may still be at it"
-    assert [item.name for item in await after.lifecycle.hot(5)] == ["kept"]
+    assert (await after.client.job(unload.job.id, tenant_id=DEFAULT_TENANT)).state is State.DRAINING, (
+        "engines may still be at it"
+    )
+    assert [item.name for item in await after.client.hot(5)] == ["kept"]
     events = after.registry.journal.events("kept")
     assert (events[0].event, events[0].replica_id) == ("loaded to device", "r1")
     await after.close()
@@ -475,7 +475,7 @@ async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_
     managed: ManagedStore, open_again: Callable[[], Registry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     managed.store.gates["two"] = asyncio.Event()
-    cut_short = await managed.lifecycle.load("cut", "two")
+    cut_short = await managed.client.load(wanted("cut", "two"))
     after = ManagedStore(open_again(), FakeStore())  # the process is killed here
     after.store.contents = dict(managed.store.contents)
     with monkeypatch.context() as patch:
@@ -506,10 +506,12 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
     monkeypatch.setattr(lifecycle_module, "RETRY_S", 0.01)
     monkeypatch.setattr(managed.registry.jobs, "advance", advance_or_not)
     if end is State.LOADED:
-        job, entry = await lifecycle.load_and_wait("sql", source)
+        job, entry = await managed.client.load_and_wait(wanted("sql", source))
         assert (job.state, job.generation, managed.view.find("sql")) == (State.LOADED, 1, entry)
     else:
-        assert isinstance(await fails(lifecycle.load_and_wait("sql", source)), NotFound), "what was wrong with it"
+        assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", source))), NotFound), (
+            "what was wrong with it"
+        )
     (unfinished,) = managed.registry.jobs.unfinished()
     away.clear()
     job = await end_of(managed, unfinished)
@@ -527,28 +529,28 @@ async def test_what_is_observed_again_is_in_the_journal_once(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica tells again what the registry could not write down."""
-    await managed.lifecycle.load_and_wait("sql", "one")
+    await managed.client.load_and_wait(wanted("sql", "one"))
     for method in ("note_use", "note_residency"):
         with monkeypatch.context() as patch:
             patch.setattr(managed.registry.catalog, method, _away)
-            assert isinstance(await fails(managed.lifecycle.observe("r1", ["d1"], [], {"d1": 5.0})), NotReady)
-    await managed.lifecycle.observe("r1", ["d1"], [], {"d1": 5.0})
+            assert isinstance(await fails(managed.client.observe("r1", ["d1"], [], {"d1": 5.0})), NotReady)
+    await managed.client.observe("r1", ["d1"], [], {"d1": 5.0})
     events = [event.event for event in managed.registry.journal.events("sql")]
     assert events.count("loaded to device") == 1
-    assert [item.name for item in await managed.lifecycle.hot(5)] == ["sql"]
+    assert [item.name for item in await managed.client.hot(5)] == ["sql"]
 
 
 async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> None:
     """The table follows the database, whatever overtakes what."""
-    management = Management(managed, managed, PlacementTable)
+    management = Management(managed.client, managed, PlacementTable)
 
     async def churn(name: str, index: int) -> None:
         for step in range(4):
             with contextlib.suppress(NotFound, AdapterUnloaded):
                 if (step + index) % 3:
-                    await management.load_and_wait(name, ("one", "two")[(step * index) % 2])
+                    await managed.client.load_and_wait(wanted(name, ("one", "two")[(step * index) % 2]))
                 else:
-                    await management.unload(name)
+                    await management.unload(name, **ADA)
 
     await asyncio.gather(*(churn(f"n{index % 3}", index) for index in range(9)))
     entries = managed.registry.catalog.entries()
@@ -559,41 +561,41 @@ async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> N
 
 async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: ManagedStore) -> None:
     lifecycle, store = managed.lifecycle, managed.store
-    version, steering = lifecycle.steering.current
-    assert steering.pinned == ()
-    await lifecycle.load_and_wait("sql", "one", pinned=True)
-    await lifecycle.load_and_wait("plain", "two")
-    news = await lifecycle.steering.newer(version, "replica", 10.0)
+    version, pins = lifecycle.pins.current
+    assert pins == Pins()
+    await managed.client.load_and_wait(wanted("sql", "one", pinned=True))
+    await managed.client.load_and_wait(wanted("plain", "two"))
+    news = await managed.client.watch_pins(version, "replica", 10.0)
     assert news is not None
-    assert [entry.name for entry in news[1].pinned] == ["sql"]
+    assert [entry.name for entry in news[1].entries] == ["sql"]
     assert store.held == [set(), {"d1"}]
-    await lifecycle.configure("plain", pinned=True, traffic_weight=3.0)
-    _, steering = lifecycle.steering.current
-    assert [entry.name for entry in steering.pinned] == ["plain", "sql"], "the heavier first"
-    assert steering.shares == {"d2": 0.75}
-    await lifecycle.configure("sql", pinned=False)
+    await managed.client.configure("plain", pinned=True, traffic_weight=3.0, **ADA)
+    _, pins = lifecycle.pins.current
+    assert [entry.name for entry in pins.entries] == ["plain", "sql"], "the heavier first"
+    assert lifecycle.shares.current[1] == {"d2": 0.75}
+    await managed.client.configure("sql", pinned=False, **ADA)
     assert store.held[-1] == {"d2"}
-    await lifecycle.load_and_wait("plain", "one")
+    await managed.client.load_and_wait(wanted("plain", "one"))
     assert store.held[-1] == {"d1"}, "the pin is the name's"
-    await lifecycle.begin_unload("plain")
+    await managed.client.begin_unload("plain", **ADA)
     assert store.held[-1] == set()
-    assert lifecycle.steering.current[1] == Steering()
+    assert lifecycle.pins.current[1] == Pins()
 
 
 async def test_a_restart_holds_what_is_pinned_before_anything_is_read(open_again: Callable[[], Registry]) -> None:
     first = ManagedStore(open_again(), FakeStore())
     first.store.contents["one"] = "d1"
-    await first.lifecycle.load_and_wait("sql", "one", pinned=True)
+    await first.client.load_and_wait(wanted("sql", "one", pinned=True))
     await first.close()
     second = ManagedStore(open_again(), FakeStore())
     assert second.store.held == [{"d1"}]
-    assert second.lifecycle.steering.current[1].pinned_digests == {"d1"}
+    assert second.lifecycle.pins.current[1].digests == {"d1"}
     await second.close()
 
 
 async def test_moves_between_tiers_are_in_the_journal(managed: ManagedStore) -> None:
     managed.lifecycle.moved("deleted from disk", "d1")
-    await managed.lifecycle.load_and_wait("sql", "one")
+    await managed.client.load_and_wait(wanted("sql", "one"))
     managed.lifecycle.moved("deleted from host", "d1")
     await asyncio.to_thread(managed.lifecycle.moved, "fetched again", "d1")
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from app.deployments.registry.entries import CatalogEntry
-from app.deployments.registry.steering import Steering
+from app.deployments.registry.pins import Pins
 from app.deployments.replica.pins import PinKeeper
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
@@ -24,8 +24,8 @@ from tests.fakes import FakeBackend, fake_adapter
 ADAPTERS = {name: fake_adapter(name, 8) for name in ("a", "b", "slow", "broken")}
 
 
-def pinned(*names: str) -> Steering:
-    return Steering(
+def pinned(*names: str) -> Pins:
+    return Pins(
         tuple(CatalogEntry(AdapterRef(name, ADAPTERS[name].card.digest), 8, 64, 0.0, pinned=True) for name in names)
     )
 
@@ -77,23 +77,23 @@ async def test_what_is_pinned_comes_and_the_rest_waits_for_nobody(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            bench.keeper.steer(pinned("slow", "broken", "a", "b"))
+            bench.keeper.pin(pinned("slow", "broken", "a", "b"))
             await until(lambda: bench.residents() == {"a", "b"} and set(bench.keeper._bringing) == {digest("slow")})
     assert bench.fetches.count("slow") == 1, "it is on its way"
     assert bench.fetches.count("broken") == 3
     (record,) = caplog.records
     assert record.message == "pinned adapter broken is not on the device: no such bucket"
     bench.broken.clear()
-    bench.keeper.steer(pinned("slow", "broken", "a", "b"))
+    bench.keeper.pin(pinned("slow", "broken", "a", "b"))
     bench.gate.set()
     await until(lambda: len(bench.brought) == 4)
     assert bench.residents() == set(ADAPTERS)
 
 
 async def test_what_is_unpinned_while_it_is_fetched_does_not_come(bench: Bench) -> None:
-    bench.keeper.steer(pinned("slow", "a"))
+    bench.keeper.pin(pinned("slow", "a"))
     await until(lambda: bench.residents() == {"a"} and "slow" in bench.fetches)
-    bench.keeper.steer(pinned("a"))
+    bench.keeper.pin(pinned("a"))
     bench.gate.set()
     await until(lambda: not bench.keeper._bringing)
     assert bench.residents() == {"a"}

@@ -39,7 +39,7 @@ async def version(actor: NamedActor) -> Version:
     """Asked until it answers."""
     while True:
         try:
-            return (await actor.call("watch", None, "me", 10.0))[0]
+            return (await actor.call(Impatient.watch, None, "me", 10.0))[0]
         except ActorAway as error:
             print(error)
             await asyncio.sleep(0.2)
@@ -48,8 +48,8 @@ async def version(actor: NamedActor) -> Version:
 async def main() -> None:
     actor = NamedActor(NAME, Impatient, AppConfig().model_dump_json())
     first = await version(actor)
-    pending = asyncio.create_task(actor.call("watch", first, "me", 600.0))
-    os.kill(await actor.call("pid"), signal.SIGKILL)
+    pending = asyncio.create_task(actor.call(Impatient.watch, first, "me", 600.0))
+    os.kill(await actor.call(Impatient.pid), signal.SIGKILL)
     try:
         await pending
     except ActorAway as error:
@@ -57,7 +57,7 @@ async def main() -> None:
     second = await version(actor)
     assert second.epoch != first.epoch
     assert is_named()
-    await actor.call("lose_patience")
+    await actor.call(Impatient.lose_patience)
     while is_named():
         await asyncio.sleep(0.1)
     third = await version(actor)

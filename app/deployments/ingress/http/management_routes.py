@@ -6,9 +6,9 @@ they cost no call whatever their length; what is said of one adapter is asked of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import Field
@@ -26,7 +26,8 @@ from app.deployments.ingress.http.management_bodies import (
 )
 from app.deployments.ingress.http.schema import Body, BodyT, parse_body
 from app.deployments.ingress.management import Management
-from app.deployments.registry.entries import AliasEntry, CatalogEntry
+from app.deployments.ingress.tenants import http_caller
+from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, LoadRequest
 from app.deployments.registry.view import RegistryView
 from app.engine.errors import InvalidRequest, NotFound
 
@@ -117,10 +118,6 @@ async def _body(kind: type[BodyT], request: Request, service: ManagedService) ->
     return parse_body(kind, await read_json(request, service.frontend.limits.max_body_bytes))
 
 
-def _who(request: Request) -> str:
-    return f"http {request.client.host}" if request.client else "http"
-
-
 def _wants_to_wait(request: Request, default: bool) -> bool:
     """`?wait=`. Raises InvalidRequest."""
     text = request.query_params.get("wait", str(default))
@@ -136,7 +133,9 @@ def _add_load_routes(app: FastAPI, service: ManagedService) -> None:
     @app.post("/v1/load_lora_adapter")
     async def load_adapter(request: Request) -> Response:
         body = await _body(LoadAdapterBody, request, service)
-        job, entry = await service.management.load_and_wait(body.lora_name, body.lora_path, who=_who(request))
+        caller = http_caller(request)
+        load = LoadRequest(caller.tenant_id, body.lora_name, body.lora_path, caller.who)
+        job, entry = await service.management.store.load_and_wait(load)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
     @app.post("/v1/unload_lora_adapter")
@@ -148,13 +147,11 @@ def _add_load_routes(app: FastAPI, service: ManagedService) -> None:
     async def load(request: Request) -> Response:
         body = await _body(LoadLoraBody, request, service)
         _check_base(service, body.base_model)
-        job, entry = await service.management.load_and_wait(
-            body.lora_model,
-            body.lora_path,
-            pinned=body.pin_lora,
-            traffic_weight=body.traffic_weight,
-            who=_who(request),
+        caller = http_caller(request)
+        load = LoadRequest(
+            caller.tenant_id, body.lora_model, body.lora_path, caller.who, body.pin_lora, body.traffic_weight
         )
+        job, entry = await service.management.store.load_and_wait(load)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
     @app.post("/v1/unload_lora")
@@ -171,7 +168,8 @@ def _check_base(service: ManagedService, base_model: str | None) -> None:
 
 async def _unload(request: Request, service: ManagedService, name: str) -> Response:
     wait = _wants_to_wait(request, True)
-    job, entry = await service.management.unload(name, wait=wait, who=_who(request))
+    caller = http_caller(request)
+    job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who, wait=wait)
     return JSONResponse(unloaded_body(entry, job), status_code=200 if wait else 202)
 
 
@@ -193,11 +191,12 @@ def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
     @app.post("/v1/loras")
     async def register(request: Request) -> Response:
         body = await _body(RegisterAdapterBody, request, service)
-        options = {"pinned": body.pinned, "traffic_weight": body.traffic_weight, "who": _who(request)}
+        caller = http_caller(request)
+        load = LoadRequest(caller.tenant_id, body.name, body.path, caller.who, body.pinned, body.traffic_weight)
         if _wants_to_wait(request, body.wait):
-            job, entry = await service.management.load_and_wait(body.name, body.path, **options)
+            job, entry = await service.management.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
-        job = await service.management.load(body.name, body.path, **options)
+        job = await service.management.store.load(load)
         return JSONResponse(
             {"id": job.name, "object": "lora", "state": job.state, "generation": job.generation, "job": job_body(job)},
             status_code=202,
@@ -205,14 +204,20 @@ def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
         )
 
     @app.get("/v1/loras/{name}")
-    async def adapter(name: str) -> Response:
-        return JSONResponse(description_body(name, await service.management.describe(name), service.management))
+    async def adapter(name: str, request: Request) -> Response:
+        description = await service.management.store.describe(name, tenant_id=http_caller(request).tenant_id)
+        return JSONResponse(description_body(name, description, service.management))
 
     @app.patch("/v1/loras/{name}")
     async def configure(name: str, request: Request) -> Response:
         body = await _body(ConfigureAdapterBody, request, service)
-        entry = await service.management.configure(
-            name, pinned=body.pinned, traffic_weight=body.traffic_weight, who=_who(request)
+        caller = http_caller(request)
+        entry = await service.management.store.configure(
+            name,
+            tenant_id=caller.tenant_id,
+            who=caller.who,
+            pinned=body.pinned,
+            traffic_weight=body.traffic_weight,
         )
         return JSONResponse(adapter_body(entry))
 
@@ -221,7 +226,8 @@ def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
         return await _unload(request, service, name)
 
     @app.get("/v1/loras/{name}/generations")
-    async def generations(name: str) -> Response:
+    async def generations(name: str, request: Request) -> Response:
+        tenant_id = http_caller(request).tenant_id
         data = [
             {
                 "id": item.ref.generation,
@@ -232,31 +238,48 @@ def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
                 "created": int(item.registered_s),
                 "registered_by": item.registered_by,
             }
-            for item in await service.management.generations(name)
+            for item in await service.management.store.generations(name, tenant_id=tenant_id)
         ]
         return JSONResponse(page_body(data, has_more=False))
 
     @app.get("/v1/jobs/{job_id}")
-    async def job(job_id: str) -> Response:
-        return JSONResponse(job_body(await service.management.job(job_id)))
+    async def job(job_id: str, request: Request) -> Response:
+        tenant_id = http_caller(request).tenant_id
+        return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
 
     @app.get("/v1/events")
     async def events(request: Request) -> Response:
-        limit, query = _journal_query(request)
-        records = await service.management.events(limit=limit + 1, **query)
-        return JSONResponse(page_body([asdict(record) for record in records[:limit]], has_more=len(records) > limit))
+        query = _journal_query(request)
+        records = await service.management.store.events(
+            query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
+        )
+        return _journal_page(records, query.limit)
 
     @app.get("/v1/audit")
     async def audit(request: Request) -> Response:
-        limit, query = _journal_query(request)
-        records = await service.management.audit(limit=limit + 1, **query)
-        return JSONResponse(page_body([asdict(record) for record in records[:limit]], has_more=len(records) > limit))
+        query = _journal_query(request)
+        records = await service.management.store.audit(
+            query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
+        )
+        return _journal_page(records, query.limit)
 
 
-def _journal_query(request: Request) -> tuple[int, dict[str, Any]]:
-    """`?name=&limit=&before=`: the newest first, `before` is the id of the last record that is known."""
+class _JournalQuery(NamedTuple):
+    """`before` is the id of the last record that is known."""
+
+    limit: int
+    name: str | None
+    before: int | None
+
+
+def _journal_query(request: Request) -> _JournalQuery:
+    """`?name=&limit=&before=`: the newest first."""
     before = int_query(request, "before", 0, _MAX_ID) or None
-    return int_query(request, "limit", 100), {"name": request.query_params.get("name"), "before": before}
+    return _JournalQuery(int_query(request, "limit", 100), request.query_params.get("name"), before)
+
+
+def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
+    return JSONResponse(page_body([asdict(record) for record in records[:limit]], has_more=len(records) > limit))
 
 
 def _add_alias_routes(app: FastAPI, service: ManagedService) -> None:
@@ -274,27 +297,33 @@ def _add_alias_routes(app: FastAPI, service: ManagedService) -> None:
     @app.put("/v1/aliases/{name}")
     async def put(name: str, request: Request) -> Response:
         body = await _body(AliasBody, request, service)
-        return JSONResponse(
-            alias_body(await service.management.change_alias("put", name, body.targets, who=_who(request)))
-        )
+        caller = http_caller(request)
+        entry = await service.management.store.put_alias(name, body.targets, tenant_id=caller.tenant_id, who=caller.who)
+        return JSONResponse(alias_body(entry))
 
     @app.post("/v1/aliases/{name}/promote")
     async def promote(name: str, request: Request) -> Response:
         body = await _body(PromoteBody, request, service)
-        return JSONResponse(
-            alias_body(await service.management.change_alias("promote", name, body.target, who=_who(request)))
+        caller = http_caller(request)
+        entry = await service.management.store.promote_alias(
+            name, body.target, tenant_id=caller.tenant_id, who=caller.who
         )
+        return JSONResponse(alias_body(entry))
 
     @app.post("/v1/aliases/{name}/rollback")
     async def rollback(name: str, request: Request) -> Response:
         body = RollbackBody() if await _is_empty(request) else await _body(RollbackBody, request, service)
-        return JSONResponse(
-            alias_body(await service.management.change_alias("rollback", name, body.version, who=_who(request)))
+        caller = http_caller(request)
+        entry = await service.management.store.roll_back_alias(
+            name, body.version, tenant_id=caller.tenant_id, who=caller.who
         )
+        return JSONResponse(alias_body(entry))
 
     @app.delete("/v1/aliases/{name}")
     async def delete(name: str, request: Request) -> Response:
-        return JSONResponse(alias_body(await service.management.change_alias("remove", name, who=_who(request))))
+        caller = http_caller(request)
+        entry = await service.management.store.remove_alias(name, tenant_id=caller.tenant_id, who=caller.who)
+        return JSONResponse(alias_body(entry))
 
 
 async def _is_empty(request: Request) -> bool:

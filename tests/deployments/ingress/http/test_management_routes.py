@@ -13,6 +13,7 @@ import pytest
 from app.deployments.ingress.http.bodies import MAX_PAGE
 from app.engine.errors import AdapterFormatError
 from tests.deployments.http_service import Service
+from tests.deployments.managed import ADA, wanted
 
 LEGACY = {"model": "base", "prompt": "hi", "max_tokens": 2, "ignore_eos": True}
 HEADER = "x-polylora-adapter"
@@ -150,8 +151,8 @@ async def test_weights_whose_sum_is_no_number_are_refused_and_change_nothing(htt
 
 async def test_lists_have_pages(http: httpx.AsyncClient, service: Service) -> None:
     for index in range(5):
-        await service.management.load_and_wait(f"a{index}", "new")
-    await service.management.change_alias("put", "a2x", {"a2": 1.0})
+        await service.managed.client.load_and_wait(wanted(f"a{index}", "new"))
+    await service.managed.client.put_alias("a2x", {"a2": 1.0}, **ADA)
     names = ["a0", "a1", "a2", "a2x", "a3", "a4", "sql"]
     assert await ids(http, "/v1/models") == ["base", *names]
     assert await ids(http, "/v1/loras") == [name for name in names if name != "a2x"]
@@ -199,7 +200,7 @@ async def test_models_tell_remote_sources_and_no_path_of_the_server(http: httpx.
 
 async def test_a_canary_is_promoted_and_rolled_back(http: httpx.AsyncClient, service: Service) -> None:
     for name, source in (("v1", "new"), ("v2", "two")):
-        await service.management.load_and_wait(name, source)
+        await service.managed.client.load_and_wait(wanted(name, source))
 
     async def served(**fields: str) -> str:
         answer = await http.post("/v1/completions", json=LEGACY | {"model": "app"} | fields)

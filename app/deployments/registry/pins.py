@@ -1,0 +1,93 @@
+"""Which adapters operators have pinned, and how much may be pinned.
+
+In: registered adapters as they come, change and go. Out: `Pins`, the same value for the tiers of the store and for
+every replica, and the verdict on whether a pin fits. A pinned adapter is on every replica's device, in host memory,
+and on disk if it came over a network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from app.config import AppConfig
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.view import Entry, Key
+from app.engine.errors import AdapterTooLarge
+from app.engine.pools.adapter_pool import rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """The pinned adapters: each digest once, the one with the highest traffic weight first."""
+
+    entries: tuple[CatalogEntry, ...] = ()
+
+    @property
+    def digests(self) -> frozenset[str]:
+        return frozenset(entry.ref.digest for entry in self.entries)
+
+
+class PinBook:
+    """Keeps `value` equal to the pins of the registry; one event loop."""
+
+    def __init__(self, entries: Iterable[CatalogEntry] = ()) -> None:
+        self._pinned = {(entry.tenant_id, entry.name): entry for entry in entries if entry.pinned}
+        self.value = self._pins()
+
+    def apply(self, key: Key, entry: Entry | None) -> bool:
+        """Take over a change of one name (None: it is gone); whether `value` is another now."""
+        before = self._pinned.pop(key, None)
+        if isinstance(entry, CatalogEntry) and entry.pinned:
+            self._pinned[key] = entry
+        elif before is None:
+            return False
+        old, self.value = self.value, self._pins()
+        return self.value != old
+
+    def _pins(self) -> Pins:
+        by_digest: dict[str, CatalogEntry] = {}
+        for _, entry in sorted(self._pinned.items(), key=lambda item: (-item[1].traffic_weight, item[0])):
+            by_digest.setdefault(entry.ref.digest, entry)
+        return Pins(tuple(by_digest.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class PinLimits:
+    """What pinned adapters may take together; runs of rank rows are multiples of `rank_alignment`. The default has no
+    bound."""
+
+    rank_rows: float = math.inf
+    adapter_slots: float = math.inf
+    extra_bytes: float = math.inf
+    host_bytes: float = math.inf
+    rank_alignment: int = 8
+
+    @classmethod
+    def of(cls, config: AppConfig) -> PinLimits:
+        share, engine = config.adapters.pinned_share, config.engine
+        return cls(
+            math.floor(share * engine.adapter_rank_rows),
+            math.floor(share * (engine.max_adapter_slots - 1)),
+            math.floor(share * engine.adapter_extra_bytes),
+            math.floor(share * config.adapters.host_cache_bytes),
+            engine.rank_alignment,
+        )
+
+    def check(self, name: str, pinned: Iterable[CatalogEntry]) -> None:
+        """Raise AdapterTooLarge if these cannot all be pinned; `name` is the one that was asked for."""
+        entries = {entry.ref.digest: entry for entry in pinned}.values()
+        num_rows = sum(rows_of(entry.max_rank, self.rank_alignment) for entry in entries)
+        for needed, limit, what, setting in (
+            (num_rows, self.rank_rows, "rank rows", "adapter_rank_rows"),
+            (len(entries), self.adapter_slots, "adapter slots", "max_adapter_slots"),
+            (sum(entry.extra_bytes for entry in entries), self.extra_bytes, "bytes", "adapter_extra_bytes"),
+            (sum(entry.size_bytes for entry in entries), self.host_bytes, "bytes of host memory", "host_cache_bytes"),
+        ):
+            if needed > limit:
+                place = "adapters" if setting == "host_cache_bytes" else "engine"
+                raise AdapterTooLarge(
+                    f"adapter {name!r} cannot be pinned: {len(entries)} pinned adapters would take {needed} {what} and "
+                    f"may take {limit}; unpin another, or raise {place}.{setting} or adapters.pinned_share"
+                )

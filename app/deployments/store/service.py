@@ -1,0 +1,187 @@
+"""All that is asked of the store's process: the registry's calls and the adapters' bytes, in one class without Ray.
+
+In: the calls of ingresses, replicas and placement, one method each; `links.store_client.StoreClient` has the same
+methods with the same signatures. Out: the registry's values, handles to packed adapters, and three published tables:
+names, pins, traffic shares. What a call changes every ingress knows when the call returns. Work on names is the
+registry's, bytes are `AdapterStore`'s; this class only joins them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+
+from app.config import PreloadedAdapter
+from app.deployments.links.published import Changes, Version
+from app.deployments.registry.entries import (
+    DEFAULT_TENANT,
+    AliasEntry,
+    AuditRecord,
+    CatalogEntry,
+    Description,
+    Event,
+    Generation,
+    LoadRequest,
+    RegistryJob,
+    Unload,
+)
+from app.deployments.registry.pins import Pins
+from app.deployments.registry.shares import Shares
+from app.deployments.registry.view import Entry, Key
+from app.deployments.store.counts import TIERS, Tier, TierCounts
+from app.engine.adapters.card import AdapterRef
+
+if TYPE_CHECKING:  # a database and its tables: a process that only calls the store's starts without
+    from app.deployments.registry.books import Registry
+    from app.deployments.registry.lifecycle import Lifecycle
+
+H = TypeVar("H")
+H_co = TypeVar("H_co", covariant=True)
+
+
+class AdapterBytes(Protocol[H_co]):
+    """The part of `AdapterStore` that is used here; `H` is what its `put` makes of an adapter."""
+
+    @property
+    def counts(self) -> TierCounts: ...
+
+    async def fetch(self, ref: AdapterRef) -> H_co: ...
+
+    async def expect(self, ref: AdapterRef) -> None: ...
+
+    def lost(self, digest: str) -> None: ...
+
+
+class StoreParts(NamedTuple, Generic[H]):
+    """What the service works with, opened by `opening.open_store`."""
+
+    registry: Registry
+    lifecycle: Lifecycle
+    bytes: AdapterBytes[H]
+    preloaded: Sequence[PreloadedAdapter]
+
+
+class StoreService(Generic[H]):
+    """One event loop. `watched` is called whenever a process asks for a published table."""
+
+    def __init__(self, parts: StoreParts[H], watched: Callable[[], None]) -> None:
+        self._registry, self._lifecycle, self._bytes, self._preloaded = parts
+        self._watched = watched
+        self._preloading: asyncio.Task[None] | None = None
+
+    async def preload(self) -> None:
+        """Register the configured adapters, once however many ingresses ask. Raises what makes one fail."""
+        self._lifecycle.resume()
+        if self._preloading is None or (self._preloading.done() and self._preloading.exception() is not None):
+            self._preloading = asyncio.create_task(self._register_all())
+        await asyncio.shield(self._preloading)
+
+    # -- adapters and their names -------------------------------------------------------------------
+
+    async def load(self, request: LoadRequest) -> RegistryJob:
+        return await self._lifecycle.load(request)
+
+    async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
+        return await self._lifecycle.load_and_wait(request)
+
+    async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
+        return await self._lifecycle.begin_unload(name, tenant_id=tenant_id, who=who)
+
+    async def end_unload(self, unload: Unload) -> RegistryJob:
+        return await self._lifecycle.end_unload(unload)
+
+    async def left_unloads(self, seen_to: Collection[str]) -> list[Unload]:
+        return await self._lifecycle.left_unloads(seen_to)
+
+    async def is_used(self, digest: str) -> bool:
+        return await self._lifecycle.is_used(digest)
+
+    async def configure(
+        self,
+        name: str,
+        *,
+        tenant_id: str,
+        who: str,
+        pinned: bool | None = None,
+        traffic_weight: float | None = None,
+    ) -> CatalogEntry:
+        return await self._lifecycle.configure(
+            name, tenant_id=tenant_id, who=who, pinned=pinned, traffic_weight=traffic_weight
+        )
+
+    async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
+        return await self._lifecycle.put_alias(name, targets, tenant_id=tenant_id, who=who)
+
+    async def promote_alias(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
+        return await self._lifecycle.promote_alias(name, target, tenant_id=tenant_id, who=who)
+
+    async def roll_back_alias(self, name: str, version: int | None, *, tenant_id: str, who: str) -> AliasEntry:
+        return await self._lifecycle.roll_back_alias(name, version, tenant_id=tenant_id, who=who)
+
+    async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
+        return await self._lifecycle.remove_alias(name, tenant_id=tenant_id, who=who)
+
+    # -- what is known of them ----------------------------------------------------------------------
+
+    async def describe(self, name: str, *, tenant_id: str) -> Description:
+        return await self._lifecycle.describe(name, tenant_id=tenant_id)
+
+    async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:
+        return await self._lifecycle.job(job_id, tenant_id=tenant_id)
+
+    async def generations(self, name: str, *, tenant_id: str) -> list[Generation]:
+        return await asyncio.to_thread(self._registry.catalog.generations, name, tenant_id=tenant_id)
+
+    async def events(self, name: str | None, *, limit: int, before: int | None, tenant_id: str) -> list[Event]:
+        journal = self._registry.journal
+        return await asyncio.to_thread(journal.events, name, limit=limit, before=before, tenant_id=tenant_id)
+
+    async def audit(self, name: str | None, *, limit: int, before: int | None, tenant_id: str) -> list[AuditRecord]:
+        journal = self._registry.journal
+        return await asyncio.to_thread(journal.audit, name, limit=limit, before=before, tenant_id=tenant_id)
+
+    async def hot(self, limit: int) -> list[CatalogEntry]:
+        return await self._lifecycle.hot(limit)
+
+    async def stats(self) -> dict[Tier, dict[str, float]]:
+        return {tier: self._bytes.counts.of(tier) for tier in TIERS}
+
+    # -- what replicas need -------------------------------------------------------------------------
+
+    async def fetch(self, ref: AdapterRef) -> H:
+        return await self._bytes.fetch(ref)
+
+    async def expect(self, ref: AdapterRef) -> None:
+        await self._bytes.expect(ref)
+
+    async def lost(self, digest: str) -> None:
+        self._bytes.lost(digest)
+
+    async def observe(
+        self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
+    ) -> None:
+        await self._lifecycle.observe(replica_id, loaded, unloaded, used_s)
+
+    # -- published tables ---------------------------------------------------------------------------
+
+    async def watch(
+        self, held: Version | None, watcher_id: str, timeout_s: float
+    ) -> tuple[Version, Changes[Key, Entry]] | None:
+        self._watched()
+        self._lifecycle.resume()
+        return await self._lifecycle.table.newer(held, watcher_id, timeout_s)
+
+    async def watch_pins(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
+        self._watched()
+        return await self._lifecycle.pins.newer(held, watcher_id, timeout_s)
+
+    async def watch_shares(
+        self, held: Version | None, watcher_id: str, timeout_s: float
+    ) -> tuple[Version, Shares] | None:
+        self._watched()
+        return await self._lifecycle.shares.newer(held, watcher_id, timeout_s)
+
+    async def _register_all(self) -> None:
+        requests = (LoadRequest(DEFAULT_TENANT, item.name, item.path, "config") for item in self._preloaded)
+        await asyncio.gather(*(self._lifecycle.load_and_wait(request) for request in requests))

@@ -1,0 +1,55 @@
+"""The pins that tiers and replicas are told are those of the registry, and no more than fit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config import load_config
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.pins import PinBook, PinLimits
+from app.engine.errors import AdapterTooLarge
+from tests.deployments.registry.steered import KEYS, entries, entry
+
+
+@given(changes=st.lists(st.tuples(st.sampled_from(KEYS), entries), max_size=30))
+def test_following_changes_is_starting_anew(
+    changes: list[tuple[tuple[str, str], tuple[str, float, bool] | None]],
+) -> None:
+    book = PinBook()
+    now: dict[tuple[str, str], CatalogEntry] = {}
+    for key, values in changes:
+        now.pop(key, None)
+        new = None
+        if values is not None:
+            digest, weight, pinned = values
+            new = now[key] = entry(key, digest, weight, pinned=pinned)
+        before = book.value
+        assert book.apply(key, new) == (book.value != before)
+        assert book.value == PinBook(now.values()).value
+        assert book.value.digests == {item.ref.digest for item in now.values() if item.pinned}
+        weights = [item.traffic_weight for item in book.value.entries]
+        assert weights == sorted(weights, reverse=True)
+
+
+def test_limits_are_a_part_of_what_the_service_has() -> None:
+    settings = {"engine": {"adapter_rank_rows": 100, "max_adapter_slots": 9}, "adapters": {"pinned_share": 0.25}}
+    limits = PinLimits.of(load_config(settings, environ={}))
+    assert (limits.rank_rows, limits.adapter_slots) == (25, 2)
+    assert limits.host_bytes == 128 << 20
+    assert limits.extra_bytes == 64 << 20
+    assert limits.rank_alignment == 8
+
+
+def test_pins_are_counted_in_the_rows_of_the_device() -> None:
+    """Eight adapters of rank 8 take 64 rows of a CPU engine and 128 of a GPU's."""
+    pinned = [entry(("default", f"n{index}"), f"d{index}", pinned=True) for index in range(8)]
+    for device, is_enough in (("cpu", True), ("cuda", False), ("cuda:1", False)):
+        settings = {"engine": {"adapter_rank_rows": 127, "device": device}, "adapters": {"pinned_share": 1.0}}
+        limits = PinLimits.of(load_config(settings, environ={}))
+        if is_enough:
+            limits.check("n7", pinned)
+        else:
+            with pytest.raises(AdapterTooLarge, match="8 pinned adapters would take 128 rank rows and may take 127"):
+                limits.check("n7", pinned)
