@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from app.config import DEFAULT_MODEL_URI
 from app.engine.models.sources import resolve_model
 from tests.postgres import find_postgres
+from tests.seeds import VARIABLE, run_seed
 
 # A machine that is busy with other things is slow, not wrong.
 hypothesis.settings.register_profile(
@@ -34,6 +35,15 @@ hypothesis.settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", choices=("cpu", "xla"), default="cpu", help="engine of tests/e2e/service")
+    parser.addoption("--seed", type=int, help="repeats the random data of a run that printed this seed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settle the seed before workers are started, which inherit it."""
+    seed = config.getoption("--seed")
+    if seed is not None:
+        os.environ[VARIABLE] = str(seed)
+    run_seed()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,12 +55,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: turn_of(groups[item.path]))
 
 
-def pytest_report_header() -> str:
-    """Which databases the registry's tests run on: a run without a server says so."""
+def pytest_report_header() -> list[str]:
+    """The seed, and which databases the registry's tests run on: a run without a server says so."""
     folder = find_postgres()
-    return "registry databases: sqlite, " + (
+    found = (
         f"postgresql ({folder})" if folder else "NOT postgresql: no server found (Debian: apt-get install postgresql)"
     )
+    return [f"random data: --seed {run_seed()}", f"registry databases: sqlite, {found}"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end, too, how to repeat what failed."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"the same random data again: --seed {run_seed()}")
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,6 @@ from numpy.typing import NDArray
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 
 
-def rng() -> np.random.Generator:
-    """Fresh random data each run; the seed is in the failure message of whatever prints it."""
-    return np.random.default_rng()
-
-
 def normal(generator: np.random.Generator, *shape: int) -> NDArray[np.float32]:
     return generator.standard_normal(shape).astype(np.float32)
 

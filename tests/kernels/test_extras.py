@@ -12,7 +12,8 @@ from app.kernels.extras import cpu, reference
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL, pack
-from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+from tests.kernels.cases import TOLERANCE, normal, relative_error
+from tests.seeds import rng
 
 
 @compiled

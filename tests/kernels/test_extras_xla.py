@@ -13,7 +13,8 @@ from app.kernels.dora.reference import dora_scale
 from app.kernels.extras import reference, xla
 from app.kernels.extras.cpu import Q_NORM
 from app.kernels.extras.xla import OwnSegments, OwnTables
-from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+from tests.kernels.cases import TOLERANCE, normal, relative_error
+from tests.seeds import rng
 
 LAYER, SLOT, NUM_SLOTS = 1, 2, 4
 RUNS = ([], [(0, 1, SLOT)], [(1, 2, SLOT), (4, 15, SLOT), (15, 17, 1)])  # slot 1 has nothing

@@ -17,7 +17,8 @@ from app.kernels.machine.simd import FETCH_BLOCK
 from app.kernels.matmul import cpu, quantised, storing
 from app.kernels.sgmv.cpu import RowPlaces
 from app.kernels.sgmv.fetching import MOST_BLOCKS, NextShrink, list_fetch, shrink_ranges
-from tests.kernels.cases import normal, rng
+from tests.kernels.cases import normal
+from tests.seeds import rng
 
 Lines = NDArray[np.int64]
 Stack = NDArray[np.float32] | quantised.Quantised

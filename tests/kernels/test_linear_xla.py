@@ -19,8 +19,9 @@ from app.kernels.matmul.storing import dequantise, quantise
 from app.kernels.sgmv.cpu import RowPlaces, adapter_runs, shrink_tasks
 from app.kernels.sgmv.writing import WritePlans, matrices, write_plan
 from tests.engine.cuda.grids import on_grids
-from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_sgmv import CASES, NARROW, PLACES, ROWS
+from tests.seeds import rng
 
 Floats = NDArray[np.float32]
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.team import Team
 from app.kernels.paged_attention import cpu, reference
-from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+from tests.kernels.cases import TOLERANCE, normal, relative_error
+from tests.seeds import rng
 
 
 class Case(NamedTuple):

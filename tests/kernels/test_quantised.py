@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import Team
 from app.kernels.matmul import cpu, quantised, storing
-from tests.kernels.cases import normal, rng
+from tests.kernels.cases import normal
+from tests.seeds import rng
 
 Floats = NDArray[np.float32]
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from app.kernels.machine.team import Team
 from app.kernels.sgmv import cpu, reference
 from app.kernels.sgmv.writing import WritePlans, matrices, write_plan
-from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+from tests.kernels.cases import TOLERANCE, normal, relative_error
+from tests.seeds import rng
 
 DEPTH, WIDTH, ROWS = 72, 48, 256
 Floats = NDArray[np.float32]

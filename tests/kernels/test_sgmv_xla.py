@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.sgmv import pallas, reference, xla
-from tests.kernels.cases import TOLERANCE, normal, relative_error, rng
+from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_sgmv import CASES, DEPTH, PLACES, ROWS, WIDTH
+from tests.seeds import rng
 
 ROW_STARTS = np.array([p[0] for p in PLACES], np.int32)
 RANKS = np.array([p[1] for p in PLACES], np.int32)

@@ -23,8 +23,9 @@ from app.kernels.matmul.cpu import pack
 from app.kernels.paged_attention import cpu as attention_cpu
 from app.kernels.paged_attention import ffi as attention_ffi
 from app.kernels.rotary import cpu as rotary_cpu
-from tests.kernels.cases import normal, rng
+from tests.kernels.cases import normal
 from tests.kernels.test_linear_xla import no_adapters
+from tests.seeds import rng
 
 #: Bytes of what the header's structs are made of; everything else in them is a pointer or a 64-bit number.
 _SIZES = {"XLA_FFI_ExecutionStage": 8, "XLA_FFI_DataType": 8, "XLA_FFI_Api_Version": 24}

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def matmul(
-    x: NDArray[np.float32], w: NDArray[np.float32], start: NDArray[np.float32] | None = None
+    x: NDArray[np.floating], w: NDArray[np.floating], start: NDArray[np.floating] | None = None
 ) -> NDArray[np.float64]:
     """x: [M, K], w: [N, K], start: [M, N] or None for zero. Returns [M, N] in float64."""
     out = x.astype(np.float64) @ w.astype(np.float64).T

@@ -11,7 +11,7 @@ import mmap
 
 import torch
 
-from tests.kernels.triton.tables import DEVICE
+from tests.kernels.tensors import DEVICE
 
 FAR = 1 << 31
 #: Linux: pages that are never touched are not counted.

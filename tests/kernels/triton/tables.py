@@ -12,11 +12,8 @@ from numpy.typing import NDArray
 from app.kernels.bgmv import reference
 from app.kernels.rank_rows import RankRows
 from tests.kernels.cases import normal
+from tests.kernels.tensors import numpy, tensor
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-#: ‖out - ref‖ / ‖ref‖, never loosened.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 #: Ranks of adapters 1, 2, …: one, odd, a tile, beyond a tile, beyond the largest block of ranks.
 RANKS = (1, 5, 16, 37, 70)
 NUM_SLOTS = 1 + len(RANKS)
@@ -36,26 +33,6 @@ class Tables(NamedTuple):
         return reference.add_lora(
             numpy(x), numpy(y), widths=self.rows.widths, slots=slots, x_divisor=x_divisor, **self.arrays
         )
-
-
-def tensor(values: NDArray[np.generic], dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(DEVICE, dtype)
-
-
-def numpy(values: torch.Tensor) -> NDArray[np.float64]:
-    array: NDArray[np.float64] = values.cpu().double().numpy()
-    return array
-
-
-def error(out: torch.Tensor, expected: NDArray[np.float64], *parts: NDArray[np.float64]) -> float:
-    """‖out - expected‖ / ‖expected‖, or by the largest norm of `parts`, whose sum may be small beside them.
-
-    NaN anywhere is infinite.
-    """
-    if not torch.isfinite(out).all():
-        return float("inf")
-    size = max(float(np.linalg.norm(values)) for values in (expected, *parts))
-    return float(np.linalg.norm(numpy(out) - expected) / max(size, 1e-30))
 
 
 def random_tables(

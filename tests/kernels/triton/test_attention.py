@@ -1,8 +1,9 @@
-"""Attention on the GPU: equal to the definition; blind to foreign memory; bits independent of chunking and company."""
+"""Attention on tensors: equal to the definition; blind to foreign memory; bits independent of chunking and company."""
 
 from __future__ import annotations
 
 import itertools
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from app.kernels.paged_attention import reference, triton
-from tests.kernels.cases import normal, rng
-from tests.kernels.triton.tables import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
+from app.kernels.paged_attention import torch as plain
+from tests.kernels.cases import normal
+from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
+from tests.seeds import rng
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +77,12 @@ def sequences(case: Case, counts: list[int], longest: int, dtype: torch.dtype) -
     return Sequences(q, tensor(keys, dtype), tensor(values, dtype), starts_of(counts), lens, tables)
 
 
-def run(case: Case, s: Sequences, *, deterministic: bool = False, max_seq_len: int = 0) -> torch.Tensor:
+FORMS = pytest.mark.parametrize("form", [triton, plain], ids=["triton", "torch"])
+
+
+def run(
+    case: Case, s: Sequences, form: ModuleType = triton, *, deterministic: bool = False, max_seq_len: int = 0
+) -> torch.Tensor:
     """With two unused sequences at the end, as in a CUDA graph's bucket, and NaN where nothing is written."""
     counts = np.diff(s.starts)
     starts = np.concatenate([s.starts, s.starts[-1:], s.starts[-1:]])
@@ -82,7 +90,7 @@ def run(case: Case, s: Sequences, *, deterministic: bool = False, max_seq_len: i
     tables = np.concatenate([s.tables, np.zeros((2, s.tables.shape[1]), np.int32)])
     out = torch.full((len(s.q) + 2, *s.q.shape[1:]), torch.nan, dtype=s.q.dtype, device=DEVICE)
     q = torch.cat([s.q, torch.full_like(out[:2], torch.nan)])
-    triton.paged_attention(
+    form.paged_attention(
         q, s.keys, s.values, tensor(starts), tensor(lens), tensor(tables), out, scale=case.head_dim**-0.5,
         max_query_len=int(counts.max()), max_seq_len=max(max_seq_len, int(lens.max())), window=case.window,
         softcap=case.softcap, deterministic=deterministic,
@@ -91,14 +99,15 @@ def run(case: Case, s: Sequences, *, deterministic: bool = False, max_seq_len: i
     return out[: len(s.q)]
 
 
+@FORMS
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("counts", [[1, 1, 1], [33, 1, 5]])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_equals_the_definition(case: Case, counts: list[int], deterministic: bool) -> None:
+def test_equals_the_definition(form: ModuleType, case: Case, counts: list[int], deterministic: bool) -> None:
     dtype = DTYPES[int(rng().integers(len(DTYPES)))]
     longest = 290 if counts[0] == 1 else 90  # while decoding, one sequence has more than one split
     s = sequences(case, counts, longest, dtype)
-    out = run(case, s, deterministic=deterministic, max_seq_len=2 * longest)
+    out = run(case, s, form, deterministic=deterministic, max_seq_len=2 * longest)
     clean = (np.nan_to_num(numpy(t)) for t in (s.keys, s.values))
     expected = reference.paged_attention(
         numpy(s.q), *clean, s.starts, s.lens, s.tables, case.head_dim**-0.5, case.window, case.softcap
@@ -107,8 +116,9 @@ def test_equals_the_definition(case: Case, counts: list[int], deterministic: boo
 
 
 @pytest.mark.usefixtures("rows_of_products_alike")
+@FORMS
 @pytest.mark.parametrize("case", [CASES[2], CASES[5]])
-def test_a_query_has_the_same_bits_however_it_is_chunked_and_batched(case: Case) -> None:
+def test_a_query_has_the_same_bits_however_it_is_chunked_and_batched(form: ModuleType, case: Case) -> None:
     """Several splits: side by side when decoding, one after the other in a chunk of a prompt."""
     generator, length = rng(), 150
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
@@ -117,7 +127,7 @@ def test_a_query_has_the_same_bits_however_it_is_chunked_and_batched(case: Case)
 
     def attend(counts: list[int], lens: list[int], q: torch.Tensor, order: list[int], bound: int) -> torch.Tensor:
         part = Sequences(q, s.keys, s.values, starts_of(counts), np.array(lens, np.int32), s.tables[order])
-        return run(case, part, deterministic=True, max_seq_len=bound)
+        return run(case, part, form, deterministic=True, max_seq_len=bound)
 
     tail = attend([40], [length], s.q[length - 40 : length], [0], length)  # the last forty queries, in one chunk
     for position in [

@@ -15,11 +15,13 @@ from app.kernels.norms import triton as norms
 from app.kernels.paged_attention import reference
 from app.kernels.paged_attention import triton as paged_attention
 from app.kernels.rotary import triton as rotary
-from tests.kernels.cases import normal, rng
+from tests.kernels.cases import normal
+from tests.kernels.tensors import TOLERANCE, error, numpy, tensor
 from tests.kernels.triton.far import spread
-from tests.kernels.triton.tables import TOLERANCE, error, numpy, random_tables, tensor
+from tests.kernels.triton.tables import random_tables
 from tests.kernels.triton.test_lora import FORMS, slots_of
 from tests.kernels.triton.test_moe_lora import CHOICES, EXPERTS, HIDDEN, INNER, MAX_RANK, SLOTS, paged
+from tests.seeds import rng
 
 DTYPE = torch.float16
 DEPTH, WIDTHS = 40, (24, 16)

@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.kernels.cases import normal, rng
-from tests.kernels.triton.tables import DEVICE, error, numpy, tensor
+from tests.kernels.cases import normal
+from tests.kernels.tensors import DEVICE, error, numpy, tensor
+from tests.seeds import rng
 
 
 @triton.jit

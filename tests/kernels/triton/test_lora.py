@@ -1,20 +1,28 @@
-"""LoRA on the GPU, both forms: equal to the definition in float64 for any mix of ranks; base rows and poison untouched.
+"""LoRA on tensors, every form: equal to the definition in float64 for any mix of ranks; base rows and poison untouched.
 
-Without a GPU this runs in Triton's interpreter (tests/conftest.py), with one on it.
+Without a GPU Triton's forms run in its interpreter (tests/conftest.py), with one on it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from app.kernels.bgmv import torch as plain_bgmv
 from app.kernels.bgmv import triton as bgmv
 from app.kernels.rank_rows import RankRows
+from app.kernels.sgmv import torch as plain_sgmv
 from app.kernels.sgmv import triton as sgmv
-from tests.kernels.cases import normal, rng
-from tests.kernels.triton.tables import DEVICE, DTYPES, MAX_RANK, NUM_SLOTS, TOLERANCE, error, random_tables, tensor
+from tests.kernels.cases import normal
+from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, tensor
+from tests.kernels.triton.tables import MAX_RANK, NUM_SLOTS, random_tables
+from tests.seeds import rng
 
 #: No multiple of a tile, and enough for more than one split.
 DEPTH = 300
@@ -36,8 +44,8 @@ def slots_of(case: Case) -> NDArray[np.int32]:
     return np.repeat([s for _, s in case], [n for n, _ in case]).astype(np.int32)
 
 
-def run_bgmv(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case) -> None:
-    bgmv.add_lora(x, y, rows, tensor(slots_of(case)), max_rank=MAX_RANK)
+def run_bgmv(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case, *, module: ModuleType = bgmv) -> None:
+    module.add_lora(x, y, rows, tensor(slots_of(case)), max_rank=MAX_RANK)
 
 
 def run_sgmv(
@@ -48,30 +56,37 @@ def run_sgmv(
     *,
     deterministic: bool = False,
     max_rank: int = MAX_RANK,
+    module: ModuleType = sgmv,
 ) -> None:
     """With unused segments at the end, as in a CUDA graph's bucket."""
     starts = np.cumsum([0, *(n for n, _ in case)])
-    cut = sgmv.block_tokens(len(x), deterministic=deterministic)
-    found = sgmv.segments(starts, np.array([s for _, s in case], np.int32), cut)
-    assert len(found) <= sgmv.max_segments(len(x), len(case), cut)
+    cut = module.block_tokens(len(x), deterministic=deterministic)
+    found = module.segments(starts, np.array([s for _, s in case], np.int32), cut)
+    assert len(found) <= module.max_segments(len(x), len(case), cut)
     padded = np.concatenate([found, np.zeros((2, 3), np.int32)])
-    sgmv.add_lora(x, y, rows, tensor(padded), max_rank=max_rank, block_tokens=cut, deterministic=deterministic)
+    module.add_lora(x, y, rows, tensor(padded), max_rank=max_rank, block_tokens=cut, deterministic=deterministic)
 
 
-def run_sgmv_deterministic(x: torch.Tensor, y: torch.Tensor, rows: RankRows, case: Case) -> None:
-    run_sgmv(x, y, rows, case, deterministic=True)
+#: Triton's, in which operands may lie anywhere in a device's memory.
+FORMS: dict[str, Callable[..., None]] = {
+    "bgmv": run_bgmv,
+    "sgmv": run_sgmv,
+    "sgmv deterministic": partial(run_sgmv, deterministic=True),
+}
+ALL_FORMS = FORMS | {
+    "bgmv, torch": partial(run_bgmv, module=plain_bgmv),
+    "sgmv, torch": partial(run_sgmv, module=plain_sgmv),
+    "sgmv deterministic, torch": partial(run_sgmv, module=plain_sgmv, deterministic=True),
+}
 
 
-FORMS = {"bgmv": run_bgmv, "sgmv": run_sgmv, "sgmv deterministic": run_sgmv_deterministic}
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL_FORMS)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(form: str, name: str) -> None:
     """Type, slices and extras are drawn: all of them together take minutes in the interpreter."""
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
-    case = [(min(count, 2) if form == "bgmv" else count, s) for count, s in CASES[name]]  # bgmv knows no runs
+    case = [(min(count, 2) if form.startswith("bgmv") else count, s) for count, s in CASES[name]]  # bgmv knows no runs
     shape = str(generator.choice(list(SHAPES)))
     tables = random_tables(generator, DEPTH, SHAPES[shape], dtype, extras=bool(generator.integers(2)))
     slots = slots_of(case)
@@ -81,7 +96,7 @@ def test_equals_the_definition(form: str, name: str) -> None:
     y = memory[: len(slots), : sum(SHAPES[shape])]
     y.copy_(tensor(normal(generator, *y.shape), dtype))
     before = y.clone()
-    FORMS[form](x, y, tables.rows, case)
+    ALL_FORMS[form](x, y, tables.rows, case)
     assert error(y, tables.expected(x, before, slots)) < TOLERANCE[dtype], (shape, dtype)
     of_base = torch.from_numpy(slots == 0).to(DEVICE)
     assert torch.equal(y[of_base], before[of_base])
@@ -90,15 +105,17 @@ def test_equals_the_definition(form: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("rows_of_products_alike")
-def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
+@pytest.mark.parametrize("module", [sgmv, plain_sgmv], ids=["triton", "torch"])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(module: ModuleType) -> None:
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
+    run = partial(run_sgmv, module=module, deterministic=True)
     tables = random_tables(generator, DEPTH, SHAPES["gate/up"], dtype, extras=True)
     width = sum(SHAPES["gate/up"])
     for adapter in generator.permutation(np.arange(1, NUM_SLOTS))[:2].tolist():
         row, base = tensor(normal(generator, 1, DEPTH), dtype), tensor(normal(generator, 1, width), dtype)
         alone = base.clone()
-        run_sgmv_deterministic(row, alone, tables.rows, [(1, adapter)])
+        run(row, alone, tables.rows, [(1, adapter)])
         for _ in range(2):
             case = [(int(generator.integers(1, 20)), int(generator.integers(NUM_SLOTS))) for _ in range(2)]
             case.insert(int(generator.integers(3)), (int(generator.integers(1, 20)), adapter))
@@ -107,7 +124,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
             y = tensor(normal(generator, len(slots), width), dtype)
             at = int(generator.choice(np.flatnonzero(slots == adapter)))
             x[at], y[at] = row[0], base[0]
-            run_sgmv(x, y, tables.rows, case, deterministic=True, max_rank=MAX_RANK + 16 * int(generator.integers(9)))
+            run(x, y, tables.rows, case, max_rank=MAX_RANK + 16 * int(generator.integers(9)))
             assert torch.equal(y[at], alone[0]), f"adapter {adapter}, row {at} of {case}"
 
 
@@ -130,15 +147,16 @@ def test_operands_that_do_not_fit_are_refused(form: object) -> None:
             form(wrong_x, wrong_y, rows, work, max_rank=MAX_RANK, **further)  # type: ignore[operator]
 
 
-def test_segments_cover_the_runs_of_adapters() -> None:
+@pytest.mark.parametrize("module", [sgmv, plain_sgmv], ids=["triton", "torch"])
+def test_segments_cover_the_runs_of_adapters(module: ModuleType) -> None:
     generator = rng()
     for _ in range(50):
         lengths = generator.integers(1, 70, int(generator.integers(0, 12)))
         adapters = generator.integers(0, 4, len(lengths))
         cut = int(generator.choice([16, 32, 64]))
-        found = sgmv.segments(np.cumsum([0, *lengths]), adapters, cut)
+        found = module.segments(np.cumsum([0, *lengths]), adapters, cut)
         assert ((found[:, 1] > 0) & (found[:, 1] <= cut)).all()
-        assert len(found) <= sgmv.max_segments(int(lengths.sum()), len(lengths), cut)
+        assert len(found) <= module.max_segments(int(lengths.sum()), len(lengths), cut)
         slots = np.zeros(lengths.sum(), np.int32)
         for first, count, adapter in found.tolist():
             assert not slots[first : first + count].any()

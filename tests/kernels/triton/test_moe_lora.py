@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from app.kernels.moe_lora import reference, triton
 from app.kernels.rank_rows import RankRows
-from tests.kernels.cases import normal, rng
-from tests.kernels.triton.tables import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
+from tests.kernels.cases import normal
+from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
+from tests.seeds import rng
 
 HIDDEN, INNER, EXPERTS, CHOICES, SLOTS, MAX_RANK = 40, 24, 4, 2, 5, 20
 

@@ -12,8 +12,8 @@ from app.kernels import tuning
 from app.kernels.bgmv import triton as bgmv
 from app.kernels.paged_attention import triton as paged_attention
 from app.kernels.sgmv import triton as sgmv
-from tests.kernels.cases import rng
 from tests.kernels.triton.tables import random_tables
+from tests.seeds import rng
 
 
 def test_a_device_uses_its_own_file_and_deterministic_mode_none(

@@ -1,8 +1,11 @@
-"""Fixtures of the GPU kernels' tests."""
+"""Fixtures of the kernels' tests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from tests.kernels.triton.interpreting import patch_bfloat16
 
@@ -20,3 +23,12 @@ def rows_of_products_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     With a GPU there is nothing to patch, and the tests that ask for this see the hardware.
     """
     patch_bfloat16(monkeypatch, rows_alike=True)
+
+
+@pytest.fixture
+def torch_on_two_threads() -> Iterator[None]:
+    """With one thread nothing is cut."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

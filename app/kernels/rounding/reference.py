@@ -1,0 +1,19 @@
+"""The definition: every float32 as the bfloat16 next to it, of two that are equally near the one whose last bit is 0.
+
+A bfloat16 is the upper half of a float32's bits, so its neighbour away from zero is the next integer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """values: finite, any shape. Returns their bfloat16 bits, the same shape."""
+    out = np.empty(values.shape, np.uint16)
+    for at in np.ndindex(values.shape):
+        upper, lower = divmod(int(values[at].view(np.uint32)), 1 << 16)
+        nearer_next = lower > 1 << 15 or (lower == 1 << 15 and upper % 2 == 1)
+        out[at] = upper + nearer_next
+    return out
