@@ -98,7 +98,7 @@ class _Service:
         return unpack_adapter(*await self.store.fetch(ref))
 
     def first_token(self, request_id: str, ref: AdapterRef, adapter: LoraAdapter) -> None:
-        request = GenerateRequest(request_id, (5,), SamplingParams(max_tokens=1, temperature=0.0), ref)
+        request = GenerateRequest(request_id, "bench", (5,), SamplingParams(max_tokens=1, temperature=0.0), ref)
         self.engine.submit(request, adapter)
         while self.engine.has_work:
             for chunk in self.engine.step():
@@ -235,7 +235,9 @@ async def _serve(
         while pending and running < CONCURRENT:
             index, ref = pending.pop()
             prompt = tuple(rng.randrange(vocab_size) for _ in range(8))
-            service.engine.submit(GenerateRequest(f"r{index}", prompt, sampling, ref), await service.adapter(ref))
+            service.engine.submit(
+                GenerateRequest(f"r{index}", "bench", prompt, sampling, ref), await service.adapter(ref)
+            )
             running += 1
         for chunk in service.engine.step():
             if chunk.finish_reason is not None:

@@ -68,7 +68,7 @@ class Traffic:
         self._count += 1
         prompt = tuple(self._rng.integers(0, self._vocab_size, prompt_tokens).tolist())
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        self._engine.submit(GenerateRequest(f"r{self._count}", prompt, sampling))
+        self._engine.submit(GenerateRequest(f"r{self._count}", "bench", prompt, sampling))
         return f"r{self._count}"
 
     def _submit_stream(self) -> str:

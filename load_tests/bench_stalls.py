@@ -69,7 +69,7 @@ class _Adapters:
     def __init__(self, sets: Sequence[LoraAdapter], count: int) -> None:
         self._sets = sets
         self._weights: dict[int, LoraAdapter] = {}
-        self.refs = [AdapterRef(f"adapter-{i}", f"{i:064x}") for i in range(count)]
+        self.refs = [AdapterRef(f"adapter-{i}", f"{i:064x}", "bench") for i in range(count)]
 
     def weights(self, index: int) -> LoraAdapter:
         """The same object every time, as a replica keeps them."""
@@ -123,7 +123,7 @@ def _bursts(settings: Settings, checkpoint: Checkpoint, sets: Sequence[LoraAdapt
     def submit(index: int, num_tokens: int) -> None:
         prompt = tuple(rng.integers(0, checkpoint.spec.vocab_size, 4).tolist())
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        request = GenerateRequest(f"r{next(counter)}", prompt, sampling, adapters.refs[index])
+        request = GenerateRequest(f"r{next(counter)}", "bench", prompt, sampling, adapters.refs[index])
         engine.submit(request, adapters.weights(index))
 
     def step() -> float:
@@ -185,7 +185,7 @@ def _thousand(settings: Settings, checkpoint: Checkpoint, sets: Sequence[LoraAda
             while pending and running < settings.num_streams:
                 index = pending.pop() * many
                 prompt = tuple(rng.integers(0, checkpoint.spec.vocab_size, 8).tolist())
-                request = GenerateRequest(f"t{next(counter)}", prompt, sampling, adapters.refs[index])
+                request = GenerateRequest(f"t{next(counter)}", "bench", prompt, sampling, adapters.refs[index])
                 engine.submit(request, adapters.weights(index))
                 running += 1
             for chunk in engine.step():

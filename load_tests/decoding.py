@@ -52,7 +52,7 @@ class EngineDecoder:
     def __init__(self, engine: Engine, adapters: Sequence[LoraAdapter] = ()) -> None:
         self._engine = engine
         self._adapters = adapters
-        self._refs = [AdapterRef(f"adapter-{i}", a.card.digest) for i, a in enumerate(adapters)]
+        self._refs = [AdapterRef(f"adapter-{i}", a.card.digest, "bench") for i, a in enumerate(adapters)]
         self._num_runs = 0
 
     def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
@@ -62,7 +62,7 @@ class EngineDecoder:
         started = time.perf_counter()
         for name, prompt, index in zip(names, prompts, adapters, strict=True):
             ref, weights = (None, None) if index is None else (self._refs[index], self._adapters[index])
-            self._engine.submit(GenerateRequest(name, tuple(prompt), sampling, ref), weights)
+            self._engine.submit(GenerateRequest(name, "bench", tuple(prompt), sampling, ref), weights)
         tokens: dict[str, list[int]] = {name: [] for name in names}
         opened, any_ended = 0.0, False
         step_s: list[float] = []

@@ -53,7 +53,7 @@ def answers(
     engine = Engine(backend, config)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, num_logprobs=0)
     for index, prompt in enumerate(prompts):
-        engine.submit(GenerateRequest(str(index), tuple(prompt), sampling), None)
+        engine.submit(GenerateRequest(str(index), "bench", tuple(prompt), sampling), None)
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
     while engine.has_work:

@@ -65,13 +65,13 @@ def fake_request(
     cache_salt: bytes = b"",
     resume_token_ids: Sequence[int] = (),
 ) -> GenerateRequest:
-    ref = AdapterRef("an-adapter", adapter.card.digest) if adapter is not None else None
+    ref = AdapterRef("an-adapter", adapter.card.digest, tenant_id) if adapter is not None else None
     return GenerateRequest(
         request_id,
+        tenant_id,
         tuple(token_ids),
         sampling or SamplingParams(temperature=0.0),
         ref,
-        tenant_id,
         weight,
         cache_salt,
         resume_token_ids=tuple(resume_token_ids),

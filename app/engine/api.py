@@ -34,6 +34,9 @@ from app.engine.stats import EngineStats
 
 Prompt = str | Sequence[int]
 
+#: In a process of one's own there is one tenant.
+TENANT = "local"
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -132,9 +135,10 @@ class LLM:
         adapter = self.load_adapter(path) if path is not None else None
         request = GenerateRequest(
             request_id=str(next(self._request_ids)),
+            tenant_id=TENANT,
             token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
             sampling=sampling or SamplingParams(),
-            adapter=AdapterRef(str(path), adapter.card.digest) if adapter is not None else None,
+            adapter=AdapterRef(str(path), adapter.card.digest, TENANT) if adapter is not None else None,
         )
         return request, adapter
 

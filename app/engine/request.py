@@ -51,10 +51,10 @@ class GenerateRequest:
     """
 
     request_id: str
+    tenant_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     adapter: AdapterRef | None = None
-    tenant_id: str = "default"
     weight: float = 1.0
     cache_salt: bytes = b""
     arrival_s: float = 0.0

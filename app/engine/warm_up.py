@@ -19,6 +19,9 @@ from app.engine.errors import EngineFailure, QueueFull
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
 
+#: The tenant of the requests that warm an engine up, and the name of their adapter.
+WARM_UP = "warm-up"
+
 #: Enough prompt tokens for a prefill that is no decode, and enough answers to decode several at a time.
 NUM_PROMPT_TOKENS, NUM_ANSWER_TOKENS, NUM_REQUESTS = 24, 4, 4
 
@@ -42,10 +45,11 @@ def warm_up(engine: Engine) -> None:
         )
         request = GenerateRequest(
             f"warm-up-{index}",
+            WARM_UP,
             tuple((index + position) % engine.spec.vocab_size for position in range(num_prompt_tokens)),
             sampling,
-            AdapterRef("warm-up", adapter.card.digest) if adapter is not None and uses_adapter else None,
-            cache_salt=b"warm-up",
+            AdapterRef(WARM_UP, adapter.card.digest, WARM_UP) if adapter is not None and uses_adapter else None,
+            cache_salt=WARM_UP.encode(),
         )
         requests.append((request, adapter if uses_adapter else None))
     _run(engine, requests)
@@ -79,5 +83,5 @@ def _null_adapter(spec: ModelSpec) -> LoraAdapter:
                 np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
             )
     size = sum(pair.a.nbytes + pair.b.nbytes for pair in weights.values())
-    card = AdapterCard("warm-up", spec.digest, 1, tuple(sorted(TARGETS)), "float32", size)
+    card = AdapterCard(WARM_UP, spec.digest, 1, tuple(sorted(TARGETS)), "float32", size)
     return LoraAdapter(card, weights)

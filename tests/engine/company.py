@@ -109,7 +109,7 @@ def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[
             request_id=f"r{index}",
             token_ids=prefixes[int(generator.integers(len(prefixes)))] + tail,
             sampling=_sampling(generator),
-            adapter=None if adapter is None else AdapterRef(f"a{adapter.card.max_rank}", adapter.card.digest),
+            adapter=None if adapter is None else AdapterRef(f"a{adapter.card.max_rank}", adapter.card.digest, "t"),
             tenant_id=f"t{index % 3}",
             cache_salt=bytes([index % 2]),
         )

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from app.engine.__main__ import main
 from app.engine.adapters.card import AdapterRef
-from app.engine.api import LLM
+from app.engine.api import LLM, TENANT
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.errors import AdapterFormatError, ContextOverflow, InvalidRequest, SourceError
 from app.engine.models.checkpoint import load_checkpoint
@@ -138,7 +138,7 @@ def test_references_carry_the_contents_digest(llm: LLM, adapter: Path) -> None:
     request, weights = llm._request("w1", adapter, None)
     assert isinstance(request, GenerateRequest)
     assert weights is loaded
-    assert request.adapter == AdapterRef(str(adapter), loaded.card.digest)
+    assert request.adapter == AdapterRef(str(adapter), loaded.card.digest, TENANT)
 
 
 def test_the_default_engine_computes_where_only_its_own_dependencies_are(model: Path, adapter: Path) -> None:

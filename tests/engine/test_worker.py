@@ -147,7 +147,7 @@ def test_orders_after_the_stop_are_answered() -> None:
     with pytest.raises(EngineFailure, match="was stopped"):
         thread.drop_adapter(adapter.card.digest).result(timeout=120)
     with pytest.raises(EngineFailure, match="was stopped"):
-        thread.bring_adapter(adapter, AdapterRef("a", adapter.card.digest))
+        thread.bring_adapter(adapter, AdapterRef("a", adapter.card.digest, "t"))
 
 
 def test_a_thread_that_never_ran_leaves_nothing_unanswered() -> None:
@@ -156,7 +156,7 @@ def test_a_thread_that_never_ran_leaves_nothing_unanswered() -> None:
     backend = FakeBackend(BackendLimits(64, 8, 64, 8, 8))
     thread = EngineThread(Engine(backend, EngineConfig()), listener.on_chunks, listener.failures.append)
     thread.submit(fake_request("r", [1]))
-    orders = [thread.drop_adapter("any"), thread.bring_adapter(adapter, AdapterRef("a", adapter.card.digest))]
+    orders = [thread.drop_adapter("any"), thread.bring_adapter(adapter, AdapterRef("a", adapter.card.digest, "t"))]
     assert thread.stop()
     assert isinstance(listener.chunks["r"][-1].error, EngineFailure)
     for order in orders:

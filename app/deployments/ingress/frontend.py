@@ -20,6 +20,7 @@ from app.config import LimitsConfig
 from app.deployments.ingress.http.answers import Answer
 from app.deployments.ingress.http.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
 from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
+from app.deployments.registry.entries import DEFAULT_TENANT
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk, Usage
@@ -272,6 +273,7 @@ class Frontend:
         requests = tuple(
             GenerateRequest(
                 request_id=f"{request_id}-{prompt_index * fields.n + copy}",
+                tenant_id=DEFAULT_TENANT,
                 token_ids=tuple(token_ids),
                 sampling=self._sampling(
                     fields,

@@ -15,7 +15,7 @@ class AdapterRef:
 
     name: str
     digest: str
-    tenant_id: str = "default"
+    tenant_id: str
     generation: int = 1
     uri: str = ""
 

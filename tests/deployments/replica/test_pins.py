@@ -25,9 +25,8 @@ ADAPTERS = {name: fake_adapter(name, 8) for name in ("a", "b", "slow", "broken")
 
 
 def pinned(*names: str) -> Pins:
-    return Pins(
-        tuple(CatalogEntry(AdapterRef(name, ADAPTERS[name].card.digest), 8, 64, 0.0, pinned=True) for name in names)
-    )
+    refs = [AdapterRef(name, ADAPTERS[name].card.digest, "t") for name in names]
+    return Pins(tuple(CatalogEntry(ref, 8, 64, 0.0, pinned=True) for ref in refs))
 
 
 class Bench:

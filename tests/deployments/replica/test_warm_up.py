@@ -46,11 +46,11 @@ def bench() -> Iterator[Bench]:
 
 
 def named(*adapters: LoraAdapter) -> list[tuple[AdapterRef, LoraAdapter]]:
-    return [(AdapterRef(f"a{index}", adapter.card.digest), adapter) for index, adapter in enumerate(adapters)]
+    return [(AdapterRef(f"a{index}", adapter.card.digest, "t"), adapter) for index, adapter in enumerate(adapters)]
 
 
 def entry(max_rank: int, extra_bytes: int = 0) -> CatalogEntry:
-    return CatalogEntry(AdapterRef(f"r{max_rank}", f"d{max_rank}"), max_rank, 64, 0.0, extra_bytes=extra_bytes)
+    return CatalogEntry(AdapterRef(f"r{max_rank}", f"d{max_rank}", "t"), max_rank, 64, 0.0, extra_bytes=extra_bytes)
 
 
 async def test_the_hot_set_is_resident_and_leaves_from_its_cold_end(bench: Bench) -> None:
@@ -100,7 +100,7 @@ async def test_adapters_that_no_longer_fit_are_left_out_with_the_reason(bench: B
     good, large, foreign = fake_adapter("good", 8), fake_adapter("large", 64), fake_adapter("f", 8, base_digest="old")
     refused = dict(await bring_adapters(engine, named(large, foreign, good)))
     assert {ref.name: type(error) for ref, error in refused.items()} == {"a0": AdapterTooLarge, "a1": AdapterMismatch}
-    assert "'a0' has rank 64" in str(refused[AdapterRef("a0", large.card.digest)])
+    assert "'a0' has rank 64" in str(refused[AdapterRef("a0", large.card.digest, "t")])
     assert bench.residents() == {good.card.digest}
     engine.pin_adapters([good.card.digest])
     wide = fake_adapter("wide", 32)

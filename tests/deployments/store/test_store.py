@@ -72,7 +72,7 @@ def store(sources: Sources) -> Iterator[AdapterStore[str]]:
 async def load(store: AdapterStore[str], name: str) -> AdapterRef:
     """Read it and give it a name, as the registry does."""
     uri, card = await store.load(name)
-    return AdapterRef(name, card.digest, uri=uri)
+    return AdapterRef(name, card.digest, "t", uri=uri)
 
 
 def add(sources: Sources, name: str, *, size: int = 40, as_name: str | None = None) -> LoraAdapter:

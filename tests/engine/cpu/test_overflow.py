@@ -23,8 +23,8 @@ def test_an_adapter_that_overflows_ends_its_own_requests() -> None:
 
     def submit(name: str, adapter: LoraAdapter | None) -> None:
         sampling = SamplingParams(max_tokens=6, temperature=0.8 * (name != "greedy"), num_logprobs=2, ignore_eos=True)
-        ref = None if adapter is None else AdapterRef(name, adapter.card.digest)
-        engine.submit(GenerateRequest(name, (5, 6, 7), sampling, ref), adapter)
+        ref = None if adapter is None else AdapterRef(name, adapter.card.digest, "t")
+        engine.submit(GenerateRequest(name, "t", (5, 6, 7), sampling, ref), adapter)
 
     def run(*names: str) -> dict[str, list[TokenChunk]]:
         for name in names:

@@ -133,9 +133,9 @@ def _answers(engine: Engine, adapters: dict[str, LoraAdapter | None]) -> dict[st
     """The chunks of a greedy request for each."""
     chunks: dict[str, list[TokenChunk]] = {name: [] for name in adapters}
     for name, adapter in adapters.items():
-        ref = None if adapter is None else AdapterRef(name, adapter.card.digest)
+        ref = None if adapter is None else AdapterRef(name, adapter.card.digest, "t")
         sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-        engine.submit(GenerateRequest(name, (5, 7, 11), sampling, ref), adapter)
+        engine.submit(GenerateRequest(name, "t", (5, 7, 11), sampling, ref), adapter)
     while not all(found and found[-1].finish_reason for found in chunks.values()):
         for chunk in engine.step():
             chunks[chunk.request_id].append(chunk)

@@ -46,7 +46,7 @@ def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> 
     engine.step()
     assert not freed[0].done()
     freed.append(engine.drop_adapter(digest))
-    brought = engine.bring_adapter(adapter, AdapterRef("it", digest))
+    brought = engine.bring_adapter(adapter, AdapterRef("it", digest, "t"))
     engine.pin_adapters([digest])
     run(engine)
     assert brought.result(timeout=0) is None
@@ -84,7 +84,9 @@ def test_a_pinned_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
 def test_what_pinned_adapters_leave_no_room_for_is_refused_and_nobody_else() -> None:
     engine, _ = make_engine(rows=32, max_adapter_slots=8)
     pinned, large, small = ADAPTERS[1], ADAPTERS[4], ADAPTERS[6]
-    futures = [engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)) for adapter in (pinned, pinned)]
+    futures = [
+        engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")) for adapter in (pinned, pinned)
+    ]
     engine.pin_adapters([pinned.card.digest])
     for name, adapter in (("large", large), ("small", small), ("large too", large), ("base", None)):
         engine.submit(fake_request(name, [1, 2, 3], adapter), adapter)
@@ -97,7 +99,7 @@ def test_what_pinned_adapters_leave_no_room_for_is_refused_and_nobody_else() -> 
         assert "32 rank rows: 8 of 32" in str(chunk.error)
     for name in ("small", "base"):
         assert out[name][-1].finish_reason in ("stop", "length")
-    refused = engine.bring_adapter(large, AdapterRef("large", large.card.digest))
+    refused = engine.bring_adapter(large, AdapterRef("large", large.card.digest, "t"))
     run(engine)
     with pytest.raises(NotReady, match="'large'"):
         refused.result(timeout=0)
@@ -113,7 +115,7 @@ def test_a_pinned_adapter_waits_for_sequences_in_flight_only() -> None:
     engine.submit(fake_request("busy", [1], busy, sampling=SamplingParams(max_tokens=6, ignore_eos=True)), busy)
     engine.step()
     engine.pin_adapters([pinned.card.digest])
-    resident = engine.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest))
+    resident = engine.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "t"))
     engine.submit(fake_request("waits", [1], busy), busy)
     engine.step()
     assert not resident.done()
@@ -127,11 +129,11 @@ def test_an_answer_that_nobody_waits_for_does_not_end_the_engine() -> None:
     engine, _ = make_engine()
     adapter = ADAPTERS[1]
     assert engine.drop_adapter(adapter.card.digest).cancel()
-    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)).cancel()
+    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")).cancel()
     engine.submit(fake_request("r", [1], adapter), adapter)
     assert run(engine)["r"][-1].finish_reason in ("stop", "length")
     assert engine.drop_adapter(adapter.card.digest).cancel()
-    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest)).cancel()
+    assert engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t")).cancel()
     engine.shut_down(EngineFailure("the end"))
 
 
@@ -140,7 +142,7 @@ def test_a_pinned_adapter_that_cannot_be_written_is_no_trouble_for_others() -> N
     backend.write_error = AdapterFormatError("a broken row")
     adapter = ADAPTERS[1]
     engine.pin_adapters([adapter.card.digest])
-    resident = engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest))
+    resident = engine.bring_adapter(adapter, AdapterRef("it", adapter.card.digest, "t"))
     engine.submit(fake_request("base", [1]))
     assert run(engine)["base"][-1].finish_reason in ("stop", "length")
     with pytest.raises(AdapterFormatError, match="broken row"):
@@ -149,7 +151,7 @@ def test_a_pinned_adapter_that_cannot_be_written_is_no_trouble_for_others() -> N
 
 
 def ref_of(index: int) -> AdapterRef:
-    return AdapterRef("it", ADAPTERS[index].card.digest)
+    return AdapterRef("it", ADAPTERS[index].card.digest, "t")
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -39,7 +39,7 @@ async def test_two_hundred_first_requests_over_two_ingresses_are_one_fetch(
 ) -> None:
     server.files |= {f"/a/{name}": contents for name, contents in files.items()}
     gate = server.gates[f"/a/{WEIGHTS}"] = threading.Event()
-    ref = AdapterRef("a", card.digest, uri=f"{server.url}/a")
+    ref = AdapterRef("a", card.digest, "t", uri=f"{server.url}/a")
     fleet = Fleet(2)
     served: list[LoraAdapter] = []
 
@@ -74,7 +74,7 @@ async def test_a_broken_source_is_asked_once_and_hurts_no_other(
 ) -> None:
     server.files |= {f"/a/{name}": contents for name, contents in files.items()}
     good = (await store.register("good", f"{server.url}/a")).ref
-    broken = AdapterRef("broken", "0" * 64, uri=f"{server.url}/none")
+    broken = AdapterRef("broken", "0" * 64, "t", uri=f"{server.url}/none")
     asked: list[str] = []
     answer = server.answer
 
