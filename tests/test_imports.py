@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,24 +12,23 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-#: What decides: whose turn it is, who holds what, the engine itself. Backends and value types do not see it.
-POLICY = ("app.engine.scheduling", "app.engine.pools", "app.engine.engine", "app.engine.worker", "app.engine.api")
 SERVICE = ("app.deployments", "app.main", "app.config", "app.cli", "ray", "fastapi")
+#: Folders of the engine that decide: whose turn it is, who holds what.
+POLICY = ("app.engine.scheduling", "app.engine.pools")
+#: Folders of the engine that hold what is known of models and adapters.
+KNOWLEDGE = ("app.engine.models", "app.engine.adapters")
 
 #: (where, what it must not import), unless listed in `EXCEPT`
 FORBIDDEN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("app.kernels", ("app.engine", *SERVICE)),
     ("app.engine", ("jax", "torch", *SERVICE)),
-    ("app.engine.cpu", ("app.engine.cuda", "app.engine.xla", *POLICY)),
-    ("app.engine.cuda", ("app.engine.xla", *POLICY)),
-    ("app.engine.xla", ("app.engine.cuda", *POLICY)),
-    ("app.engine.models", POLICY),
-    ("app.engine.adapters", POLICY),
 )
 EXCEPT = {
     ("app.engine.cuda", "torch"),
     ("app.engine.xla", "jax"),
 }
+#: (device, another one whose modules it may use): JAX's form for CPUs computes with the CPU engine's layouts.
+SHARED = {("app.engine.xla", "app.engine.cpu")}
 
 
 def is_in(module: str, prefix: str) -> bool:
@@ -62,8 +62,89 @@ def test_imports_point_down(module: str) -> None:
                 assert not wrong, f"{module} imports {imported}"
 
 
+@functools.cache
+def module_of(imported: str) -> str | None:
+    """The module of ours that an imported name is or lies in."""
+    return imported if imported in MODULES else module_of(imported.rpartition(".")[0]) if "." in imported else None
+
+
+@functools.cache
+def reached(module: str) -> frozenset[str]:
+    """Everything that importing a module may bring in, itself included: modules of ours, and others' names."""
+    found, left = {module}, [module]
+    while left:
+        for imported in imports(MODULES[left.pop()]):
+            ours = module_of(imported)
+            if ours is not None and ours not in found:
+                left.append(ours)
+            found.add(ours or imported)
+    return frozenset(found)
+
+
+def reaches(module: str, places: tuple[str, ...]) -> bool:
+    return any(is_in(each, place) for each in reached(module) for place in places)
+
+
+#: A folder of the engine with a backend in it is a device's.
+DEVICES = tuple(
+    module.removesuffix(".backend")
+    for module in MODULES
+    if module.startswith("app.engine.") and module.count(".") == 3 and module.endswith(".backend")
+)
+
+
+def folder(name: str) -> list[str]:
+    return [module for module in MODULES if is_in(module, name)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_sees_values_and_no_policy(device: str) -> None:
+    """It may import what neither decides nor knows who does, and no other device's modules."""
+    others = tuple(other for other in DEVICES if other != device and (device, other) not in SHARED)
+    for module in folder(device):
+        for place in (*POLICY, *others):
+            assert not reaches(module, (place,)), f"{module} reaches {place}"
+
+
+def test_one_module_knows_the_devices() -> None:
+    for device in DEVICES:
+        users = {module for module in MODULES for name in imports(MODULES[module]) if is_in(name, device)}
+        outside = {module for module in users if not any(is_in(module, each) for each in DEVICES)}
+        assert outside <= {"app.engine.open"}, f"{outside} import {device}"
+
+
+def test_what_is_known_of_models_and_adapters_decides_nothing_and_has_no_device() -> None:
+    for module in (module for place in KNOWLEDGE for module in folder(place)):
+        for place in (*POLICY, *DEVICES):
+            assert not reaches(module, (place,)), f"{module} reaches {place}"
+
+
+def test_policy_knows_nobody_who_uses_it() -> None:
+    """Nothing below scheduling knows of it; pools are below it; and neither has a device."""
+    for module in folder("app.engine.pools"):
+        assert not reaches(module, ("app.engine.scheduling", *DEVICES)), module
+    for module in folder("app.engine.scheduling"):
+        assert not reaches(module, DEVICES), module
+        below = {each for each in reached(module) if each in MODULES and not is_in(each, "app.engine.scheduling")}
+        for each in below:
+            assert not reaches(each, ("app.engine.scheduling",)), f"{module} reaches {each}, which is above it"
+
+
+@pytest.mark.parametrize(
+    ("device", "libraries"), [("cpu", ("torch", "triton", "jax")), ("cuda", ("jax",)), ("xla", ())]
+)
+def test_a_device_brings_in_no_other_ones_libraries(device: str, libraries: tuple[str, ...]) -> None:
+    for module in folder(f"app.engine.{device}"):
+        for library in libraries:
+            assert not reaches(module, (library,)), f"{module} reaches {library}"
+
+
 def test_the_walk_sees_what_it_should() -> None:
+    assert DEVICES == ("app.engine.cpu", "app.engine.cuda", "app.engine.xla")
     assert "app.engine.pools.kv_blocks.BlockPool" in imports(MODULES["app.engine.scheduling.scheduler"])
+    assert reaches("app.engine.open", ("app.engine.scheduling", "jax")), "through the functions that import late"
+    assert reaches("app.engine.batch_builder", POLICY), "through the sequence's blocks"
+    assert not reaches("app.engine.batch", POLICY)
     assert len(MODULES) > 20
 
 
