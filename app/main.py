@@ -21,6 +21,9 @@ from app.deployments.replica.deployment import EngineReplica
 MAX_ENGINE_CALLS = 1000
 #: HTTP requests an ingress may have open at once, waiting ones included.
 MAX_INGRESS_CALLS = 2000
+#: Shares of Ray's count of CPUs, which bound how many replicas start on a machine and nothing else: one engine and one
+#: ingress fit on each core, two of each on two.
+ENGINE_CPUS, INGRESS_CPUS = 0.9, 0.1
 #: How long a replica that is being replaced may finish its streams.
 DRAIN_TIMEOUT_S = 120.0
 
@@ -35,7 +38,7 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=2.0,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
-        ray_actor_options={"num_cpus": 1},
+        ray_actor_options={"num_cpus": ENGINE_CPUS},
         request_router_config=RequestRouterConfig(
             request_router_class="app.deployments.links.request_router:SteeredRouter",  # type: ignore[arg-type]
         ),
@@ -46,6 +49,6 @@ def build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=MAX_INGRESS_CALLS,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
     )(Ingress)
     return ingress.bind(config_json, engine.bind(config_json))

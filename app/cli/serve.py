@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from app.cli.ray_switches import HA_PROXY_PORTS, set_ray_switches
+from app.cli.room import OWN_CLUSTER_LIMIT_S, Actor, RoomWatch, no_room
 from app.cli.settings_file import IMPORT_PATH, read_settings
 from app.config import AppConfig
 from app.engine.errors import ConfigError, EngineFailure
@@ -137,6 +138,8 @@ def _wait_until_ready(app_names: Sequence[str], health_url: str | None) -> None:
     from ray import serve
 
     deadline_s = time.monotonic() + START_TIMEOUT_S
+    room = RoomWatch(_say, START_TIMEOUT_S if os.environ.get("RAY_ADDRESS") else OWN_CLUSTER_LIMIT_S)
+    next_look_s = 0.0
     while True:
         applications = serve.status().applications
         states = [applications[name] for name in app_names if name in applications]
@@ -146,10 +149,25 @@ def _wait_until_ready(app_names: Sequence[str], health_url: str | None) -> None:
         is_running = len(states) == len(app_names) and all(state.status == "RUNNING" for state in states)
         if is_running and (health_url is None or _answers(health_url)):
             return
+        if time.monotonic() > next_look_s:
+            room.look(_without_room(app_names))
+            next_look_s = time.monotonic() + 1.0
         if time.monotonic() > deadline_s:
             logs = ray.get_runtime_context().get_session_name()
             raise EngineFailure(f"not ready after {START_TIMEOUT_S:g} s; the logs are in Ray's session {logs}")
         time.sleep(0.1)
+
+
+def _without_room(app_names: Sequence[str]) -> str | None:
+    """Which replicas fit on no machine of the cluster, as a sentence."""
+    import ray
+
+    from app.deployments.links.ray_private import actor_places
+
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    machines = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
+    actors = [Actor(place.name, place.resources, place.node_id or None) for place in actor_places()]
+    return no_room(machines, actors, app_names)
 
 
 def _answers(health_url: str) -> bool:

@@ -8,9 +8,11 @@ another version has other names or signatures.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
+from ray._private.state import state
+from ray.core.generated import gcs_pb2
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve._private import api
 from ray.serve._private.client import ServeControllerClient
@@ -73,6 +75,29 @@ def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:
     It must be called before the handle is used; handles that are made later are as Ray makes them.
     """
     handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+
+
+class ActorPlace(NamedTuple):
+    """An actor that lives or waits; `node_id` is empty until a process on a machine is its own."""
+
+    name: str
+    resources: dict[str, float]
+    node_id: str
+
+
+def actor_places() -> list[ActorPlace]:
+    """All of the cluster that this process has joined, as its GCS knows them. It needs no dashboard."""
+    table = state._connect_and_get_accessor().get_actor_table(None, None)
+    rows = [gcs_pb2.ActorTableData.FromString(row) for row in table]  # type: ignore[attr-defined]
+    return [
+        ActorPlace(
+            row.name or row.class_name,
+            dict(row.required_resources),
+            row.address.node_id.hex() if row.address.worker_id else "",
+        )
+        for row in rows
+        if row.state != gcs_pb2.ActorTableData.DEAD  # type: ignore[attr-defined]
+    ]
 
 
 class AsgiIngress:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray._private.state import GlobalState
+from ray.core.generated import gcs_pb2
 from ray.serve import context
 from ray.serve._private import api, router
 from ray.serve._private.client import ServeControllerClient
@@ -42,6 +44,7 @@ def test_this_is_the_version_that_was_read() -> None:
         (context._check_cached_client_alive, []),
         (ServeController.graceful_shutdown, ["self", "wait"]),
         (DeploymentHandle._init, ["self", "kwargs"]),
+        (GlobalState._connect_and_get_accessor, ["self"]),
         (RequestRouter._choose_replica_for_request, ["self", "pending_request", "is_retry"]),
         (RequestRouter._select_from_candidate_replicas, ["self", "candidates", "backoff_index"]),
         (RequestRouter._record_queue_wait_time, ["self", "pending_request"]),
@@ -51,6 +54,12 @@ def test_this_is_the_version_that_was_read() -> None:
 )
 def test_what_is_called_has_the_parameters_that_were_read(function: Callable[..., Any], parameters: list[str]) -> None:
     assert list(inspect.signature(function).parameters) == parameters
+
+
+def test_actors_are_described_by_the_fields_that_are_read() -> None:
+    fields = gcs_pb2.ActorTableData.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
+    assert {"name", "class_name", "state", "required_resources", "address"} <= set(fields)
+    assert {"node_id", "worker_id"} <= set(fields["address"].message_type.fields_by_name)
 
 
 def test_the_loop_that_is_replaced_is_still_the_one_that_routes() -> None:
