@@ -99,6 +99,7 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "generation": 1,
         "max_rank": 16,
         "size_bytes": 1 << 20,
+        "extra_bytes": 0,
         "pinned": False,
         "traffic_weight": 1.0,
         "registered_s": time.time(),

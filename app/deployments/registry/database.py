@@ -17,12 +17,14 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from alembic.util import CommandError
-from sqlalchemy import Connection, create_engine, event
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, event, inspect
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, InternalError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import NullPool
 
+from app.deployments.registry.tables import adapters
 from app.engine.errors import ConfigError, InvalidRequest, NotReady
 
 #: How long a call waits for another's transaction.
@@ -89,16 +91,24 @@ class Database:
         config = Config()
         folder = Path(__file__).with_name("migrations")
         config.set_main_option("script_location", str(folder).replace("%", "%%"))
-        config.attributes["base_digest"] = self.base_digest
         with self.write() as connection:
+            self._check_revision(connection, config)
             config.attributes["connection"] = connection
-            try:
-                command.upgrade(config, "head")
-            except CommandError as error:
-                raise ConfigError(
-                    f"the registry at {self.address} was last used by another version of polylora ({error}); "
-                    "run that version, or restore an older copy of the registry"
-                ) from error
+            command.upgrade(config, "head")
+
+    def _check_revision(self, connection: Connection, config: Config) -> None:
+        """Raises ConfigError for a schema that no revision of ours made: it is left as it is."""
+        present = MigrationContext.configure(connection).get_current_revision()
+        if present is None and inspect(connection).has_table(adapters.name):
+            present = "none"  # made before there were revisions
+        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+        if present is not None and present not in known:
+            raise ConfigError(
+                f"the registry at {self.address} has schema revision {present!r}, but this version of polylora knows "
+                f"{', '.join(sorted(known))} only: a newer version made it, or one from before the first release; run "
+                "the version that made it, or give adapters.registry_url (or adapters.state_dir) an empty place and "
+                "load the adapters again"
+            )
 
     @contextmanager
     def _transaction(self, *, writes: bool) -> Iterator[Connection]:

@@ -49,8 +49,8 @@ adapters = Table(
     Column("traffic_weight", Double, nullable=False),
     Column("registered_s", Double, nullable=False),
     Column("last_used_s", Double),
-    Column("source", Text, nullable=False, server_default=""),
-    Column("extra_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("source", Text, nullable=False),
+    Column("extra_bytes", BigInteger, nullable=False),
     Index("adapters_by_digest", "base_digest", "digest"),
 )
 

@@ -14,11 +14,10 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import event, text
+from sqlalchemy import event, inspect, text
 
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.registry.entries import State
 from app.deployments.registry.tables import metadata
 from app.engine.errors import ConfigError, NotReady
 
@@ -31,7 +30,7 @@ def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
         assert differences == []
-        assert context.get_current_revision() == "0005"
+        assert context.get_current_revision() == "r0001"
     database.close()
 
 
@@ -96,57 +95,33 @@ def test_a_revision_that_fails_leaves_nothing_behind(empty_url: str, monkeypatch
     database.close()
 
 
-def test_a_registry_made_before_revisions_is_taken_over(tmp_path: Path) -> None:
-    path = tmp_path / "catalog.sqlite"
-    with sqlite3.connect(path) as old:
-        old.execute(
-            "CREATE TABLE adapters (tenant_id VARCHAR NOT NULL, name VARCHAR NOT NULL, uri VARCHAR NOT NULL, "
-            "digest VARCHAR NOT NULL, generation INTEGER NOT NULL, max_rank INTEGER NOT NULL, size_bytes INTEGER "
-            "NOT NULL, registered_s FLOAT NOT NULL, removed INTEGER NOT NULL, PRIMARY KEY (tenant_id, name))"
-        )
-        rows = [
-            ("default", "sql", "/a/sql", "d1", 4, 16, 99, 5.0, 0),
-            ("default", "gone", "/a/g", "d2", 7, 8, 9, 6.0, 1),
-        ]
-        old.executemany("INSERT INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
-    old.close()
-    registry = Registry(sqlite_url(path), "base")
-    (entry,) = registry.catalog.entries()
-    assert (entry.name, entry.ref.generation, entry.ref.digest, entry.source) == ("sql", 4, "d1", "/a/sql")
-    assert (entry.max_rank, entry.size_bytes, entry.registered_s, entry.pinned) == (16, 99, 5.0, False)
-    assert registry.catalog.register("gone", "/a/g", "d2", max_rank=8, size_bytes=9).ref.generation == 8
-    assert [item.ref.generation for item in registry.catalog.generations("gone")] == [8, 7]
-    registry.close()
-
-
-def test_unloads_that_do_not_say_what_they_unload_are_over(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = command.upgrade
-    with monkeypatch.context() as patch:
-        patch.setattr(command, "upgrade", lambda config, _: real(config, "0004"))
-        database = Database(empty_url, "base")
-    with database.write() as connection:
-        connection.execute(
-            text(
-                "INSERT INTO jobs (id, base_digest, tenant_id, name, kind, source, state, requested_by, created_s, "
-                "updated_s) VALUES ('old', 'base', 'default', 'sql', 'unload', '/sql', 'DRAINING', 'ada', 1.0, 1.0)"
-            )
-        )
-    database.close()
-    registry = Registry(empty_url, "base")
-    found = registry.jobs.get("old")
-    assert found is not None
-    assert found.state is State.REMOVED
-    assert registry.jobs.unfinished() == []
-    registry.close()
-
-
-def test_a_registry_of_a_newer_version_is_refused(empty_url: str) -> None:
+@pytest.mark.parametrize("revision", ["0001", "0002", "0003", "0004", "0005", "r9999"])
+def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty_url: str, revision: str) -> None:
     database = Database(empty_url, "base")
     with database.write() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.execute(text("UPDATE alembic_version SET version_num = :revision").bindparams(revision=revision))
+        connection.execute(text("DROP TABLE hot_set"))  # an upgrade would make it, or end over the others
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=rf"has schema revision '{revision}', but .* knows r0001 only.* empty place"
+        ):
+            Database(empty_url, "base")
+    with database.read() as connection:
+        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == revision
+        assert not inspect(connection).has_table("hot_set")
     database.close()
-    with pytest.raises(ConfigError, match="another version of polylora"):
-        Database(empty_url, "base")
+
+
+def test_a_registry_made_before_revisions_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.sqlite"
+    with sqlite3.connect(path) as old:
+        old.execute("CREATE TABLE adapters (tenant_id VARCHAR NOT NULL, name VARCHAR NOT NULL)")
+        old.execute("INSERT INTO adapters VALUES ('default', 'sql')")
+    with pytest.raises(ConfigError, match="has schema revision 'none'"):
+        Registry(sqlite_url(path), "base")
+    assert old.execute("SELECT * FROM adapters").fetchall() == [("default", "sql")]
+    assert old.execute("SELECT name FROM sqlite_master").fetchall() == [("adapters",)]
+    old.close()
 
 
 def test_writers_take_turns_and_readers_do_not_wait(shared_url: str) -> None:
