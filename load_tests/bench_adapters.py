@@ -23,6 +23,7 @@ from app.config import AdaptersConfig, AppConfig
 from app.deployments.registry.books import open_registry
 from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, LoadRequest
 from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import AdapterLibrary, open_library
 from app.deployments.store.store import AdapterStore
@@ -81,13 +82,13 @@ class _Service:
         adapters = AdaptersConfig(roots=(str(folder),), state_dir=str(folder / "state"), host_cache_bytes=host_bytes)
         (folder / "state").mkdir()
         settings = AppConfig(adapters=adapters, engine=config)
-        counts = TierCounts()
-        self.library: AdapterLibrary = open_library(adapters, checkpoint, FEATURES, counts)
+        counts, events = TierCounts(), TierEvents()
+        self.library: AdapterLibrary = open_library(adapters, checkpoint, FEATURES, counts, events)
         self.registry = open_registry(settings, checkpoint.spec.digest)
         self.store: AdapterStore[PackedAdapter] = AdapterStore(
-            self.library, _host_copy, max_bytes=host_bytes, counts=counts
+            self.library, _host_copy, events, max_bytes=host_bytes, counts=counts
         )
-        self.lifecycle = Lifecycle(self.registry, self.store)
+        self.lifecycle = Lifecycle(self.registry, self.store, events)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)
 
@@ -155,8 +156,8 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
         prepare_s.append(_timed(lambda fresh=fresh: service.backend.prepare_adapter(fresh)))
         rows_s.append(_timed(lambda fresh=fresh: service.backend.write_adapter(1, 0, fresh)))
         started_s = time.perf_counter()
-        unload, _ = await service.lifecycle.begin_unload(path.name, tenant_id=DEFAULT_TENANT, who="bench")
-        await service.lifecycle.end_unload(unload)
+        unload, _ = await service.lifecycle.unloads.begin(path.name, tenant_id=DEFAULT_TENANT, who="bench")
+        await service.lifecycle.unloads.end(unload)
         assert service.drop(entry.ref.digest) > 0
         remove_s.append(time.perf_counter() - started_s)
     service.close()

@@ -36,6 +36,7 @@ from app.deployments.registry.database import sqlite_url
 from app.deployments.registry.entries import ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tables import adapters
+from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.service import StoreParts, StoreService
@@ -57,7 +58,7 @@ class _Store:
     def forget(self, digest: str) -> None:
         pass
 
-    def hold(self, digests: Collection[str]) -> None:
+    def pin(self, digests: Collection[str]) -> None:
         pass
 
 
@@ -120,13 +121,13 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started_s = time.perf_counter()
     registry = Registry(url, "base")
-    lifecycle = Lifecycle(registry, _Store())
+    lifecycle = Lifecycle(registry, _Store(), TierEvents())
     results.append(("the registry's process opens the database", _ms(time.perf_counter() - started_s)))
     started_s = time.perf_counter()
     view, held, slowest_s = RegistryView(), None, 0.0
     while True:
         page_s = time.perf_counter()
-        news = await lifecycle.table.newer(held, "ingress", 60.0)
+        news = await lifecycle.published.table.newer(held, "ingress", 60.0)
         assert news is not None, "there is more"
         held, changes = news
         view.take(changes)
@@ -192,7 +193,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
 async def _follow(lifecycle: Lifecycle, view: RegistryView, held: Version, apply_us: list[float]) -> None:
     """What an ingress does: ask for what is new, take it over, ask again."""
     while True:
-        news = await lifecycle.table.newer(held, "ingress", 60.0)
+        news = await lifecycle.published.table.newer(held, "ingress", 60.0)
         assert news is not None, "something changes all the time"
         held, changes = news
         assert len(changes.rows) == 1, "changes are sent, not the table"

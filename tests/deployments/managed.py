@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
 from app.deployments.registry.entries import DEFAULT_TENANT, LoadRequest, ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.service import StoreParts, StoreService
 from app.engine.adapters.card import AdapterCard
@@ -50,7 +52,7 @@ class FakeStore:
         self.gates: dict[str, asyncio.Event] = {}
         self.loads: list[str] = []
         self.cached_digests: set[str] = set()
-        self.held: list[set[str]] = []
+        self.pinned: list[set[str]] = []
         self.on_read: Callable[[str, State], None] = lambda *_: None
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:  # noqa: ARG002
@@ -71,17 +73,18 @@ class FakeStore:
     def forget(self, digest: str) -> None:
         self.cached_digests.discard(digest)
 
-    def hold(self, digests: Collection[str]) -> None:
-        self.held.append(set(digests))
+    def pin(self, digests: Collection[str]) -> None:
+        self.pinned.append(set(digests))
 
 
 class ManagedStore:
     """The store's service in this process, its client, and one ingress' copy of its table."""
 
-    def __init__(self, registry: Registry, store: FakeStore) -> None:
+    def __init__(self, registry: Registry, store: FakeStore, clock: Callable[[], float] = time.time) -> None:
         self.registry, self.store = registry, store
-        self.lifecycle = Lifecycle(registry, store, reserved_names=("base",))
-        store.on_read = self.lifecycle.reached
+        self.events = TierEvents()
+        store.on_read = self.events.reached
+        self.lifecycle = Lifecycle(registry, store, self.events, reserved_names=("base",), clock=clock)
         self.client = StoreClient(Here(StoreService(StoreParts(registry, self.lifecycle, store, ()), lambda: None)))
         self.view = RegistryView()
         self.follower = asyncio.create_task(self._follow())
@@ -110,7 +113,7 @@ class ManagedStore:
     async def _follow(self) -> None:
         held: Version | None = None
         while True:
-            news = await self.lifecycle.table.newer(held, "ingress", 10.0)
+            news = await self.lifecycle.published.table.newer(held, "ingress", 10.0)
             if news is not None:
                 held, changes = news
                 self.view.take(changes)

@@ -25,19 +25,12 @@ from app.deployments.registry.jobs import cancel_loads, check_wanted, insert_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tables import adapters, generations, hot_set, named
+from app.deployments.registry.tier_events import Move
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 
 #: Adapters whose order of use is remembered.
 MAX_HOT = 1024
-
-
-class Move(NamedTuple):
-    """Something that happened to contents, whatever their names."""
-
-    event: str
-    digest: str
-    time_s: float
 
 
 class Drained(NamedTuple):

@@ -6,18 +6,27 @@ the other. Out: pages of them, newest first. Events are kept up to `MAX_EVENTS`,
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Table, insert, select
 
+from app.deployments.links.tasks import Tasks
 from app.deployments.registry.database import Database, storable
 from app.deployments.registry.entries import DEFAULT_TENANT, AuditRecord, Event
 from app.deployments.registry.tables import audit, events
+from app.deployments.registry.tier_events import Move
+from app.engine.errors import NotReady
+
+logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 100_000
+#: Moves are written down together, this long after the first.
+MOVES_DELAY_S = 0.2
 
 
 class NewEvent(NamedTuple):
@@ -117,3 +126,29 @@ class Journal:
             query = query.where(table.c.id < before)
         with self._database.read() as connection:
             return connection.execute(query.order_by(table.c.id.desc()).limit(limit)).mappings().all()
+
+
+class MoveWriter:
+    """Writes moves between tiers together, `MOVES_DELAY_S` after the first; one event loop.
+
+    `write` is called in threads. Moves that the database does not take are lost, with a line in the log: the tiers do
+    not wait for their history.
+    """
+
+    def __init__(self, write: Callable[[Sequence[Move]], None]) -> None:
+        self._write = write
+        self._moves: list[Move] = []
+        self._tasks = Tasks()
+
+    def write_soon(self, move: Move) -> None:
+        self._moves.append(move)
+        if len(self._moves) == 1:
+            self._tasks.start(self._write_all())
+
+    async def _write_all(self) -> None:
+        await asyncio.sleep(MOVES_DELAY_S)
+        moves, self._moves = self._moves, []
+        try:
+            await asyncio.to_thread(self._write, moves)
+        except NotReady as error:
+            logger.warning("%d moves between tiers are not in the journal: %s", len(moves), error)

@@ -1,8 +1,8 @@
 """A set of things with sizes that never exceeds a number of bytes: who stays, who goes.
 
 In: keys with their sizes and what loading them cost. Out: what must go to make room, in the order of a policy
-(`app.engine.pools.eviction`), cost being load seconds and room bytes. A pinned thing is never given up, nor is a
-held one, here or yet to come. Storing the things themselves, and deleting them, is the caller's.
+(`app.engine.pools.eviction`), cost being load seconds and room bytes. Neither a pinned
+thing nor one that is referred to is ever given up. Storing the things themselves, and deleting them, is the caller's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Kept:
     size_bytes: int
     load_s: float
     uses: int = 0
-    pins: int = 0
+    num_refs: int = 0
     priority: Priority = NEVER
 
 
@@ -34,7 +34,7 @@ class BoundedSet:
         self.max_bytes = max_bytes
         self._order = EvictionOrder(policy)
         self._kept: dict[str, _Kept] = {}
-        self._held: frozenset[str] = frozenset()
+        self._pinned: frozenset[str] = frozenset()
         self._queue: list[tuple[Priority, str]] = []  # may hold outdated priorities
         self._total_bytes = 0
 
@@ -64,8 +64,8 @@ class BoundedSet:
     def add(self, key: str, size_bytes: int, load_s: float) -> list[str] | None:
         """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit."""
         assert key not in self._kept
-        pinned = sum(kept.size_bytes for name, kept in self._kept.items() if kept.pins or name in self._held)
-        if pinned + size_bytes > self.max_bytes:
+        fixed = sum(kept.size_bytes for name, kept in self._kept.items() if kept.num_refs or name in self._pinned)
+        if fixed + size_bytes > self.max_bytes:
             return None
         evicted = []
         skipped = []
@@ -75,7 +75,7 @@ class BoundedSet:
             kept = self._kept.get(candidate)
             if kept is None or kept.priority != priority:
                 continue
-            if kept.pins or candidate in self._held:
+            if kept.num_refs or candidate in self._pinned:
                 skipped.append(entry)
                 continue
             self._order.gave_up(priority)
@@ -89,26 +89,27 @@ class BoundedSet:
         return evicted
 
     def remove(self, key: str) -> bool:
-        """Forget it, pinned or not. False if it was not here."""
+        """Forget it, pinned, read or neither. False if it was not here."""
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._total_bytes -= kept.size_bytes
         return kept is not None
 
-    def hold(self, keys: Iterable[str]) -> None:
-        """From now on exactly these are held, whether they are here already or not."""
-        self._held = frozenset(keys)
+    def pin(self, keys: Iterable[str]) -> None:
+        """Pin exactly these, whether they are here already or come later."""
+        self._pinned = frozenset(keys)
 
     @property
-    def held_bytes(self) -> int:
-        return sum(kept.size_bytes for key, kept in self._kept.items() if key in self._held)
+    def pinned_bytes(self) -> int:
+        return sum(kept.size_bytes for key, kept in self._kept.items() if key in self._pinned)
 
-    def pin(self, key: str) -> None:
-        self._kept[key].pins += 1
+    def ref(self, key: str) -> None:
+        """Somebody reads it: it stays until `unref`."""
+        self._kept[key].num_refs += 1
 
-    def unpin(self, key: str) -> None:
-        """Nothing happens if it was removed while it was pinned."""
+    def unref(self, key: str) -> None:
+        """Nothing happens if it was removed while it was read."""
         kept = self._kept.get(key)
         if kept is not None:
-            assert kept.pins > 0
-            kept.pins -= 1
+            assert kept.num_refs > 0
+            kept.num_refs -= 1

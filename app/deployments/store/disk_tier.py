@@ -3,8 +3,8 @@
 In: a folder that was downloaded and found good, and its digest. Out: that folder again, after any restart.
 A download lives under `staging/` until it is whole, flushed and renamed to `objects/<digest>`: what has a
 digest for a name is complete. Each process has a staging folder of its own; those of processes that died,
-and objects that lost a byte, are removed at start. Bounded in bytes (`eviction`); an object is pinned while
-it is read. Nobody waits for another's flush or deletion. The digest is checked by whoever reads the contents.
+and objects that lost a byte, are removed at start. Bounded in bytes (`eviction`); an object that is
+being read stays. Nobody waits for another's flush or deletion. The digest is checked by whoever reads the contents.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from app.deployments.registry.tier_events import StoreEvents
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
 from app.engine.config import EvictionPolicy
@@ -38,19 +39,19 @@ class DiskTier:
         max_bytes: int,
         policy: EvictionPolicy,
         counts: TierCounts,
+        events: StoreEvents,
         *,
-        held: Collection[str] = (),
+        pinned: Collection[str] = (),
     ) -> None:
-        """`held`: as `hold`."""
+        """`events` is told each digest that leaves, in the thread that removes it. `pinned`: as `pin`."""
         self._objects, staging = root / "objects", root / "staging"
         for folder in (self._objects, staging):
             folder.mkdir(parents=True, exist_ok=True)
         self._counts = counts
         self._lock = threading.Lock()
-        #: Told each digest that leaves, in the thread that removes it.
-        self.deleted: Callable[[str], None] = lambda _: None
+        self._events = events
         self._kept = BoundedSet(max_bytes, policy)
-        self._kept.hold(held)
+        self._kept.pin(pinned)
         # One process at a time: none finds another's staging folder before the lock that says it is in use.
         with (staging / "guard").open("w") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)
@@ -72,10 +73,10 @@ class DiskTier:
         with self._lock:
             return frozenset(self._kept)
 
-    def hold(self, digests: Collection[str]) -> None:
-        """From now on exactly these are never given up, once they are here."""
+    def pin(self, digests: Collection[str]) -> None:
+        """Pin exactly these: once they are on disk they are not given up for others."""
         with self._lock:
-            self._kept.hold(digests)
+            self._kept.pin(digests)
 
     @contextlib.contextmanager
     def reading(self, digest: str) -> Iterator[Path | None]:
@@ -86,7 +87,7 @@ class DiskTier:
             found = digest in self._kept
             if found:
                 self._kept.use(digest)
-                self._kept.pin(digest)
+                self._kept.ref(digest)
         if not found:
             self._counts.miss("disk")
             yield None
@@ -98,7 +99,7 @@ class DiskTier:
             yield self._folder(digest)
         finally:
             with self._lock:
-                self._kept.unpin(digest)
+                self._kept.unref(digest)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -171,7 +172,7 @@ class DiskTier:
 
     def _discard(self, digest: str, trash: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
-        self.deleted(digest)
+        self._events.moved("deleted from disk", digest)
 
     def _take_stock(self) -> None:
         found = []

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from app.config import AdaptersConfig
 from app.deployments.registry.entries import State
+from app.deployments.registry.tier_events import StoreEvents
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.sources.opening import open_sources
@@ -51,6 +52,7 @@ class AdapterLibrary:
         validator: Validator,
         spec: ModelSpec,
         counts: TierCounts,
+        events: StoreEvents,
         *,
         signatures: bool = False,
         base_copies: BaseCopies | None = None,
@@ -63,16 +65,11 @@ class AdapterLibrary:
         self.counts = counts
         self._signatures = signatures
         self._base_copies = base_copies
-        #: Told how far reading a source has come; from any thread.
-        self.reached: Callable[[str, State], None] = lambda *_: None
+        self._events = events
 
-    @property
-    def disk(self) -> DiskTier:
-        return self._disk
-
-    def hold(self, digests: Collection[str]) -> None:
-        """From now on exactly these are never deleted from disk once they are there."""
-        self._disk.hold(digests)
+    def pin(self, digests: Collection[str]) -> None:
+        """Pin exactly these on disk."""
+        self._disk.pin(digests)
 
     def close(self) -> None:
         self._validator.close()
@@ -96,9 +93,9 @@ class AdapterLibrary:
         started_s = time.monotonic()
         if isinstance(place, LocalPlace):
             before = files_identity(place.path)
-            self.reached(source, State.VALIDATING)
+            self._events.reached(source, State.VALIDATING)
             packed = self._read(place.path)
-            self.reached(source, State.ON_DISK)
+            self._events.reached(source, State.ON_DISK)
             if files_identity(place.path) != before:
                 raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
             self.counts.loaded("source", time.monotonic() - started_s, packed.card.size_bytes)
@@ -107,14 +104,14 @@ class AdapterLibrary:
             uri = place.fetch(folder)
             path = delivered(folder)
             load_s = time.monotonic() - started_s
-            self.reached(source, State.VALIDATING)
+            self._events.reached(source, State.VALIDATING)
             packed = self._read(path)
             self.counts.loaded("source", load_s, packed.card.size_bytes)
             signer = self._signer(path, packed)
             try:
                 if not self._disk.keep(packed.card.digest, folder, load_s):
                     logger.warning("the adapter from %s is not kept on disk: others are pinned there", uri)
-                self.reached(source, State.ON_DISK)
+                self._events.reached(source, State.ON_DISK)
             except OSError as error:  # a full disk costs the next download, not this request
                 logger.warning("the adapter from %s is not kept on disk: %s", uri, error)
         return LocatedAdapter(uri, packed, signer)
@@ -153,16 +150,17 @@ def open_library(
     checkpoint: Checkpoint,
     served: frozenset[str],
     counts: TierCounts,
+    events: StoreEvents,
     *,
-    held: Collection[str] = (),
+    pinned: Collection[str] = (),
 ) -> AdapterLibrary:
     """As configured: sources, the disk tier in `state_dir`, and a process that reads. Raises ConfigError.
 
-    `held`: digests that the disk tier does not give up.
+    `events` is told how far reading has come and what leaves the disk. `pinned`: digests that the disk tier keeps.
     """
     spec = checkpoint.spec
     root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
-    disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, held=held)
+    disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, events, pinned=pinned)
     validator = Validator(
         ReadLimits(max_weight_bytes=config.max_adapter_bytes, max_rank=config.max_rank),
         ChildLimits(base_memory_bytes=config.reading_memory_bytes, base_s=config.reading_timeout_s),
@@ -171,5 +169,5 @@ def open_library(
     signatures = config.signing.trusted.matter
     copies = BaseCopies(checkpoint)
     return AdapterLibrary(
-        open_sources(config), disk, validator, spec, counts, signatures=signatures, base_copies=copies
+        open_sources(config), disk, validator, spec, counts, events, signatures=signatures, base_copies=copies
     )

@@ -12,6 +12,7 @@ from typing import TypeVar
 from app.config import AppConfig
 from app.deployments.registry.books import open_registry
 from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import open_library
 from app.deployments.store.service import StoreParts
@@ -32,17 +33,16 @@ def open_store(config: AppConfig, put: Callable[[PackedAdapter], H], counts: Tie
     checkpoint = open_model(config.model.uri, config.model.name)
     registry = open_registry(config, checkpoint.spec.digest)
     pinned = {entry.ref.digest for entry in registry.catalog.pinned()}
-    library = open_library(adapters, checkpoint, FEATURES, counts, held=pinned)
+    events = TierEvents()  # first: the tiers tell it, the registry follows it
+    library = open_library(adapters, checkpoint, FEATURES, counts, events, pinned=pinned)
     store = AdapterStore(
         library,
         put,
+        events,
         max_bytes=adapters.host_cache_bytes,
         policy=adapters.host_eviction,
         counts=counts,
         trusted=adapters.signing.trusted,
     )
-    lifecycle = Lifecycle(registry, store, reserved_names=(config.model.name,))
-    library.reached = lifecycle.reached
-    library.disk.deleted = lambda digest: lifecycle.moved("deleted from disk", digest)
-    store.moved = lifecycle.moved
+    lifecycle = Lifecycle(registry, store, events, reserved_names=(config.model.name,))
     return StoreParts(registry, lifecycle, store, adapters.preload)

@@ -86,16 +86,16 @@ class StoreService(Generic[H]):
         return await self._lifecycle.load_and_wait(request)
 
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
-        return await self._lifecycle.begin_unload(name, tenant_id=tenant_id, who=who)
+        return await self._lifecycle.unloads.begin(name, tenant_id=tenant_id, who=who)
 
     async def end_unload(self, unload: Unload) -> RegistryJob:
-        return await self._lifecycle.end_unload(unload)
+        return await self._lifecycle.unloads.end(unload)
 
     async def left_unloads(self, seen_to: Collection[str]) -> list[Unload]:
-        return await self._lifecycle.left_unloads(seen_to)
+        return await self._lifecycle.unloads.left(seen_to)
 
     async def is_used(self, digest: str) -> bool:
-        return await self._lifecycle.is_used(digest)
+        return await self._lifecycle.unloads.is_used(digest)
 
     async def configure(
         self,
@@ -142,7 +142,7 @@ class StoreService(Generic[H]):
         return await asyncio.to_thread(journal.audit, name, limit=limit, before=before, tenant_id=tenant_id)
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
-        return await self._lifecycle.hot(limit)
+        return await asyncio.to_thread(self._registry.catalog.hot, limit)
 
     async def stats(self) -> dict[Tier, dict[str, float]]:
         return {tier: self._bytes.counts.of(tier) for tier in TIERS}
@@ -161,7 +161,9 @@ class StoreService(Generic[H]):
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
     ) -> None:
-        await self._lifecycle.observe(replica_id, loaded, unloaded, used_s)
+        await asyncio.to_thread(self._registry.catalog.note_use, used_s)
+        # Last: what fails is told again, and would be in the journal twice.
+        await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
 
     # -- published tables ---------------------------------------------------------------------------
 
@@ -170,17 +172,17 @@ class StoreService(Generic[H]):
     ) -> tuple[Version, Changes[Key, Entry]] | None:
         self._watched()
         self._lifecycle.resume()
-        return await self._lifecycle.table.newer(held, watcher_id, timeout_s)
+        return await self._lifecycle.published.table.newer(held, watcher_id, timeout_s)
 
     async def watch_pins(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
         self._watched()
-        return await self._lifecycle.pins.newer(held, watcher_id, timeout_s)
+        return await self._lifecycle.published.pins.newer(held, watcher_id, timeout_s)
 
     async def watch_shares(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Shares] | None:
         self._watched()
-        return await self._lifecycle.shares.newer(held, watcher_id, timeout_s)
+        return await self._lifecycle.published.shares.newer(held, watcher_id, timeout_s)
 
     async def _register_all(self) -> None:
         requests = (LoadRequest(DEFAULT_TENANT, item.name, item.path, "config") for item in self._preloaded)

@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter
+from app.deployments.registry.tier_events import StoreEvents
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import LocatedAdapter
@@ -52,7 +53,7 @@ class Library(Protocol):
 
     def from_disk(self, digest: str, source: str) -> PackedAdapter | None: ...
 
-    def hold(self, digests: Collection[str]) -> None: ...
+    def pin(self, digests: Collection[str]) -> None: ...
 
 
 class _Kept(NamedTuple, Generic[T]):
@@ -69,6 +70,7 @@ class AdapterStore(Generic[T]):
         self,
         library: Library,
         put: Callable[[PackedAdapter], T],
+        events: StoreEvents,
         *,
         max_bytes: int,
         policy: EvictionPolicy = "lru",
@@ -90,8 +92,7 @@ class AdapterStore(Generic[T]):
         self._quarantine = quarantine or Quarantine()
         self._trusted = trusted
         self.counts = counts or TierCounts()
-        #: Told what becomes of a digest that no job is about: "deleted from host", for one.
-        self.moved: Callable[[str, str], None] = lambda *_: None
+        self._events = events
 
     @property
     def cached_bytes(self) -> int:
@@ -112,10 +113,10 @@ class AdapterStore(Generic[T]):
         self._quarantine.clear(card.digest)
         return ReadAdapter(uri, card)
 
-    def hold(self, digests: Collection[str]) -> None:
-        """From now on exactly these are given up neither here nor on disk, once they are there."""
-        self._kept.hold(digests)
-        self._library.hold(digests)
+    def pin(self, digests: Collection[str]) -> None:
+        """Pin exactly these: once they are here, or on disk, they are not given up for others."""
+        self._kept.pin(digests)
+        self._library.pin(digests)
 
     def forget(self, digest: str) -> None:
         """Free the copy: no name means these contents any more."""
@@ -153,7 +154,7 @@ class AdapterStore(Generic[T]):
         if self._kept.remove(digest):
             del self._handles[digest]
             self._report()
-            self.moved("deleted from host", digest)
+            self._events.moved("deleted from host", digest)
 
     def close(self) -> None:
         for threads in (self._far, self._near):
@@ -187,7 +188,7 @@ class AdapterStore(Generic[T]):
                 kept = await self._keep(LocatedAdapter(ref.uri, packed), time.monotonic() - started_s)
             else:
                 kept = await self._from_source(ref.uri)
-                self.moved("fetched again", kept.card.digest)
+                self._events.moved("fetched again", kept.card.digest)
             if kept.card.digest != ref.digest:
                 raise AdapterMismatch(
                     f"adapter {ref.name!r} was registered with contents {ref.digest[:12]} but its source now holds "
@@ -204,7 +205,7 @@ class AdapterStore(Generic[T]):
         if not is_wanted:
             self._ahead.add(ref.digest)
         self._quarantine.clear(ref.digest)
-        self.moved("loaded to host", ref.digest)
+        self._events.moved("loaded to host", ref.digest)
         return kept
 
     async def _from_source(self, source: str) -> _Kept[T]:
@@ -245,14 +246,14 @@ class AdapterStore(Generic[T]):
                 if evicted is None:
                     raise AdapterTooLarge(
                         f"the adapter at {located.uri} has {card.size_bytes} bytes, but pinned adapters hold "
-                        f"{self._kept.held_bytes} of adapters.host_cache_bytes {self._kept.max_bytes}; raise it, or "
+                        f"{self._kept.pinned_bytes} of adapters.host_cache_bytes {self._kept.max_bytes}; raise it, or "
                         "unpin an adapter"
                     )
                 self._handles[card.digest] = handle
                 for digest in evicted:
                     del self._handles[digest]
                     self._ahead.discard(digest)
-                    self.moved("deleted from host", digest)
+                    self._events.moved("deleted from host", digest)
                 self.counts.evicted("host", len(evicted))
                 self._report()
         return _Kept(located.uri, card, self._handles[card.digest], located.signer)

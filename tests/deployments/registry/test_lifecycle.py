@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
@@ -16,7 +17,8 @@ from app.deployments.ingress.management import Management
 from app.deployments.links.transport import ReplicaGone
 from app.deployments.placement.table import PlacementTable, ReplicaReport
 from app.deployments.registry import catalog as catalog_module
-from app.deployments.registry import lifecycle as lifecycle_module
+from app.deployments.registry import loading as loading_module
+from app.deployments.registry import unloading as unloading_module
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import DEFAULT_TENANT, RegistryJob, State
 from app.deployments.registry.pins import Pins
@@ -59,7 +61,7 @@ async def test_a_load_goes_through_its_states(managed: ManagedStore) -> None:
     assert (asked.state, asked.generation) == (State.REQUESTED, 1)
     await until(lambda: bool(managed.store.loads))
     described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
-    await until(lambda: managed.lifecycle._jobs[asked.id].state is State.VALIDATING)
+    await until(lambda: managed.lifecycle.loads._jobs[asked.id].state is State.VALIDATING)
     assert described.entry is None
     assert managed.view.find("sql") is None
     managed.store.gates["one"].set()
@@ -127,10 +129,10 @@ async def test_a_job_never_goes_back_when_its_source_is_read_again(managed: Mana
     managed.store.gates["two"] = asyncio.Event()
     await managed.client.load(wanted("sql", "two"))
     waiting = await managed.client.load(wanted("sql", "one"))  # read at once, but not registered before the first
-    await until(lambda: managed.lifecycle._jobs[waiting.id].state is State.ON_HOST)
+    await until(lambda: managed.lifecycle.loads._jobs[waiting.id].state is State.ON_HOST)
     managed.store.gates["one"] = asyncio.Event()
     other = await managed.client.load(wanted("other", "one"))
-    await until(lambda: managed.lifecycle._jobs[other.id].state is State.VALIDATING)
+    await until(lambda: managed.lifecycle.loads._jobs[other.id].state is State.VALIDATING)
     assert (await managed.client.job(waiting.id, tenant_id=DEFAULT_TENANT)).state is State.ON_HOST
     for gate in managed.store.gates.values():
         gate.set()
@@ -143,7 +145,7 @@ async def test_a_job_never_goes_back_when_its_source_is_read_again(managed: Mana
 async def test_jobs_that_have_ended_leave_nothing_in_memory(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lifecycle, advance = managed.lifecycle, managed.registry.jobs.advance
+    loads, advance = managed.lifecycle.loads, managed.registry.jobs.advance
     ending = threading.Event()
 
     def advance_slowly(job: RegistryJob, state: State, **what: Any) -> RegistryJob:
@@ -159,8 +161,8 @@ async def test_jobs_that_have_ended_leave_nothing_in_memory(
     )  # the source is read again while the first job's end is written
     ending.set()
     await end_of(managed, first)
-    await until(lambda: not lifecycle._tasks)
-    assert (lifecycle._jobs, lifecycle._passed, lifecycle._last) == ({}, {}, {})
+    await until(lambda: not loads._tasks)
+    assert (loads._jobs, loads._passed, loads._last) == ({}, {}, {})
 
 
 async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
@@ -217,8 +219,8 @@ async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     await after.close()
     gate.set()
     assert (await end_of(managed, other)).state is State.LOADED, "another name's load goes on"
-    await until(lambda: not managed.lifecycle._tasks)
-    assert managed.lifecycle._cancelled == {}
+    await until(lambda: not managed.lifecycle.loads._tasks)
+    assert managed.lifecycle.loads._cancelled == {}
     assert managed.view.find("sql") is None
     assert isinstance(await fails(managed.client.describe("sql", tenant_id=DEFAULT_TENANT)), NotFound)
     assert isinstance(await fails(management.unload("sql", **ADA)), NotFound), "there is nothing left to cancel"
@@ -293,10 +295,10 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     managed.drop_gate.clear()
     job, _ = await first.unload("sql", wait=False, **ADA)
     await until(lambda: job.id in first._draining)
-    monkeypatch.setattr(lifecycle_module, "UNSEEN_S", 1e9)
+    monkeypatch.setattr(unloading_module, "UNSEEN_S", 1e9)
     await second.take_up()
     assert second._draining == set(), "its ingress may be at it"
-    monkeypatch.setattr(lifecycle_module, "UNSEEN_S", -1.0)
+    monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
     num_tasks = len(first._tasks)
     await first.take_up()
     assert len(first._tasks) == num_tasks, "it sees to it"
@@ -316,25 +318,28 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
 
 
 async def test_an_unload_is_seen_to_while_an_ingress_says_so(
-    managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
+    open_again: Callable[[], Registry],
 ) -> None:
+    now_s = [time.time()]
+    managed = ManagedStore(open_again(), FakeStore(), lambda: now_s[0])
+    managed.store.contents["one"] = "d1"
     await managed.client.load_and_wait(wanted("sql", "one"))
     unload, _ = await managed.client.begin_unload("sql", **ADA)
     began_s = unload.job.created_s
     left = managed.client.left_unloads
     for after_s, seen_to, expected in (
-        (lifecycle_module.UNSEEN_S - 5, [unload.job.id], []),
-        (2 * lifecycle_module.UNSEEN_S - 10, [], []),
-        (2 * lifecycle_module.UNSEEN_S, [], [unload]),
-        (3 * lifecycle_module.UNSEEN_S - 5, [], []),  # whoever was given it sees to it
-        (3 * lifecycle_module.UNSEEN_S + 5, [], [unload]),
+        (unloading_module.UNSEEN_S - 5, [unload.job.id], []),
+        (2 * unloading_module.UNSEEN_S - 10, [], []),
+        (2 * unloading_module.UNSEEN_S, [], [unload]),
+        (3 * unloading_module.UNSEEN_S - 5, [], []),  # whoever was given it sees to it
+        (3 * unloading_module.UNSEEN_S + 5, [], [unload]),
     ):
-        with monkeypatch.context() as patch:
-            patch.setattr(lifecycle_module.time, "time", lambda after_s=after_s: began_s + after_s)
-            assert await left(seen_to) == expected
+        now_s[0] = began_s + after_s
+        assert await left(seen_to) == expected
     await managed.client.end_unload(unload)
     assert await left([]) == []
-    assert managed.lifecycle._seen_s == {}
+    assert managed.lifecycle.unloads._seen_s == {}
+    await managed.close()
 
 
 async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
@@ -348,7 +353,7 @@ async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
     described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
     assert described.job is not None
     assert described.job.state is State.DRAINING
-    monkeypatch.setattr(lifecycle_module, "UNSEEN_S", -1.0)
+    monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
     await management.take_up()
     assert (await end_of(managed, described.job)).state is State.REMOVED
     assert isinstance(await fails(managed.client.describe("sql", tenant_id=DEFAULT_TENANT)), NotFound)
@@ -503,7 +508,7 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
             _away()
         return advance(job, state, **what)
 
-    monkeypatch.setattr(lifecycle_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(loading_module, "RETRY_S", 0.01)
     monkeypatch.setattr(managed.registry.jobs, "advance", advance_or_not)
     if end is State.LOADED:
         job, entry = await managed.client.load_and_wait(wanted("sql", source))
@@ -518,7 +523,7 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
     assert (job.state, job.digest) == (end, "d1" if end is State.LOADED else None)
     events = [event.event for event in managed.registry.journal.events("sql")]
     assert events.count("downloading") == events.count("routable" if end is State.LOADED else "failed") == 1
-    await until(lambda: not lifecycle._writing)
+    await until(lambda: not lifecycle.loads._writing)
 
 
 def _away(*_: object, **__: object) -> NoReturn:
@@ -561,43 +566,43 @@ async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> N
 
 async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: ManagedStore) -> None:
     lifecycle, store = managed.lifecycle, managed.store
-    version, pins = lifecycle.pins.current
+    version, pins = lifecycle.published.pins.current
     assert pins == Pins()
     await managed.client.load_and_wait(wanted("sql", "one", pinned=True))
     await managed.client.load_and_wait(wanted("plain", "two"))
     news = await managed.client.watch_pins(version, "replica", 10.0)
     assert news is not None
     assert [entry.name for entry in news[1].entries] == ["sql"]
-    assert store.held == [set(), {"d1"}]
+    assert store.pinned == [set(), {"d1"}]
     await managed.client.configure("plain", pinned=True, traffic_weight=3.0, **ADA)
-    _, pins = lifecycle.pins.current
+    _, pins = lifecycle.published.pins.current
     assert [entry.name for entry in pins.entries] == ["plain", "sql"], "the heavier first"
-    assert lifecycle.shares.current[1] == {"d2": 0.75}
+    assert lifecycle.published.shares.current[1] == {"d2": 0.75}
     await managed.client.configure("sql", pinned=False, **ADA)
-    assert store.held[-1] == {"d2"}
+    assert store.pinned[-1] == {"d2"}
     await managed.client.load_and_wait(wanted("plain", "one"))
-    assert store.held[-1] == {"d1"}, "the pin is the name's"
+    assert store.pinned[-1] == {"d1"}, "the pin is the name's"
     await managed.client.begin_unload("plain", **ADA)
-    assert store.held[-1] == set()
-    assert lifecycle.pins.current[1] == Pins()
+    assert store.pinned[-1] == set()
+    assert lifecycle.published.pins.current[1] == Pins()
 
 
-async def test_a_restart_holds_what_is_pinned_before_anything_is_read(open_again: Callable[[], Registry]) -> None:
+async def test_a_restart_pins_what_is_pinned_before_anything_is_read(open_again: Callable[[], Registry]) -> None:
     first = ManagedStore(open_again(), FakeStore())
     first.store.contents["one"] = "d1"
     await first.client.load_and_wait(wanted("sql", "one", pinned=True))
     await first.close()
     second = ManagedStore(open_again(), FakeStore())
-    assert second.store.held == [{"d1"}]
-    assert second.lifecycle.pins.current[1].digests == {"d1"}
+    assert second.store.pinned == [{"d1"}]
+    assert second.lifecycle.published.pins.current[1].digests == {"d1"}
     await second.close()
 
 
 async def test_moves_between_tiers_are_in_the_journal(managed: ManagedStore) -> None:
-    managed.lifecycle.moved("deleted from disk", "d1")
+    managed.events.moved("deleted from disk", "d1")
     await managed.client.load_and_wait(wanted("sql", "one"))
-    managed.lifecycle.moved("deleted from host", "d1")
-    await asyncio.to_thread(managed.lifecycle.moved, "fetched again", "d1")
+    managed.events.moved("deleted from host", "d1")
+    await asyncio.to_thread(managed.events.moved, "fetched again", "d1")
 
     def told() -> list[str]:
         events = [event.event for event in reversed(managed.registry.journal.events("sql"))]

@@ -16,7 +16,7 @@ POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["want", "want", "want", "remove", "pin", "unpin", "hold"]),
+        st.sampled_from(["want", "want", "want", "remove", "ref", "unref", "pin"]),
         st.sampled_from("abcdefgh"),
         st.integers(0, 60),
         st.floats(0, 10),
@@ -28,11 +28,11 @@ events = st.lists(
 @pytest.mark.parametrize("policy", POLICIES)
 @given(events=events)
 @settings(max_examples=60, deadline=None)
-def test_every_byte_and_pin_is_accounted_for(policy: EvictionPolicy, events: list[tuple[str, str, int, float]]) -> None:
+def test_every_byte_and_ref_is_accounted_for(policy: EvictionPolicy, events: list[tuple[str, str, int, float]]) -> None:
     kept = BoundedSet(100, policy)
     sizes: dict[str, int] = {}
-    pins: dict[str, int] = {}
-    held: set[str] = set()
+    refs: dict[str, int] = {}
+    pinned: set[str] = set()
     for what, key, size, load_s in events:
         if what == "want" and key in kept:
             kept.use(key)
@@ -40,29 +40,29 @@ def test_every_byte_and_pin_is_accounted_for(policy: EvictionPolicy, events: lis
             before = set(kept)
             evicted = kept.add(key, size, load_s)
             if evicted is None:
-                stays = held & set(sizes) | {name for name, count in pins.items() if count}
+                stays = pinned & set(sizes) | {name for name, count in refs.items() if count}
                 assert sum(sizes[name] for name in stays) + size > 100
                 assert set(kept) == before
             else:
-                assert not any(pins.get(name) or name in held for name in evicted)
+                assert not any(refs.get(name) or name in pinned for name in evicted)
                 assert len(set(evicted)) == len(evicted)
                 for name in evicted:
                     del sizes[name]
                 sizes[key] = size
-        elif what == "hold":
-            held = held | {key} if size % 2 else held - {key}
-            kept.hold(held)
-            assert kept.held_bytes == sum(sizes[name] for name in held & set(sizes))
+        elif what == "pin":
+            pinned = pinned | {key} if size % 2 else pinned - {key}
+            kept.pin(pinned)
+            assert kept.pinned_bytes == sum(sizes[name] for name in pinned & set(sizes))
         elif what == "remove":
             assert kept.remove(key) == (key in sizes)
             sizes.pop(key, None)
-            pins.pop(key, None)
-        elif what == "pin" and key in kept:
-            kept.pin(key)
-            pins[key] = pins.get(key, 0) + 1
-        elif what == "unpin" and pins.get(key):
-            kept.unpin(key)
-            pins[key] -= 1
+            refs.pop(key, None)
+        elif what == "ref" and key in kept:
+            kept.ref(key)
+            refs[key] = refs.get(key, 0) + 1
+        elif what == "unref" and refs.get(key):
+            kept.unref(key)
+            refs[key] -= 1
         assert set(kept) == set(sizes)
         assert len(kept) == len(sizes)
         assert kept.total_bytes == sum(sizes.values()) <= 100

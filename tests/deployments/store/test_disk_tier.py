@@ -16,6 +16,7 @@ import pytest
 from app.deployments.store import disk_tier
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.disk_tier import DiskTier
+from tests.deployments.store.told import Told
 
 Open = Callable[..., DiskTier]
 
@@ -25,7 +26,7 @@ def open_tier(tmp_path: Path) -> Iterator[Open]:
     opened: list[DiskTier] = []
 
     def open_one(max_bytes: int = 10_000) -> DiskTier:
-        opened.append(DiskTier(tmp_path, max_bytes, "lru", TierCounts()))
+        opened.append(DiskTier(tmp_path, max_bytes, "lru", TierCounts(), Told()))
         return opened[-1]
 
     yield open_one
@@ -107,7 +108,7 @@ def _die_at(root: str, where: str) -> None:
 
         return run
 
-    tier = DiskTier(Path(root), 250, "lru", TierCounts())
+    tier = DiskTier(Path(root), 250, "lru", TierCounts(), Told())
     for name in ("write_bytes", "write_text", "rename", "mkdir"):
         setattr(Path, name, counted(getattr(Path, name)))
     disk_tier._flush = counted(disk_tier._flush)  # type: ignore[assignment]
@@ -132,7 +133,7 @@ def test_a_crash_at_any_step_leaves_whole_objects_and_no_litter(tmp_path: Path) 
     assert exit_codes[0] == -signal.SIGKILL
     assert exit_codes[-1] == 7
     for step in steps:
-        tier = DiskTier(tmp_path / str(step), 250, "lru", TierCounts())
+        tier = DiskTier(tmp_path / str(step), 250, "lru", TierCounts(), Told())
         for digest in tier.digests:
             assert read(tier, digest) == digest.encode() * 100
         assert tier.total_bytes == 100 * len(tier.digests) <= 250
@@ -155,7 +156,7 @@ def test_a_process_that_starts_at_the_same_time_leaves_our_downloads_alone(
 ) -> None:
     """Another one starts before our step-th call that touches the disk: it may have to wait, and takes nothing."""
     remaining = step
-    other = threading.Thread(target=lambda: DiskTier(tmp_path, 10_000, "lru", TierCounts()).close())
+    other = threading.Thread(target=lambda: DiskTier(tmp_path, 10_000, "lru", TierCounts(), Told()).close())
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -254,24 +255,23 @@ def test_threads_keep_the_books(open_tier: Open) -> None:
     assert len(everything_under(tier)) == 2 * len(tier.digests)
 
 
-def test_what_is_held_is_not_given_up_and_what_goes_is_told(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 300, "lru", TierCounts(), held=["a"])
-    gone: list[str] = []
-    tier.deleted = gone.append
+def test_what_is_pinned_is_not_given_up_and_what_goes_is_told(tmp_path: Path) -> None:
+    told = Told()
+    tier = DiskTier(tmp_path, 300, "lru", TierCounts(), told, pinned=["a"])
     for digest in "abcd":
         add(tier, digest)
     assert tier.digests == set("acd")
-    assert gone == ["b"]
-    tier.hold(["c"])
+    assert told.moves == [("deleted from disk", "b")]
+    tier.pin(["c"])
     add(tier, "e")
     assert tier.digests == set("cde")
     with tier.staging() as folder:
         (folder / "file").write_bytes(bytes(250))
-        assert not tier.keep("large", folder, 0.5), "no room beside what is held"
+        assert not tier.keep("large", folder, 0.5), "no room beside what is pinned"
     tier.remove("c")
-    assert gone == ["b", "a", "c"]
+    assert told.moves == [("deleted from disk", digest) for digest in "bac"]
     tier.close()
-    again = DiskTier(tmp_path, 150, "lru", TierCounts(), held=["d"])
+    again = DiskTier(tmp_path, 150, "lru", TierCounts(), Told(), pinned=["d"])
     assert again.digests == {"d"}, "also at start, though it was used longer ago"
     again.close()
 

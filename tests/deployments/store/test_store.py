@@ -15,6 +15,7 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge
+from tests.deployments.store.told import Told
 from tests.fakes import fake_adapter
 
 
@@ -39,8 +40,8 @@ class Sources:
     def from_disk(self, digest: str, source: str) -> PackedAdapter | None:  # noqa: ARG002
         return None
 
-    def hold(self, digests: Collection[str]) -> None:
-        self.held = set(digests)
+    def pin(self, digests: Collection[str]) -> None:
+        self.pinned = set(digests)
 
     def from_source(self, source: str) -> LocatedAdapter:
         self.reads.append(source)
@@ -63,8 +64,13 @@ def sources() -> Sources:
 
 
 @pytest.fixture
-def store(sources: Sources) -> Iterator[AdapterStore[str]]:
-    store = AdapterStore(sources, sources.put, max_bytes=100)
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def store(sources: Sources, told: Told) -> Iterator[AdapterStore[str]]:
+    store = AdapterStore(sources, sources.put, told, max_bytes=100)
     yield store
     store.close()
 
@@ -222,7 +228,7 @@ async def test_equal_contents_are_kept_once(store: AdapterStore[str], sources: S
 async def test_a_failing_adapter_is_read_once_until_its_time_has_come(sources: Sources) -> None:
     now_s = [0.0]
     quarantine = Quarantine(lambda: now_s[0])
-    store = AdapterStore(sources, sources.put, max_bytes=100, quarantine=quarantine)
+    store = AdapterStore(sources, sources.put, Told(), max_bytes=100, quarantine=quarantine)
     add(sources, "a")
     ref = await load(store, "a")
     store.lost(ref.digest)
@@ -279,7 +285,7 @@ async def test_what_is_expected_is_read_once_and_still_counts_as_a_miss(
 
 async def test_what_is_expected_fails_for_those_who_ask_for_it(sources: Sources) -> None:
     """The error is the one of reading, not that it failed before; and it is remembered when somebody has met it."""
-    store = AdapterStore(sources, sources.put, max_bytes=100)
+    store = AdapterStore(sources, sources.put, Told(), max_bytes=100)
     add(sources, "a")
     ref = await load(store, "a")
     store.lost(ref.digest)
@@ -318,14 +324,12 @@ async def test_asking_for_what_is_expected_meets_its_failure(store: AdapterStore
 
 
 async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
-    store: AdapterStore[str], sources: Sources
+    store: AdapterStore[str], sources: Sources, told: Told
 ) -> None:
-    moves: list[tuple[str, str]] = []
-    store.moved = lambda event, digest: moves.append((event, digest))
     digests = {name: add(sources, name).card.digest for name in "abc"}
     a = await load(store, "a")
-    store.hold([digests["a"], "unknown"])
-    assert sources.held == {digests["a"], "unknown"}
+    store.pin([digests["a"], "unknown"])
+    assert sources.pinned == {digests["a"], "unknown"}
     b = await load(store, "b")
     await load(store, "c")
     assert set(store.cached_digests) == {digests["a"], digests["c"]}, "b was used last, but a is pinned"
@@ -333,13 +337,13 @@ async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
     with pytest.raises(AdapterTooLarge, match=r"70 bytes, but pinned adapters hold 40 of .*host_cache_bytes 100"):
         await load(store, "large")
     assert set(store.cached_digests) == {digests["a"], digests["c"]}
-    store.hold([])
+    store.pin([])
     await store.fetch(b)
     assert set(store.cached_digests) == {digests["b"], digests["c"]}
     await load(store, "large")
     assert store.cached_bytes == 70
     store.forget(a.digest)
-    events = [(event, next(name for name in "abc" if digests[name] == digest)) for event, digest in moves]
+    events = [(event, next(name for name in "abc" if digests[name] == digest)) for event, digest in told.moves]
     assert events == [
         ("deleted from host", "b"),
         ("deleted from host", "a"),

@@ -21,6 +21,7 @@ from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.isolation.validator import Validator
 from tests.deployments.store.sources.servers import FileServer, HubServer
+from tests.deployments.store.told import Told
 from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 
 SPEC = tiny_spec()
@@ -71,9 +72,9 @@ def open_library(tmp_path: Path, validator: Validator) -> Iterator[OpenLibrary]:
 
     def open_one(*fetchers: Fetcher, max_bytes: int = 1 << 20, signatures: bool = False) -> AdapterLibrary:
         counts = TierCounts()
-        tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts))
+        tiers.append(DiskTier(tmp_path / "disk", max_bytes, "lru", counts, Told()))
         sources = Sources([tmp_path], fetchers)
-        return AdapterLibrary(sources, tiers[-1], validator, SPEC, counts, signatures=signatures)
+        return AdapterLibrary(sources, tiers[-1], validator, SPEC, counts, Told(), signatures=signatures)
 
     yield open_one
     for tier in tiers:

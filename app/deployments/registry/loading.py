@@ -1,0 +1,200 @@
+"""Loads: from a request to a name that every ingress serves.
+
+In: requests to load. Out: jobs that go through the states of `entries.State`. A job is written down before work on it
+begins, so the next process takes up what a crash cut short. Loads of one name take effect in the order they were asked
+for; while a new meaning is being read the old one serves, and if reading fails it stays. "LOADED" is written when every
+ingress holds the name. Reading is the store's; rows on devices are the replicas'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from app.deployments.links.tasks import Tasks
+from app.deployments.registry.books import Registry
+from app.deployments.registry.entries import (
+    AHEAD,
+    CatalogEntry,
+    LoadRequest,
+    ReadAdapter,
+    RegistryJob,
+    State,
+    check_source,
+)
+from app.deployments.registry.jobs import unloaded
+from app.deployments.registry.publishing import PublishedRegistry
+from app.deployments.registry.view import Key
+from app.engine.errors import NotFound, NotReady, PolyloraError
+
+logger = logging.getLogger(__name__)
+
+#: The end of a load that the database did not take is offered to it again after this long.
+RETRY_S = 5.0
+
+
+class Reader(Protocol):
+    """The part of the adapter store that is used here."""
+
+    async def load(self, source: str, tenant_id: str) -> ReadAdapter:
+        """Read and keep an adapter. Raises what reading raises."""
+
+
+class Loads:
+    """One event loop; the database is called in threads."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: Reader,
+        published: PublishedRegistry,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._published = published
+        self._clock = clock
+        self._jobs: dict[str, RegistryJob] = {}  # being worked on
+        self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
+        self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
+        self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
+        self._last: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the job that was asked for last
+        self._work, self._writing = Tasks(), Tasks()
+        self._resumed = False
+
+    def resume(self) -> None:
+        """Begin the loads again that the last process left, once. Raises NotReady while the database is away."""
+        if self._resumed:
+            return
+        unfinished = self._registry.jobs.unfinished()
+        self._resumed = True
+        for job in unfinished:
+            if job.kind == "load":
+                self._begin(job)
+
+    async def load(self, request: LoadRequest) -> RegistryJob:
+        """Begin to load; returns the job. Its generation is the one that new contents would get.
+
+        Raises UnsafeSource for a source that cannot be one.
+        """
+        check_source(request.source)
+        self.resume()
+        catalog = self._registry.catalog
+        present = await asyncio.to_thread(catalog.generations, request.name, tenant_id=request.tenant_id)
+        job = await asyncio.to_thread(self._registry.jobs.create, request)
+        self._begin(job)
+        return replace(job, generation=1 + (present[0].ref.generation if present else 0))
+
+    async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
+        """`load`, and its end. Raises what made it fail."""
+        task = self._tasks[(await self.load(request)).id]
+        job = await asyncio.shield(task)
+        entry = await asyncio.to_thread(self._registry.catalog.get, job.name, tenant_id=job.tenant_id)
+        if entry is None:
+            raise NotFound(f"adapter {job.name!r} was unloaded as soon as it was loaded")
+        return job, entry
+
+    def cancel(self, job_ids: Collection[str]) -> None:
+        """These loads end at once with AdapterUnloaded: their name was unloaded."""
+        for job_id in job_ids:
+            if (cancelled := self._cancelled.get(job_id)) is not None and not cancelled.done():
+                cancelled.set_result(None)
+
+    def running(self, job_id: str) -> RegistryJob | None:
+        """The present state of a load that is being worked on; None for any other job."""
+        return self._jobs.get(job_id)
+
+    def reached(self, source: str, state: State, job_id: str | None = None) -> None:
+        """Reading a source has come this far, and so has every job that waits for it; on the event loop.
+
+        A job that is further already stays there: the source is being read again, for another.
+        """
+        for job in list(self._jobs.values()):
+            if job.source == source and job_id in (None, job.id) and state in AHEAD.get(job.state, ()):
+                now_s = self._clock()
+                self._jobs[job.id] = replace(job, state=state, updated_s=now_s)
+                self._passed[job.id].append((state, now_s))
+
+    def _begin(self, job: RegistryJob) -> None:
+        key = (job.tenant_id, job.name)
+        self._jobs[job.id], self._passed[job.id] = job, []
+        self._cancelled[job.id] = asyncio.get_running_loop().create_future()
+        task = self._work.start(self._run(job.id, self._last.get(key)))
+        self._tasks[job.id] = self._last[key] = task
+
+        def end(task: asyncio.Task[RegistryJob]) -> None:
+            del self._jobs[job.id], self._passed[job.id], self._tasks[job.id], self._cancelled[job.id]
+            if self._last.get(key) is task:
+                del self._last[key]
+
+        task.add_done_callback(end)
+
+    async def _run(self, job_id: str, before: asyncio.Task[RegistryJob] | None) -> RegistryJob:
+        job = self._jobs[job_id]
+        try:
+            self.reached(job.source, State.DOWNLOADING, job_id)
+            uri, card = await self._read(job)
+            self.reached(job.source, State.ON_HOST, job_id)
+            if before is not None:
+                await asyncio.wait([before])
+            register = partial(
+                self._registry.catalog.register,
+                job.name,
+                uri,
+                card.digest,
+                max_rank=card.max_rank,
+                size_bytes=card.size_bytes,
+                extra_bytes=card.extra_bytes,
+                tenant_id=job.tenant_id,
+                who=job.requested_by,
+                pinned=job.pinned,
+                traffic_weight=job.traffic_weight,
+                source=job.source,
+                job=job,
+            )
+            entry = await self._published.change(register)
+            generation, digest = entry.ref.generation, entry.ref.digest
+            return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
+        except Exception as error:
+            is_ours = isinstance(error, PolyloraError)
+            if not is_ours:
+                logger.exception("loading %s failed", job.name)
+            reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
+            await self._end(job_id, State.FAILED, reason=reason)
+            raise
+
+    async def _read(self, job: RegistryJob) -> ReadAdapter:
+        """Ends at once when the job is cancelled; others may wait for what is read, so reading goes on."""
+        reading = self._work.start(self._store.load(job.source, job.tenant_id))
+        either: list[asyncio.Future[Any]] = [reading, self._cancelled[job.id]]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+        raise unloaded(job.name)
+
+    async def _end(self, job_id: str, state: State, **what: Any) -> RegistryJob:
+        """A job's last state. While the database does not take it nobody waits: it is written down later."""
+        job, passed = self._jobs[job_id], tuple(self._passed[job_id])
+        write = partial(self._registry.jobs.advance, job, state, passed=passed, **what)
+        try:
+            self._jobs[job_id] = await asyncio.to_thread(write)
+        except NotReady as error:
+            logger.warning("that %s is %s is written down later: %s", job.name, state, error)
+            self._jobs[job_id] = replace(job, state=state, **what)
+            self._writing.start(_insist(write))
+        return self._jobs[job_id]
+
+
+async def _insist(write: Callable[[], RegistryJob]) -> None:
+    """Until the database takes it."""
+    while True:
+        await asyncio.sleep(RETRY_S)
+        with contextlib.suppress(NotReady):
+            await asyncio.to_thread(write)
+            return

@@ -1,0 +1,79 @@
+"""What the store's tiers tell, carried from their threads to one event loop.
+
+In: how far reading a source has come, and contents that came to or left a tier, from any thread. Out: the same, handed
+to one follower on its event loop. It is made before the tiers and before its follower; what is told before there is a
+follower waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from app.deployments.registry.entries import State
+
+
+class Move(NamedTuple):
+    """Something that happened to contents, whatever their names: "deleted from host", for one."""
+
+    event: str
+    digest: str
+    time_s: float
+
+
+class StoreEvents(Protocol):
+    """What a tier needs to tell of itself; called from any thread."""
+
+    def reached(self, source: str, state: State) -> None:
+        """Reading a source has come this far."""
+
+    def moved(self, event: str, digest: str) -> None:
+        """Contents came to or left a tier."""
+
+
+class TierEvents:
+    """`StoreEvents` for one follower. `clock` gives Unix seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._follow: tuple[Callable[[str, State], None], Callable[[Move], None]] | None = None
+        self._waiting: list[Move | tuple[str, State]] = []
+
+    def follow(self, reached: Callable[[str, State], None], moved: Callable[[Move], None]) -> None:
+        """Have these called on the running event loop, with what is told from now on and what has waited.
+
+        Later calls change nothing: the follower is one.
+        """
+        with self._lock:
+            if self._loop is not None:
+                return
+            self._loop, self._follow = asyncio.get_running_loop(), (reached, moved)
+            for item in self._waiting:
+                self._loop.call_soon_threadsafe(self._hand_over, item)
+            self._waiting.clear()
+
+    def reached(self, source: str, state: State) -> None:
+        self._tell((source, state))
+
+    def moved(self, event: str, digest: str) -> None:
+        self._tell(Move(event, digest, self._clock()))
+
+    def _tell(self, item: Move | tuple[str, State]) -> None:
+        with self._lock:
+            if self._loop is None:
+                self._waiting.append(item)
+            else:
+                self._loop.call_soon_threadsafe(self._hand_over, item)
+
+    def _hand_over(self, item: Move | tuple[str, State]) -> None:
+        assert self._follow is not None, "it is set with the loop"
+        reached, moved = self._follow
+        if isinstance(item, Move):
+            moved(item)
+        else:
+            reached(*item)

@@ -1,0 +1,91 @@
+"""Unloads: a name goes out of service, then its contents out of memory.
+
+In: requests to unload. Out: jobs whose work an ingress does, for only an ingress can free rows on replicas. An unload
+cancels the loads of its name that were asked for before. One whose ingress ended, or could not tell that it is done, is
+given to the next ingress that asks. Rows are freed by the ingress (`ingress.management`), the host's copy by the
+store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from app.deployments.registry.books import Registry
+from app.deployments.registry.catalog import Drained
+from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
+from app.deployments.registry.loading import Loads
+from app.deployments.registry.publishing import PublishedRegistry
+
+#: An unload that no ingress has spoken of for this long is given to the one that asks.
+UNSEEN_S = 35.0
+
+
+class HostCopies(Protocol):
+    """The part of the adapter store that is used here."""
+
+    def forget(self, digest: str) -> None:
+        """No name means these contents any more."""
+
+
+class Unloads:
+    """One event loop; the database is called in threads."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: HostCopies,
+        published: PublishedRegistry,
+        loads: Loads,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._published = published
+        self._loads = loads
+        self._clock = clock
+        self._seen_s: dict[str, float] = {}  # unloads, and when an ingress last said that it sees to them
+
+    async def begin(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
+        """Take a name out of service: when this returns no ingress knows it. `end` follows, or `left`.
+
+        Loads of it that were asked for before end with AdapterUnloaded; if there was nothing else the unload has no
+        digest, and is over. Raises NotFound, AdapterBusy.
+        """
+        done: list[Drained] = []
+
+        def drain() -> CatalogEntry | None:
+            done.append(self._registry.catalog.drain(name, tenant_id=tenant_id, who=who))
+            return done[0].entry
+
+        entry = await self._published.change(drain, is_gone=True)
+        self._loads.cancel(done[0].cancelled)
+        return await asyncio.to_thread(self._unload, done[0].job), entry
+
+    async def end(self, unload: Unload) -> RegistryJob:
+        """No sequence uses the adapter any more and its rows are free: free the host's copy, and be done."""
+        assert unload.digest is not None, "then it is over"
+        if not await self.is_used(unload.digest):
+            self._store.forget(unload.digest)
+        return await asyncio.to_thread(self._registry.catalog.drained, unload.job)
+
+    async def is_used(self, digest: str) -> bool:
+        """Whether any name means these contents."""
+        return await asyncio.to_thread(self._registry.catalog.is_used, digest)
+
+    async def left(self, seen_to: Collection[str]) -> list[Unload]:
+        """Unloads that nobody sees to, for the caller to end; `seen_to` are the ids of those that it sees to already.
+
+        Their ingress has ended, or could not tell the registry. Should it be there after all, two end the same unload.
+        """
+        now_s = self._clock()
+        jobs = await asyncio.to_thread(self._registry.jobs.unfinished)
+        last_s = {job.id: max(job.created_s, self._seen_s.get(job.id, 0.0)) for job in jobs if job.kind == "unload"}
+        left = [job for job in jobs if job.id in last_s and job.id not in seen_to and now_s - last_s[job.id] > UNSEEN_S]
+        self._seen_s = last_s | dict.fromkeys((*seen_to, *(job.id for job in left)), now_s)
+        return [await asyncio.to_thread(self._unload, job) for job in left]
+
+    def _unload(self, job: RegistryJob) -> Unload:
+        return Unload(job, job.digest, job.digest is None or self._registry.catalog.is_used(job.digest))

@@ -1,0 +1,19 @@
+"""What the tiers of the store tell, as a test reads it."""
+
+from __future__ import annotations
+
+from app.deployments.registry.entries import State
+
+
+class Told:
+    """`StoreEvents` that remembers everything."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[str, State]] = []
+        self.moves: list[tuple[str, str]] = []
+
+    def reached(self, source: str, state: State) -> None:
+        self.reads.append((source, state))
+
+    def moved(self, event: str, digest: str) -> None:
+        self.moves.append((event, digest))
