@@ -1,10 +1,10 @@
 """Requests in, tokens out.
 
-In: submits, aborts, adapter drops and pins from any thread, through an inbox. Out: one list of chunks per
+In: submits, aborts and orders about adapters from any thread, through an inbox. Out: one list of chunks per
 `step()`, which one thread calls. A step does no I/O, awaits nothing and takes no lock. Once the backend has
 failed, or the engine was shut down, nothing is computed any more: every stream and every adapter order,
-also one that comes later, ends with an `EngineFailure`. What each step computes is the scheduler's choice,
-how is the backend's.
+including those that come later, ends with an `EngineFailure`. The scheduler chooses what a step computes,
+the adapter writer keeps the device's tables, and the backend computes.
 """
 
 from __future__ import annotations
@@ -134,15 +134,15 @@ class Engine:
     def drop_adapter(self, digest: str) -> Future[int]:
         """Free an adapter's rows once its last sequence has ended; the result is how many rows were freed.
 
-        One that is brought again before that stays, and none are freed. The future raises EngineFailure if the
-        engine has stopped or stops before.
+        An adapter that is brought again before that stays, and no rows are freed. The future raises EngineFailure if
+        the engine has stopped or stops before.
         """
         freed: Future[int] = Future()
         self._order(Drop(digest, freed))
         return freed
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """From the next step on these, and no others, stay on the device once they are there, idle or not.
+        """Never evict these adapters, and no others, from the next step on, once they are resident, idle or not.
 
         Requests for adapters that they leave no room for end with NotReady.
         """
@@ -151,8 +151,8 @@ class Engine:
     def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:
         """Write an adapter before any request asks for it, as soon as sequences in flight leave it room.
 
-        `ref` says whose it is. The result is there when it is resident. Raises what `submit` raises for its
-        adapter; the future may raise NotReady (pinned ones leave no room), EngineFailure, or what writing met.
+        `ref` says whose it is. The future is done when the adapter is resident. Raises what `submit` raises for its
+        adapter; the future may raise NotReady (pinned adapters leave no room), EngineFailure, or what writing met.
         """
         self._check_fits(adapter, ref.name)
         self._backend.prepare_adapter(adapter)
@@ -231,7 +231,7 @@ class Engine:
         return chunks
 
     def shut_down(self, reason: EngineFailure) -> list[TokenChunk]:
-        """Stop for good: the last chunks of everything live. Memory is the backend's to release."""
+        """Stop for good; returns the last chunks of everything live. `close` releases the memory."""
         if self._failure is None:
             self._failure = reason
         return self._refuse_all(self._failure)
@@ -245,7 +245,7 @@ class Engine:
         self._scheduler.check()
 
     def _drain_inbox(self) -> list[TokenChunk]:
-        """Take in what has arrived, and give orders about adapters the rows that are free; what has ended with that."""
+        """Take in what has arrived, and give free rows to orders about adapters; returns chunks of what that ended."""
         chunks: list[TokenChunk] = []
         for _ in range(len(self._inbox)):
             message = self._inbox.popleft()

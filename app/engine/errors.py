@@ -84,7 +84,7 @@ class NotReady(Overloaded):
 
 
 class AdapterKeptOut(NotReady):
-    """Adapters that operators keep on this engine's device leave no room for the request's."""
+    """Pinned adapters leave no room on this engine's device for the request's."""
 
 
 class DeadlineExceeded(PolyloraError):

@@ -2,7 +2,7 @@
 
 In: a checked `GenerateRequest` and its adapter. Owns: every token id so far, how many of them have
 K and V in memory, and which blocks and adapter slot it holds. Rule: `num_computed` tokens are in
-the blocks of `block_table`, in order; a sequence that is not running holds no block and no pin.
+the blocks of `block_table`, in order; a sequence that is not running holds no block and no rows.
 When and how much to compute is the scheduler's decision.
 """
 

@@ -44,6 +44,7 @@ class EngineStats:
     through the model, recomputed ones included; `num_tokens_generated` were sent. `num_aborted`
     requests ended early: aborted, or failed with their adapter. `num_adapter_hits` of the sequences that started
     with an adapter found it on the device, `num_adapter_misses` did not; writes took `adapter_write_s` in all.
+    An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     """
 
     num_waiting: int

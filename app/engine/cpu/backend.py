@@ -152,7 +152,7 @@ class CpuBackend:
         """End the threads and drop every array."""
         self._team.close()
         self._pages.stop()
-        for name in ("_weights", "_k_memory", "_v_memory", "_rows", "_tables", "_extras", "_work"):
+        for name in ("_weights", "_k_memory", "_v_memory", "_tables", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)
 

@@ -107,7 +107,7 @@ class AdapterOrders:
             waiting.clear()
 
     def _grant(self, digest: str) -> Granted | None:
-        """Rows for what waits under this digest, if it needs any and they are to be had."""
+        """Give the adapter rows, if it needs any and they can be had; else its orders wait or are answered."""
         first = self._brings[digest][0]
         card = first.adapter.card
         try:

@@ -3,8 +3,8 @@
 In: numbers of blocks wanted, given back, or full. Out: block numbers. Blocks never learn what they
 hold: identity is the hash chain, whose root names base model, adapter contents and tenant salt, so
 nothing is shared across any of the three. Every block is either free or counted; a free block may
-still hold a published prefix and is handed out last-used-first-kept. Only full blocks are shared.
-K and V themselves belong to the backend.
+still hold a published prefix, and the one used longest ago is handed out first. Only full blocks are
+shared. K and V themselves belong to the backend.
 """
 
 from __future__ import annotations

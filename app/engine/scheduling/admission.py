@@ -1,12 +1,11 @@
 """Which waiting sequences start in this step, and the adapter writes that this takes.
 
-In: the fair queue, the block and adapter pools. Out: admitted sequences holding their blocks and
-pin, and the writes to perform before they run. One sequence that must wait (for rank rows, for
-blocks, for its turn to write) does not hold up the others; but once `MAX_BYPASSES` of them have
-been admitted past the first in fair order, or if one was preempted, it is urgent: rows are reserved
-for it, and while it waits for blocks nobody else is admitted. Everything running ends, so everything waiting starts,
-but for adapters that what operators keep on the device leaves no room for: those are refused.
-Whose turn it is, is the queue's order; what runs next is the scheduler's.
+In: the fair queue, the block and adapter pools. Out: admitted sequences that hold their blocks and a reference on their
+adapter's rows, and the writes to perform before they run. A sequence that must wait (for rank rows, for blocks, for its
+turn to write) does not hold up the others. But once `MAX_BYPASSES` of them have been admitted past the first in fair
+order, or if it was preempted, it is urgent: rows are reserved for it, and while it waits for blocks nobody else is
+admitted. Everything running ends, so everything waiting starts; only adapters for which pinned ones leave no room are
+refused. The queue says whose turn it is; what runs next is the scheduler's choice.
 """
 
 from __future__ import annotations
@@ -34,11 +33,40 @@ _NO_RANK = 1 << 62
 
 
 class Admitted(NamedTuple):
-    """Sequences that hold their blocks and pins, the writes they need, and adapters that must not wait."""
+    """Sequences that hold their blocks and rows, the writes they need, and adapters that must not wait."""
 
     sequences: list[Sequence]
     writes: list[AdapterWrite]
     refusals: list[Refusal]
+
+
+class _Pass:
+    """One look over the queue: what starts in it, and what is known to have no room.
+
+    `refused_rank`: there are no rows for an absent adapter of this rank, so for none above it but the reserved one.
+    `passed_first` is the first in fair order that others have been admitted past, if it is not admitted itself.
+    """
+
+    __slots__ = ("admitted", "passed_first", "refusals", "refused_digests", "refused_rank", "writes", "written_bytes")
+
+    def __init__(self) -> None:
+        self.admitted: list[Sequence] = []
+        self.writes: list[AdapterWrite] = []
+        self.refusals: list[Refusal] = []
+        self.passed_first: Sequence | None = None
+        self.refused_digests: set[str] = set()
+        self.refused_rank = _NO_RANK
+        self.written_bytes = 0
+
+    def admit(self, sequence: Sequence) -> None:
+        self.admitted.append(sequence)
+        if self.passed_first is sequence:
+            self.passed_first = None
+        elif self.passed_first is not None:
+            self.passed_first.bypassed += 1
+
+    def result(self) -> Admitted:
+        return Admitted(self.admitted, self.writes, self.refusals)
 
 
 class Admission:
@@ -65,71 +93,35 @@ class Admission:
         At most `max_sequences`, and none beyond those that fill `max_tokens`. Writes are limited for the sake of those
         that run: where nothing runs, all that have room start together.
         """
-        admitted: list[Sequence] = []
-        writes: list[AdapterWrite] = []
-        refusals: list[Refusal] = []
+        look = _Pass()
         if not self._is_open or max_sequences <= 0 or not len(self._queue):
-            return Admitted(admitted, writes, refusals)
+            return look.result()
         self._is_open = False
-        passed_first: Sequence | None = None
-        refused_digests: set[str] = set()
-        refused_rank = _NO_RANK  # no rows for an absent adapter of this rank, so for none above it but the reserved
-        written_bytes = num_tokens = num_block_refusals = 0
-        is_limited = num_running > 0
+        num_tokens = num_block_refusals = 0
         for sequence in self._queue.candidates():
-            if len(admitted) == max_sequences or num_tokens >= max_tokens:
+            if len(look.admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
                 break
-            digest = sequence.adapter_digest
-            is_new = digest is not None and not self._adapters.is_resident(digest)
-            urgent = self._queue.is_urgent(sequence)
-            if passed_first is None and not urgent:
-                passed_first = sequence  # unless it is admitted below
-            is_too_large = is_new and sequence.rank >= refused_rank and digest != self._adapters.reserved_for
-            if is_too_large or digest in refused_digests:
+            is_urgent = self._queue.is_urgent(sequence)
+            if look.passed_first is None and not is_urgent:
+                look.passed_first = sequence  # unless it is admitted below
+            if self._is_refused(sequence, look):
                 continue
             found = self._find_prefix(sequence)
-            if not self._blocks_suffice(sequence, found, num_running + len(admitted)):
+            if not self._blocks_suffice(sequence, found, num_running + len(look.admitted)):
                 num_block_refusals += 1
-                if urgent or num_block_refusals == MAX_BLOCK_REFUSALS:
+                if is_urgent or num_block_refusals == MAX_BLOCK_REFUSALS:
                     break
                 continue
-            if sequence.adapter is not None and digest is not None:
-                size = sequence.adapter.card.size_bytes if is_new else 0
-                if is_limited and is_new and written_bytes and written_bytes + size > self._max_write_bytes:
-                    self._is_open = True  # the budget is new in the next step
-                    refused_digests.add(digest)
-                    continue
-                card = sequence.adapter.card
-                grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes, card.size_bytes)
-                if grant is None:
-                    refused_digests.add(digest)
-                    if (refusal := self._refusal(sequence, digest)) is not None:
-                        refusals.append(refusal)
-                        continue
-                    if urgent:
-                        self._adapters.reserve(digest, sequence.rank, sequence.extra_bytes)
-                    if is_new and not sequence.extra_bytes:  # else bytes may be what is missing, not rows
-                        refused_rank = sequence.rank
-                    continue
-                self._meter.adapter_granted(is_hit=not grant.needs_write)
-                sequence.adapter_slot = grant.adapter_slot
-                if grant.needs_write:
-                    written_bytes += max(size, 1)
-                    write = AdapterWrite(grant.adapter_slot, grant.row_start, sequence.adapter, sequence.tenant_id)
-                    writes.append(write)
-                    self._queue.charge(sequence, RANK_ROW_PRICE * grant.num_rows)
+            if not self._place_adapter(sequence, look, is_urgent=is_urgent, is_limited=num_running > 0):
+                continue
             self._start(sequence, found)
-            admitted.append(sequence)
+            look.admit(sequence)
             num_tokens += sequence.num_pending
-            if passed_first is sequence:
-                passed_first = None
-            elif passed_first is not None:
-                passed_first.bypassed += 1
-        for sequence in admitted:
+        for sequence in look.admitted:
             self._queue.remove(sequence)
-        self._age(passed_first)
-        return Admitted(admitted, writes, refusals)
+        self._age(look.passed_first)
+        return look.result()
 
     def leave(self, sequence: Sequence) -> None:
         """A waiting sequence goes away for good: nothing stays reserved for it."""
@@ -137,6 +129,47 @@ class Admission:
             self._adapters.cancel_reservation(sequence.adapter_digest)
         self._queue.remove(sequence)
         self._is_open = True
+
+    def _is_refused(self, sequence: Sequence, look: _Pass) -> bool:
+        """Whether this pass already knows that the sequence's adapter has no room."""
+        digest = sequence.adapter_digest
+        if digest is None:
+            return False
+        if digest in look.refused_digests:
+            return True
+        is_too_large = sequence.rank >= look.refused_rank and digest != self._adapters.reserved_for
+        return is_too_large and not self._adapters.is_resident(digest)
+
+    def _place_adapter(self, sequence: Sequence, look: _Pass, *, is_urgent: bool, is_limited: bool) -> bool:
+        """Reference the sequence's rows, and plan their write if they need one; False if it has to wait for them."""
+        adapter, digest = sequence.adapter, sequence.adapter_digest
+        if adapter is None or digest is None:
+            return True
+        card = adapter.card
+        is_new = not self._adapters.is_resident(digest)
+        size = card.size_bytes if is_new else 0
+        if is_limited and is_new and look.written_bytes and look.written_bytes + size > self._max_write_bytes:
+            self._is_open = True  # the budget is new in the next step
+            look.refused_digests.add(digest)
+            return False
+        grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes, card.size_bytes)
+        if grant is None:
+            look.refused_digests.add(digest)
+            if (refusal := self._refusal(sequence, digest)) is not None:
+                look.refusals.append(refusal)
+                return False
+            if is_urgent:
+                self._adapters.reserve(digest, sequence.rank, sequence.extra_bytes)
+            if is_new and not sequence.extra_bytes:  # else bytes may be what is missing, not rows
+                look.refused_rank = sequence.rank
+            return False
+        self._meter.adapter_granted(is_hit=not grant.needs_write)
+        sequence.adapter_slot = grant.adapter_slot
+        if grant.needs_write:
+            look.written_bytes += max(size, 1)
+            look.writes.append(AdapterWrite(grant.adapter_slot, grant.row_start, adapter, sequence.tenant_id))
+            self._queue.charge(sequence, RANK_ROW_PRICE * grant.num_rows)
+        return True
 
     def _refusal(self, sequence: Sequence, digest: str) -> Refusal | None:
         """Why waiting would be in vain, if it would."""

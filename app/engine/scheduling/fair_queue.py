@@ -51,16 +51,16 @@ class FairQueue:
         return self._num_waiting
 
     def push(self, sequence: Sequence) -> None:
-        """A new arrival, behind its tenant's others."""
+        """Queue a new arrival behind its tenant's others."""
         self._enter(sequence).queue[sequence.request_id] = sequence
 
     def push_preempted(self, sequence: Sequence) -> None:
-        """A sequence that had to give its blocks back: a stream has stopped, so it is first in line."""
+        """Queue a sequence that had to give its blocks back first in line: its stream has stopped."""
         self._enter(sequence)
         self._urgent = {sequence.request_id: sequence, **self._urgent}
 
     def remove(self, sequence: Sequence) -> None:
-        """Admitted or aborted."""
+        """Take out a sequence that was admitted or aborted."""
         tenant = self._tenants[sequence.tenant_id]
         if self._urgent.pop(sequence.request_id, None) is None:
             del tenant.queue[sequence.request_id]
@@ -76,7 +76,7 @@ class FairQueue:
         return self._waiting_tenants
 
     def mark_urgent(self, sequence: Sequence) -> None:
-        """From now on offered before all others, in the order of marking."""
+        """Offer this sequence before all others from now on, in the order of marking."""
         if sequence.request_id not in self._urgent:
             del self._tenants[sequence.tenant_id].queue[sequence.request_id]
             self._urgent[sequence.request_id] = sequence

@@ -31,7 +31,7 @@ class PrefillPace:
         self._target_s = target_s
         self._alone_s: deque[float] = deque(maxlen=_NUM_ALONE)
         self._num_alone = 1  # sequences in the last step without prompts
-        self._num_tokens = self._time_s = 0.0  # of prompts in past steps, and what they added; the older the less
+        self._num_tokens = self._time_s = 0.0  # prompt tokens of past steps and the seconds they added, fading
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, time_s: float) -> None:
         """A step with so many decoding sequences, and so many prompt tokens beside them, took `time_s` seconds."""
@@ -54,7 +54,7 @@ class PrefillPace:
         return room if allowed >= room * self._time_s else max(int(allowed / self._time_s), least)
 
     def _decoding_s(self, num_decoding: int) -> float:
-        """What so many take without prompts: as long as those that were seen; the part of it that is sure, if fewer."""
+        """Seconds of a step with so many sequences and no prompts: what was measured, or the certain share of it."""
         if not self._alone_s:
             return 0.0
         return statistics.median(self._alone_s) * min(num_decoding / self._num_alone, 1.0)
