@@ -96,6 +96,16 @@ class ServiceProcess:
             time.sleep(0.3)
         raise AssertionError(f"not healthy after {timeout_s:g} s:\n{self.tail()}")
 
+    def wait_until_said(self, text: str, timeout_s: float) -> None:
+        """Until the log has this text."""
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.log.read_text(errors="replace"):
+            if self.process.poll() is not None:
+                raise AssertionError(f"the service ended with {self.process.returncode}:\n{self.tail()}")
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"{text!r} was not said in {timeout_s:g} s:\n{self.tail()}")
+            time.sleep(0.3)
+
     def tail(self, num_chars: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-num_chars:]
 
