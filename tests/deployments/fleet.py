@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from app.config import PlacementConfig
@@ -58,7 +59,7 @@ class FakeReplica:
         self.attaches.set()
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
-        self.service = EngineService(fleet.fetch, idle_s=idle_s)
+        self.service = EngineService(fleet, time.time, idle_s=idle_s)
         self.backend = PausableBackend()
         self.engine = Engine(self.backend, EngineConfig(max_waiting=max_waiting))
         self.thread = EngineThread(self.engine, self.service.on_step)

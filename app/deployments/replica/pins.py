@@ -9,35 +9,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 from app.deployments.links.tasks import Tasks
+from app.deployments.links.watched import Watched
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import Pins
-from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import LoraAdapter
+from app.deployments.replica.service import AdapterSource, EngineService
 from app.engine.errors import PolyloraError
 from app.engine.interface import RunningEngine
 
 logger = logging.getLogger(__name__)
 
 
+#: How often a pinned adapter that could not be brought here is tried again.
+AGAIN_AFTER_S = 5.0
+
+
 class PinKeeper:
-    """One event loop. `on_brought` is told each adapter that came to the device."""
+    """One per replica, on its event loop."""
 
     def __init__(
         self,
         engine: RunningEngine,
-        fetch: Callable[[AdapterRef], Awaitable[LoraAdapter]],
-        on_brought: Callable[[LoraAdapter], None],
+        adapters: AdapterSource,
+        service: EngineService,
     ) -> None:
         self._engine = engine
-        self._fetch = fetch
-        self._on_brought = on_brought
+        self._adapters = adapters
+        self._service = service
         self._pinned: frozenset[str] = frozenset()
         self._bringing: set[str] = set()
         self._tasks = Tasks()
         self._told: dict[str, str] = {}  # digest -> why it could not be brought
+
+    async def follow(self, pinned: Watched[Pins]) -> None:
+        """Pin what is pinned now, at every change and again at intervals, until cancelled."""
+        while True:
+            pins = pinned.value
+            self.pin(pins)
+            if pinned.value is pins:
+                await pinned.changed(AGAIN_AFTER_S)
 
     def pin(self, pins: Pins) -> None:
         """Keep what is pinned now, and go for what of it is not on the device."""
@@ -58,11 +69,11 @@ class PinKeeper:
     async def _bring(self, entry: CatalogEntry) -> None:
         digest = entry.ref.digest
         try:
-            adapter = await self._fetch(entry.ref)
+            adapter = await self._adapters.fetch(entry.ref)
             if digest not in self._pinned:
                 return  # no longer
             await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
-            self._on_brought(adapter)
+            self._service.brought(adapter)
             self._told.pop(digest, None)
         except PolyloraError as error:
             if self._told.get(digest) != str(error):

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
+from typing import Any, Protocol
 
-from app.deployments.links.frames import FrameHub
+from app.deployments.links.frames import FrameHub, pack_frame
+from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.transport import EngineFailed, ReplicaGone
 from app.deployments.placement.table import ReplicaReport
@@ -35,11 +37,23 @@ MAX_MAPPED_BYTES = 256 << 20
 IDLE_S = 2.0
 
 
-class EngineService:
-    """Made and used on one event loop; `on_step` may be called from the engine's thread."""
+class AdapterSource(Protocol):
+    """Where the weights of adapters come from (`AdapterFetcher`)."""
 
-    def __init__(self, fetch: Callable[[AdapterRef], Awaitable[LoraAdapter]], *, idle_s: float = IDLE_S) -> None:
-        self._fetch = fetch
+    async def fetch(self, ref: AdapterRef) -> LoraAdapter:
+        """The adapter. Raises what reading it raises."""
+        ...
+
+
+class EngineService:
+    """Made and used on one event loop; `on_step` may be called from the engine's thread.
+
+    `clock` gives Unix time: adapters are told by when they were used last.
+    """
+
+    def __init__(self, adapters: AdapterSource, clock: Callable[[], float], *, idle_s: float = IDLE_S) -> None:
+        self._adapters = adapters
+        self._clock = clock
         self._idle_s = idle_s
         self._engine: RunningEngine | None = None
         self._loop = asyncio.get_running_loop()
@@ -84,9 +98,17 @@ class EngineService:
         finally:
             self.abort(self._hub.detach(link_id))
 
-    def leave(self, link_id: str) -> None:
-        """Its reader has gone: `frames` ends, and the link's requests are aborted."""
-        self._hub.leave(link_id)
+    async def packed_frames(self, link_id: str, socket: FrameSocket | None) -> AsyncGenerator[bytes]:
+        """`frames` as they are sent; with a socket only the first, the others go through its connection to the reader.
+
+        A reader that closes its connection has gone: its link ends, and its requests are aborted.
+        """
+        leave = partial(self._hub.leave, link_id)
+        async with aclosing(self.frames(link_id)) as frames:
+            alone = (pack_frame(frame) async for frame in frames)
+            async with aclosing(alone if socket is None else socket.carry(link_id, frames, leave)) as items:
+                async for item in items:
+                    yield item
 
     def submit(self, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
         """Take requests whose chunks go to this link. False, and nothing taken, if it is not attached.
@@ -124,9 +146,18 @@ class EngineService:
             else:
                 self.engine.abort(request_id)
 
-    def unmap(self, digest: str) -> None:
-        """Forget this process's view of an adapter; the next request fetches it again."""
+    async def drop_adapter(self, digest: str) -> int:
+        """Free an adapter's rows when its last sequence has ended; returns how many rows were freed.
+
+        This process's view of it is forgotten, too: the next request fetches it again.
+        """
         self._mapped.pop(digest, None)
+        return await asyncio.wrap_future(self.engine.drop_adapter(digest))
+
+    def brought(self, adapter: LoraAdapter) -> None:
+        """An adapter has come to the device without a request: a report is due."""
+        self.keep(adapter)
+        self.changed.set()
 
     def keep(self, adapter: LoraAdapter) -> None:
         """Hold this process's view of an adapter, the least recently used out."""
@@ -139,6 +170,24 @@ class EngineService:
         """Adapters that requests have used since this was last asked, and when (Unix time)."""
         used_s, self._used_s = self._used_s, {}
         return used_s
+
+    def counts(self) -> dict[str, Any]:
+        """What the engine holds and has done, for tests and operators."""
+        stats = self.engine.stats()
+        return {
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting + self.num_waiting_for_adapters,
+            "num_blocks": stats.num_blocks,
+            "num_blocks_free": stats.num_blocks_free,
+            "num_rank_rows_free": stats.num_rank_rows_free,
+            "residents": tuple(resident.digest for resident in stats.residents),
+            "in_use": tuple(resident.digest for resident in stats.residents if resident.num_refs),
+            "num_adapter_hits": stats.num_adapter_hits,
+            "num_adapter_misses": stats.num_adapter_misses,
+            "num_adapter_writes": stats.num_adapter_writes,
+            "num_tokens_generated": stats.num_tokens_generated,
+            "num_aborted": stats.num_aborted,
+        }
 
     def report(self, replica_id: str, num_running: int, num_waiting: int, resident: tuple[str, ...]) -> ReplicaReport:
         """What placement wants to know, given the engine's counts."""
@@ -176,7 +225,7 @@ class EngineService:
             return False
         if adapter is not None:
             self._active[request.request_id] = adapter.card.digest
-            self._used_s[adapter.card.digest] = self._last_used_s[adapter.card.digest] = time.time()
+            self._used_s[adapter.card.digest] = self._last_used_s[adapter.card.digest] = self._clock()
             self.changed.set()
         return True
 
@@ -189,7 +238,7 @@ class EngineService:
 
     async def _fetch_and_map(self, ref: AdapterRef) -> LoraAdapter:
         try:
-            adapter = await self._fetch(ref)
+            adapter = await self._adapters.fetch(ref)
         finally:
             del self._fetching[ref.digest]
         self.keep(adapter)

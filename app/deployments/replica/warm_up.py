@@ -1,20 +1,98 @@
 """Which adapters a new replica holds before it is called ready, and how they come to its device.
 
-In: an engine that runs, and what is registered. Out: the engine with the adapters that were used most. Rule: an
-adapter that this engine cannot hold (its settings may have been lowered) is left out, with the reason.
+In: an engine that runs, and what is registered. Out: the engine with what is pinned, and then what was used most. Rule:
+an adapter that cannot be had, or that this engine cannot hold (its settings may have been lowered), is left out, with
+the reason in the log: its requests will ask for it, or `PinKeeper`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.pins import Pins
+from app.deployments.replica.service import AdapterSource
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
+from app.engine.config import EngineConfig
 from app.engine.errors import AdapterError, NotReady
 from app.engine.interface import RunningEngine
 from app.engine.pools.adapter_pool import rows_of
+
+logger = logging.getLogger(__name__)
+
+#: How long a new replica waits for the sources of pinned adapters and of the hot set.
+WARM_TIMEOUT_S = 60.0
+
+
+class HotSet(Protocol):
+    """The part of `StoreClient` that is used here."""
+
+    async def hot(self, limit: int) -> list[CatalogEntry]: ...
+
+
+class WarmUp:
+    """Fills one engine's device. `timeout_s` is how long it waits for the sources of adapters."""
+
+    def __init__(
+        self,
+        engine: RunningEngine,
+        config: EngineConfig,
+        adapters: AdapterSource,
+        store: HotSet,
+        *,
+        timeout_s: float = WARM_TIMEOUT_S,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._adapters = adapters
+        self._store = store
+        self._timeout_s = timeout_s
+
+    async def run(self, pins: Pins) -> list[LoraAdapter]:
+        """Pin what is pinned; returns the adapters that were read, the hottest first. Raises EngineFailure."""
+        self._engine.pin_adapters(pins.digests)
+        read = await self._read(await self._entries(pins))
+        for are_pinned in (True, False):
+            part = [(ref, adapter) for ref, adapter in read if (ref.digest in pins.digests) is are_pinned]
+            for ref, refusal in await bring_adapters(self._engine, part):
+                logger.warning("adapter %s is not on the device: %s; starting without it", ref.name, refusal)
+        return [adapter for _, adapter in read]
+
+    async def _entries(self, pins: Pins) -> list[CatalogEntry]:
+        max_adapters = self._config.max_adapter_slots - 1
+        hot: list[CatalogEntry] = []
+        try:
+            hot = await self._store.hot(max_adapters)
+        except NotReady as error:
+            logger.warning("nobody knows what was used last (%s); starting without it", error)
+        return hottest_that_fit(
+            [*pins.entries, *(entry for entry in hot if entry.ref.digest not in pins.digests)],
+            num_adapters=max_adapters,
+            num_rank_rows=self._engine.stats().num_rank_rows,
+            rank_alignment=self._config.rank_alignment,
+            extra_bytes=self._config.adapter_extra_bytes,
+        )
+
+    async def _read(self, entries: Sequence[CatalogEntry]) -> list[tuple[AdapterRef, LoraAdapter]]:
+        """All at once; those that are not there in time are given up."""
+        if not entries:
+            return []
+        fetches = [asyncio.create_task(self._adapters.fetch(entry.ref)) for entry in entries]
+        await asyncio.wait(fetches, timeout=self._timeout_s)
+        read: list[tuple[AdapterRef, LoraAdapter]] = []
+        for entry, fetch in zip(entries, fetches, strict=True):
+            if not fetch.done():
+                fetch.cancel()
+                logger.warning("adapter %s was not read within %g s; starting without it", entry.name, self._timeout_s)
+            elif unread := fetch.exception():
+                logger.warning("adapter %s cannot be read: %s", entry.name, unread)
+            else:
+                read.append((entry.ref, fetch.result()))
+        return read
 
 
 def hottest_that_fit(

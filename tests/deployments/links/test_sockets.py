@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -150,16 +151,17 @@ class _Engine:
         self.running.discard(request_id)
 
 
-async def _no_adapter(_: AdapterRef) -> LoraAdapter:
-    raise AssertionError("no request names one")
+class _NoAdapters:
+    async def fetch(self, _: AdapterRef) -> LoraAdapter:
+        raise AssertionError("no request names one")
 
 
 async def test_requests_of_an_ingress_that_dies_are_aborted() -> None:
     """Its connection ends; nobody closes the call, and no frame is due that could not be sent."""
-    service, engine = EngineService(_no_adapter, idle_s=60.0), _Engine()
+    service, engine = EngineService(_NoAdapters(), time.time, idle_s=60.0), _Engine()
     service.start(engine)
     async with opened() as frame_socket:
-        call = frame_socket.carry(LINK, service.frames(LINK), lambda: service.leave(LINK))
+        call = service.packed_frames(LINK, frame_socket)
         connection = await connected()
         reader = frames_beside(call, LINK, connection)
         assert unpack_frame(await anext(reader)) == []

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
 
+from app.deployments.links.published import Version
+from app.deployments.links.watched import Watched
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import Pins
 from app.deployments.replica.pins import PinKeeper
+from app.deployments.replica.service import EngineService
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
@@ -40,9 +44,14 @@ class Bench:
         self.thread.start()
         self.gate = asyncio.Event()
         self.fetches: list[str] = []
-        self.brought: list[str] = []
         self.broken: dict[str, str] = {"broken": "no such bucket"}
-        self.keeper = PinKeeper(self.thread, self.fetch, lambda adapter: self.brought.append(adapter.card.digest))
+        self.service = EngineService(self, time.time)
+        self.keeper = PinKeeper(self.thread, self, self.service)
+
+    @property
+    def brought(self) -> list[str]:
+        """What a request for it would find in this process."""
+        return list(self.service._mapped)
 
     async def fetch(self, ref: AdapterRef) -> LoraAdapter:
         self.fetches.append(ref.name)
@@ -101,3 +110,20 @@ async def test_what_is_unpinned_while_it_is_fetched_does_not_come(bench: Bench) 
 
 def digest(name: str) -> str:
     return ADAPTERS[name].card.digest
+
+
+async def test_pins_are_followed_and_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.deployments.replica.pins.AGAIN_AFTER_S", 0.01)
+
+    async def no_news(*_: object) -> None:
+        raise AssertionError("the test tells it")
+
+    watched = Watched(no_news, "replica", Pins())
+    following = asyncio.create_task(bench.keeper.follow(watched))
+    watched.take(Version("life", 1), pinned("a", "broken"))
+    await until(lambda: bench.residents() == {"a"} and bench.fetches.count("broken") > 2)
+    assert bench.service.changed.is_set(), "placement is to hear where it is"
+    watched.take(Version("life", 2), pinned("b"))
+    await until(lambda: bench.residents() >= {"b"} and bench.keeper._pinned == {digest("b")})
+    assert not following.done()
+    following.cancel()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from app.deployments.registry.entries import CatalogEntry
-from app.deployments.replica.warm_up import bring_adapters, hottest_that_fit
+from app.deployments.registry.pins import Pins
+from app.deployments.replica.warm_up import WarmUp, bring_adapters, hottest_that_fit
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
@@ -118,3 +120,65 @@ async def test_an_engine_that_fails_meanwhile_is_not_ready(bench: Bench) -> None
     bench.backend.write_error = RuntimeError("the fake device is on fire")
     with pytest.raises(EngineFailure, match="on fire"):
         await bring_adapters(bench.thread, named(fake_adapter("a", 8), fake_adapter("b", 8)))
+
+
+class Sources:
+    """The store of a warm-up: what was used most, and adapters that come, do not come, or never end."""
+
+    def __init__(self, *hot: LoraAdapter) -> None:
+        self.adapters = {adapter.card.digest: adapter for adapter in hot}
+        self.hot_entries = [entry_of(adapter) for adapter in hot]
+        self.hot_error: Exception | None = None
+        self.broken: dict[str, Exception] = {}
+        self.endless: set[str] = set()
+
+    async def hot(self, limit: int) -> list[CatalogEntry]:
+        if self.hot_error is not None:
+            raise self.hot_error
+        return self.hot_entries[:limit]
+
+    async def fetch(self, ref: AdapterRef) -> LoraAdapter:
+        if ref.digest in self.endless:
+            await asyncio.Event().wait()
+        if ref.digest in self.broken:
+            raise self.broken[ref.digest]
+        return self.adapters[ref.digest]
+
+
+def entry_of(adapter: LoraAdapter) -> CatalogEntry:
+    return CatalogEntry(AdapterRef("an adapter", adapter.card.digest), adapter.card.max_rank, 64, 0.0)
+
+
+CONFIG = EngineConfig(adapter_rank_rows=32, max_adapter_slots=16)
+
+
+async def test_what_is_pinned_comes_before_what_was_used_most_and_stays(bench: Bench) -> None:
+    hot = [fake_adapter(name, 8) for name in "abcd"]
+    pinned = fake_adapter("pinned", 8)
+    sources = Sources(*hot)
+    sources.adapters[pinned.card.digest] = pinned
+    read = await WarmUp(bench.thread, CONFIG, sources, sources).run(Pins((entry_of(pinned),)))
+    assert read == [pinned, *hot[:3]], "the coldest has no room beside them"
+    assert bench.residents() == {adapter.card.digest for adapter in read}
+    assert await bring_adapters(bench.thread, named(*(fake_adapter(f"new{index}", 8) for index in range(4)))) == []
+    assert pinned.card.digest in bench.residents()
+
+
+async def test_what_cannot_be_read_is_left_out(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    good, broken, endless = (fake_adapter(name, 8) for name in ("good", "broken", "endless"))
+    sources = Sources(broken, endless, good)
+    sources.broken[broken.card.digest] = AdapterFormatError("no weights in it")
+    sources.endless.add(endless.card.digest)
+    assert await WarmUp(bench.thread, CONFIG, sources, sources, timeout_s=0.05).run(Pins()) == [good]
+    assert bench.residents() == {good.card.digest}
+    assert "cannot be read: no weights in it" in caplog.text
+    assert "was not read within 0.05 s" in caplog.text
+
+
+async def test_a_replica_starts_though_nobody_knows_what_was_used(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = Sources()
+    sources.hot_error = NotReady("the database is away")
+    assert await WarmUp(bench.thread, CONFIG, sources, sources).run(Pins()) == []
+    assert "the database is away" in caplog.text

@@ -1,0 +1,133 @@
+"""What a replica says about itself: to placement where adapters are, to the registry what came, left and was used.
+
+In: the engine's counts and what its service knows of requests. Out: one loop of reports. Placement hears at once when
+adapters may have moved, and at intervals otherwise; the registry hears at most once a second, and only news. Rule: a
+registry that is slow or away delays nothing else, and hears later what it has missed. When the engine has failed,
+placement is told that the replica is gone, or the failed engine's adapters would keep their homes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from app.deployments.links.ray_calls import ActorAway
+from app.deployments.links.tasks import Tasks
+from app.deployments.placement.table import ReplicaReport
+from app.deployments.replica.service import EngineService
+from app.engine.errors import NotReady
+from app.engine.interface import RunningEngine
+from app.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+#: Reports are at least this far apart, however fast adapters move.
+MIN_REPORT_INTERVAL_S = 0.05
+#: How often the registry hears of use: a hot set that is this old after a crash is as good.
+OBSERVE_INTERVAL_S = 1.0
+
+
+class Placement(Protocol):
+    """The part of `PlacementClient` that is used here."""
+
+    async def report(self, report: ReplicaReport) -> None: ...
+
+    async def gone(self, replica_id: str) -> None: ...
+
+
+class Observer(Protocol):
+    """The part of `StoreClient` that is used here."""
+
+    async def observe(
+        self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
+    ) -> None: ...
+
+
+class StatsMetrics(Protocol):
+    """What is exported from the engine's counts (`EngineMetrics`, `DeviceMetrics`)."""
+
+    def update(self, stats: EngineStats) -> None: ...
+
+
+class Reports:
+    """One per replica, on its event loop. `clock` gives seconds and never goes back."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        engine: RunningEngine,
+        service: EngineService,
+        placement: Placement,
+        registry: Observer,
+        metrics: Sequence[StatsMetrics],
+        *,
+        interval_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._replica_id = replica_id
+        self._engine = engine
+        self._service = service
+        self._placement = placement
+        self._registry = registry
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._clock = clock
+        self._observed_s = clock()
+        self._known_resident: set[str] = set()  # as the registry knows it
+        self._untold_s: dict[str, float] = {}  # adapters in use, and when, that the registry has not heard of
+        self._observing = Tasks()
+
+    async def run(self) -> None:
+        """Report until the engine has failed, or the task is cancelled."""
+        is_due, reported_s = True, self._clock()
+        while self._engine.failure is None:
+            stats, now_s = self._engine.stats(), self._clock()
+            if is_due or now_s - reported_s >= self._interval_s:
+                reported_s = now_s
+                await self._report(stats)
+            if now_s - self._observed_s >= OBSERVE_INTERVAL_S and not self._observing:
+                self._observed_s = now_s
+                for metrics in self._metrics:
+                    metrics.update(stats)
+                self._observing.start(self._observe({item.digest for item in stats.residents}))
+            is_due = await self._has_changed(min(self._interval_s, OBSERVE_INTERVAL_S))
+        with suppress(ActorAway):  # whoever is away hears no more reports, and forgets us
+            await self._placement.gone(self._replica_id)
+
+    def close(self) -> None:
+        """Tell the registry nothing more."""
+        self._observing.cancel()
+
+    async def _has_changed(self, timeout_s: float) -> bool:
+        """Whether adapters may have moved; waits for it, at most this long."""
+        try:
+            await asyncio.wait_for(self._service.changed.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        await asyncio.sleep(MIN_REPORT_INTERVAL_S)
+        self._service.changed.clear()
+        return True
+
+    async def _report(self, stats: EngineStats) -> None:
+        resident = tuple(sorted(item.digest for item in stats.residents))
+        report = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, resident)
+        try:
+            await self._placement.report(report)
+        except ActorAway as error:
+            logger.warning("%s; reporting again", error)
+
+    async def _observe(self, resident: set[str]) -> None:
+        """Tell what came to and left the device since the last time that was heard, and what requests used."""
+        self._untold_s |= self._service.take_used()
+        if resident == self._known_resident and not self._untold_s:
+            return
+        loaded, unloaded = sorted(resident - self._known_resident), sorted(self._known_resident - resident)
+        try:
+            await self._registry.observe(self._replica_id, loaded, unloaded, self._untold_s)
+        except NotReady as error:
+            logger.warning("the registry is away (%s); telling it later", type(error).__name__)
+        else:
+            self._known_resident, self._untold_s = resident, {}

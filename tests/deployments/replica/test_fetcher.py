@@ -1,0 +1,86 @@
+"""Adapters come from the store's shared memory; memory that is lost is asked for once more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from ray.exceptions import ObjectLostError, OwnerDiedError
+
+from app.deployments.links.ray_calls import ActorAway
+from app.deployments.replica.fetcher import AdapterFetcher
+from app.deployments.store.shared import SharedAdapter
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.isolation.packing import pack_adapter
+from app.engine.errors import AdapterFormatError, NotReady
+from tests.fakes import fake_adapter
+
+ADAPTER = fake_adapter("a", 8)
+REF = AdapterRef("a", ADAPTER.card.digest)
+
+
+class FakeStore:
+    """Answers as it is told: raises what is an exception; an object error is what its memory then raises."""
+
+    def __init__(self, *answers: Exception | None) -> None:
+        self.answers = list(answers)
+        self.lost_digests: list[str] = []
+
+    async def fetch(self, ref: AdapterRef) -> SharedAdapter:
+        assert ref == REF
+        answer = self.answers.pop(0)
+        if answer is not None and not isinstance(answer, ObjectLostError):
+            raise answer
+        packed = pack_adapter(ADAPTER)
+        arrays = []
+        for array in packed.arrays:
+            arrays.append(asyncio.get_running_loop().create_future())
+            if answer is None:
+                arrays[-1].set_result(array)
+            else:
+                arrays[-1].set_exception(answer)
+                arrays[-1].exception()  # only the first is asked for
+        return SharedAdapter(packed.header, arrays)  # type: ignore[arg-type]
+
+    async def lost(self, digest: str) -> None:
+        self.lost_digests.append(digest)
+
+
+def away() -> ActorAway:
+    return ActorAway("the store does not answer", retry_after_s=1)
+
+
+def dead() -> OwnerDiedError:
+    return OwnerDiedError("00" * 28, None, "")
+
+
+async def test_an_adapter_is_what_was_packed() -> None:
+    store = FakeStore(None)
+    adapter = await AdapterFetcher(store).fetch(REF)
+    assert adapter.card == ADAPTER.card
+    for key, pair in ADAPTER.weights.items():
+        assert (adapter.weights[key].a == pair.a).all()
+        assert (adapter.weights[key].b == pair.b).all()
+    assert store.lost_digests == []
+
+
+@pytest.mark.parametrize("first", [away(), dead()], ids=["the store is away", "its memory is lost"])
+async def test_what_is_lost_is_asked_for_again(first: Exception) -> None:
+    store = FakeStore(first, None)
+    adapter = await AdapterFetcher(store, again_after_s=0.0).fetch(REF)
+    assert (adapter.card, store.lost_digests) == (ADAPTER.card, [REF.digest])
+
+
+async def test_a_store_that_stays_away_is_not_ready() -> None:
+    store = FakeStore(away(), dead())
+    with pytest.raises(NotReady, match="adapter 'a' cannot be had while the adapter store restarts") as caught:
+        await AdapterFetcher(store, again_after_s=0.0).fetch(REF)
+    assert not isinstance(caught.value, ActorAway)
+
+
+async def test_what_the_adapter_is_to_blame_for_is_not_asked_again() -> None:
+    store, began_s = FakeStore(AdapterFormatError("no weights in it")), time.monotonic()
+    with pytest.raises(AdapterFormatError, match="no weights"):
+        await AdapterFetcher(store, again_after_s=600.0).fetch(REF)
+    assert time.monotonic() - began_s < 600.0

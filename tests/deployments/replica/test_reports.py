@@ -1,0 +1,178 @@
+"""One loop tells placement at once and the registry what is news; neither can hold up the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import pytest
+import pytest_asyncio
+
+from app.deployments.links.ray_calls import ActorAway
+from app.deployments.placement.table import ReplicaReport
+from app.deployments.replica import reports as module
+from app.deployments.replica.reports import Reports
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import NotReady
+from app.engine.stats import EngineStats
+from tests.deployments.fleet import FakeReplica, Fleet
+from tests.fakes import fake_adapter, fake_request
+
+
+class Listeners:
+    """Placement and the registry, which may be away or slow."""
+
+    def __init__(self) -> None:
+        self.reports: list[ReplicaReport] = []
+        self.gone_ids: list[str] = []
+        self.observed: list[tuple[list[str], list[str], dict[str, float]]] = []
+        self.placement_error: Exception | None = None
+        self.registry_error: Exception | None = None
+        self.registry_answers = asyncio.Event()
+        self.registry_answers.set()
+        self.num_updates = 0
+
+    async def report(self, report: ReplicaReport) -> None:
+        if self.placement_error is not None:
+            raise self.placement_error
+        self.reports.append(report)
+
+    async def gone(self, replica_id: str) -> None:
+        self.gone_ids.append(replica_id)
+
+    async def observe(
+        self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
+    ) -> None:
+        assert replica_id == "replica-0"
+        await self.registry_answers.wait()
+        if self.registry_error is not None:
+            raise self.registry_error
+        self.observed.append((list(loaded), list(unloaded), dict(used_s)))
+
+    def update(self, _: EngineStats) -> None:
+        self.num_updates += 1
+
+
+class Bench:
+    """A replica of a fleet, and its reports."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet(1)
+        self.dispatcher = self.fleet.dispatcher()
+        self.listeners = Listeners()
+        self.running: asyncio.Task[None] | None = None
+
+    @property
+    def replica(self) -> FakeReplica:
+        return self.fleet.replicas["replica-0"]
+
+    def start(self, interval_s: float) -> None:
+        heard = self.listeners
+        self.reports = Reports(
+            "replica-0",
+            self.replica.thread,
+            self.replica.service,
+            heard,
+            heard,
+            [heard],
+            interval_s=interval_s,
+            clock=time.monotonic,
+        )
+        self.running = asyncio.create_task(self.reports.run())
+
+    async def use(self, request_id: str, adapter: LoraAdapter) -> None:
+        self.fleet.adapters[adapter.card.digest] = adapter
+        async for _ in self.dispatcher.stream(fake_request(request_id, [1, 2], adapter)):
+            pass
+
+    async def close(self) -> None:
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.wait([self.running])
+        self.reports.close()
+        await self.dispatcher.close()
+        self.fleet.stop()
+
+
+@pytest_asyncio.fixture
+async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    monkeypatch.setattr(module, "OBSERVE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(module, "MIN_REPORT_INTERVAL_S", 0.0)
+    bench = Bench()
+    yield bench
+    await bench.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OBSERVE_INTERVAL_S", 1e6)
+    adapter = fake_adapter("a", 8)
+    bench.start(interval_s=1e6)
+    await until(lambda: len(bench.listeners.reports) == 1)
+    assert bench.listeners.reports[0] == ReplicaReport("replica-0")
+    await bench.use("r", adapter)
+    await until(lambda: bench.listeners.reports[-1].resident == (adapter.card.digest,))
+    assert set(bench.listeners.reports[-1].last_used_s) == {adapter.card.digest}
+
+
+async def test_the_registry_hears_only_news(bench: Bench) -> None:
+    a, b = fake_adapter("a", 8), fake_adapter("b", 8)
+    bench.start(interval_s=0.01)
+    await bench.use("r0", a)
+    await until(lambda: bool(bench.listeners.observed))
+    num_updates = bench.listeners.num_updates
+    await until(lambda: bench.listeners.num_updates > num_updates + 3)
+    ((loaded, unloaded, used_s),) = bench.listeners.observed
+    assert (loaded, unloaded, set(used_s)) == ([a.card.digest], [], {a.card.digest})
+    await bench.use("r1", b)
+    assert bench.replica.thread.drop_adapter(a.card.digest).result(60) > 0
+    await until(lambda: [a.card.digest] in [gone for _, gone, _ in bench.listeners.observed])
+    assert sorted(digest for loaded, _, _ in bench.listeners.observed for digest in loaded) == sorted(
+        [a.card.digest, b.card.digest]
+    )
+
+
+async def test_a_registry_that_is_away_hears_later_and_delays_no_report(bench: Bench) -> None:
+    adapter = fake_adapter("a", 8)
+    bench.listeners.registry_error = NotReady("the database is away")
+    bench.start(interval_s=0.01)
+    await bench.use("r", adapter)
+    num_updates = bench.listeners.num_updates
+    await until(lambda: bench.listeners.num_updates > num_updates + 3)
+    assert bench.listeners.observed == []
+    bench.listeners.registry_answers.clear()  # and now it does not even say so
+    num_reports = len(bench.listeners.reports)
+    await until(lambda: len(bench.listeners.reports) > num_reports + 10)
+    bench.listeners.registry_error = None
+    bench.listeners.registry_answers.set()
+    await until(lambda: bool(bench.listeners.observed))
+    loaded, _, used_s = bench.listeners.observed[0]
+    assert (loaded, set(used_s)) == ([adapter.card.digest], {adapter.card.digest}), "nothing was forgotten"
+
+
+async def test_placement_that_is_away_is_told_again(bench: Bench) -> None:
+    bench.listeners.placement_error = ActorAway("gone", retry_after_s=1)
+    bench.start(interval_s=0.01)
+    await until(lambda: bench.listeners.num_updates > 2)
+    bench.listeners.placement_error = None
+    await until(lambda: bool(bench.listeners.reports))
+
+
+async def test_a_failed_engine_is_said_to_be_gone(bench: Bench) -> None:
+    bench.start(interval_s=0.01)
+    await until(lambda: bool(bench.listeners.reports))
+    bench.replica.backend.fail_at = 0
+    bench.replica.thread.submit(fake_request("r", [1]))
+    await until(lambda: bench.replica.thread.failure is not None)
+    assert bench.running is not None
+    await asyncio.wait([bench.running])
+    assert bench.running.exception() is None
+    assert bench.listeners.gone_ids == ["replica-0"]
