@@ -1,16 +1,18 @@
-"""`HttpService` without Ray or a socket: a fleet of one fake engine, and a registry in a temporary folder."""
+"""The ingress's service without Ray or a socket: a fleet of one fake engine, and a registry in a temporary folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
-from app.config import LimitsConfig
-from app.deployments.ingress.frontend import Frontend, Job
-from app.deployments.ingress.management import Management
-from app.deployments.registry.view import RegistryView
-from app.engine.adapters.card import AdapterRef
-from app.engine.request import Usage
-from tests.deployments.fleet import Fleet
+from app.config import AppConfig
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.service import IngressService, Parts
+from app.deployments.links.transport import Frame
+from app.engine.request import GenerateRequest, Usage
+from tests.deployments.fleet import Fleet, Unbatched
 from tests.deployments.managed import ManagedStore
 
 
@@ -45,31 +47,68 @@ class Letters:
         return self.token_bytes(token_id)
 
 
-class Service:
-    """`HttpService` over a fleet of one."""
+class FleetReplicas:
+    """`Replicas` over a fleet; adapters are dropped by the managed store, which takes a note of it."""
 
-    base_name = "base"
+    def __init__(self, fleet: Fleet, managed: ManagedStore) -> None:
+        self._fleet = fleet
+        self._managed = managed
+
+    def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
+        return self._fleet.frames(replica_id, link_id)
+
+    async def submit(self, replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
+        return await self._fleet.submit(replica_id, link_id, requests)
+
+    async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
+        await self._fleet.abort(replica_id, request_ids)
+
+    async def drop_adapter(self, replica_id: str, digest: str) -> int:
+        return await self._managed.drop_adapter(replica_id, digest)
+
+    async def stats(self, replica_id: str) -> dict[str, Any]:
+        return {"replica_id": replica_id, "num_running": self._fleet.replicas[replica_id].report().num_running}
+
+
+class RecordedMetrics:
+    """What was counted, in order."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+
+    def request(self, route: str, status: int, **what: Any) -> None:
+        self.requests.append({"route": route, "status": status} | what)
+
+
+class Service(IngressService):
+    """The service over a fleet of one; it takes a note of each request that has ended."""
 
     def __init__(self, fleet: Fleet, managed: ManagedStore) -> None:
         self.fleet = fleet
         self.managed = managed
-        self.management = Management(managed.client, managed, lambda: fleet.table)
-        self.dispatcher = fleet.dispatcher(replica_wait_s=0.2)
+        self.metrics = RecordedMetrics()
         self.observed: list[tuple[str, int]] = []
         self.counted: list[tuple[Job | None, list[Usage | None]]] = []
-        limits = LimitsConfig(max_body_bytes=20_000, max_sequences=4, request_timeout_s=120)
-        self.frontend = Frontend(Letters(), "base", self.resolve, self.dispatcher.stream, limits)
-
-    def resolve(self, name: str, sticky_key: str) -> AdapterRef | None:
-        return self.registry.resolve(name, sticky_key)
+        limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_wait_s": 0.2}
+        parts = Parts(
+            text=Letters(),
+            registry=managed.view,
+            store=managed.client,
+            placer=fleet,
+            policy=fleet.policy,
+            replicas=FleetReplicas(fleet, managed),
+            make_batcher=Unbatched,
+            metrics=self.metrics,
+            clock=time.time,
+            steady_clock=asyncio.get_running_loop().time,
+        )
+        super().__init__(AppConfig.model_validate({"model": {"name": "base"}, "limits": limits}), parts)
 
     @property
-    def registry(self) -> RegistryView:
-        return self.managed.view
-
-    def is_ready(self) -> bool:
-        return bool(self.dispatcher.links.usable_loads())
+    def num_streams(self) -> int:
+        return self._links.num_streams
 
     def observe(self, route: str, status: int, job: Job | None) -> None:
+        super().observe(route, status, job)
         self.observed.append((route, status))
         self.counted.append((job, [] if job is None else job.usages))

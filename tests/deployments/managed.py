@@ -18,7 +18,7 @@ from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.service import StoreParts, StoreService
-from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource
 
 
@@ -69,6 +69,9 @@ class FakeStore:
         await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
         self.cached_digests.add(found)
         return ReadAdapter(f"/roots/{source}", card(found))
+
+    async def expect(self, ref: AdapterRef) -> None:
+        """What is read ahead makes no difference here."""
 
     def forget(self, digest: str) -> None:
         self.cached_digests.discard(digest)

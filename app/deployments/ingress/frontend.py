@@ -1,29 +1,25 @@
-"""Requests in words, answers in words: everything between a parsed body and the dispatcher.
+"""Requests in words become requests in token ids: everything between a parsed body and the dispatcher.
 
-In: parsed bodies, the registry of adapters. Out: `Job`s: the sequences of one request, ready to run, whose
-answers come whole or as a merged stream. Names become adapter references here and text becomes token ids;
-behind this module there are neither. What is drawn at random is drawn here once (the seed of a request
-without one), so that a request can be computed again anywhere with the same result.
+In: parsed bodies, and who sent them. Out: `Job`s: the sequences of one request, ready to run. Names become adapter
+references here and text becomes token ids; behind this module there are neither. What is drawn at random is drawn here
+once (the seed of a request without one), so that a request can be computed again anywhere with the same result.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
-from app.deployments.ingress.http.answers import Answer
 from app.deployments.ingress.http.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
-from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
-from app.deployments.registry.entries import DEFAULT_TENANT
+from app.deployments.ingress.job import Job, StreamSource
+from app.deployments.ingress.tenants import Caller
+from app.deployments.ingress.text import Decoder
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
-from app.engine.request import GenerateRequest, SamplingParams, TokenChunk, Usage
+from app.engine.request import GenerateRequest, SamplingParams
 
 T = TypeVar("T")
 
@@ -55,13 +51,15 @@ class TextModel(Protocol):
     def text_bytes(self, token_id: int) -> bytes: ...
 
 
-class StreamSource(Protocol):
-    """`Dispatcher.stream`."""
+class Names(Protocol):
+    """What the names of adapters mean (`AdapterNames`)."""
 
-    def __call__(self, request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]: ...
+    def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
+        """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
+        ...
 
 
-class _Names(NamedTuple):
+class _Fields(NamedTuple):
     """What the client called things, for errors to name them."""
 
     prompt: str
@@ -70,103 +68,32 @@ class _Names(NamedTuple):
     num_answers: str = "n"
 
 
-@dataclass(slots=True)
-class Progress:
-    """When the first text of a job's first answer was there (Unix time), and what each sequence has cost so far."""
-
-    first_s: float | None = None
-    usages: dict[int, Usage] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The sequences of one client request: `num_per_prompt` (n) for each prompt, in order."""
-
-    request_id: str
-    requests: tuple[GenerateRequest, ...]
-    stops: tuple[str, ...]
-    num_per_prompt: int
-    deadline_s: float
-    source: StreamSource
-    new_decoder: Callable[[], Decoder]
-    progress: Progress = field(default_factory=Progress)
-
-    @property
-    def usages(self) -> list[Usage | None]:
-        """What each sequence has cost so far; None before its first token."""
-        return [self.progress.usages.get(index) for index in range(len(self.requests))]
-
-    async def answers(self) -> list[Answer]:
-        """All answers, whole. One failure ends all sequences of the request."""
-        answers = [Answer() for _ in self.requests]
-        async for index, delta in self.deltas():
-            answers[index].add(delta)
-        return answers
-
-    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta]]:
-        """(sequence index, delta) as they come. Closing the generator aborts what still runs.
-
-        Raises what a sequence raises, DeadlineExceeded among it.
-        """
-        return self._sequence(0) if len(self.requests) == 1 else self._merged()
-
-    async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
-        chunks = self.source(self.requests[index], self.deadline_s)
-        async with aclosing(text_deltas(chunks, self.new_decoder(), self.stops)) as deltas:
-            async for delta in deltas:
-                if self.progress.first_s is None:
-                    self.progress.first_s = time.time()
-                if delta.usage is not None:
-                    self.progress.usages[index] = delta.usage
-                yield index, delta
-
-    async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta]]:
-        """Several sequences: a task each, because whichever has something is next."""
-        queue: asyncio.Queue[tuple[int, TextDelta] | Exception] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.requests))]
-        num_open = len(tasks)
-        try:
-            while num_open:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                num_open -= item[1].finish_reason is not None
-                yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run(self, index: int, queue: asyncio.Queue[tuple[int, TextDelta] | Exception]) -> None:
-        try:
-            async for item in self._sequence(index):
-                queue.put_nowait(item)
-        except Exception as error:
-            queue.put_nowait(error)  # raised by whoever reads the job
-
-
 class Frontend:
-    """One per ingress process. `resolve` says what a name means now; its key chooses among an alias's targets."""
+    """One per ingress process. `clock` gives Unix time."""
 
     def __init__(
         self,
         model: TextModel,
         base_name: str,
-        resolve: Callable[[str, str], AdapterRef | None],
+        names: Names,
         source: StreamSource,
         limits: LimitsConfig,
+        clock: Callable[[], float],
     ) -> None:
         self._model = model
         self._base_name = base_name
-        self._resolve = resolve
+        self._names = names
         self._source = source
         self.limits = limits
+        self._clock = clock
 
     @property
     def text_model(self) -> TextModel:
         return self._model
 
-    def find_adapter(self, model: str, lora_path: str | None = None, user: str | None = None) -> AdapterRef | None:
+    def find_adapter(
+        self, model: str, tenant_id: str, lora_path: str | None = None, user: str | None = None
+    ) -> AdapterRef | None:
         """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>") and `lora_path`.
 
         `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
@@ -184,7 +111,8 @@ class Frontend:
                 )
         if chosen is None:
             return None
-        ref = self._resolve(chosen, secrets.token_hex(8) if user is None else f"user {user}")
+        sticky_key = secrets.token_hex(8) if user is None else f"user {user}"
+        ref = self._names.resolve(chosen, sticky_key, tenant_id)
         if ref is None:
             raise NotFound(
                 f"there is no model or adapter {(model if lora_path is None else lora_path)[:160]!r}; "
@@ -192,10 +120,10 @@ class Frontend:
             )
         return ref
 
-    async def chat(self, body: ChatCompletionRequest) -> Job:
+    async def chat(self, body: ChatCompletionRequest, caller: Caller) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
-        arrival_s = time.time()
-        ref = self.find_adapter(body.model, body.lora_path, body.user)
+        arrival_s = self._clock()
+        ref = self.find_adapter(body.model, caller.tenant_id, body.lora_path, body.user)
         messages = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in body.messages
@@ -203,30 +131,30 @@ class Frontend:
         num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
         token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        names = _Names("messages", body.limit_field, "top_logprobs")
-        return self._job("chatcmpl", arrival_s, body, [token_ids], [ref], body.token_limit, num_logprobs, names)
+        names = _Fields("messages", body.limit_field, "top_logprobs")
+        return self._job("chatcmpl", caller, arrival_s, body, [token_ids], [ref], body.token_limit, num_logprobs, names)
 
-    async def completion(self, body: CompletionRequest) -> Job:
+    async def completion(self, body: CompletionRequest, caller: Caller) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
-        arrival_s = time.time()
-        ref = self.find_adapter(body.model, body.lora_path, body.user)
+        arrival_s = self._clock()
+        ref = self.find_adapter(body.model, caller.tenant_id, body.lora_path, body.user)
         prompts = body.prompts
-        names = _Names("prompt", "max_tokens", "logprobs")
+        names = _Fields("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
         token_ids = await self._prompt_ids(prompts)
         return self._job(
-            "cmpl", arrival_s, body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names
+            "cmpl", caller, arrival_s, body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names
         )
 
-    async def generate(self, body: GenerateBody) -> Job:
+    async def generate(self, body: GenerateBody, caller: Caller) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
-        arrival_s = time.time()
-        refs = [self.find_adapter(self._base_name, name) for name in body.adapters]
+        arrival_s = self._clock()
+        refs = [self.find_adapter(self._base_name, caller.tenant_id, name) for name in body.adapters]
         params = body.sampling_params
-        names = _Names("text", params.limit_field, "logprobs", "sampling_params.n")
+        names = _Fields("text", params.limit_field, "logprobs", "sampling_params.n")
         self._check_sequences(len(refs), params.n, names)
         token_ids = await self._prompt_ids(body.texts)
-        return self._job("gen", arrival_s, params, token_ids, refs, params.token_limit, None, names)
+        return self._job("gen", caller, arrival_s, params, token_ids, refs, params.token_limit, None, names)
 
     async def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
@@ -246,13 +174,14 @@ class Frontend:
     def _job(
         self,
         prefix: str,
+        caller: Caller,
         arrival_s: float,
         fields: SamplingFields,
         prompts: Sequence[Sequence[int]],
         refs: Sequence[AdapterRef | None],
         max_tokens: int | None,
         num_logprobs: int | None,
-        names: _Names,
+        names: _Fields,
     ) -> Job:
         self._check_sequences(len(prompts), fields.n, names)
         if len(fields.stop_strings) > self.limits.max_stop_strings:
@@ -273,7 +202,7 @@ class Frontend:
         requests = tuple(
             GenerateRequest(
                 request_id=f"{request_id}-{prompt_index * fields.n + copy}",
-                tenant_id=DEFAULT_TENANT,
+                tenant_id=caller.tenant_id,
                 token_ids=tuple(token_ids),
                 sampling=self._sampling(
                     fields,
@@ -288,9 +217,18 @@ class Frontend:
             for copy in range(fields.n)
         )
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
-        return Job(request_id, requests, fields.stop_strings, fields.n, deadline_s, self._source, self._model.decoder)
+        return Job(
+            request_id,
+            requests,
+            fields.stop_strings,
+            fields.n,
+            deadline_s,
+            self._source,
+            self._model.decoder,
+            self._clock,
+        )
 
-    def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Names) -> int:
+    def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Fields) -> int:
         """How many tokens may be generated; everything that is left when the client sets no limit."""
         num_prompt, max_context = len(token_ids), self._model.max_context
         if not num_prompt:
@@ -304,7 +242,7 @@ class Frontend:
             )
         return max_context - num_prompt if max_tokens is None else max_tokens
 
-    def _check_sequences(self, num_prompts: int, num_per_prompt: int, names: _Names) -> None:
+    def _check_sequences(self, num_prompts: int, num_per_prompt: int, names: _Fields) -> None:
         if num_prompts < 1:
             raise InvalidRequest("the request has no prompt", param=names.prompt)
         if num_prompts * num_per_prompt > self.limits.max_sequences:

@@ -6,8 +6,7 @@ In: finished requests and the size of the registry. Out: counters, histograms an
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ray.util.metrics import Counter, Histogram
 
@@ -19,9 +18,10 @@ _TOKEN_SECONDS = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0
 
 
 class IngressMetrics:
-    """One per ingress process."""
+    """One per ingress process. `clock` gives Unix time."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._requests = Counter("polylora_requests", "Requests answered.", tag_keys=("route", "status", "kind"))
         self._prompt_tokens = Counter("polylora_prompt_tokens", "Prompt tokens.", tag_keys=("kind",))
         self._cached_tokens = Counter("polylora_cached_tokens", "Prompt tokens found in the cache.", tag_keys=("kind",))
@@ -70,7 +70,7 @@ class IngressMetrics:
         ):
             if number:
                 counter.inc(number, tags=kind)
-        now_s, tags = time.time(), {"route": route}
+        now_s, tags = self._clock(), {"route": route}
         if arrival_s is not None and not has_left:
             self._latency_s.observe(now_s - arrival_s, tags=tags)
         if arrival_s is not None and first_s is not None:
@@ -80,4 +80,5 @@ class IngressMetrics:
             self._per_token_s.observe((now_s - first_s) / (longest - 1), tags=tags)
 
     def adapters(self, number: int) -> None:
+        """So many adapters are registered now."""
         self._adapters.set(number)

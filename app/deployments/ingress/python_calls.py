@@ -1,7 +1,7 @@
-"""What other Ray jobs may call besides management: generation, whole or as a stream, without HTTP.
+"""What other Ray jobs may call, without HTTP: generation, whole or as a stream, and a few calls of management.
 
-In: the arguments of POST /generate and its service. Out: its results, or pieces of text. Every call is counted
-once under the route "handle", however it ends.
+In: the arguments of POST /generate, names, and the ingress's service. Out: results, or pieces of text. Every generation
+is counted once under the route "handle", however it ends.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
-from app.deployments.ingress.frontend import Frontend, Job
+from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.app import generate_result
 from app.deployments.ingress.http.errors import TABLE, ClientGone, error_answer
+from app.deployments.ingress.http.management_bodies import adapter_body, unloaded_body
 from app.deployments.ingress.http.schema import GenerateBody, parse_body
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.management import Management
+from app.deployments.ingress.tenants import handle_caller
+from app.deployments.registry.entries import CatalogEntry, LoadRequest
+from app.deployments.registry.view import RegistryView
 from app.engine.errors import InvalidRequest
 
 
@@ -22,6 +28,12 @@ class CalledService(Protocol):
 
     @property
     def frontend(self) -> Frontend: ...
+
+    @property
+    def registry(self) -> RegistryView: ...
+
+    @property
+    def management(self) -> Management: ...
 
     def observe(self, route: str, status: int, job: Job | None) -> None: ...
 
@@ -63,6 +75,27 @@ async def stream(
                     yield delta.text
 
 
+def list_adapters(service: CalledService) -> list[dict[str, Any]]:
+    """The caller's adapters as this ingress knows them, by name."""
+    tenant_id, registry = handle_caller().tenant_id, service.registry
+    found = registry.page((CatalogEntry,), limit=max(1, registry.num_adapters), tenant_id=tenant_id)
+    return [adapter_body(entry) for entry in found.entries if isinstance(entry, CatalogEntry)]
+
+
+async def load(service: CalledService, name: str, path: str) -> dict[str, Any]:
+    """Load an adapter; when this returns every ingress serves it. Raises what made it fail."""
+    caller = handle_caller()
+    request = LoadRequest(caller.tenant_id, name, path, caller.who)
+    return adapter_body((await service.management.store.load_and_wait(request))[1])
+
+
+async def unload(service: CalledService, name: str) -> dict[str, Any]:
+    """Unload an adapter; when this returns its rows are free. Raises NotFound, AdapterBusy."""
+    caller = handle_caller()
+    job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who)
+    return unloaded_body(entry, job)
+
+
 async def _job(
     service: CalledService,
     text: str | list[str],
@@ -70,7 +103,7 @@ async def _job(
     adapter: str | list[str | None] | None,
 ) -> Job:
     fields = {"text": text, "sampling_params": sampling_params or {}, "lora_path": adapter}
-    return await service.frontend.generate(parse_body(GenerateBody, fields))
+    return await service.frontend.generate(parse_body(GenerateBody, fields), handle_caller())
 
 
 @contextmanager

@@ -15,17 +15,20 @@ from app.deployments.registry.view import Entry, Key, RegistryView
 
 
 class WatchedRegistry(Follower[Changes[Key, Entry]]):
-    """The registry's table, copied by its changes into `view`. `complete` is set when there is nothing to catch up."""
+    """The registry's table, copied by its changes into `view`. `complete` is set when there is nothing to catch up.
 
-    def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_news: Callable[[], None]) -> None:
+    `on_number` is told how many adapters there are, after each change.
+    """
+
+    def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_number: Callable[[int], None]) -> None:
         super().__init__(watch, watcher_id)
-        self._on_news = on_news
+        self._on_number = on_number
         self.view = RegistryView()
         self.complete = asyncio.Event()
 
     def _take(self, version: Version, news: Changes[Key, Entry]) -> None:
         self._held = version
         self.view.take(news)
-        self._on_news()
+        self._on_number(self.view.num_adapters)
         if news.is_last:
             self.complete.set()

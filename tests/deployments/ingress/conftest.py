@@ -26,8 +26,8 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     await managed.client.load_and_wait(wanted("sql", "sql"))
     service = Service(fleet, managed)
     yield service
+    await service.close()
     await managed.close()
-    await service.dispatcher.close()
     fleet.stop()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def test_a_client_that_left_is_neither_an_answer_nor_an_error(monkeypatch: pytes
 
     for kind in ("Counter", "Histogram"):
         monkeypatch.setattr(exported, kind, Recorded)
-    metrics = IngressMetrics()
+    metrics = IngressMetrics(lambda: 110.0)
     for status, expected in ((200, "2xx"), (404, "4xx"), (499, "499"), (503, "5xx")):
         told.clear()
         usages = [Usage(5, 4, 3), None]
@@ -49,8 +48,7 @@ def test_times_of_tokens_are_those_of_the_answer(monkeypatch: pytest.MonkeyPatch
             told.setdefault(self._name, []).append(value)
 
     monkeypatch.setattr(exported, "Histogram", RecordedHistogram)
-    monkeypatch.setattr(exported, "time", SimpleNamespace(time=lambda: 110.0))
-    metrics = IngressMetrics()
+    metrics = IngressMetrics(lambda: 110.0)
     several = [Usage(5, 4, 11), Usage(5, 4, 21)]
     metrics.request("chat", 200, arrival_s=100.0, first_s=102.0, is_adapter=False, usages=several)
     metrics.request("chat", 200, arrival_s=100.0, first_s=103.0, is_adapter=False, usages=[Usage(5, 4, 1)])

@@ -26,7 +26,7 @@ async def test_gauges_that_follow_changes_are_told_again_and_again(monkeypatch: 
 
     monkeypatch.setattr(exported, "Gauge", RecordedGauge)
     monkeypatch.setattr(exported, "REPEAT_S", 0)
-    ingress, tiers = IngressMetrics(), TierMetrics()
+    ingress, tiers = IngressMetrics(lambda: 110.0), TierMetrics()
     ingress.adapters(3)
     ingress.adapters(5)
     tiers.holds("host", 700, 2)

@@ -6,13 +6,13 @@ In: `TextDelta`s of one or more sequences. Out: plain dictionaries. Nothing is d
 from __future__ import annotations
 
 import codecs
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
 
+from app.deployments.ingress.job import Answer
 from app.deployments.ingress.text import TextDelta
 from app.engine.request import TokenLogprobs, Usage
 
@@ -20,24 +20,6 @@ from app.engine.request import TokenLogprobs, Usage
 TokenText = Callable[[int], str]
 #: The bytes of a single token id, or what it adds to an answer's text: a special token has the former only.
 TokenBytes = Callable[[int], bytes]
-
-
-@dataclass(slots=True)
-class Answer:
-    """One sequence's whole answer, gathered from its deltas."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    usage: Usage | None = None
-
-    def add(self, delta: TextDelta) -> None:
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.finish_reason = delta.finish_reason or self.finish_reason
-        self.usage = delta.usage or self.usage
 
 
 def usage_body(usages: Sequence[Usage | None], num_per_prompt: int = 1) -> dict[str, Any]:
@@ -76,13 +58,13 @@ class AnswerFormat:
 
     is_chat: bool
     request_id: str
+    created: int  # Unix time
     model: str
     token_text: TokenText
     token_bytes: TokenBytes
     text_bytes: TokenBytes
     want_logprobs: bool
     include_usage: bool = False  # a stream that ends with usage: until then it is null
-    created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, answers: Sequence[Answer], num_per_prompt: int) -> dict[str, Any]:
         """The answer of a request that does not stream."""

@@ -19,8 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.deployments.ingress.frontend import Job
-from app.deployments.ingress.http.answers import Answer, AnswerFormat, TokenOffsets, usage_body
+from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets, usage_body
 from app.deployments.ingress.http.bodies import PageQuery, page_body, page_query, read_json
 from app.deployments.ingress.http.errors import ClientGone, error_answer
 from app.deployments.ingress.http.event_stream import EventStream, sse
@@ -31,6 +30,8 @@ from app.deployments.ingress.http.schema import (
     GenerateBody,
     parse_body,
 )
+from app.deployments.ingress.job import Answer, Job
+from app.deployments.ingress.tenants import Caller, http_caller
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import Entry
 from app.engine.errors import NotFound, NotReady, PolyloraError
@@ -80,11 +81,11 @@ def make_app(service: HttpService) -> FastAPI:
 def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        return JSONResponse(model_page(service, page_query(request)))
+        return JSONResponse(model_page(service, page_query(request), http_caller(request)))
 
     @app.get("/v1/models/{name}")
-    async def model(name: str) -> Response:
-        entry = service.registry.find(name.removeprefix(f"{service.base_name}:"))
+    async def model(request: Request, name: str) -> Response:
+        entry = service.registry.find(name.removeprefix(f"{service.base_name}:"), http_caller(request).tenant_id)
         if entry is not None:
             return JSONResponse(model_of(service, entry))
         if name == service.base_name:
@@ -94,13 +95,13 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = parse_body(ChatCompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await service.frontend.chat(body)
+        job = await service.frontend.chat(body, http_caller(request))
         return await _respond(request, service, body, job, want_logprobs=body.logprobs)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = parse_body(CompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await service.frontend.completion(body)
+        job = await service.frontend.completion(body, http_caller(request))
         return await _respond(request, service, body, job, want_logprobs=body.logprobs is not None)
 
 
@@ -119,6 +120,7 @@ async def _respond(
     answer_format = AnswerFormat(
         is_chat=route == "chat",
         request_id=job.request_id,
+        created=int(job.requests[0].arrival_s),
         model=body.model,
         token_text=model.token_text,
         token_bytes=model.token_bytes,
@@ -160,7 +162,7 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = request.state.job = await service.frontend.generate(body)
+        job = request.state.job = await service.frontend.generate(body, http_caller(request))
         answers = await while_connected(request, job.answers())
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
@@ -185,11 +187,12 @@ def generate_result(job: Job, index: int, answer: Answer) -> dict[str, Any]:
     }
 
 
-def model_page(service: HttpService, page: PageQuery) -> dict[str, Any]:
+def model_page(service: HttpService, page: PageQuery, caller: Caller) -> dict[str, Any]:
     """The base, then adapters and aliases by name."""
     data = [base_model(service)] if page.after is None else []
     after = None if page.after == service.base_name else page.after
-    found = service.registry.page((CatalogEntry, AliasEntry), limit=page.limit - len(data), after=after)
+    kinds, limit = (CatalogEntry, AliasEntry), page.limit - len(data)
+    found = service.registry.page(kinds, limit=limit, after=after, tenant_id=caller.tenant_id)
     data += [model_of(service, entry) for entry in found.entries]
     return page_body(data, has_more=found.has_more)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.deployments.ingress.http.answers import Answer, AnswerFormat, TokenOffsets
+from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets
+from app.deployments.ingress.job import Answer
 from app.deployments.ingress.text import TextDelta
 from app.engine.request import TokenLogprobs
 
@@ -20,6 +21,7 @@ def answer_format(*, is_chat: bool = False) -> AnswerFormat:
     return AnswerFormat(
         is_chat=is_chat,
         request_id="cmpl-1",
+        created=0,
         model="base",
         token_text=lambda token_id: TOKENS[token_id].decode(errors="replace"),
         token_bytes=TOKENS.__getitem__,
@@ -77,6 +79,7 @@ def test_the_likeliest_of_tokens_with_one_text_is_told_and_the_drawn_one_always(
     form = AnswerFormat(
         is_chat=False,
         request_id="cmpl-1",
+        created=0,
         model="base",
         token_text=lambda token_id: "ab"[token_id % 2],
         token_bytes=lambda token_id: b"ab"[token_id % 2 : token_id % 2 + 1],

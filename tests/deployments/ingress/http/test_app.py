@@ -25,6 +25,7 @@ from app.deployments.ingress.http.schema import (
     GenerateBody,
     GenerateSampling,
 )
+from app.deployments.ingress.tenants import handle_caller
 from app.deployments.ingress.text import TextDelta
 from tests.deployments.http_service import Service
 
@@ -77,7 +78,7 @@ def test_an_event_of_text_alone_is_the_event_of_its_delta(is_chat: bool, include
         raise AssertionError("only logprobs need it")
 
     for model in ("base", "\0", 'a "\0" b', "\\u0000"):
-        answer_format = AnswerFormat(is_chat, "r-0", model, no_text, no_text, no_text, False, include_usage)
+        answer_format = AnswerFormat(is_chat, "r-0", 0, model, no_text, no_text, no_text, False, include_usage)
         before, behind = answer_format.text_event(3)
         for text in ("a", '"\\', "\0", "\n\t\x7f\x1b", "é漢🎉", "\u2028</script>"):
             assert before + to_json(text) + behind == to_json(answer_format.event(3, TextDelta(text), 7))
@@ -236,11 +237,11 @@ async def test_what_is_long_altogether_is_tokenized_in_a_thread(
     monkeypatch.setattr(service.frontend.text_model, "encode", encode)
     monkeypatch.setattr(service.frontend.text_model, "encode_chat", encode)
     if isinstance(body, ChatCompletionRequest):
-        await service.frontend.chat(body)
+        await service.frontend.chat(body, handle_caller())
     elif isinstance(body, CompletionRequest):
-        await service.frontend.completion(body)
+        await service.frontend.completion(body, handle_caller())
     else:
-        await service.frontend.generate(body)
+        await service.frontend.generate(body, handle_caller())
     assert len(threads) == 1
     assert (threads == {threading.get_ident()}) is is_inline
 
@@ -330,7 +331,7 @@ async def test_a_full_queue_is_429_also_for_a_stream(http: httpx.AsyncClient, se
 async def test_a_bug_is_a_500_that_tells_nothing(
     http: httpx.AsyncClient, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.managed.view = None  # type: ignore[assignment]
+    service.frontend._names = None  # type: ignore[assignment]
     answer = await http.post("/v1/completions", json=LEGACY | {"model": "sql"})
     assert answer.status_code == 500
     assert "NoneType" not in answer.text
@@ -368,10 +369,10 @@ async def test_equal_prompts_without_a_seed_have_different_answers(service: Serv
     frontend = service.frontend
     for seed, number in ((None, 4), (7, 2)):
         body = CompletionRequest(model="base", prompt=["hi", "hi"], n=2, seed=seed)
-        seeds = [request.sampling.seed for request in (await frontend.completion(body)).requests]
+        seeds = [request.sampling.seed for request in (await frontend.completion(body, handle_caller())).requests]
         assert len(set(seeds)) == number
         params = GenerateSampling(max_new_tokens=1, n=2, seed=seed)
-        job = await frontend.generate(GenerateBody(text=["hi", "hi"], sampling_params=params))
+        job = await frontend.generate(GenerateBody(text=["hi", "hi"], sampling_params=params), handle_caller())
         assert len({request.sampling.seed for request in job.requests}) == number
     assert seeds == [7, derived_seed(7, 1)] * 2, "with one, each prompt's are what they are when it comes alone"
 
@@ -387,9 +388,11 @@ async def test_a_request_arrives_before_it_is_tokenized(service: Service, monkey
     monkeypatch.setattr(service.frontend.text_model, "encode", encode)
     monkeypatch.setattr(service.frontend.text_model, "encode_chat", encode)
     for job in (
-        await service.frontend.completion(CompletionRequest(model="base", prompt="hi")),
-        await service.frontend.chat(ChatCompletionRequest.model_validate(CHAT)),
-        await service.frontend.generate(GenerateBody(text="hi", sampling_params=GenerateSampling(max_new_tokens=1))),
+        await service.frontend.completion(CompletionRequest(model="base", prompt="hi"), handle_caller()),
+        await service.frontend.chat(ChatCompletionRequest.model_validate(CHAT), handle_caller()),
+        await service.frontend.generate(
+            GenerateBody(text="hi", sampling_params=GenerateSampling(max_new_tokens=1)), handle_caller()
+        ),
     ):
         assert job.requests[0].arrival_s <= tokenized_s.pop(0)
 

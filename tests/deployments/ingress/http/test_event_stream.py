@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from app.deployments.ingress.frontend import Job
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.schema import CompletionRequest
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.tenants import Caller
 from app.engine.errors import AdapterWriteFailed
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.test_dispatcher import until
@@ -89,7 +90,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
     assert stats.num_aborted == num_answers
     assert stats.num_blocks_free == stats.num_blocks
     assert not any(item.num_refs for item in stats.residents)
-    assert service.dispatcher.links.num_streams == 0
+    assert service.num_streams == 0
 
 
 async def test_a_whole_answer_that_nobody_waited_for_is_counted_with_its_cost(
@@ -98,8 +99,8 @@ async def test_a_whole_answer_that_nobody_waited_for_is_counted_with_its_cost(
     jobs: list[Job] = []
     completion = service.frontend.completion
 
-    async def seen(body: CompletionRequest) -> Job:
-        jobs.append(await completion(body))
+    async def seen(body: CompletionRequest, caller: Caller) -> Job:
+        jobs.append(await completion(body, caller))
         return jobs[-1]
 
     monkeypatch.setattr(service.frontend, "completion", seen)

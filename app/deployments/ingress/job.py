@@ -1,0 +1,121 @@
+"""One client request as it runs: its sequences, and their answers whole or as a merged stream.
+
+In: requests that are ready for the engine, and where their tokens come from. Out: `Answer`s, or pieces of text as they
+come. Rule: a job whose reader leaves, or one of whose sequences fails, ends all its sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
+from app.engine.request import GenerateRequest, TokenChunk, TokenLogprobs, Usage
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sequence's whole answer, gathered from its deltas."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.usage = delta.usage or self.usage
+
+
+class StreamSource(Protocol):
+    """Where the tokens of a request come from (`Dispatcher`)."""
+
+    def stream(self, request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]:
+        """Its chunks; closing the generator aborts it. `deadline_s` is a time of the event loop's clock."""
+        ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """When the first text of a job's first answer was there (Unix time), and what each sequence has cost so far."""
+
+    first_s: float | None = None
+    usages: dict[int, Usage] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The sequences of one client request: `num_per_prompt` (n) for each prompt, in order.
+
+    `deadline_s` is a time of the event loop's clock; `clock` gives Unix time.
+    """
+
+    request_id: str
+    requests: tuple[GenerateRequest, ...]
+    stops: tuple[str, ...]
+    num_per_prompt: int
+    deadline_s: float
+    source: StreamSource
+    new_decoder: Callable[[], Decoder]
+    clock: Callable[[], float]
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def usages(self) -> list[Usage | None]:
+        """What each sequence has cost so far; None before its first token."""
+        return [self.progress.usages.get(index) for index in range(len(self.requests))]
+
+    async def answers(self) -> list[Answer]:
+        """All answers, whole. One failure ends all sequences of the request."""
+        answers = [Answer() for _ in self.requests]
+        async for index, delta in self.deltas():
+            answers[index].add(delta)
+        return answers
+
+    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """(sequence index, delta) as they come. Closing the generator aborts what still runs.
+
+        Raises what a sequence raises, DeadlineExceeded among it.
+        """
+        return self._sequence(0) if len(self.requests) == 1 else self._merged()
+
+    async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
+        chunks = self.source.stream(self.requests[index], self.deadline_s)
+        async with aclosing(text_deltas(chunks, self.new_decoder(), self.stops)) as deltas:
+            async for delta in deltas:
+                if self.progress.first_s is None:
+                    self.progress.first_s = self.clock()
+                if delta.usage is not None:
+                    self.progress.usages[index] = delta.usage
+                yield index, delta
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta]]:
+        """Several sequences: a task each, because whichever has something is next."""
+        queue: asyncio.Queue[tuple[int, TextDelta] | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._run(index, queue)) for index in range(len(self.requests))]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_open -= item[1].finish_reason is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, index: int, queue: asyncio.Queue[tuple[int, TextDelta] | Exception]) -> None:
+        try:
+            async for item in self._sequence(index):
+                queue.put_nowait(item)
+        except Exception as error:
+            queue.put_nowait(error)  # raised by whoever reads the job

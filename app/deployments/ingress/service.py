@@ -1,0 +1,120 @@
+"""What an ingress is, without Ray: everything that its HTTP routes and Python callers use.
+
+In: the parts that the deployment has opened. Out: `HttpService` and `CalledService`. A request goes straight down from
+here: frontend, dispatcher, batcher, assigner, links. Rule: nothing here knows how the parts reach other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from app.config import AppConfig, LimitsConfig
+from app.deployments.ingress.adapter_names import AdapterNames
+from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.dispatcher import Batcher, Dispatcher
+from app.deployments.ingress.frontend import Frontend, TextModel
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.links import Links
+from app.deployments.ingress.management import AdapterDropper, Management
+from app.deployments.links.store_client import StoreClient
+from app.deployments.links.transport import Transport
+from app.deployments.placement.placer import Placer
+from app.deployments.placement.policies.policy import PlacementPolicy
+from app.deployments.registry.view import RegistryView
+from app.engine.request import Usage
+
+
+class Replicas(Transport, AdapterDropper, Protocol):
+    """How an ingress talks to replicas (`ServeTransport`)."""
+
+    async def stats(self, replica_id: str) -> dict[str, Any]:
+        """Counts, for tests and operators."""
+        ...
+
+
+class RequestMetrics(Protocol):
+    """Where finished requests are counted (`IngressMetrics`)."""
+
+    def request(
+        self,
+        route: str,
+        status: int,
+        *,
+        arrival_s: float | None,
+        first_s: float | None,
+        is_adapter: bool,
+        usages: Sequence[Usage | None],
+    ) -> None: ...
+
+
+class Parts(NamedTuple):
+    """What the service works with. `make_batcher` says how streams are gathered before they are given to replicas.
+
+    `clock` gives Unix time, `steady_clock` seconds that never go back.
+    """
+
+    text: TextModel
+    registry: RegistryView
+    store: StoreClient
+    placer: Placer
+    policy: PlacementPolicy
+    replicas: Replicas
+    make_batcher: Callable[[Assigner], Batcher]
+    metrics: RequestMetrics
+    clock: Callable[[], float]
+    steady_clock: Callable[[], float]
+
+
+class IngressService:
+    """One per ingress process, on its event loop."""
+
+    def __init__(self, config: AppConfig, parts: Parts) -> None:
+        self._config = config
+        self._placer = parts.placer
+        self._replicas = parts.replicas
+        self._metrics = parts.metrics
+        self.base_name = config.model.name
+        self.registry = parts.registry
+        self._links = Links(parts.replicas, parts.placer, parts.steady_clock)
+        self._assigner = Assigner(
+            self._links, parts.placer, parts.policy, parts.steady_clock, config.limits.replica_wait_s
+        )
+        dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links)
+        self._names = AdapterNames(parts.registry, parts.placer, parts.store)
+        self.frontend = Frontend(parts.text, self.base_name, self._names, dispatcher, config.limits, parts.clock)
+        self.management = Management(parts.store, parts.replicas, lambda: parts.placer.table)
+
+    def reconfigure(self, changes: dict[str, Any]) -> None:
+        """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
+        limits = LimitsConfig.model_validate(self._config.limits.model_dump() | changes)
+        self.frontend.limits = limits
+        self._assigner.replica_wait_s = limits.replica_wait_s
+
+    def is_ready(self) -> bool:
+        """Whether any replica can be used."""
+        return bool(self._links.usable_loads())
+
+    def observe(self, route: str, status: int, job: Job | None) -> None:
+        """Count a request that has ended; it has no job if it ended before it had sequences."""
+        first = job.requests[0] if job is not None else None
+        self._metrics.request(
+            route,
+            status,
+            arrival_s=first.arrival_s if first is not None else None,
+            first_s=job.progress.first_s if job is not None else None,
+            is_adapter=first is not None and first.adapter is not None,
+            usages=job.usages if job is not None else [],
+        )
+
+    async def replica_stats(self) -> list[dict[str, Any]]:
+        """Counts of every replica on the table that answers: for tests and operators."""
+        replica_ids = sorted(self._placer.table.replicas)
+        results = await asyncio.gather(*map(self._replicas.stats, replica_ids), return_exceptions=True)
+        return [result for result in results if isinstance(result, dict)]
+
+    async def close(self) -> None:
+        """End what goes on in the background; streams that are still open are left to their callers."""
+        for part in (self.management, self._names, self._links):
+            await part.close()

@@ -1,0 +1,95 @@
+"""What an ingress does behind its routes: limits that change, readiness, counts, and what it reads ahead."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.deployments.ingress.tenants import handle_caller
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import NotReady
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.test_dispatcher import until
+
+
+async def test_new_limits_are_those_of_requests_and_of_waiting_for_replicas(service: Service) -> None:
+    service.reconfigure({"replica_wait_s": 2.5, "max_logprobs": 3})
+    assert service._assigner.replica_wait_s == 2.5
+    assert (service.frontend.limits.max_sequences, service.frontend.limits.max_logprobs) == (4, 3)
+    with pytest.raises(ValueError, match="replica_wait_s"):
+        service.reconfigure({"replica_wait_s": "soon"})
+    assert service._assigner.replica_wait_s == 2.5
+
+
+async def test_it_is_ready_while_a_replica_is(service: Service) -> None:
+    assert service.is_ready()
+    assert await service.replica_stats() == [{"replica_id": "replica-0", "num_running": 0}]
+    service.fleet.known_gone.append("replica-0")
+    assert not service.is_ready()
+    assert await service.replica_stats() == []
+
+
+async def test_a_replica_that_does_not_answer_is_left_out_of_the_counts(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.fleet.add()
+    stats = service._replicas.stats
+
+    async def one_is_away(replica_id: str) -> dict[str, object]:
+        if replica_id == "replica-0":
+            raise NotReady("away")
+        return await stats(replica_id)
+
+    monkeypatch.setattr(service._replicas, "stats", one_is_away)
+    assert [counts["replica_id"] for counts in await service.replica_stats()] == ["replica-1"]
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    expected: list[AdapterRef] = []
+    gate = asyncio.Event()
+
+    async def expect(ref: AdapterRef) -> None:
+        expected.append(ref)
+        await gate.wait()
+        if is_away:
+            raise NotReady("the store restarts")
+
+    monkeypatch.setattr(service.managed.client, "expect", expect)
+    tenant_id = handle_caller().tenant_id
+    refs = {service.frontend.find_adapter("sql", tenant_id) for _ in range(3)}
+    await until(lambda: bool(expected))
+    assert refs == set(expected)
+    assert len(expected) == 1, "one read is enough for three requests"
+    gate.set()
+    await until(lambda: not service._names._expected)
+    assert service.frontend.find_adapter("sql", tenant_id) in refs
+    await until(lambda: len(expected) == 2)
+
+
+async def test_an_adapter_that_is_on_a_device_is_not_read_ahead(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.managed.client, "expect", None)  # calling it would fail
+    ref = service.registry.resolve("sql", "", handle_caller().tenant_id)
+    assert ref is not None
+    replica = service.fleet.replicas["replica-0"]
+    await asyncio.wrap_future(replica.thread.bring_adapter(service.fleet.adapters[ref.digest], ref))
+    assert service.frontend.find_adapter("sql", handle_caller().tenant_id) == ref
+
+
+async def test_an_adapter_of_one_tenant_is_nothing_to_another(service: Service) -> None:
+    assert service._names.resolve("sql", "", handle_caller().tenant_id) is not None
+    assert service._names.resolve("sql", "", "another") is None
+
+
+async def test_a_request_is_its_caller_s(service: Service) -> None:
+    from app.deployments.ingress.http.schema import CompletionRequest
+    from app.deployments.ingress.tenants import Caller
+
+    caller = Caller("acme", "ada")
+    job = await service.frontend.completion(CompletionRequest(model="base", prompt="hi", n=2), caller)
+    assert [request.tenant_id for request in job.requests] == ["acme", "acme"]
