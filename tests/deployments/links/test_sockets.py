@@ -166,7 +166,7 @@ async def test_requests_of_an_ingress_that_dies_are_aborted() -> None:
         reader = frames_beside(call, LINK, connection)
         assert unpack_frame(await anext(reader)) == []
         waiting = asyncio.ensure_future(anext(reader))
-        assert service.submit(LINK, [GenerateRequest("a/1", (1, 2), SamplingParams())])
+        assert service.submit(LINK, [GenerateRequest("a/1", "t", (1, 2), SamplingParams())])
         assert engine.running == {"a/1"}
         while frame_socket.num_connections == 0:
             await asyncio.sleep(0.01)

@@ -17,7 +17,7 @@ from app.engine.errors import AdapterFormatError, NotReady
 from tests.fakes import fake_adapter
 
 ADAPTER = fake_adapter("a", 8)
-REF = AdapterRef("a", ADAPTER.card.digest)
+REF = AdapterRef("a", ADAPTER.card.digest, "t")
 
 
 class FakeStore:

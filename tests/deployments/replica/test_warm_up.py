@@ -146,7 +146,7 @@ class Sources:
 
 
 def entry_of(adapter: LoraAdapter) -> CatalogEntry:
-    return CatalogEntry(AdapterRef("an adapter", adapter.card.digest), adapter.card.max_rank, 64, 0.0)
+    return CatalogEntry(AdapterRef("an adapter", adapter.card.digest, "t"), adapter.card.max_rank, 64, 0.0)
 
 
 CONFIG = EngineConfig(adapter_rank_rows=32, max_adapter_slots=16)
