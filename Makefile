@@ -1,6 +1,7 @@
-# make serve   install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
-# make test    the whole suite, side by side on the cores     PYTEST_ARGS= WORKERS=
-# make lint    ruff and mypy
+# make serve       install, fetch the demo model, serve it        PORT= HOST= CONFIG= LORA_PATH= DASHBOARD=1
+# make test        the whole suite, side by side on the cores     PYTEST_ARGS= WORKERS=
+# make test-long   the same for longer: property and fuzz tests twenty times, the nightly ones too
+# make lint        ruff and mypy
 #
 # Everything lives in .venv and in pip's and polylora's caches; a stamp is written when a step is complete,
 # so an interrupted step is simply run again.
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: serve fetch install test lint clean
+.PHONY: serve fetch install test test-long lint clean
 
 # A configuration whose engine has a section `cuda:` or `xla:` needs what computes there, too.
 has_section = $(shell grep -sE '(^|[{,]) *$(1) *:' $(CONFIG))
@@ -37,6 +38,10 @@ install: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	@$(BIN)/polylora fetch --config $(CONFIG)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-long:
+	@$(MAKE) test PYTEST_ARGS="--long $(PYTEST_ARGS)"
+	$(BIN)/python -m pytest tests/e2e/service --engine xla
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

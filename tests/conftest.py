@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.config import DEFAULT_MODEL_URI
 from app.engine.models.sources import resolve_model
+from tests import budgets
 from tests.postgres import find_postgres
 from tests.seeds import VARIABLE, run_seed
 
@@ -36,18 +37,28 @@ hypothesis.settings.load_profile("any machine")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", choices=("cpu", "xla"), default="cpu", help="engine of tests/e2e/service")
     parser.addoption("--seed", type=int, help="repeats the random data of a run that printed this seed")
+    parser.addoption(
+        "--long", action="store_true", help="the nightly tests too, and property and fuzz tests for longer"
+    )
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis' own, which reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     """Settle the seed before workers are started, which inherit it."""
     seed = config.getoption("--seed")
     if seed is not None:
         os.environ[VARIABLE] = str(seed)
-    run_seed()
+    config.option.hypothesis_seed = config.option.hypothesis_seed or run_seed()
+    if config.getoption("--long"):
+        os.environ[budgets.VARIABLE] = str(budgets.LONG_FACTOR)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where workers share the tests, say which stay together and in which order they are begun."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave nightly tests to `--long`. Where workers share tests, say which stay together and which begin."""
+    if not config.getoption("--long"):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     if NUM_WORKERS > 1:
         groups = group_of(items)
         for item in items:

@@ -14,6 +14,7 @@ from app.engine.backend import Backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from load_tests.steps import Piece, forward_batch
 from tests.engine.checkpoints import save, tiny_model
+from tests.seeds import rng
 
 NUM_BLOCKS = 64
 TOLERANCE = 1e-4
@@ -39,7 +40,7 @@ def check_family(
     model = tiny_model(family)
     backend = make_backend(load_checkpoint(save(model, folder / "model")))
     block_size = backend.limits.block_size
-    generator = np.random.default_rng()
+    generator = rng()
     prompts = [generator.integers(3, 99, n) for n in lengths]
     tables = generator.permutation(NUM_BLOCKS)[:15].reshape(3, 5)
     with torch.no_grad():

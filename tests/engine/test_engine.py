@@ -30,6 +30,7 @@ from app.engine.errors import (
 )
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from app.engine.sequence import Sequence
+from tests.budgets import examples
 from tests.engine.driving import (
     ADAPTERS,
     Submitted,
@@ -97,7 +98,7 @@ def scripts(draw: st.DrawFn) -> tuple[dict[str, int | bool], list[tuple[str, obj
     return config, events
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(scripts())
 def test_any_company_gives_the_tokens_of_being_alone(
     script: tuple[dict[str, int | bool], list[tuple[str, object]]],

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
 from app.engine.pools.kv_blocks import root_hash
 from app.engine.request import GenerateRequest, SamplingParams
+from tests.budgets import examples
 from tests.engine.test_engine import make_engine, run
 from tests.fakes import fake_adapter, fake_request, fake_tokens
 
@@ -67,7 +68,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
 @given(texts, texts, st.binary(max_size=12), st.binary(max_size=12), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_digest_or_salt_spells_another_root(base: str, name: str, salt: bytes, other: bytes, is_base: bool) -> None:
     """Pieces of one field moved into the next give another root."""
     digest = None if is_base else name
@@ -118,7 +119,7 @@ def adapters(draw: st.DrawFn) -> StoredAdapter:
 
 
 @given(adapters(), adapters(), st.sampled_from(["", "base", "model"]), st.sampled_from(["", "base", "model"]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_different_contents_have_different_digests(
     one: StoredAdapter, other: StoredAdapter, base: str, other_base: str
 ) -> None:

@@ -15,6 +15,7 @@ from app.engine.sampling_check import MIN_TEMPERATURE, validate_request, validat
 from app.kernels.sampling import cpu as sampling
 from app.kernels.sampling import reference
 from tests.fakes import VOCAB, fake_request, fake_spec
+from tests.seeds import rng
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_the_edges_of_every_range_are_accepted(values: dict[str, Any]) -> None:
 
 def test_the_least_temperature_draws_the_most_likely_token() -> None:
     """Below it the reciprocal would be infinite, and a draw uniform over the whole vocabulary."""
-    row = np.random.default_rng().permutation(VOCAB).astype(np.float32)
+    row = rng().permutation(VOCAB).astype(np.float32)
     for seed in range(20):
         settings = np.float32(MIN_TEMPERATURE), np.int32(0), np.float32(1), np.float32(0), np.uint64(seed), np.int64(3)
         assert sampling.draw(row, *settings) == row.argmax()

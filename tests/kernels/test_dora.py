@@ -8,11 +8,12 @@ import pytest
 from app.kernels.dora import cpu, reference
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import pack
+from tests import seeds
 
 
 @pytest.mark.parametrize(("d_out", "d_in", "rank"), [(1, 1, 1), (16, 5, 2), (37, 24, 8), (20, 130, 40)])
 def test_the_scale_is_the_definitions(d_out: int, d_in: int, rank: int) -> None:
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     weight = rng.normal(size=(d_out, d_in)).astype(np.float32)
     a, b = rng.normal(size=(rank, d_in)).astype(np.float32), rng.normal(size=(rank, d_out)).astype(np.float32)
     magnitude = rng.uniform(0.5, 2, d_out).astype(np.float32)

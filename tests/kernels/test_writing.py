@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from app.kernels.machine.team import Team
 from app.kernels.sgmv.writing import PLAN_WIDTH, WritePlans, matrices, write_plan
 from tests.kernels.cases import normal
+from tests.seeds import rng
 
 ROWS, LAYERS = 64, 3
 #: (d_in, d_out) of modules: whole panels, parts of panels, less than one.
@@ -37,7 +38,7 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
 
     Saved narrow: some matrices are in bfloat16 where they come from.
     """
-    generator = np.random.default_rng()
+    generator = rng()
     a_tables = [np.full((LAYERS, ROWS // 8, d_in, 8), np.nan, np.float32) for d_in, _ in SHAPES]
     b_tables = [np.full((LAYERS, ROWS, -(-d_out // 16) * 16), np.nan, np.float32) for _, d_out in SHAPES]
     modules = []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from load_tests.storage_error import Answer, answers, row
 from tests.engine.checkpoints import save, tiny_model
+from tests.seeds import rng
 
 
 def test_differences_count_up_to_and_with_the_first_changed_token() -> None:
@@ -19,7 +18,7 @@ def test_differences_count_up_to_and_with_the_first_changed_token() -> None:
 
 def test_answers_are_the_prompts_own(tmp_path: Path) -> None:
     model = save(tiny_model("llama"), tmp_path / "model")
-    prompts = np.random.default_rng().integers(3, 90, (5, 7)).tolist()
+    prompts = rng().integers(3, 90, (5, 7)).tolist()
     together = answers(model, prompts, 6, "float32")
     assert together == [answers(model, [prompt], 6, "float32")[0] for prompt in prompts]
     assert all(len(a.logprobs) == len(a.token_ids) <= 6 and max(a.logprobs) <= 0 for a in together)

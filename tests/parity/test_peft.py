@@ -19,6 +19,7 @@ from app.engine.config import EngineConfig
 from app.engine.request import SamplingParams
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
+from tests import budgets
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, OPTIONS
 
 # PEFT 0.21 still asks transformers 5.23 for a name it has renamed.
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 DEMO_FOLDER = Path("examples/adapters")
 RANDOM_RANKS = (1, 8, 16, 64)
+#: Of each demo adapter's task.
+NUM_PROMPTS = min(budgets.examples(8), 20)
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0)
 #: A float32 tie: at the first different token the reference itself hardly prefers its own.
 TIE = 2e-4
@@ -77,11 +80,11 @@ def _assert_equal_but_for_ties(model: Any, prompt: list[int], ours: list[int], t
 
 def test_demo_adapters_answer_as_under_peft(llm: LLM, demo_transformers: PreTrainedModel) -> None:
     prompts = {
-        name: [llm.chat_prompt(e.prompt) for e in examples(recipe.task, "heldout", 20, seed=7)]
+        name: [llm.chat_prompt(e.prompt) for e in examples(recipe.task, "heldout", NUM_PROMPTS, seed=7)]
         for name, recipe in RECIPES.items()
     }
-    names = [name for i in range(20) for name in prompts]  # neighbours in the batch use different adapters
-    mixed = [prompts[name][i] for i in range(20) for name in prompts]
+    names = [name for i in range(NUM_PROMPTS) for name in prompts]  # neighbours in the batch use different adapters
+    mixed = [prompts[name][i] for i in range(NUM_PROMPTS) for name in prompts]
     answers = llm.generate(mixed, [DEMO_FOLDER / name for name in names], GREEDY)
     base = llm.generate(mixed, None, GREEDY)
     assert sum(a.token_ids != b.token_ids for a, b in zip(answers, base, strict=True)) > len(mixed) // 2
@@ -157,6 +160,7 @@ def test_adapters_beyond_plain_lora_answer_as_under_peft_in_one_batch(
             _assert_equal_but_for_ties(reference, prompt, a, b)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True:UserWarning")
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")
 @pytest.mark.filterwarnings("ignore:Adapter 'default'. [0-9]* LoRA tensor")
@@ -164,6 +168,7 @@ def test_adapters_beyond_plain_lora_answer_as_under_peft_in_one_batch(
 def test_every_option_answers_as_under_peft_in_one_batch(
     llm: LLM, demo_transformers: PreTrainedModel, tmp_path: Path
 ) -> None:
+    """Nightly: every option on a tiny model, on every device, is in tests/engine/{cpu,cuda}/test_extras.py."""
     prompt = llm.chat_prompt("Name three colours.")
     options = OPTIONS | {name: settings for name, (settings, _) in BEYOND.items()}
     del options["trainable_token_indices by module"]  # for untied heads

@@ -15,6 +15,7 @@ from examples.training.recipes import RECIPES
 from examples.training.task import examples
 from load_tests.random_adapters import write_random_adapter
 from tests.parity.test_peft import DEMO_FOLDER
+from tests.seeds import rng
 
 TOLERANCE = 1e-4
 RANDOM_RANKS = (1, 8, 16, 64)
@@ -36,7 +37,7 @@ def engines(demo_gguf: Path) -> Iterator[tuple[LLM, LLM]]:
 @pytest.fixture(scope="module")
 def cases(engines: tuple[LLM, LLM], tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], Path | None]]:
     """Prompts with their adapters: two of each demo task, one of each random rank, one of the base."""
-    llm, generator = engines[0], np.random.default_rng()
+    llm, generator = engines[0], rng()
     found: list[tuple[list[int], Path | None]] = []
     for name, recipe in RECIPES.items():
         for example in examples(recipe.task, "heldout", 2, seed=int(generator.integers(1 << 30))):

@@ -9,6 +9,7 @@ import numpy as np
 from app.deployments.links.frames import pack_frame, unpack_frame
 from app.engine.errors import NotReady
 from app.engine.request import TokenChunk, TokenLogprobs, Usage
+from tests import seeds
 
 
 def random_chunk(rng: np.random.Generator) -> TokenChunk:
@@ -26,7 +27,7 @@ def random_chunk(rng: np.random.Generator) -> TokenChunk:
 
 
 def test_a_frame_arrives_as_it_was_sent() -> None:
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     chunks = [random_chunk(rng) for _ in range(200)]
     arrived = unpack_frame(pack_frame(chunks))
     assert arrived == chunks

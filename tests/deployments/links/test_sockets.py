@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from app.deployments.links import sockets as frame_sockets
@@ -22,6 +21,7 @@ from app.deployments.replica.service import EngineService
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from tests import seeds
 from tests.deployments.links.test_frames import random_chunk
 
 LINK = "link-1"
@@ -70,7 +70,7 @@ def unheard() -> None:
 
 
 async def test_frames_arrive_as_they_were_sent() -> None:
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     sent: list[Frame] = [[]]
     sent += [[random_chunk(rng) for _ in range(rng.integers(1, 40))] for _ in range(300)]
     sent.append([TokenChunk("long/1", tuple(range(200_000))), TokenChunk("last/1", (1,))])

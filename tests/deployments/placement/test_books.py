@@ -15,6 +15,7 @@ from app.deployments.placement import books as placement
 from app.deployments.placement.books import DWELL_S, PlacementBooks
 from app.deployments.placement.policies.choosing import make_policy
 from app.deployments.placement.table import PlacementTable, ReplicaReport
+from tests.budgets import examples
 
 STICKY = make_policy(PlacementConfig())
 LEAST_LOADED = make_policy(PlacementConfig(policy="least_loaded"))
@@ -179,7 +180,7 @@ def test_an_even_load_is_left_alone() -> None:
         st.tuples(st.sampled_from(["assign", "gone", "add", "rebalance", "report"]), st.integers(0, 30)), max_size=60
     ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_homes_are_always_living_replicas(num_replicas: int, events: list[tuple[str, int]]) -> None:
     fleet = books(num_replicas)
     names = digests(31)

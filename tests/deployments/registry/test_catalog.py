@@ -18,6 +18,7 @@ from app.deployments.registry.entries import CatalogEntry, State
 from app.deployments.registry.pins import PinLimits
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
+from tests.budgets import examples
 
 
 def add(registry: Registry, name: str, digest: str = "d", **options: object) -> CatalogEntry:
@@ -25,7 +26,7 @@ def add(registry: Registry, name: str, digest: str = "d", **options: object) -> 
 
 
 @given(events=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y", None])), max_size=20))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_generations_rise_exactly_when_a_name_changes_its_meaning(
     shared_url: str, events: list[tuple[str, str | None]]
 ) -> None:

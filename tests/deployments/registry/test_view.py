@@ -11,6 +11,7 @@ from app.deployments.links.published import Changes
 from app.deployments.registry.entries import AliasEntry, AliasTarget, CatalogEntry
 from app.deployments.registry.view import Entry, RegistryView, choose_target
 from app.engine.adapters.card import AdapterRef
+from tests.budgets import examples
 
 BOTH = (CatalogEntry, AliasEntry)
 
@@ -29,7 +30,7 @@ changes = st.tuples(st.sampled_from(["default", "bob"]), names, st.sampled_from(
 
 
 @given(batches=st.lists(st.lists(changes, max_size=200), max_size=5), limit=st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_pages_list_everything_once_in_order(batches: list[list[tuple[str, str, str]]], limit: int) -> None:
     view = RegistryView()
     expected: dict[tuple[str, str], Entry] = {}

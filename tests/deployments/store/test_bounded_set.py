@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from app.deployments.store.bounded_set import BoundedSet
 from app.engine.pools.eviction import EvictionPolicy
+from tests.budgets import examples
 
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 
@@ -27,7 +28,7 @@ events = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(events=events)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_byte_and_ref_is_accounted_for(policy: EvictionPolicy, events: list[tuple[str, str, int, float]]) -> None:
     kept = BoundedSet(100, policy)
     sizes: dict[str, int] = {}
@@ -70,7 +71,7 @@ def test_every_byte_and_ref_is_accounted_for(policy: EvictionPolicy, events: lis
 
 
 @given(keys=st.lists(st.sampled_from("abcdefgh"), max_size=200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_lru_is_the_textbooks(keys: list[str]) -> None:
     kept, model = BoundedSet(3, "lru"), OrderedDict[str, None]()
     for key in keys:

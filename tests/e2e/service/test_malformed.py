@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.budgets import examples
 from tests.e2e.service.conftest import Service
 
 ROUTES = {
@@ -59,7 +60,7 @@ def malformed(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 @given(request=malformed())
-@settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 def test_malformed_requests_are_answered(http: httpx.Client, request: tuple[str, bytes]) -> None:
     route, content = request
     answer = http.post(route, content=content, headers={"content-type": "application/json"})

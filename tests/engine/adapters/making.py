@@ -22,6 +22,7 @@ from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraPair, TokenRows
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
 from app.engine.models.names import expected_tensors
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from tests import seeds
 
 PATHS = {
     "q_proj": "self_attn.q_proj",
@@ -166,7 +167,7 @@ def peft_beyond(
     spec: ModelSpec, rank: int = 3, dtype: str = "F32", features: Iterable[str] = ("dora", "embedding", "saved", "rows")
 ) -> tuple[dict[str, object], dict[str, NDArray[Any]]]:
     """(configuration, tensors) of an adapter of q_proj with what PEFT can train beyond plain LoRA."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     tensors = peft_tensors(random_arrays(spec, rank, ["q_proj"]), dtype)
     prefix = "base_model.model."
     hidden, vocab = spec.hidden_size, spec.vocab_size

@@ -17,6 +17,7 @@ from app.engine.models.names import EMBEDDING, LAYER_NORMS, LM_HEAD
 from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora.reference import dora_scale
+from tests import seeds
 from tests.engine.adapters.making import module_path, random_adapter, random_tensors, tiny_spec, with_random_extras
 
 Floats = NDArray[np.float32]
@@ -86,7 +87,7 @@ def planned_module(
 
 @pytest.mark.parametrize("spec", [tiny_spec(), biased_spec()], ids=["plain", "biases and norms"])
 def test_every_module_is_pefts(spec: ModelSpec) -> None:
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     base, kinds = Base(spec), set()
     for _ in range(40):
         adapter = with_random_extras(random_adapter(spec, 3, ["q_proj", "up_proj", "down_proj"]), spec, rng)
@@ -103,7 +104,7 @@ def test_every_module_is_pefts(spec: ModelSpec) -> None:
 
 
 def test_norms_and_matrices_of_tokens_are_the_adapters_own() -> None:
-    spec, rng = biased_spec(), np.random.default_rng()
+    spec, rng = biased_spec(), seeds.rng()
     base, kinds = Base(spec), set()
     for _ in range(40):
         adapter = with_random_extras(random_adapter(spec, 3, ["q_proj"]), spec, rng)

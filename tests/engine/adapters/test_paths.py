@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.errors import NotFound, UnsafeSource
+from tests.budgets import examples
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ _PART = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(_PART, max_size=8), st.booleans())
 def test_any_spelling_stays_inside(tmp_path_factory: pytest.TempPathFactory, parts: list[str], absolute: bool) -> None:
     base = tmp_path_factory.getbasetemp() / "spelling"

@@ -13,6 +13,7 @@ from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.tokenizer import load_tokenizer
 from load_tests.steps import Piece, forward_batch
+from tests.seeds import rng
 
 CONFIG = EngineConfig(num_kv_blocks=32, adapter_rank_rows=0, max_batch_tokens=256, max_batch_sequences=4)
 TEXTS = (
@@ -27,7 +28,7 @@ def test_demo_logits_equal_transformers(demo_gguf: Path, demo_transformers: PreT
     backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
     chat = tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
     prompts = [np.array(tokenizer.encode(text, add_special_tokens=False)) for text in (*TEXTS, chat)]
-    tables = np.random.default_rng().permutation(32).reshape(4, 8)
+    tables = rng().permutation(32).reshape(4, 8)
     pieces = [Piece(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)]
     backend.forward(forward_batch(pieces, CONFIG.block_size))
     with torch.no_grad():

@@ -34,6 +34,7 @@ from tests.engine.adapters.parity import (
 )
 from tests.engine.checkpoints import tiny_model as checkpoint_model
 from tests.engine.served import CONFIG, backend_of, served_logits
+from tests.seeds import rng
 
 pytestmark = PEFT_WARNINGS
 
@@ -70,7 +71,7 @@ def test_every_option_in_one_batch_is_pefts_and_leaves_the_others_alone(tmp_path
     backend = backend_of(model, tmp_path / "model")
     options = OPTIONS | {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER | FUSED
     options |= dict.fromkeys(HALVES, OPTIONS["plain LoRA"])
-    names = [str(name) for name in np.random.default_rng().permutation(list(options))]
+    names = [str(name) for name in rng().permutation(list(options))]
     folders = {name: tmp_path / str(index) for index, name in enumerate(names)}
     trained = {name: twin if name in FUSED else model for name in names}
     adapters = {}

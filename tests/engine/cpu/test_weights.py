@@ -14,6 +14,7 @@ from app.engine.models.spec import ModelSpec
 from app.kernels.machine.team import Team
 from app.kernels.matmul.quantised import Quantised
 from app.kernels.matmul.storing import dequantise
+from tests import seeds
 from tests.engine.adapters.making import random_tensors, tiny_spec
 from tests.engine.cuda.grids import on_grids
 
@@ -69,7 +70,7 @@ def test_one_weight_beside_its_grid_keeps_its_projection_in_float32(name: str, s
     """In any tensor and in any order: what was stored in 8 bits before is taken back."""
     spec = tiny_spec(3)
     tensors = dict(_on_grids(spec))
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     at = tuple(int(rng.integers(size)) for size in tensors[name].shape)
     tensors[name][at] += np.float32(0.0123)
     order = [(key, tensors[key]) for key in rng.permutation(list(tensors)).tolist()]

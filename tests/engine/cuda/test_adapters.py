@@ -24,6 +24,7 @@ from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from app.kernels.rounding.cpu import round_rows, tasks_of
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import DEVICE, gpu_backend, gpu_config
+from tests.seeds import rng
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def test_what_is_written_is_the_adapter_at_its_rows(
 
 
 def test_rounding_is_to_the_nearest_even() -> None:
-    values = np.random.default_rng().normal(0, 1, (5, 37)).astype(np.float32)
+    values = rng().normal(0, 1, (5, 37)).astype(np.float32)
     values[0, :4] = [1 + 2**-8, 1 + 3 * 2**-8, -(2.0**-130), 3e38]  # two ties, a tiny number, a large one
     buffer = np.zeros((5, 50), np.uint16)
     round_rows(tasks_of([(values, 3)]), 0, 5, 50, buffer.reshape(-1))

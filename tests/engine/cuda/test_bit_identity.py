@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from app.engine.config import CudaConfig
+from tests.budgets import Budget
 from tests.engine.company import disturbed
 from tests.engine.cuda.gpu import ON_CUDA, gpu_backend
 
-MIN_BATCHES = 2500 if ON_CUDA else 80
+#: Seconds for each type, and batches in any case.
+BUDGET_S, MIN_BATCHES = (60, 2500) if ON_CUDA else (4, 60)
 #: A round is some hundred batches, and half of the rounds preempt nobody: after this many, nothing ever will.
 MAX_BATCHES = 50_000
 CUDA = CudaConfig(deterministic=True, memory_fraction=0.5, skip_precompile=True)
@@ -22,7 +24,10 @@ CUDA = CudaConfig(deterministic=True, memory_fraction=0.5, skip_precompile=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(dtype: str) -> None:
     disturbances = np.zeros(4, np.int64)
-    while disturbances[0] < MIN_BATCHES or (not disturbances.all() and disturbances[0] < MAX_BATCHES):
+    budget = Budget(BUDGET_S)
+    while (
+        budget.is_left() or disturbances[0] < MIN_BATCHES or (not disturbances.all() and disturbances[0] < MAX_BATCHES)
+    ):
         disturbances += disturbed(
             gpu_backend, CUDA.model_copy(update={"dtype": dtype}), num_engines=3, kv_tokens=(138, 160, 200)
         )

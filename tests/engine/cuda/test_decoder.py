@@ -18,6 +18,7 @@ from tests.engine.adapters.making import random_adapter, random_tensors, tiny_sp
 from tests.engine.checkpoints import FAMILIES
 from tests.engine.cuda.gpu import ON_CUDA, gpu_backend, gpu_backend_of_checkpoint, gpu_config
 from tests.engine.logits_check import NUM_BLOCKS, check_family
+from tests.seeds import rng
 
 LENGTHS = (1, 37, 70)
 
@@ -59,7 +60,7 @@ def test_one_base_product_per_module_whatever_adapters_the_batch_holds(num_token
     backend = gpu_backend(spec, random_tensors(spec), gpu_config())
     for slot, rank in enumerate((1, 16, 8, 40), 1):
         backend.write_adapter(slot, 64 * (slot - 1), random_adapter(spec, rank))
-    generator = np.random.default_rng()
+    generator = rng()
     pieces = [Piece(generator.integers(3, 60, num_tokens), 0, np.arange(i, i + 1), i) for i in range(5)]
     weights = backend.weights
     base = [getattr(layer, name) for layer in weights.layers for name in ("qkv", "out", "gate_up", "down")]
@@ -75,7 +76,7 @@ def test_bfloat16_is_near_float32() -> None:
     spec = tiny_spec()
     tensors = random_tensors(spec)
     backends = [gpu_backend(spec, tensors, gpu_config(dtype=dtype)) for dtype in ("float32", "bfloat16")]
-    generator = np.random.default_rng()
+    generator = rng()
     pieces = [Piece(generator.integers(3, 60, 11), 0, np.arange(i, i + 1), i) for i in range(3)]
     adapters = [random_adapter(spec, rank, size=0.05) for rank in (8, 24)]
     logits = []

@@ -18,6 +18,7 @@ from tests.engine.checkpoints import tiny_model as checkpoint_model
 from tests.engine.cpu.test_extras import TOGETHER
 from tests.engine.cuda.gpu import gpu_backend_of_model, gpu_config
 from tests.engine.served import served_logits
+from tests.seeds import rng
 
 pytestmark = PEFT_WARNINGS
 
@@ -34,7 +35,7 @@ def test_every_option_in_one_batch_is_pefts(tmp_path: Path, tied: bool, determin
     config = gpu_config(deterministic=deterministic)
     backend = gpu_backend_of_model(model, tmp_path / "model", config)
     options = {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER | OPTIONS
-    names = [str(name) for name in np.random.default_rng().permutation(list(options))]
+    names = [str(name) for name in rng().permutation(list(options))]
     folders = {name: tmp_path / str(index) for index, name in enumerate(names)}
     adapters = {name: _read(model, backend, folders[name], options[name]) for name in names}
     tokens = random_tokens(model, 1, 21)

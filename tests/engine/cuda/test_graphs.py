@@ -12,6 +12,7 @@ from app.engine.cuda.graphs import batch_sizes, rank_bounds
 from load_tests.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
+from tests.seeds import rng
 
 
 def test_every_number_of_sequences_has_a_size_near_it() -> None:
@@ -51,7 +52,7 @@ def test_loading_adapters_captures_nothing_and_changes_what_is_computed(determin
     backend = gpu_backend(spec, random_tensors(spec), config)
     captured = backend.graphs.num_captures
     assert captured == len(batch_sizes(4)) * len(rank_bounds(128))
-    generator = np.random.default_rng()
+    generator = rng()
     seen: list[np.ndarray] = []
     for round_, rank in enumerate((8, 3, 64, 16, 40)):
         adapters = [random_adapter(spec, rank), random_adapter(spec, 16)]
@@ -76,7 +77,7 @@ def test_a_padded_step_is_the_same_as_one_launched_without_padding(num_sequences
     backends = [gpu_backend(spec, tensors, gpu_config(max_batch_sequences=n)) for n in (8, 1)]
     adapters = [random_adapter(spec, rank) for rank in (24, 1)]
     slots = sorted([0, 1, 2, 0, 1, 2, 1, 0][:num_sequences])
-    tables = np.random.default_rng().permutation(200)[: 2 * num_sequences].reshape(num_sequences, 2)
+    tables = rng().permutation(200)[: 2 * num_sequences].reshape(num_sequences, 2)
     logits = []
     for backend in backends:
         for slot, adapter in enumerate(adapters, 1):

@@ -14,6 +14,7 @@ from app.engine.logits import largest, penalise
 from app.kernels.sampling.reference import draw, log_sum_exp
 from load_tests.steps import greedy
 from tests.engine.cuda.gpu import DEVICE
+from tests.seeds import rng
 
 VOCAB = 1500
 
@@ -53,7 +54,7 @@ def _logits(generator: np.random.Generator, count: int) -> np.ndarray:
 
 
 def test_tokens_and_logprobs_are_those_of_the_definition() -> None:
-    generator = np.random.default_rng()
+    generator = rng()
     count = 200
     logits, batch = _logits(generator, count), _batch(generator, count)
     given = logits.copy()
@@ -89,7 +90,7 @@ def test_tokens_and_logprobs_are_those_of_the_definition() -> None:
 
 
 def test_a_row_is_drawn_as_if_it_were_alone() -> None:
-    generator = np.random.default_rng()
+    generator = rng()
     logits, batch = _logits(generator, 40), _batch(generator, 40)
     together = sample(torch.from_numpy(logits).to(DEVICE), batch)
     for p in range(40):
@@ -107,7 +108,7 @@ def test_a_row_is_drawn_as_if_it_were_alone() -> None:
 def test_draws_follow_the_distribution() -> None:
     """A seed and a position each: the frequencies of 20,000 draws are near the probabilities."""
     count, vocab = 20_000, 8
-    generator = np.random.default_rng()
+    generator = rng()
     row = generator.normal(0, 1, vocab).astype(np.float32)
     batch = dataclasses.replace(
         greedy(count),

@@ -8,6 +8,7 @@ import pytest
 from load_tests.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
+from tests.seeds import rng
 
 
 # What padding rows hold is nobody's, and may overflow.
@@ -17,7 +18,7 @@ def test_both_forms_of_the_kernels_give_the_same_logits(deterministic: bool) -> 
     spec = tiny_spec(num_layers=1)
     tensors = random_tensors(spec)
     adapters = [random_adapter(spec, rank) for rank in (5, 24)]
-    prompts = np.random.default_rng().integers(3, 60, (3, 9))
+    prompts = rng().integers(3, 60, (3, 9))
     logits = []
     for form in ("torch", "triton"):
         backend = gpu_backend(spec, tensors, gpu_config(adapter_rank_rows=64, deterministic=deterministic), form)

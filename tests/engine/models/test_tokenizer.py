@@ -22,6 +22,7 @@ from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_toke
 
 from app.engine.errors import CheckpointError, InvalidRequest
 from app.engine.models.tokenizer import Tokenizer, load_tokenizer
+from tests.budgets import examples
 from tests.engine.models.lines import random_lines
 
 
@@ -111,7 +112,7 @@ def streamed(tokenizer: Tokenizer, pieces: Sequence[Sequence[int]], skip_special
     return "".join([decoder.push(piece) for piece in pieces]) + decoder.flush()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_streamed_text_equals_whole_text(demo: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, demo.vocab_size + 3), max_size=40))  # any bytes, mostly no UTF-8
@@ -122,7 +123,7 @@ def test_streamed_text_equals_whole_text(demo: Tokenizer, data: st.DataObject) -
         assert streamed(demo, pieces, skip_special) == demo.decode(ids, skip_special=skip_special)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=40))
 def test_no_character_is_ever_cut(demo: Tokenizer, known_bytes: frozenset[int], text: str) -> None:
     text = known_part(text, known_bytes)
@@ -328,7 +329,7 @@ def test_listed_tokens_that_are_not_understood_are_refused(folder: Path, tmp_pat
         load_tokenizer(tmp_path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_any_ids_stream_without_growing(folder: Path, data: st.DataObject) -> None:
     tokenizer = load_tokenizer(folder)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterFormatError, EngineFailure, NotReady
 from app.engine.request import SamplingParams, TokenChunk
+from tests.budgets import examples
 from tests.engine.driving import ADAPTERS, Submitted, assert_as_alone, assert_empty, collect, make_engine, run
 from tests.fakes import fake_adapter, fake_request
 
@@ -235,7 +236,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     events=st.lists(EVENTS, min_size=1, max_size=40),
     rows=st.sampled_from([32, 48, 64]),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from app.engine.config import EvictionPolicy
 from app.engine.errors import AdapterTooLarge, NotReady
 from app.engine.pools.adapter_pool import AdapterGrant, AdapterPool
+from tests.budgets import examples
 
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 
@@ -34,7 +35,7 @@ def must_succeed(pool: AdapterPool, rank: int, pinned: frozenset[str]) -> bool:
     return any(all(end <= start or start + rows <= first for first, end in stays) for start in starts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     rows=st.integers(0, 100),
     alignment=st.sampled_from([1, 8, 16]),
@@ -110,7 +111,7 @@ def test_least_recently_used_goes_first_and_no_more_than_needed() -> None:
     assert grant.evicted == ("b",)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(policy=st.sampled_from(POLICIES), wanted=st.lists(st.integers(0, 9), max_size=80), data=st.data())
 def test_each_policy_gives_up_what_it_says(policy: EvictionPolicy, wanted: list[int], data: st.DataObject) -> None:
     """Ten adapters of one rank and of different bytes, room for three, beside the policies' formulas."""
@@ -272,7 +273,7 @@ def test_a_pool_without_rows_or_slots_says_so() -> None:
             pool.check_rank("acme/legal", 8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(max_extra_bytes=st.integers(0, 60), slots=st.integers(2, 7), data=st.data())
 def test_extras_never_exceed_their_bytes_and_are_released_once(
     max_extra_bytes: int, slots: int, data: st.DataObject

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.pools.kv_blocks import BlockPool, block_hash, root_hash
+from tests.budgets import examples
 
 _text = st.text(max_size=6)
 _root_fields = st.tuples(_text, st.one_of(st.none(), _text), st.binary(max_size=6))
@@ -80,7 +81,7 @@ def test_nothing_is_found_when_sharing_is_off() -> None:
     assert pool.find(chain([b"a"]), [b"a"].__getitem__) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 12), st.data())
 def test_every_block_is_accounted_for(num_blocks: int, data: st.DataObject) -> None:
     """Random holders that find, allocate, publish and leave: contents never change under a reference."""

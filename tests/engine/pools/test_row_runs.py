@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.pools.row_runs import RowRuns, Run, length_of
+from tests.budgets import examples
 
 LENGTHS = st.sampled_from([1, 2, 4, 8])
 
@@ -15,7 +16,7 @@ def free_units(runs: dict[int, Run], num_units: int) -> set[int]:
     return set(range(num_units)) - {unit for run in runs.values() for unit in range(run.start, run.end)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(num_units=st.integers(0, 40), data=st.data())
 def test_any_giving_and_taking_keeps_buddies(num_units: int, data: st.DataObject) -> None:
     runs: RowRuns[int] = RowRuns(num_units)
@@ -58,7 +59,7 @@ def room_around(run: Run, free: set[int], num_units: int) -> int:
     return max(length for length in held if all(shorter in held for shorter in lengths if shorter <= length))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     prices=st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=24),
     length=LENGTHS,

@@ -9,6 +9,7 @@ from app.engine.request import SamplingParams
 from app.engine.scheduling import fair_queue
 from app.engine.scheduling.fair_queue import INPUT_PRICE, OUTPUT_PRICE, FairQueue
 from app.engine.sequence import Sequence
+from tests.budgets import examples
 from tests.fakes import fake_request, fake_spec
 
 
@@ -96,7 +97,7 @@ def test_preempted_and_urgent_ones_come_first_the_oldest_preempted_ahead() -> No
     assert "a2" not in names(queue)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_backlogged_tenants_stay_within_the_bound(data: st.DataObject) -> None:
     """At most 2 max(longest prompt's price, one batch's output price), over weights."""

@@ -12,6 +12,7 @@ import pytest
 
 from app.kernels.machine import memory_pages
 from app.kernels.machine.memory_pages import PageTaker, take_pages
+from tests import seeds
 
 PIECE = 1 << 21
 
@@ -50,7 +51,7 @@ def test_nothing_takes_no_pages(parts: list[np.ndarray]) -> None:
 
 def test_what_is_written_meanwhile_stays() -> None:
     memory = untouched(40 * PIECE)
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     places = rng.permutation(len(memory))[:20_000]
     values = rng.integers(1, 256, len(places), np.uint8)
     taker = PageTaker([memory[: 20 * PIECE], memory[20 * PIECE :]])

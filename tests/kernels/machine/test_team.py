@@ -9,6 +9,7 @@ import pytest
 
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import TAIL, Team, count_pieces, leave, piece, take
+from tests import seeds
 
 
 @compiled
@@ -40,7 +41,7 @@ def _expected(first: list[int], num_phases: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 9])
 def test_every_piece_is_done_once_and_phases_follow_each_other(num_threads: int) -> None:
-    rng, team = np.random.default_rng(), Team(num_threads)
+    rng, team = seeds.rng(), Team(num_threads)
     for _ in range(60):
         num_items, size = int(rng.integers(1, 60)), int(rng.integers(1, 9))
         table = np.zeros((41, num_items), np.int64)

@@ -37,6 +37,8 @@ from app.engine.adapters.lora import TARGETS
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
 from app.engine.models.names import expected_tensors
+from tests import seeds
+from tests.budgets import examples
 from tests.engine.adapters.making import DTYPES, module_path, random_arrays, stored_tensor, tiny_spec
 
 SPEC = tiny_spec()
@@ -136,7 +138,9 @@ def stored_beyond(draw: st.DrawFn) -> StoredAdapter:
     )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(stored=st.one_of(stored_adapters(), stored_beyond()))
 def test_peft_to_card_to_peft_changes_nothing(tmp_path_factory: pytest.TempPathFactory, stored: StoredAdapter) -> None:
     folder = tmp_path_factory.mktemp("trip")
@@ -183,7 +187,7 @@ def test_tensors_lie_in_the_mapped_file_at_multiples_of_64(tmp_path: Path, num_m
 
 def test_whatever_a_card_holds_is_mapped(tmp_path: Path) -> None:
     """DoRA, biases, whole tensors, token rows and an embedding: views of the file, at multiples of 64."""
-    rng = np.random.default_rng()
+    rng = seeds.rng()
 
     def tensor(*shape: int) -> StoredTensor:
         return stored_tensor(rng.normal(0, 1, shape), "BF16")
@@ -326,7 +330,7 @@ def test_quantised_storage_states_its_error(tmp_path: Path, dtype: str) -> None:
     assert served.card.digest != build_adapter(stored, SPEC).card.digest
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     values=hnp.arrays(np.float32, st.integers(1, 200), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
     dtype=st.sampled_from(["I8", "I4"]),

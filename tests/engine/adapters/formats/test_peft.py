@@ -18,6 +18,7 @@ from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.lora import BFLOAT16, TARGETS, LoraKey
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
+from tests import seeds
 from tests.engine.adapters.making import (
     adapter_from_arrays,
     module_path,
@@ -79,7 +80,7 @@ def test_ranks_and_alphas_follow_patterns_and_rslora(tmp_path: Path) -> None:
 
 
 def test_a_fused_module_shares_a_and_splits_b(tmp_path: Path) -> None:
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     a, b = rng.normal(size=(3, 24)).astype("f4"), rng.normal(size=(32 + 16 + 16, 3)).astype("f4")
     gate_a, gate_b = rng.normal(size=(3, 24)).astype("f4"), rng.normal(size=(80, 3)).astype("f4")
     tensors = {}

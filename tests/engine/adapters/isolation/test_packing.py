@@ -13,6 +13,7 @@ from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.isolation.packing import pack_adapter, unpack_adapter
 from app.engine.adapters.lora import FEATURES
 from app.engine.adapters.stored import StoredAdapter, StoredModule
+from tests import seeds
 from tests.engine.adapters.making import peft_beyond, random_adapter, stored_tensor, tiny_spec, write_peft
 
 SPEC = tiny_spec()
@@ -57,7 +58,7 @@ def test_what_goes_beyond_plain_lora_is_packed_too(tmp_path: Path, features: tup
 
 
 def test_a_shared_matrix_is_stored_once() -> None:
-    rng = np.random.default_rng()
+    rng = seeds.rng()
     a, b = stored_tensor(rng.normal(size=(4, 24))), stored_tensor(rng.normal(size=(80, 4)))
     fused = StoredModule("model.layers.1.mlp.gate_up_proj", a, b, alpha=4.0, use_rslora=False)
     adapter = build_adapter(StoredAdapter((fused,)), SPEC)
