@@ -145,11 +145,25 @@ def test_only_a_200_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not serving._answers(url)
 
 
-def test_make_installs_jax_for_the_configuration_that_needs_it() -> None:
-    for config, needs_it in (("configs/serve.yaml", False), ("configs/serve-jax.yaml", True)):
+@pytest.mark.parametrize(
+    ("engine", "extras"),
+    [
+        ("{num_kv_blocks: 8}", set()),
+        ("{cpu: {num_threads: 1}}", set()),
+        ("{xla: {}}", {"jax"}),
+        ("\n  num_kv_blocks: 0\n  cuda:\n    index: 1", {"cuda"}),
+        ("{num_kv_blocks: 0, cuda: {index: 1}}", {"cuda"}),
+        ("{} # no xla: here", set()),
+    ],
+)
+def test_make_installs_what_the_engines_section_needs(engine: str, extras: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"engine: {engine}\n")
+    for config, expected in ((path, extras), ("configs/serve.yaml", set()), ("configs/serve-jax.yaml", {"jax"})):
         command = ["make", "--dry-run", "--always-make", "serve", f"CONFIG={config}"]
         recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        assert (".[jax]" in recipe) is needs_it
+        assert set(re.findall(r"'\.\[(\w+)\]'", recipe)) == expected
+        assert ("install torch==" in recipe) is ("cuda" in expected)
 
 
 @pytest.mark.parametrize(
