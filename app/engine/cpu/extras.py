@@ -1,29 +1,22 @@
-"""What resident adapters hold beside their rank rows, on a CPU: DoRA scales, biases, norms, whole matrices, token rows.
+"""What resident adapters hold beside their rank rows, on a CPU: where each part of an adapter's plan lies in memory.
 
-In: an adapter and its slot, when it is written. Out: `ExtraTables` for the kernels of either engine, and the runs of a
-step that need them. What can be computed once is computed here: a module's output is multiplied by one vector
-and one is added, whatever made them. Memory is allocated per adapter and freed when its slot is
-released; how much may be held is the engine's business (`AdapterCard.extra_bytes`).
+In: an adapter and its slot, when it is written. Out: `ExtraTables` for the kernels, and the runs of a step that need
+them. Memory is allocated per adapter and freed when its slot is released; how much may be held is the engine's
+business (`AdapterCard.extra_bytes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable, Container
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.extras import (
-    ModuleExtras,
-    embedding_ids,
-    embedding_rows,
-    module_extras,
-    module_shift,
-    replaced_norms,
-)
+from app.engine.adapters.extras import ExtraPart, embedding_ids, embedding_rows, plan
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair, widened
+from app.engine.models.names import LAYER_NORMS
+from app.engine.models.products import targets_of, uniform_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora.cpu import dora_scale
 from app.kernels.extras.cpu import ATTENTION_NORM, K_NORM, MLP_NORM, Q_NORM, ExtraTables, empty_tables
@@ -32,12 +25,8 @@ from app.kernels.matmul.cpu import PANEL, pack
 
 Floats = NDArray[np.float32]
 
-_LAYER_NORMS = {
-    "input_layernorm": ATTENTION_NORM,
-    "post_attention_layernorm": MLP_NORM,
-    "self_attn.q_norm": Q_NORM,
-    "self_attn.k_norm": K_NORM,
-}
+#: Places on the last axis of `ExtraTables.norms`.
+_NORMS = {"attention_norm": ATTENTION_NORM, "mlp_norm": MLP_NORM, "q_norm": Q_NORM, "k_norm": K_NORM}
 
 
 class BaseModules(Protocol):
@@ -102,9 +91,8 @@ class AdapterExtras(HeldExtras):
 
     def __init__(self, spec: ModelSpec, base: BaseModules, max_adapter_slots: int, team: Team) -> None:
         super().__init__(len(spec.layers), max_adapter_slots, num_shards=1)
-        self._team = team
-        self._spec = spec
-        self._base = base
+        self._spec, self._base, self._team = spec, base, team
+        self._targets = targets_of(uniform_products(spec))
 
     @property
     def tables(self) -> ExtraTables:
@@ -113,57 +101,37 @@ class AdapterExtras(HeldExtras):
 
     def warm_up(self) -> None:
         """Compile what `write` calls, on weights of no consequence."""
-        key = LoraKey(0, TARGETS[0])
+        key = LoraKey(0, self._targets[0])
         d_in, d_out = self._spec.target_shape(*key[:2])
         nothing = LoraPair(np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32))
-        dora_scale(self._team, nothing.b[0], self._base.panels(key), nothing.a, nothing.b)
+        self.dora_scale(key, nothing.b[0], nothing)
 
     def write(self, adapter_slot: int, adapter: LoraAdapter) -> None:
         """Take the slot's extras from `adapter`, dropping what was there."""
         self.release(adapter_slot)
-        if not adapter.features:
-            return
-        self._held[adapter_slot] = []
-        tables, keep = self.tables, partial(self._keep, adapter_slot)
-        for key, parts in module_extras(adapter, self._spec).items():
-            place = key.layer, adapter_slot, TARGETS.index(key.target)
-            if parts.weight is not None:
-                tables.weights[place] = keep(pack(adapter.replaced[parts.weight]))
-            scale = self._scale(adapter, key) if parts.has_scale else None
-            if scale is not None:
-                tables.scales[place] = keep(whole_panels(scale))
-            if parts.has_shift:
-                tables.shifts[place] = keep(whole_panels(self._shift(adapter, key, parts, scale)))
-        for name in replaced_norms(adapter):
-            address = keep(adapter.replaced[name].copy())
-            if name == "model.norm.weight":
-                tables.final_norm[adapter_slot] = address
-            else:
-                layer, norm = layer_norm(name)
-                tables.norms[layer, adapter_slot, norm] = address
-        self._write_embedding(adapter_slot, adapter)
-        if "embed_tokens" in adapter.outer:
-            a, b = adapter.outer["embed_tokens"]
-            tables.embed_a[adapter_slot] = keep(np.array(a.T, order="C"))
-            tables.embed_b[adapter_slot], tables.embed_ranks[adapter_slot] = keep(b.copy()), len(b)
-        if "lm_head.weight" in adapter.replaced:
-            tables.head_weight[adapter_slot] = keep(pack(adapter.replaced["lm_head.weight"]))
-        if "lm_head" in adapter.token_rows:
-            ids, rows = _sorted_rows(adapter, "lm_head")
-            tables.head_ids[adapter_slot], tables.num_head_ids[adapter_slot] = keep(ids), len(ids)
-            tables.head_rows[adapter_slot] = keep(pack(rows))
-        if "lm_head" in adapter.outer:
-            a, b = adapter.outer["lm_head"]
-            tables.head_a[adapter_slot], tables.head_b[adapter_slot] = keep(pack(a)), keep(pack(b.T))
-            tables.head_ranks[adapter_slot] = len(b)
+        for part in plan(adapter, self._spec, self):
+            self._held.setdefault(adapter_slot, [])
+            self._place(adapter_slot, part)
 
-    def _scale(self, adapter: LoraAdapter, key: LoraKey) -> Floats:
-        magnitude, pair = adapter.magnitudes[key], adapter.weights[key]
+    def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:
+        """See `BaseValues.dora_scale`."""
         return dora_scale(self._team, magnitude, self._base.panels(key), widened(pair.a), widened(pair.b))
 
-    def _shift(self, adapter: LoraAdapter, key: LoraKey, parts: ModuleExtras, scale: Floats | None) -> Floats:
-        _, d_out = self._spec.target_shape(key.layer, key.target)
-        return module_shift(adapter, key, parts, scale, self._base.bias(key), d_out)
+    def bias(self, key: LoraKey) -> Floats | None:
+        """See `BaseValues.bias`."""
+        return self._base.bias(key)
+
+    def _place(self, adapter_slot: int, part: ExtraPart) -> None:
+        address = self._keep(adapter_slot, _LAYOUTS.get(part.kind, _copy)(part.values))
+        if part.target is not None:
+            table = getattr(self.tables, f"{part.kind}s")
+            table[part.layer, adapter_slot, self._targets.index(part.target)] = address
+        elif part.layer is not None:
+            self.tables.norms[part.layer, adapter_slot, _NORMS[part.kind]] = address
+        else:
+            getattr(self.tables, part.kind)[adapter_slot] = address
+            if part.kind in _COUNTS:
+                getattr(self.tables, _COUNTS[part.kind])[adapter_slot] = len(part.values)
 
 
 def runs_of(runs: NDArray[np.int64], adapter_slots: Container[int]) -> NDArray[np.int64]:
@@ -173,8 +141,8 @@ def runs_of(runs: NDArray[np.int64], adapter_slots: Container[int]) -> NDArray[n
 
 def layer_norm(name: str) -> tuple[int, int]:
     """Layer, and place on the last axis of `ExtraTables.norms`, of a norm weight in a layer."""
-    _, _, layer, module = name.removesuffix(".weight").split(".", 3)
-    return int(layer), _LAYER_NORMS[module]
+    _, _, layer, path = name.removesuffix(".weight").split(".", 3)
+    return int(layer), _NORMS[next(norm for norm, where in LAYER_NORMS.items() if where == path)]
 
 
 def sample_runs(runs: NDArray[np.int64], sample_rows: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -191,14 +159,27 @@ def token_slots(runs: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
     return slots
 
 
-def _sorted_rows(adapter: LoraAdapter, name: str) -> tuple[NDArray[np.int64], Floats]:
-    token_ids, rows = adapter.token_rows[name]
-    order = np.argsort(token_ids)
-    return np.array(token_ids, np.int64)[order], np.ascontiguousarray(rows[order])
-
-
 def whole_panels(values: Floats) -> Floats:
     """A vector [n] as a copy, zero-filled to whole panels."""
     out = np.zeros(-(-len(values) // PANEL) * PANEL, np.float32)
     out[: len(values)] = values
     return out
+
+
+def _copy(values: NDArray[Any]) -> NDArray[Any]:
+    """The slot's own memory: an adapter's may be another process's."""
+    return np.array(values, order="C")
+
+
+#: How a part lies in memory, where not as it is.
+_LAYOUTS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "weight": pack,
+    "scale": whole_panels,
+    "shift": whole_panels,
+    "head_weight": pack,
+    "head_rows": pack,
+    "head_a": pack,
+    "head_b": lambda b: pack(b.T),
+}
+#: Where the length of a part is told, too.
+_COUNTS = {"embed_ids": "num_embed_ids", "embed_b": "embed_ranks", "head_ids": "num_head_ids", "head_b": "head_ranks"}

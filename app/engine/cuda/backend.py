@@ -25,7 +25,7 @@ from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.adapters import AdapterTables
 from app.engine.cuda.decoder import GpuDecoder, KvMemory
-from app.engine.cuda.extras import GpuExtras, OwnRows
+from app.engine.cuda.extras import ExtraRows, GpuExtras
 from app.engine.cuda.graphs import Bucket, DecodeGraphs, batch_sizes, rank_bounds
 from app.engine.cuda.kernels import KernelForm, load_kernels
 from app.engine.cuda.memory import RANK_ALIGNMENT, MemoryPlan, plan_memory
@@ -221,12 +221,12 @@ class GpuBackend:
             max_rank=max_rank,
             block_tokens=self._cut(num_tokens, max_rank, is_decode=is_decode),
         )
-        own = OwnRows(runs, batch.sample_rows, self._spec, self._decoder.product) if runs else None
-        hidden = self._decoder.hidden_states(step, own)
+        extras = ExtraRows(runs, batch.sample_rows, self._spec, self._decoder.product) if runs else None
+        hidden = self._decoder.hidden_states(step, extras)
         sampled = hidden[torch.from_numpy(batch.sample_rows).to(self._device)]
         logits = torch.empty(len(sampled), self._spec.vocab_size, device=self._device)
         if len(sampled):
-            self._decoder.logits(sampled, logits, own)
+            self._decoder.logits(sampled, logits, extras)
         return logits
 
     def _decode_shape(self, bucket: Bucket, table_width: int) -> StepShape:

@@ -2,7 +2,7 @@
 
 One base product per fused module for the whole batch, whatever adapters it holds; deltas are added in place after it,
 per token or per run. Nothing here looks at a device value from the host and no shape depends on one, so a step can be
-captured in a CUDA graph; what adapters have beside rank rows (`OwnRows`) is done to their rows outside of graphs.
+captured in a CUDA graph; what adapters have beside rank rows (`ExtraRows`) is done to their rows outside of graphs.
 
 In deterministic mode every operation has fixed tiles, and a row's bits do not depend on the others. Otherwise base
 products are the library's (cuBLAS), which chooses its tiles by the batch.
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from app.engine.cuda.adapters import AdapterTables
-from app.engine.cuda.extras import OwnRows
+from app.engine.cuda.extras import ExtraRows
 from app.engine.cuda.kernels import Kernels
 from app.engine.cuda.step import Step
 from app.engine.cuda.weights import PRODUCTS, LayerWeights, Weights
+from app.engine.models.names import LayerNorm
 from app.engine.models.spec import ModelSpec
 
 
@@ -55,50 +56,49 @@ class GpuDecoder:
             {product: tables.rows(layer, product) for product in PRODUCTS} for layer in range(len(spec.layers))
         ]
 
-    def hidden_states(self, step: Step, own: OwnRows | None = None) -> Tensor:
+    def hidden_states(self, step: Step, extras: ExtraRows | None = None) -> Tensor:
         """[T, H] after the last layer; K and V of the step's tokens are written."""
         kernels = self._kernels
         hidden = torch.nn.functional.embedding(step.token_ids, self._weights.embedding)  # [T, H]
-        if own is not None:
-            own.embed(step.token_ids, hidden)
+        if extras is not None:
+            extras.embed(step.token_ids, hidden)
         normed = torch.empty_like(hidden)
         for index, layer in enumerate(self._weights.layers):
-            prefix = f"model.layers.{index}."
-            self._norm(hidden, layer.attention_norm, normed, f"{prefix}input_layernorm.weight", own)
+            self._norm(index, "attention_norm", hidden, layer.attention_norm, normed, extras)
             qkv = self._product(normed, layer.qkv, layer.qkv_bias)
-            self._change(index, "qkv", normed, qkv, step, own)
-            attended = self._attend(index, layer, qkv, step, own)
-            self._add_product(index, "out", attended, layer.out, layer.out_bias, hidden, step, own)
-            self._norm(hidden, layer.mlp_norm, normed, f"{prefix}post_attention_layernorm.weight", own)
+            self._change(index, "qkv", normed, qkv, step, extras)
+            attended = self._attend(index, layer, qkv, step, extras)
+            self._add_product(index, "out", attended, layer.out, layer.out_bias, hidden, step, extras)
+            self._norm(index, "mlp_norm", hidden, layer.mlp_norm, normed, extras)
             gate_up = self._product(normed, layer.gate_up, layer.gate_up_bias)
-            self._change(index, "gate_up", normed, gate_up, step, own)
+            self._change(index, "gate_up", normed, gate_up, step, extras)
             gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
             kernels.gated(gate_up, gated, layer.spec.mlp.activation)
-            self._add_product(index, "down", gated, layer.down, layer.down_bias, hidden, step, own)
+            self._add_product(index, "down", gated, layer.down, layer.down_bias, hidden, step, extras)
         return hidden
 
-    def logits(self, hidden: Tensor, out: Tensor, own: OwnRows | None = None) -> None:
+    def logits(self, hidden: Tensor, out: Tensor, extras: ExtraRows | None = None) -> None:
         """out [P, V] float32 from the hidden states [P, H] of the rows that sample."""
         normed = torch.empty_like(hidden)
         self._kernels.rms_norm(hidden, self._weights.final_norm, self._spec.norm_eps, normed)
-        if own is not None:
-            for first, end, weight in own.final_norms():
+        if extras is not None:
+            for first, end, weight in extras.final_norms():
                 self._kernels.rms_norm(hidden[first:end], weight, self._spec.norm_eps, normed[first:end])
         self._float_product(normed, self._weights.head, out)
-        if own is not None:
-            own.change_logits(normed, out)
+        if extras is not None:
+            extras.change_logits(normed, out)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, d_in] @ weight.T, for weights [d_out, d_in] that adapters bring."""
         return self._product(x, weight, None)
 
-    def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, step: Step, own: OwnRows | None) -> Tensor:
+    def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
         attention = layer.spec.attention
         keys, values = self._kv.keys[index], self._kv.values[index]
         num_tokens, dim = len(qkv), attention.head_dim
         pieces = [(0, num_tokens, layer.q_norm, layer.k_norm)]
-        if own is not None and layer.q_norm is not None:
-            pieces = own.head_norms(index, num_tokens, layer.q_norm, layer.k_norm)
+        if extras is not None and layer.q_norm is not None:
+            pieces = extras.head_norms(index, num_tokens, layer.q_norm, layer.k_norm)
         for first, end, q_norm, k_norm in pieces:
             self._kernels.rotate_and_write(
                 qkv[first:end],
@@ -132,11 +132,13 @@ class GpuDecoder:
         )
         return attended.flatten(1)
 
-    def _norm(self, x: Tensor, weight: Tensor, out: Tensor, name: str, own: OwnRows | None) -> None:
+    def _norm(
+        self, layer: int, kind: LayerNorm, x: Tensor, weight: Tensor, out: Tensor, extras: ExtraRows | None
+    ) -> None:
         self._kernels.rms_norm(x, weight, self._spec.norm_eps, out)
-        if own is not None:
-            for first, end, own_weight in own.norms(name):
-                self._kernels.rms_norm(x[first:end], own_weight, self._spec.norm_eps, out[first:end])
+        if extras is not None:
+            for first, end, adapters_weight in extras.norms(layer, kind):
+                self._kernels.rms_norm(x[first:end], adapters_weight, self._spec.norm_eps, out[first:end])
 
     def _add_product(
         self,
@@ -147,22 +149,22 @@ class GpuDecoder:
         bias: Tensor | None,
         hidden: Tensor,
         step: Step,
-        own: OwnRows | None,
+        extras: ExtraRows | None,
     ) -> None:
         """hidden += x @ weight.T + bias, with the deltas: the residual is where the sums start."""
-        kept = own.set_aside(layer, product, hidden) if own is not None else []
+        kept = extras.set_aside(layer, product, hidden) if extras is not None else []
         if self._deterministic:
             self._kernels.fixed_linear(x, weight, hidden, bias, accumulate=True)
         else:
             hidden.addmm_(x, weight.T)
             if bias is not None:
                 hidden += bias
-        self._change(layer, product, x, hidden, step, own)
-        if own is not None:
-            own.put_back(kept, hidden)
+        self._change(layer, product, x, hidden, step, extras)
+        if extras is not None:
+            extras.put_back(kept, hidden)
 
-    def _change(self, layer: int, product: str, x: Tensor, y: Tensor, step: Step, own: OwnRows | None) -> None:
-        """Add the deltas of the step's adapters to a base product, and what they have of their own."""
+    def _change(self, layer: int, product: str, x: Tensor, y: Tensor, step: Step, extras: ExtraRows | None) -> None:
+        """Add the deltas of the step's adapters to a base product, and do their extras."""
         if step.max_rank:
             rows = self._rank_rows[layer][product]
             if step.block_tokens:
@@ -177,8 +179,8 @@ class GpuDecoder:
                 )
             else:
                 self._kernels.add_lora_to_rows(x, y, rows, step.adapter_slots, max_rank=step.max_rank)
-        if own is not None:
-            own.change(layer, product, x, y)
+        if extras is not None:
+            extras.change(layer, product, x, y)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self._deterministic:
