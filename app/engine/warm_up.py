@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.engine.adapters.card import AdapterCard, AdapterRef
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, QueueFull
+from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
 
@@ -77,11 +78,11 @@ def _null_adapter(spec: ModelSpec) -> LoraAdapter:
     """An adapter of rank 1 on every module that changes nothing."""
     weights = {}
     for layer in range(len(spec.layers)):
-        for target in TARGETS:
-            d_in, d_out = spec.target_shape(layer, target)
-            weights[LoraKey(layer, target)] = LoraPair(
-                np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
-            )
+        for product in layer_products(spec, layer):
+            for target, d_out in zip(product.targets, product.widths, strict=True):
+                a, b = np.zeros((1, product.d_in), np.float32), np.zeros((1, d_out), np.float32)
+                weights[LoraKey(layer, target)] = LoraPair(a, b)
     size = sum(pair.a.nbytes + pair.b.nbytes for pair in weights.values())
-    card = AdapterCard(WARM_UP, spec.digest, 1, tuple(sorted(TARGETS)), "float32", size)
+    targets = tuple(sorted({key.target for key in weights}))
+    card = AdapterCard(WARM_UP, spec.digest, 1, targets, "float32", size)
     return LoraAdapter(card, weights)

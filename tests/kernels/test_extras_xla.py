@@ -67,7 +67,7 @@ def test_modules_are_the_definitions_in_their_rows_only(runs: list[tuple[int, in
     expected = y.astype(np.float64)
     for t in _mine(runs):
         given = [arrays[name] if name in parts else None for name in ("weight", "scale", "shift")]
-        expected[t, low : low + 150] = reference.own_module(y[t, low : low + 150], x[t], *given)
+        expected[t, low : low + 150] = reference.module(y[t, low : low + 150], x[t], *given)
     assert relative_error(out, expected) < TOLERANCE["float32"]
     np.testing.assert_array_equal(out[:, :low], y[:, :low])
     np.testing.assert_array_equal(out[:, low + 150 :], y[:, low + 150 :])
@@ -107,7 +107,7 @@ def test_a_head_is_the_definitions_in_its_rows_only(
     for p in _mine(runs):
         head = weight if with_weight else None
         columns = (ids[is_mine] - first_column).tolist()
-        expected[p] = reference.own_logits(logits[p], x[p], head, columns, rows[is_mine], a, b)
+        expected[p] = reference.logits(logits[p], x[p], head, columns, rows[is_mine], a, b)
     assert relative_error(found, expected) < TOLERANCE["float32"]
     others = [p for p in range(num_rows) if p not in _mine(runs)]
     np.testing.assert_array_equal(found[others], logits[others])

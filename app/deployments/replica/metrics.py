@@ -9,7 +9,7 @@ from __future__ import annotations
 from ray.util.metrics import Counter, Gauge
 
 from app.deployments.store.counts import TierCounts
-from app.engine.adapters.lora import TARGETS
+from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 from app.engine.stats import EngineStats
 
@@ -55,8 +55,8 @@ class DeviceMetrics:
 
     def __init__(self, counts: TierCounts, spec: ModelSpec) -> None:
         self._counts = counts
-        shapes = [spec.target_shape(layer, target) for layer in range(len(spec.layers)) for target in TARGETS]
-        self._row_bytes = 4 * sum(d_in + d_out for d_in, d_out in shapes)
+        layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
+        self._row_bytes = 4 * sum(product.row_size for products in layers for product in products)
         self._last: EngineStats | None = None
 
     def update(self, stats: EngineStats) -> None:

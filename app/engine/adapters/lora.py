@@ -8,7 +8,7 @@ bfloat16 where it was saved so and that still holds every value: half the bytes,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -102,10 +102,10 @@ class LoraAdapter:
     replaced: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
 
-    def check_modules(self, num_layers: int) -> None:
-        """Raise AdapterMismatch for a module that a decoder of so many layers, without experts, does not have."""
+    def check_modules(self, targets: Container[str], num_layers: int) -> None:
+        """Raise AdapterMismatch for a module that a decoder of so many such layers, without experts, does not have."""
         for layer, target, expert in self.weights:
-            if target not in TARGETS or expert is not None or layer >= num_layers:
+            if target not in targets or expert is not None or layer >= num_layers:
                 raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
 
     def widened(self) -> LoraAdapter:

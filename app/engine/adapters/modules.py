@@ -9,21 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from app.engine.models.products import DENSE, target_shape
 from app.engine.models.spec import ModelSpec
-
-_SPLIT = {
-    "self_attn.q_proj": ("q_proj",),
-    "self_attn.k_proj": ("k_proj",),
-    "self_attn.v_proj": ("v_proj",),
-    "self_attn.o_proj": ("o_proj",),
-    "mlp.gate_proj": ("gate_proj",),
-    "mlp.up_proj": ("up_proj",),
-    "mlp.down_proj": ("down_proj",),
-}
-_FUSED = {
-    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-}
 
 #: Modules outside the layers that an adapter may name.
 OUTER_MODULES = ("model.embed_tokens", "lm_head")
@@ -41,14 +28,16 @@ class Module(NamedTuple):
 
     def shape(self, spec: ModelSpec) -> tuple[int, tuple[int, ...]]:
         """(d_in, d_out of each target) in this base model."""
-        shapes = [spec.target_shape(self.layer, target) for target in self.targets]
+        shapes = [target_shape(spec, self.layer, target) for target in self.targets]
         return shapes[0][0], tuple(d_out for _, d_out in shapes)
 
 
 def layer_modules(num_layers: int) -> dict[str, Module]:
     """Path → module, split and fused, in layer order."""
+    split = {kind.path(target): (target,) for kind in DENSE for target in kind.targets}
+    fused = {kind.path(kind.fused): kind.targets for kind in DENSE if kind.fused is not None}
     return {
-        f"model.layers.{layer}.{suffix}": Module(layer, targets)
+        f"model.layers.{layer}.{path}": Module(layer, targets)
         for layer in range(num_layers)
-        for suffix, targets in (_SPLIT | _FUSED).items()
+        for path, targets in (split | fused).items()
     }

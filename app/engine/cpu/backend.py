@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import CpuConfig, EngineConfig
@@ -22,13 +21,13 @@ from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
 from app.engine.cpu.rows import PreparedRows
 from app.engine.cpu.sampling import sample
+from app.engine.cpu.tables import RankRowMemory
 from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, padded
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.memory_pages import PageTaker
 from app.kernels.machine.team import Team
 from app.kernels.paged_attention.cpu import attention_tasks
-from app.kernels.sgmv.cpu import RANK_PANEL, RowPlaces, adapter_runs, shrink_tasks
-from app.kernels.sgmv.writing import Matrices, WritePlans, matrices, write_plan
+from app.kernels.sgmv.cpu import RANK_PANEL, adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
@@ -57,20 +56,17 @@ class CpuBackend:
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         cpu = config.section(CpuConfig)
         self._team = Team(cpu.num_threads or len(os.sched_getaffinity(0)))
-        self._tables = self._new_tables()
-        rows: tuple[Any, ...] = self._tables[: 2 * len(TARGETS)]
+        self._rows = RankRowMemory(spec, self._limits.adapter_rank_rows, self._limits.max_adapter_slots)
         # The first adapter needs all pages. They come while weights are unpacked.
-        pages_of_rows = PageTaker(rows)
-        packer = WeightPacker(spec, self._sizes, max_positions, cpu.weight_storage, self._team)
-        self._weights = packer.pack_all(tensors)
+        pages_of_rows = PageTaker(self._rows.memory)
+        self._weights = WeightPacker(spec, max_positions, cpu.weight_storage, self._team).pack_all(tensors)
         pages_of_rows.wait()
-        self._plans = WritePlans(rows[: len(TARGETS)], rows[len(TARGETS) :])
-        self._prepared = PreparedRows(len(spec.layers))
+        self._prepared = PreparedRows(spec)
         self._k_memory, self._v_memory = self._new_kv_memory()
         # A block is in all layers: with pages of 2 MB the first token in new pages would wait for 60 of them.
         self._pages = PageTaker([*self._k_memory, *self._v_memory])
         self._work = self._new_workspace()
-        base = PackedModules(spec, self._weights, self._sizes)
+        base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
         self._warm_up()
 
@@ -88,18 +84,8 @@ class CpuBackend:
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
-        rows = self._prepared.of(adapter)
-        in_bf16 = self._write_rows(rows.matrices, row_start)
         self._extras.write(adapter_slot, adapter)
-        self._tables.ranks[:, adapter_slot] = rows.ranks
-        self._tables.places.starts[adapter_slot] = row_start
-        self._tables.places.in_bf16[adapter_slot] = in_bf16
-
-    def _write_rows(self, source: Matrices, row_start: int) -> bool:
-        """See `WritePlans.plan`; whether the rows are in bfloat16: all modules' or none."""
-        too_fine = np.zeros(1, np.bool_)
-        self._team.run(write_plan, 2, self._plans.plan(source, row_start), too_fine)
-        return not too_fine[0]
+        self._rows.write(self._team, adapter_slot, row_start, self._prepared.of(adapter))
 
     def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
         """See `Backend.is_ready`: a write has ended when it returns."""
@@ -112,7 +98,7 @@ class CpuBackend:
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
-        widest_rank = int(self._tables.ranks[:, runs[:, 2]].max(initial=0))
+        widest_rank = self._rows.widest(runs[:, 2])
         extra_runs = self._extras.runs(runs)
         has_extras = len(extra_runs) > 0
         step = cpu_decoder.Step(
@@ -139,7 +125,7 @@ class CpuBackend:
             head_inputs = np.empty((self._config.max_batch_sequences, self._extras.head_width), np.float32)
             self._work = work = work._replace(head_inputs=head_inputs)
         self._team.run(
-            cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._tables, self._extras.tables,
+            cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._rows.tables, self._extras.tables,
             self._k_memory, self._v_memory, step, work,
         )  # fmt: skip
         return sample(work.logits[: len(batch.sample_rows), : self._spec.vocab_size], batch.sampling, self._team)
@@ -152,7 +138,7 @@ class CpuBackend:
         """End the threads and drop every array."""
         self._team.close()
         self._pages.stop()
-        for name in ("_weights", "_k_memory", "_v_memory", "_tables", "_extras", "_work"):
+        for name in ("_weights", "_k_memory", "_v_memory", "_rows", "_extras", "_work"):
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -187,19 +173,7 @@ class CpuBackend:
         if self._limits.adapter_rank_rows and self._limits.adapter_extra_bytes:
             self._extras.warm_up()
         if self._limits.adapter_rank_rows:
-            d_in, d_out = self._spec.target_shape(0, TARGETS[0])
-            nothing = 0, 0, np.zeros((1, d_in), np.float32), np.zeros((1, d_out), np.float32)
-            self._write_rows(matrices([nothing]), 0)
-
-    def _new_tables(self) -> cpu_decoder.AdapterTables:
-        num_layers, rows = len(self._spec.layers), self._limits.adapter_rank_rows
-        shapes = [self._spec.target_shape(0, target) for target in TARGETS]
-        a = [np.zeros((num_layers, rows // RANK_PANEL, d_in, RANK_PANEL), np.float32) for d_in, _ in shapes]
-        b = [np.zeros((num_layers, rows, padded(d_out)), np.float32) for _, d_out in shapes]
-        num_slots = self._limits.max_adapter_slots
-        places = RowPlaces(np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_))
-        ranks = np.zeros((num_layers, num_slots, len(TARGETS)), np.int32)
-        return cpu_decoder.AdapterTables._make([*a, *b, places, ranks])
+            self._rows.warm_up(self._team)
 
     def _new_kv_memory(self) -> tuple[Floats, Floats]:
         first = self._spec.layers[0].attention

@@ -30,9 +30,7 @@ from app.kernels.extras.cpu import (
 from app.kernels.linear.cpu import Own, gate_and_up, project
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, embed, layer_panels
-from app.kernels.norms.cpu import gather_normed, rms_norm
 from app.kernels.paged_attention.cpu import paged_attention
-from app.kernels.rotary.cpu import rotate_and_store
 from app.kernels.sgmv.cpu import RowPlaces, shrink
 from app.kernels.sgmv.fetching import NextShrink
 
@@ -56,8 +54,8 @@ class Weights(NamedTuple):
     qkv_bias: Floats
     q_norm: Floats
     k_norm: Floats
-    out: Stack
-    out_bias: Floats
+    o: Stack
+    o_bias: Floats
     gate_up: Stack
     gate_up_bias: Floats
     down: Stack
@@ -82,28 +80,29 @@ class Sizes(NamedTuple):
     eps: np.float32
 
 
-class AdapterTables(NamedTuple):
-    """Rank rows of the seven modules: a as panels [L, R / 8, d_in, 8], b as [L, R, W], see `app.kernels.sgmv.cpu`.
+class ProductRows(NamedTuple):
+    """Rank rows of one product's N targets: see `app.kernels.sgmv.cpu`.
 
-    ranks: [L, S, 7] int32 in the order of `app.engine.adapters.lora.TARGETS`.
+    a: panels [L, R / 8, d_in, 8] of each target; b: [L, R, W] of each. ranks: [L, S, N] int32. first: the number of the
+    first target in tables that count all of a layer's. upcoming: what the shrink after this product reads, for all
+    layers; for the last product it is the first one's, of the next layer.
     """
 
-    a_q: Floats
-    a_k: Floats
-    a_v: Floats
-    a_o: Floats
-    a_gate: Floats
-    a_up: Floats
-    a_down: Floats
-    b_q: Floats
-    b_k: Floats
-    b_v: Floats
-    b_o: Floats
-    b_gate: Floats
-    b_up: Floats
-    b_down: Floats
-    places: RowPlaces
+    a: tuple[Floats, ...]
+    b: tuple[Floats, ...]
     ranks: NDArray[np.int32]
+    first: int
+    upcoming: NextShrink
+
+
+class AdapterTables(NamedTuple):
+    """Rank rows of all products, and where in them each adapter's lie."""
+
+    qkv: ProductRows
+    o: ProductRows
+    gate_up: ProductRows
+    down: ProductRows
+    places: RowPlaces
 
 
 class Step(NamedTuple):
@@ -159,104 +158,117 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
     """Run every layer over the step's T tokens; leave the P sampled rows' logits in work.logits.
 
     team, phase: see `app.kernels.machine.team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L, blocks,
-    kv_heads, block_size, D]; the step's keys and values are written there.
+    kv_heads, block_size, D]; the step's keys and values are written there. Where no adapter of the step has extras,
+    `step.extra_runs` and `step.extra_slots` are empty and the operations that take them do the base's arithmetic only.
     """
-    num_tokens = step.token_ids.shape[0]
-    hidden, normed = work.hidden[:num_tokens], work.normed[:num_tokens]
-    qkv, attended = work.qkv[:num_tokens], work.attended[:num_tokens]
-    gate_up, gated = work.gate_up[:num_tokens], work.gated[:num_tokens]
-    shrunk = work.shrunk[:num_tokens]
-    runs, places, tasks = step.runs, tables.places, step.shrink_tasks
-    adapted = runs.shape[0] > 0
-    width = weights.final_norm.shape[0]
-    none = np.empty(0, np.float32)
-    extra_runs, slots, kept = step.extra_runs, step.extra_slots, work.kept[:num_tokens]
-    num_layers, has_extras = weights.layer_rope.shape[0], extra_runs.shape[0] > 0
-    q, o, gate, down = np.int64(0), np.int64(3), np.int64(4), np.int64(6)
-
+    num_tokens, width, num_layers = step.token_ids.shape[0], weights.final_norm.shape[0], weights.layer_rope.shape[0]
+    hidden = work.hidden[:num_tokens]
     phase = embed(team, phase, step.token_ids, weights.embedding, weights.head, hidden[:, :width])
-    if has_extras:
-        phase = own_embedding(team, phase, step.token_ids, extras, slots, hidden[:, :width])
+    if step.extra_runs.shape[0] > 0:
+        phase = own_embedding(team, phase, step.token_ids, extras, step.extra_slots, hidden[:, :width])
     for layer in range(num_layers):
-        ranks, later = tables.ranks[layer], min(layer + 1, num_layers - 1)
-        a_o, a_gate, a_up, a_down = tables.a_o[layer], tables.a_gate[layer], tables.a_up[layer], tables.a_down[layer]
-        # o is the smallest product, gate and up the largest shrink: memory is asked for gate before.
-        next_o = NextShrink((a_o, a_gate, a_gate), ranks[:, 3:5])
-        next_up = NextShrink((a_up, a_up, a_up), ranks[:, 5:6])
-        next_down = NextShrink((a_down, a_down, a_down), ranks[:, 6:7])
-        next_q = NextShrink((tables.a_q[later], tables.a_k[later], tables.a_v[later]), tables.ranks[later][:, 0:3])
-        if has_extras:
-            norms = extras.norms[layer, :, ATTENTION_NORM]
-            phase = own_rms_norm(team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms, slots, normed)
-        else:
-            phase = rms_norm(team, phase, hidden, weights.attention_norm[layer], sizes.eps, normed)
-        if adapted:
-            a = (tables.a_q[layer], tables.a_k[layer], tables.a_v[layer])
-            phase = shrink(team, phase, normed, a, ranks[:, 0:3], tasks, step.widest_rank, places, shrunk)
-        phase = project(
-            team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
-            (tables.b_q[layer], tables.b_k[layer], tables.b_v[layer]), ranks[:, 0:3], runs, places,
-            next_o, Own(extras, layer, q, extra_runs, kept), qkv,
-        )  # fmt: skip
-        rope = weights.layer_rope[layer]
-        if has_extras:
-            phase = own_rotate_and_store(
-                team, phase, extras.norms[layer], slots, qkv, step.positions, step.kv_slots, weights.cos[rope],
-                weights.sin[rope], weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory[layer],
-                v_memory[layer], sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
-            )  # fmt: skip
-        else:
-            phase = rotate_and_store(
-                team, phase, qkv, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
-                weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory[layer], v_memory[layer],
-                sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
-            )  # fmt: skip
-        phase = paged_attention(
-            team, phase, qkv, sizes.head_dim, weights.scales[layer], weights.layer_window[layer], step.attention_tasks,
-            step.query_starts, step.seq_lens, step.block_tables, k_memory[layer], v_memory[layer], attended,
-        )  # fmt: skip
-        if adapted:
-            phase = shrink(team, phase, attended, (a_o,), ranks[:, 3:4], tasks, step.widest_rank, places, shrunk)
-        # The residual is where the sums of o and down start: no separate addition.
-        phase = project(
-            team, phase, attended, layer_panels(weights.out, layer), weights.out_bias[layer], True, shrunk,
-            (tables.b_o[layer],), ranks[:, 3:4], runs, places, next_up, Own(extras, layer, o, extra_runs, kept),
-            hidden,
-        )  # fmt: skip
-        if has_extras:
-            norms = extras.norms[layer, :, MLP_NORM]
-            phase = own_rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, slots, normed)
-        else:
-            phase = rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, normed)
-        if adapted:
-            phase = shrink(team, phase, normed, (a_gate, a_up), ranks[:, 4:6], tasks, step.widest_rank, places, shrunk)
-        phase = gate_and_up(
-            team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
-            (tables.b_gate[layer], tables.b_up[layer]), ranks[:, 4:6], runs, places,
-            next_down, Own(extras, layer, gate, extra_runs, kept), sizes.gelu, gate_up, gated,
-        )  # fmt: skip
-        if adapted:
-            phase = shrink(team, phase, gated, (a_down,), ranks[:, 6:7], tasks, step.widest_rank, places, shrunk)
-        phase = project(
-            team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
-            (tables.b_down[layer],), ranks[:, 6:7], runs, places, next_q, Own(extras, layer, down, extra_runs, kept),
-            hidden,
-        )  # fmt: skip
-    num_sampled = step.sample_rows.shape[0]
-    if num_sampled > 0:
-        sampled, logits = work.sampled[:num_sampled], work.logits[:num_sampled]
-        head = layer_panels(weights.head, 0)
-        if has_extras:
-            inputs, samples = work.head_inputs[:num_sampled], step.extra_samples
-            phase = own_gather_normed(
-                team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, extras.final_norm, slots, sampled
-            )
-            phase = own_head_inputs(team, phase, sampled, extras, samples, inputs)
-            phase = own_head(team, phase, sampled, head, extras, samples, inputs, logits)
-        else:
-            phase = gather_normed(team, phase, hidden, step.sample_rows, weights.final_norm, sizes.eps, sampled)
-            phase = project(
-                team, phase, sampled, head, none, False, shrunk, (tables.b_down[0],), tables.ranks[0][:, 6:7], runs[:0],
-                places, next_q, Own(extras, np.int64(0), q, extra_runs, kept), logits,
-            )  # fmt: skip
+        phase = _attention(
+            team, phase, layer, weights, sizes, tables, extras, k_memory[layer], v_memory[layer], step, work
+        )
+        phase = _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
+    if step.sample_rows.shape[0] > 0:
+        phase = _logits(team, phase, weights, sizes, extras, step, work)
     return phase
+
+
+@compiled
+def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work):
+    """hidden += o(attention(qkv(norm(hidden)))), every product with its deltas."""
+    num_tokens = step.token_ids.shape[0]
+    hidden, normed, qkv = work.hidden[:num_tokens], work.normed[:num_tokens], work.qkv[:num_tokens]
+    attended, shrunk, kept = work.attended[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    runs, places, tasks, slots = step.runs, tables.places, step.shrink_tasks, step.extra_slots
+    rows, norms, rope = tables.qkv, extras.norms[layer], weights.layer_rope[layer]
+
+    phase = own_rms_norm(
+        team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms[:, ATTENTION_NORM], slots, normed
+    )
+    if runs.shape[0] > 0:
+        a, ranks = _three(rows.a, layer), rows.ranks[layer]
+        phase = shrink(team, phase, normed, a, ranks, tasks, step.widest_rank, places, shrunk)
+    phase = project(
+        team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
+        _three(rows.b, layer), rows.ranks[layer], runs, places, _upcoming(rows, layer),
+        Own(extras, layer, rows.first, step.extra_runs, kept), qkv,
+    )  # fmt: skip
+    phase = own_rotate_and_store(
+        team, phase, norms, slots, qkv, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
+        weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory, v_memory, sizes.num_heads,
+        sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
+    )  # fmt: skip
+    phase = paged_attention(
+        team, phase, qkv, sizes.head_dim, weights.scales[layer], weights.layer_window[layer], step.attention_tasks,
+        step.query_starts, step.seq_lens, step.block_tables, k_memory, v_memory, attended,
+    )  # fmt: skip
+    rows_o = tables.o
+    if runs.shape[0] > 0:
+        a_o, ranks_o = (rows_o.a[0][layer],), rows_o.ranks[layer]
+        phase = shrink(team, phase, attended, a_o, ranks_o, tasks, step.widest_rank, places, shrunk)
+    # The residual is where the sums of o start: no separate addition.
+    return project(
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk,
+        (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, _upcoming(rows_o, layer),
+        Own(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
+    )  # fmt: skip
+
+
+@compiled
+def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
+    """hidden += down(act(gate(x)) * up(x)) with x = norm(hidden), every product with its deltas."""
+    num_tokens = step.token_ids.shape[0]
+    hidden, normed, gate_up = work.hidden[:num_tokens], work.normed[:num_tokens], work.gate_up[:num_tokens]
+    gated, shrunk, kept = work.gated[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    runs, places, tasks = step.runs, tables.places, step.shrink_tasks
+    rows, norms = tables.gate_up, extras.norms[layer, :, MLP_NORM]
+
+    phase = own_rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed)
+    if runs.shape[0] > 0:
+        a, ranks = (rows.a[0][layer], rows.a[1][layer]), rows.ranks[layer]
+        phase = shrink(team, phase, normed, a, ranks, tasks, step.widest_rank, places, shrunk)
+    phase = gate_and_up(
+        team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
+        (rows.b[0][layer], rows.b[1][layer]), rows.ranks[layer], runs, places, _upcoming(rows, layer),
+        Own(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up, gated,
+    )  # fmt: skip
+    rows_down = tables.down
+    if runs.shape[0] > 0:
+        a_down, ranks_down = (rows_down.a[0][layer],), rows_down.ranks[layer]
+        phase = shrink(team, phase, gated, a_down, ranks_down, tasks, step.widest_rank, places, shrunk)
+    later = min(layer + 1, weights.layer_rope.shape[0] - 1)
+    return project(
+        team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
+        (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places, _upcoming(rows_down, later),
+        Own(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
+    )  # fmt: skip
+
+
+@compiled
+def _logits(team, phase, weights, sizes, extras, step, work):
+    """work.logits of the sampled rows, normalised into work.sampled."""
+    num_tokens, num_sampled = step.token_ids.shape[0], step.sample_rows.shape[0]
+    sampled, inputs = work.sampled[:num_sampled], work.head_inputs[:num_sampled]
+    phase = own_gather_normed(
+        team, phase, work.hidden[:num_tokens], step.sample_rows, weights.final_norm, sizes.eps, extras.final_norm,
+        step.extra_slots, sampled,
+    )  # fmt: skip
+    if step.extra_samples.shape[0] > 0:
+        phase = own_head_inputs(team, phase, sampled, extras, step.extra_samples, inputs)
+    head = layer_panels(weights.head, 0)
+    return own_head(team, phase, sampled, head, extras, step.extra_samples, inputs, work.logits[:num_sampled])
+
+
+@compiled
+def _three(tables, layer):
+    """One layer of three stacked tables."""
+    return tables[0][layer], tables[1][layer], tables[2][layer]
+
+
+@compiled
+def _upcoming(rows, layer):
+    """One layer of what a product asks memory for."""
+    return NextShrink(_three(rows.upcoming.tables, layer), rows.upcoming.ranks[layer])

@@ -12,12 +12,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.models.products import targets_of, uniform_products
+from app.engine.models.spec import ModelSpec
 from app.kernels.sgmv.writing import Matrices, matrices
 
 
 class AdapterRows(NamedTuple):
-    """matrices: those of the adapter's modules, numbered as `TARGETS`. ranks: [L, 7] int32, 0 for untouched modules."""
+    """matrices: those of the adapter's modules. ranks: [L, N] int32, 0 for untouched modules. Modules are numbered as
+    in `targets_of` the model's products."""
 
     matrices: Matrices
     ranks: NDArray[np.int32]
@@ -26,8 +29,9 @@ class AdapterRows(NamedTuple):
 class PreparedRows:
     """`AdapterRows` by adapter. Any thread."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, spec: ModelSpec) -> None:
+        self._num_layers = len(spec.layers)
+        self._numbers = {target: number for number, target in enumerate(targets_of(uniform_products(spec)))}
         self._rows: WeakKeyDictionary[LoraAdapter, AdapterRows] = WeakKeyDictionary()
 
     def of(self, adapter: LoraAdapter) -> AdapterRows:
@@ -38,9 +42,9 @@ class PreparedRows:
         return rows
 
     def _work_out(self, adapter: LoraAdapter) -> AdapterRows:
-        adapter.check_modules(self._num_layers)
-        modules = [(layer, TARGETS.index(target), pair) for (layer, target, _), pair in adapter.weights.items()]
-        ranks = np.zeros((self._num_layers, len(TARGETS)), np.int32)
+        adapter.check_modules(self._numbers, self._num_layers)
+        modules = [(layer, self._numbers[target], pair) for (layer, target, _), pair in adapter.weights.items()]
+        ranks = np.zeros((self._num_layers, len(self._numbers)), np.int32)
         for layer, n, pair in modules:
             ranks[layer, n] = pair.rank
         return AdapterRows(matrices((layer, n, *pair) for layer, n, pair in modules), ranks)

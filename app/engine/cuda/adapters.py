@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, Matrix, widened
-from app.engine.cuda.weights import PRODUCTS, columns_of
+from app.engine.adapters.lora import LoraAdapter, LoraKey, Matrix, widened
 from app.engine.errors import AdapterWriteFailed
+from app.engine.models.products import Product, targets_of, uniform_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.rank_rows import RankRows
 from app.kernels.rounding.cpu import round_rows, tasks_of
@@ -33,10 +33,10 @@ _NUM_ROUNDING = 4
 
 @dataclass(slots=True)
 class _Table:
-    """One table of a product. `width` numbers per rank row and layer; `columns`: target -> its first and end."""
+    """One table of a product. `width` numbers per rank row and layer; `starts`: target -> its first column."""
 
     values: Tensor  # [R, L, width]
-    columns: dict[str, tuple[int, int]]
+    starts: dict[str, int]
 
 
 class _Buffer:
@@ -55,27 +55,22 @@ class AdapterTables:
     def __init__(
         self, spec: ModelSpec, num_rows: int, max_slots: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Raises ValueError for layers of unequal size."""
-        shapes = [[spec.target_shape(layer, target) for target in TARGETS] for layer in range(len(spec.layers))]
-        if any(shape != shapes[0] for shape in shapes):
-            raise ValueError("rank rows need layers of one size")
+        """Raises CheckpointError for layers of unequal size."""
         self._device = device
-        num_layers = len(spec.layers)
-        self._widths: dict[str, tuple[int, ...]] = {}
+        self._num_layers = num_layers = len(spec.layers)
+        self._products = uniform_products(spec)
         self._a: dict[str, _Table] = {}
         self._b: dict[str, _Table] = {}
         self._ranks: dict[str, Tensor] = {}
-        places = columns_of(spec, 0)
-        for product, targets in PRODUCTS.items():
-            d_in = spec.target_shape(0, targets[0])[0]
-            self._widths[product] = tuple(spec.target_shape(0, target)[1] for target in targets)
-            a_columns = {target: (n * d_in, (n + 1) * d_in) for n, target in enumerate(targets)}
-            b_columns = {target: places[target][1:] for target in targets}
-            for tables, columns in ((self._a, a_columns), (self._b, b_columns)):
-                width = max(end for _, end in columns.values())
+        for product in self._products:
+            d_in, count = product.d_in, len(product.targets)
+            for tables, width, starts in (
+                (self._a, count * d_in, range(0, count * d_in, d_in)),
+                (self._b, product.width(), product.starts()),
+            ):
                 values = torch.zeros(num_rows, num_layers, width, dtype=dtype, device=device)
-                tables[product] = _Table(values, columns)
-            self._ranks[product] = torch.zeros(num_layers, max_slots, len(targets), dtype=torch.int32, device=device)
+                tables[product.name] = _Table(values, dict(zip(product.targets, starts, strict=True)))
+            self._ranks[product.name] = torch.zeros(num_layers, max_slots, count, dtype=torch.int32, device=device)
         self._row_starts = torch.zeros(max_slots, dtype=torch.int32, device=device)
         self.max_ranks = np.zeros(max_slots, np.int64)  # the host's: the largest rank of a slot's adapter
         self._pending: dict[int, Future[torch.cuda.Event | None]] = {}
@@ -90,11 +85,18 @@ class AdapterTables:
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self.num_writes = 0
 
-    def rows(self, layer: int, product: str) -> RankRows:
-        """The tables of one product of one layer; their addresses never change."""
-        widths = self._widths[product]
-        a = self._a[product].values[:, layer].unflatten(1, (len(widths), -1)).transpose(0, 1)  # [N, R, d_in]
-        return RankRows(a, self._b[product].values[:, layer], widths, self._row_starts, self._ranks[product][layer])
+    def check(self, adapter: LoraAdapter) -> None:
+        """Raises AdapterMismatch for a module that is not in the tables."""
+        adapter.check_modules(targets_of(self._products), self._num_layers)
+
+    def rows(self, layer: int) -> dict[str, RankRows]:
+        """The tables of one layer's products, by name; their addresses never change."""
+        return {product.name: self._rows(layer, product) for product in self._products}
+
+    def _rows(self, layer: int, product: Product) -> RankRows:
+        name, widths = product.name, product.widths
+        a = self._a[name].values[:, layer].unflatten(1, (len(widths), -1)).transpose(0, 1)  # [N, R, d_in]
+        return RankRows(a, self._b[name].values[:, layer], widths, self._row_starts, self._ranks[name][layer])
 
     def write(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """Begin a write. It follows what has been launched: a step without a token to draw may still be running."""
@@ -154,15 +156,15 @@ class AdapterTables:
 
     def _send_all(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         sent = 0
-        for product, targets in PRODUCTS.items():
-            ranks = self._ranks[product]
-            own = {key: pair for key, pair in adapter.weights.items() if key.target in targets}
+        for product in self._products:
+            ranks, name = self._ranks[product.name], product.name
+            own = {key: pair for key, pair in adapter.weights.items() if key.target in product.targets}
             table = np.zeros((ranks.shape[0], ranks.shape[2]), np.int32)  # [L, N]
             for key, pair in own.items():
-                table[key.layer, targets.index(key.target)] = pair.rank
+                table[key.layer, product.targets.index(key.target)] = pair.rank
             if own:
-                sent = self._send(self._a[product], row_start, {key: pair.a for key, pair in own.items()}, sent)
-                sent = self._send(self._b[product], row_start, {key: pair.b for key, pair in own.items()}, sent)
+                sent = self._send(self._a[name], row_start, {key: pair.a for key, pair in own.items()}, sent)
+                sent = self._send(self._b[name], row_start, {key: pair.b for key, pair in own.items()}, sent)
             ranks[:, adapter_slot] = torch.from_numpy(table).to(self._device)
         self._row_starts[adapter_slot].fill_(row_start)
         self.num_writes += 1
@@ -173,7 +175,7 @@ class AdapterTables:
         _, num_layers, width = table.values.shape
         row_size = num_layers * width
         contiguous = [
-            (np.ascontiguousarray(widened(part)), key.layer * width + table.columns[key.target][0])
+            (np.ascontiguousarray(widened(part)), key.layer * width + table.starts[key.target])
             for key, part in parts.items()
         ]
         tasks = tasks_of(contiguous)

@@ -32,7 +32,8 @@ from app.engine.cuda.memory import RANK_ALIGNMENT, MemoryPlan, plan_memory
 from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Inbox, Step, StepShape
 from app.engine.cuda.weights import Weights, load_weights
-from app.engine.errors import AdapterTooLarge, CheckpointError, OutOfDeviceMemory
+from app.engine.errors import AdapterTooLarge, OutOfDeviceMemory
+from app.engine.models.products import uniform_products
 from app.engine.models.spec import ModelSpec
 
 _LOGGER = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class GpuBackend:
         kernels: KernelForm = "triton",
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
-        _check_layers(spec)
+        self._products = uniform_products(spec)
         self._spec = spec
         self._device = device
         cuda = config.section(CudaConfig)
@@ -112,12 +113,12 @@ class GpuBackend:
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
         """See `Backend.prepare_adapter`."""
-        adapter.check_modules(len(self._spec.layers))
+        self._tables.check(adapter)
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`; returns before the rows are there. Raises AdapterMismatch for a module this
         decoder does not have, AdapterTooLarge when the device has no room for what goes beyond rank rows."""
-        adapter.check_modules(len(self._spec.layers))
+        self._tables.check(adapter)
         try:
             with self._on_device():
                 self._extras.write(adapter_slot, adapter)
@@ -221,7 +222,7 @@ class GpuBackend:
             max_rank=max_rank,
             block_tokens=self._cut(num_tokens, max_rank, is_decode=is_decode),
         )
-        extras = ExtraRows(runs, batch.sample_rows, self._spec, self._decoder.product) if runs else None
+        extras = ExtraRows(runs, batch.sample_rows, self._products, self._decoder.product) if runs else None
         hidden = self._decoder.hidden_states(step, extras)
         sampled = hidden[torch.from_numpy(batch.sample_rows).to(self._device)]
         logits = torch.empty(len(sampled), self._spec.vocab_size, device=self._device)
@@ -254,16 +255,6 @@ class GpuBackend:
             f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.cuda.memory_fraction, "
             "engine.num_kv_blocks, adapter_rank_rows or max_batch_tokens"
         )
-
-
-def _check_layers(spec: ModelSpec) -> None:
-    first = spec.layers[0]
-    for index, layer in enumerate(spec.layers):
-        sizes = [
-            (one.attention.num_heads, one.attention.num_kv_heads, one.attention.head_dim) for one in (layer, first)
-        ]
-        if sizes[0] != sizes[1] or layer.mlp.intermediate_size != first.mlp.intermediate_size:
-            raise CheckpointError(f"layer {index} of {spec.name} differs in size from layer 0: not supported on a GPU")
 
 
 def _kv_memory(spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> KvMemory:

@@ -19,7 +19,7 @@ from app.engine.cuda.adapters import AdapterTables
 from app.engine.cuda.extras import ExtraRows
 from app.engine.cuda.kernels import Kernels
 from app.engine.cuda.step import Step
-from app.engine.cuda.weights import PRODUCTS, LayerWeights, Weights
+from app.engine.cuda.weights import LayerWeights, Weights
 from app.engine.models.names import LayerNorm
 from app.engine.models.spec import ModelSpec
 
@@ -52,9 +52,7 @@ class GpuDecoder:
         self._kernels = kernels
         self._max_seq_len = max_seq_len
         self._deterministic = deterministic
-        self._rank_rows = [
-            {product: tables.rows(layer, product) for product in PRODUCTS} for layer in range(len(spec.layers))
-        ]
+        self._rank_rows = [tables.rows(layer) for layer in range(len(spec.layers))]
 
     def hidden_states(self, step: Step, extras: ExtraRows | None = None) -> Tensor:
         """[T, H] after the last layer; K and V of the step's tokens are written."""
@@ -68,7 +66,7 @@ class GpuDecoder:
             qkv = self._product(normed, layer.qkv, layer.qkv_bias)
             self._change(index, "qkv", normed, qkv, step, extras)
             attended = self._attend(index, layer, qkv, step, extras)
-            self._add_product(index, "out", attended, layer.out, layer.out_bias, hidden, step, extras)
+            self._add_product(index, "o", attended, layer.o, layer.o_bias, hidden, step, extras)
             self._norm(index, "mlp_norm", hidden, layer.mlp_norm, normed, extras)
             gate_up = self._product(normed, layer.gate_up, layer.gate_up_bias)
             self._change(index, "gate_up", normed, gate_up, step, extras)

@@ -7,7 +7,7 @@ are not touched, and steps without such rows know nothing of this (`app.kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from app.engine.adapters.extras import MODULE_KINDS, ExtraPart, plan
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, widened
-from app.engine.cuda.weights import PRODUCTS, Weights, columns_of, to_tensor
+from app.engine.cuda.weights import Weights, to_tensor
 from app.engine.models.names import LAYER_NORMS, LayerNorm
+from app.engine.models.products import Product, product_of, uniform_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora.torch import dora_scale
 
 #: x [T, d_in], weight [d_out, d_in] -> [T, d_out]: the decoder's own product.
-Product = Callable[[Tensor, Tensor], Tensor]
+Multiply = Callable[[Tensor, Tensor], Tensor]
 #: An adapter's parts, by kind, layer and target as in `ExtraPart`.
 Parts = Mapping[tuple[str, int | None, str | None], Tensor]
 
@@ -35,6 +36,7 @@ class GpuExtras:
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._spec = spec
+        self._products = uniform_products(spec)
         self._weights = weights
         self._held: dict[int, Parts] = {}
         self._device, self._dtype = weights.embedding.device, weights.embedding.dtype
@@ -61,8 +63,8 @@ class GpuExtras:
 
     def dora_scale(self, key: LoraKey, magnitude: NDArray[np.float32], pair: LoraPair) -> NDArray[np.float32]:
         """See `BaseValues.dora_scale`."""
-        product, first, end = columns_of(self._spec, key.layer)[key.target]
-        weight = getattr(self._weights.layers[key.layer], product)[first:end]
+        product = product_of(self._products, key.target)
+        weight = getattr(self._weights.layers[key.layer], product.name)[product.columns(key.target)]
         operands = (to_tensor(values).to(self._device) for values in (magnitude, widened(pair.a), widened(pair.b)))
         magnitude_, a, b = operands
         scale: NDArray[np.float32] = dora_scale(magnitude_, weight, a, b).cpu().numpy()
@@ -70,9 +72,9 @@ class GpuExtras:
 
     def bias(self, key: LoraKey) -> NDArray[np.float32] | None:
         """See `BaseValues.bias`."""
-        product, first, end = columns_of(self._spec, key.layer)[key.target]
-        bias = getattr(self._weights.layers[key.layer], f"{product}_bias")
-        return None if bias is None else bias[first:end].float().cpu().numpy()
+        product = product_of(self._products, key.target)
+        bias = getattr(self._weights.layers[key.layer], f"{product.name}_bias")
+        return None if bias is None else bias[product.columns(key.target)].float().cpu().numpy()
 
     def _tensor(self, part: ExtraPart) -> Tensor:
         """A copy on the device, never the adapter's own memory."""
@@ -86,12 +88,16 @@ class ExtraRows:
     """One step's rows whose adapters have extras."""
 
     def __init__(
-        self, runs: list[tuple[int, int, Parts]], sample_rows: NDArray[np.int32], spec: ModelSpec, product: Product
+        self,
+        runs: list[tuple[int, int, Parts]],
+        sample_rows: NDArray[np.int32],
+        products: Iterable[Product],
+        multiply: Multiply,
     ) -> None:
-        """`runs` over the step's tokens; `sample_rows`: [P] ascending."""
+        """`runs` over the step's tokens; `sample_rows`: [P] ascending; `products`: of any layer."""
         self._runs = runs
-        self._spec = spec
-        self._product = product
+        self._products = {one.name: one for one in products}
+        self._multiply = multiply
         bounds = [np.searchsorted(sample_rows, run[:2]).tolist() for run in runs]
         self._samples = [(first, end, run[2]) for (first, end), run in zip(bounds, runs, strict=True) if first < end]
 
@@ -107,7 +113,7 @@ class ExtraRows:
                 out.copy_(rows[ids])
             if ("embed_a", None, None) in parts:
                 a, b = parts["embed_a", None, None], parts["embed_b", None, None]
-                out += self._product(a[ids], b.T.contiguous())
+                out += self._multiply(a[ids], b.T.contiguous())
 
     def norms(self, layer: int, kind: LayerNorm) -> Iterator[tuple[int, int, Tensor]]:
         """Runs (first row, end, weight) that have their own norm of a layer."""
@@ -135,7 +141,7 @@ class ExtraRows:
     def set_aside(self, layer: int, product: str, out: Tensor) -> list[tuple[int, int, Tensor]]:
         """Zero the rows that a product is added to, where it is scaled or shifted first; see `put_back`."""
         kept = []
-        places = [(kind, layer, target) for kind in MODULE_KINDS for target in PRODUCTS[product]]
+        places = [(kind, layer, target) for kind in MODULE_KINDS for target in self._products[product].targets]
         for first, end, parts in self._runs:
             if any(place in parts for place in places):
                 kept.append((first, end, out[first:end].clone()))
@@ -149,18 +155,17 @@ class ExtraRows:
 
     def change(self, layer: int, product: str, x: Tensor, out: Tensor) -> None:
         """The modules' outputs in place: out [T, W] holds the base's product with the deltas."""
-        columns = columns_of(self._spec, layer)
         for first, end, parts in self._runs:
-            for target in PRODUCTS[product]:
+            for target in self._products[product].targets:
                 weight, scale, shift = (parts.get((kind, layer, target)) for kind in MODULE_KINDS)
                 if weight is scale is shift is None:
                     continue
-                _, low, high = columns[target]
-                y = out[first:end, low:high].float()
+                columns = self._products[product].columns(target)
+                y = out[first:end, columns].float()
                 if weight is not None:
-                    y = self._product(x[first:end], weight).float()
+                    y = self._multiply(x[first:end], weight).float()
                 y = y if scale is None else y * scale
-                out[first:end, low:high] = y if shift is None else y + shift
+                out[first:end, columns] = y if shift is None else y + shift
 
     def final_norms(self) -> Iterator[tuple[int, int, Tensor]]:
         """Runs of sampled rows (first row, end, weight) that have their own last norm."""
@@ -172,9 +177,9 @@ class ExtraRows:
         for first, end, parts in self._samples:
             rows, out = x[first:end], logits[first:end]
             if ("head_weight", None, None) in parts:
-                out.copy_(self._product(rows, parts["head_weight", None, None]))
+                out.copy_(self._multiply(rows, parts["head_weight", None, None]))
             if ("head_ids", None, None) in parts:
-                out[:, parts["head_ids", None, None]] = self._product(rows, parts["head_rows", None, None]).float()
+                out[:, parts["head_ids", None, None]] = self._multiply(rows, parts["head_rows", None, None]).float()
             if ("head_a", None, None) in parts:
-                shrunk = self._product(rows, parts["head_a", None, None])
-                out += self._product(shrunk, parts["head_b", None, None].T.contiguous())
+                shrunk = self._multiply(rows, parts["head_a", None, None])
+                out += self._multiply(shrunk, parts["head_b", None, None].T.contiguous())

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from app.engine.adapters.lora import TARGETS
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.errors import OutOfDeviceMemory
 from app.engine.models.names import expected_tensors
+from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 
 #: Adapter runs start at multiples of this: what a tensor core multiplies at a time.
@@ -102,17 +102,16 @@ def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
 
 def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
     """One rank row of every module: a row of a and a row of b."""
-    shapes = [spec.target_shape(layer, target) for layer in range(len(spec.layers)) for target in TARGETS]
-    return element_bytes * sum(d_in + d_out for d_in, d_out in shapes)
+    layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
+    return element_bytes * sum(product.row_size for products in layers for product in products)
 
 
 def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
     """Activations of one layer for the largest step, logits, tables of angles, and what is fixed."""
     widths = []
     for layer in range(len(spec.layers)):
-        shape = {target: spec.target_shape(layer, target)[1] for target in TARGETS}
-        qkv = shape["q_proj"] + shape["k_proj"] + shape["v_proj"]
-        widths.append(4 * spec.hidden_size + 2 * qkv + 3 * shape["gate_proj"])
+        qkv, _, gate_up, _ = layer_products(spec, layer)
+        widths.append(4 * spec.hidden_size + 2 * qkv.width() + 3 * gate_up.widths[0])
     activations = config.max_batch_tokens * max(widths) * element_bytes
     logits = config.max_batch_sequences * spec.vocab_size * _SAMPLING_BYTES_PER_LOGIT
     ropes = {layer.attention.rope for layer in spec.layers}

@@ -17,17 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, expected_tensors
+from app.engine.models.products import layer_products
 from app.engine.models.spec import LayerSpec, ModelSpec
-
-#: Fused product -> its modules (targets of `app.engine.adapters.lora.TARGETS`), side by side in its output.
-PRODUCTS = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "out": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
-PRODUCT_OF = {target: product for product, targets in PRODUCTS.items() for target in targets}
 
 
 @dataclass(slots=True)
@@ -38,11 +30,11 @@ class LayerWeights:
     attention_norm: Tensor
     mlp_norm: Tensor
     qkv: Tensor
-    out: Tensor
+    o: Tensor
     gate_up: Tensor
     down: Tensor
     qkv_bias: Tensor | None
-    out_bias: Tensor | None
+    o_bias: Tensor | None
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     q_norm: Tensor | None
@@ -59,18 +51,6 @@ class Weights:
     head: Tensor
     final_norm: Tensor
     layers: list[LayerWeights]
-
-
-def columns_of(spec: ModelSpec, layer: int) -> dict[str, tuple[str, int, int]]:
-    """Target -> (product, first column, end) in the product's output."""
-    found = {}
-    for product, targets in PRODUCTS.items():
-        at = 0
-        for target in targets:
-            width = spec.target_shape(layer, target)[1]
-            found[target] = (product, at, at + width)
-            at += width
-    return found
 
 
 def load_weights(
@@ -118,19 +98,14 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
         arrays: dict[str, Tensor | None] = {}
-        for product, targets in PRODUCTS.items():
-            widths = [spec.target_shape(index, target)[1] for target in targets]
-            biased = any(f"{prefix}{path}.bias" in shapes for path in map(_path, targets))
-            arrays[product] = empty(sum(widths), spec.target_shape(index, targets[0])[0])
-            arrays[f"{product}_bias"] = empty(sum(widths)) if biased else None
+        for product in layer_products(spec, index):
+            arrays[product.name] = empty(product.width(), product.d_in)
+            arrays[f"{product.name}_bias"] = empty(product.width()) if product.has_bias else None
         cos, sin = angles[layer.attention.rope]
         layers.append(
             LayerWeights(
                 spec=layer,
-                attention_norm=norm(f"{prefix}input_layernorm.weight"),  # type: ignore[arg-type]
-                mlp_norm=norm(f"{prefix}post_attention_layernorm.weight"),  # type: ignore[arg-type]
-                q_norm=norm(f"{prefix}self_attn.q_norm.weight"),
-                k_norm=norm(f"{prefix}self_attn.k_norm.weight"),
+                **{name: norm(f"{prefix}{path}.weight") for name, path in LAYER_NORMS.items()},  # type: ignore[arg-type]
                 cos=cos,
                 sin=sin,
                 **arrays,  # type: ignore[arg-type]
@@ -149,22 +124,17 @@ def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor]:
     expected = expected_tensors(spec)
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
-        for target, (product, first, end) in columns_of(spec, index).items():
-            name = f"{prefix}{_path(target)}"
-            places[f"{name}.weight"] = getattr(layer, product)[first:end]
-            if f"{name}.bias" in expected:
-                places[f"{name}.bias"] = getattr(layer, f"{product}_bias")[first:end]
-        places[f"{prefix}input_layernorm.weight"] = layer.attention_norm
-        places[f"{prefix}post_attention_layernorm.weight"] = layer.mlp_norm
-        if layer.q_norm is not None and layer.k_norm is not None:
-            places[f"{prefix}self_attn.q_norm.weight"] = layer.q_norm
-            places[f"{prefix}self_attn.k_norm.weight"] = layer.k_norm
+        for product in layer_products(spec, index):
+            for target in product.targets:
+                name, columns = f"{prefix}{product.kind.path(target)}", product.columns(target)
+                places[f"{name}.weight"] = getattr(layer, product.name)[columns]
+                if product.has_bias:
+                    places[f"{name}.bias"] = getattr(layer, f"{product.name}_bias")[columns]
+        for norm, path in LAYER_NORMS.items():
+            if getattr(layer, norm) is not None:
+                places[f"{prefix}{path}.weight"] = getattr(layer, norm)
     assert places.keys() == expected.keys(), "one place for every tensor the spec implies"
     return places
-
-
-def _path(target: str) -> str:
-    return f"{'self_attn' if target in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{target}"
 
 
 def _angles(

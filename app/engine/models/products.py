@@ -50,6 +50,8 @@ GATED_MLP = (
     ProductKind("gate_up", "mlp", ("gate_proj", "up_proj"), "normed", "output", fused="gate_up_proj"),
     ProductKind("down", "mlp", ("down_proj",), "gated", "input"),
 )
+#: Of a decoder layer without experts: what a module's name means where no model is at hand.
+DENSE = (*ATTENTION, *GATED_MLP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,11 @@ class Product:
     def width(self, multiple: int = 1) -> int:
         """Columns of all targets, each rounded up to a `multiple`."""
         return sum(self.padded_widths(multiple))
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of one rank row of every target: a row of a, and one of b."""
+        return len(self.targets) * self.d_in + self.width()
 
     def columns(self, target: str, multiple: int = 1) -> slice:
         """A target's own columns, without what rounding adds; ValueError for a target of another product."""
@@ -138,3 +145,9 @@ def product_of(products: Iterable[Product], target: str) -> Product:
         if target in product.targets:
             return product
     raise KeyError(target)
+
+
+def target_shape(spec: ModelSpec, layer: int, target: str) -> tuple[int, int]:
+    """(d_in, d_out) of one target of a layer; KeyError if there is none."""
+    product = product_of(layer_products(spec, layer), target)
+    return product.d_in, product.widths[product.targets.index(target)]

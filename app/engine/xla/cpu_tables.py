@@ -73,7 +73,7 @@ class CpuAdapters:
         self._columns = shard_columns(spec, sizes.num_shards)
         self._starts, self._in_bf16 = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.bool_)
         self._ranks = np.zeros((sizes.num_layers, num_slots, len(TARGETS)), np.int32)
-        self._prepared = PreparedRows(sizes.num_layers)
+        self._prepared = PreparedRows(spec)
         self._staging: list[Floats] = [np.empty(0, np.float32)] * sizes.num_shards
         self._team = Team(len(os.sched_getaffinity(0)))
         self._extras: AdapterExtras | ShardExtras

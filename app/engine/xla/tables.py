@@ -87,7 +87,7 @@ class XlaAdapters:
 
     def prepare(self, adapter: LoraAdapter) -> None:
         """Any thread: raises AdapterMismatch for modules that are not here."""
-        adapter.check_modules(self._sizes.num_layers)
+        adapter.check_modules(GROUP_OF, self._sizes.num_layers)
 
     def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter, num_rows: int) -> AdapterTables:
         """From now on the slot's adapter is this one; its rows, `num_rows` of them, are to be written at `row_start`.

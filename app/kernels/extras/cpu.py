@@ -23,7 +23,7 @@ from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
 from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
-from app.kernels.norms.cpu import normalise_row
+from app.kernels.norms.cpu import NORM_ROWS, normalise_row
 from app.kernels.rotary.cpu import rotate_and_store_token
 
 Addresses = NDArray[np.int64]
@@ -98,19 +98,24 @@ def _panels(num_columns):
 
 
 @compiled
+def _own_or(addresses, slots, t, weight):
+    """The weight at addresses[slots[t]], or the base's where that is 0 and where there are no slots."""
+    address = addresses[slots[t]] if slots.shape[0] > 0 else np.int64(0)
+    return weight if address == 0 else _floats(address, weight.shape[0])
+
+
+@compiled
 def own_rms_norm(team, phase, x, weight, eps, own, slots, out):
-    """As `rms_norm`, with the weight at own[slots[t]] where that is not 0. own: [S]; slots: [T]. One phase."""
-    num_rows, size, done = x.shape[0], weight.shape[0], 0
-    t = take(team, phase)
-    while t < num_rows:
-        address = own[slots[t]]
-        if address == 0:
-            normalise_row(x[t], weight, eps, size, out[t])
-        else:
-            normalise_row(x[t], _floats(address, size), eps, size, out[t])
+    """As `rms_norm`, with the weight at own[slots[t]] where that is not 0. own: [S]; slots: [T] or [0]. One phase."""
+    num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, x.shape[0], NORM_ROWS)
+        for t in range(first, end):
+            normalise_row(x[t], _own_or(own, slots, t, weight), eps, weight.shape[0], out[t])
         done += 1
-        t = take(team, phase)
-    return leave(team, phase, num_rows, done)
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
 
 
 @compiled
@@ -118,15 +123,15 @@ def own_rotate_and_store(
     team, phase, norms, slots, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads,
     num_kv_heads, head_dim, q_size, kv_size,
 ):  # fmt: skip
-    """As `rotate_and_store`, with the norms at norms[slots[t]] where those are not 0. norms: [S, 4]. One phase."""
+    """As `rotate_and_store`, with the norms at norms[slots[t]] where those are not 0. norms: [S, 4]; slots: [T] or [0].
+    One phase."""
     num_tokens, done = qkv.shape[0], 0
     t = take(team, phase)
     while t < num_tokens:
-        own_q, own_k = norms[slots[t], Q_NORM], norms[slots[t], K_NORM]
         rotate_and_store_token(
-            t, qkv, positions, kv_slots, cos, sin, q_norm if own_q == 0 else _floats(own_q, head_dim),
-            k_norm if own_k == 0 else _floats(own_k, head_dim), eps, k_memory, v_memory, num_heads, num_kv_heads,
-            head_dim, q_size, kv_size,
+            t, qkv, positions, kv_slots, cos, sin, _own_or(norms[:, Q_NORM], slots, t, q_norm),
+            _own_or(norms[:, K_NORM], slots, t, k_norm), eps, k_memory, v_memory, num_heads, num_kv_heads, head_dim,
+            q_size, kv_size,
         )  # fmt: skip
         done += 1
         t = take(team, phase)
@@ -249,15 +254,11 @@ def own_embedding(team, phase, token_ids, tables, slots, out):
 
 @compiled
 def own_gather_normed(team, phase, x, rows, weight, eps, own, slots, out):
-    """As `gather_normed`, with the weight at own[slots[rows[p]]] where that is not 0. One phase."""
-    num_rows, size, done = rows.shape[0], weight.shape[0], 0
+    """As `gather_normed`, with the weight at own[slots[rows[p]]] where that is not 0. slots: [T] or [0]. One phase."""
+    num_rows, done = rows.shape[0], 0
     p = take(team, phase)
     while p < num_rows:
-        address = own[slots[rows[p]]]
-        if address == 0:
-            normalise_row(x[rows[p]], weight, eps, size, out[p])
-        else:
-            normalise_row(x[rows[p]], _floats(address, size), eps, size, out[p])
+        normalise_row(x[rows[p]], _own_or(own, slots, rows[p], weight), eps, weight.shape[0], out[p])
         done += 1
         p = take(team, phase)
     return leave(team, phase, num_rows, done)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.activation.reference import Activation, gated
-from app.kernels.extras.reference import own_module
+from app.kernels.extras.reference import module
 
 Floats = NDArray[np.float32]
 
@@ -42,7 +42,7 @@ def linear(
             out[t] += bias
         if adapter.a is not None and adapter.b is not None:
             out[t] += (adapter.a.astype(np.float64) @ row) @ adapter.b.astype(np.float64)
-        out[t] = own_module(out[t], x[t], adapter.weight, adapter.scale, adapter.shift)
+        out[t] = module(out[t], x[t], adapter.weight, adapter.scale, adapter.shift)
     return out
 
 

@@ -14,7 +14,7 @@ from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import count_pieces, leave, piece, take
 
 #: Rows that one thread takes at a time.
-_ROWS = 4
+NORM_ROWS = 4
 
 
 @compiled
@@ -38,10 +38,10 @@ def normalise_row(x, weight, eps, size, out):
 @compiled
 def rms_norm(team, phase, x, weight, eps, out):
     """out[t] = rms_norm(x[t]) * weight. x, out: [T, H] float32 (out in place); weight: [H]; eps float32. One phase."""
-    num_pieces, done = count_pieces(x.shape[0], _ROWS), 0
+    num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
     index = take(team, phase)
     while index < num_pieces:
-        first, end = piece(index, x.shape[0], _ROWS)
+        first, end = piece(index, x.shape[0], NORM_ROWS)
         for t in range(first, end):
             normalise_row(x[t], weight, eps, weight.shape[0], out[t])
         done += 1

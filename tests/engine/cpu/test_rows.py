@@ -11,6 +11,7 @@ import pytest
 from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
 from app.engine.cpu.rows import PreparedRows
 from app.engine.errors import AdapterMismatch
+from tests.engine.adapters.making import tiny_spec
 from tests.engine.driving import make_engine
 from tests.fakes import fake_adapter, fake_request
 
@@ -21,7 +22,7 @@ def _adapter(*keys: LoraKey) -> LoraAdapter:
 
 
 def test_ranks_stand_where_modules_are() -> None:
-    rows = PreparedRows(2).of(_adapter(LoraKey(1, "k_proj"), LoraKey(0, "down_proj")))
+    rows = PreparedRows(tiny_spec(2)).of(_adapter(LoraKey(1, "k_proj"), LoraKey(0, "down_proj")))
     expected = np.zeros((2, 7), np.int32)
     expected[1, TARGETS.index("k_proj")] = expected[0, TARGETS.index("down_proj")] = 3
     np.testing.assert_array_equal(rows.ranks, expected)
@@ -29,7 +30,7 @@ def test_ranks_stand_where_modules_are() -> None:
 
 
 def test_an_adapter_is_worked_out_once_and_forgotten_with_its_last_user() -> None:
-    prepared, adapter = PreparedRows(1), _adapter(LoraKey(0, "q_proj"))
+    prepared, adapter = PreparedRows(tiny_spec(1)), _adapter(LoraKey(0, "q_proj"))
     rows = prepared.of(adapter)
     assert prepared.of(adapter) is rows
     assert prepared.of(_adapter(LoraKey(0, "q_proj"))) is not rows  # the same contents in memory of their own
@@ -42,7 +43,7 @@ def test_an_adapter_is_worked_out_once_and_forgotten_with_its_last_user() -> Non
 @pytest.mark.parametrize("key", [LoraKey(2, "q_proj"), LoraKey(0, "q_proj", expert=1), LoraKey(0, "router")])
 def test_modules_that_are_not_there_are_refused(key: LoraKey) -> None:
     with pytest.raises(AdapterMismatch, match=f"{key.target}.*layer {key.layer}"):
-        PreparedRows(2).of(_adapter(LoraKey(0, "k_proj"), key))
+        PreparedRows(tiny_spec(2)).of(_adapter(LoraKey(0, "k_proj"), key))
 
 
 def test_the_engine_prepares_an_adapter_when_it_is_named_not_when_it_is_written() -> None:

@@ -21,7 +21,7 @@ from tests.engine.checkpoints import tiny_model
 from tests.engine.cuda.grids import put_on_grids
 from tests.engine.served import CONFIG, served_logits
 
-STACKS = {"head", "qkv", "out", "gate_up", "down"}
+STACKS = {"head", "qkv", "o", "gate_up", "down"}
 
 
 def _config(storage: Literal["auto", "float32", "int8"]) -> EngineConfig:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.engine.cpu.decoder import Weights
-from app.engine.cpu.weights import WeightPacker, WeightStorage, decoder_sizes
+from app.engine.cpu.weights import WeightPacker, WeightStorage
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.team import Team
@@ -18,7 +18,7 @@ from tests import seeds
 from tests.engine.adapters.making import random_tensors, tiny_spec
 from tests.engine.cuda.grids import on_grids
 
-STACKS = ("head", "qkv", "out", "gate_up", "down")
+STACKS = ("head", "qkv", "o", "gate_up", "down")
 Tensors = list[tuple[str, np.ndarray]]
 
 
@@ -31,7 +31,7 @@ def _on_grids(spec: ModelSpec) -> Tensors:
 def _packed(spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightStorage) -> Weights:
     team = Team(2)
     try:
-        return WeightPacker(spec, decoder_sizes(spec), 64, storage, team).pack_all(tensors)
+        return WeightPacker(spec, 64, storage, team).pack_all(tensors)
     finally:
         team.close()
 

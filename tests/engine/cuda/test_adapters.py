@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey
+from app.engine.adapters.lora import LoraAdapter, LoraKey
 from app.engine.cuda import adapters as gpu_adapters
 from app.engine.cuda.adapters import AdapterTables
-from app.engine.cuda.weights import PRODUCT_OF, PRODUCTS
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch, AdapterWriteFailed
+from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from app.kernels.rounding.cpu import round_rows, tasks_of
@@ -49,9 +49,9 @@ def test_what_is_written_is_the_adapter_at_its_rows(
         assert tables.max_ranks.tolist()[:4] == [0, 21, 8, 0]
         for slot, (row_start, adapter) in adapters.items():
             for layer in range(len(spec.layers)):
-                for target in TARGETS:
-                    rows = tables.rows(layer, PRODUCT_OF[target])
-                    n = PRODUCTS[PRODUCT_OF[target]].index(target)
+                for product, target in [(p, t) for p in layer_products(spec, layer) for t in p.targets]:
+                    rows = tables.rows(layer)[product.name]
+                    n = product.targets.index(target)
                     pair = adapter.weights.get(LoraKey(layer, target))
                     assert rows.row_starts[slot] == row_start
                     assert rows.ranks[slot, n] == (0 if pair is None else pair.rank)
@@ -92,11 +92,11 @@ def test_a_step_waits_for_its_own_adapters_only(monkeypatch: pytest.MonkeyPatch)
         assert not tables.is_ready(2)
         assert tables.is_ready(0)
         tables.wait(np.array([0, 1], np.int32))  # does not wait for 2
-        assert int(tables.rows(0, "qkv").ranks[2].sum()) == 0
+        assert int(tables.rows(0)["qkv"].ranks[2].sum()) == 0
         gate.set()
         tables.wait(np.array([2, 2, 0], np.int32))
         assert tables.is_ready(2)
-        assert tables.rows(0, "qkv").ranks[2].tolist() == [8, 8, 8]
+        assert tables.rows(0)["qkv"].ranks[2].tolist() == [8, 8, 8]
 
 
 def test_a_failed_write_ends_its_own_requests_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
