@@ -1,4 +1,4 @@
-"""A measurement as on a machine without AVX-512: `python -m load_tests.avx2 bench_engine --streams 32 ...`.
+"""A measurement as on a machine without AVX-512: `python -m load_tests.avx2 engine.bench_engine --streams 32 ...`.
 
 In: the name of a module of `load_tests` and its arguments. Out: what it prints, with Numba, torch, oneDNN, MKL and vLLM
 limited to AVX2, each by the setting it has for that. XLA is not: the JAX engine's CPU form multiplies with Numba.
@@ -26,7 +26,7 @@ def is_limited() -> bool:
 
 def main() -> None:
     if len(sys.argv) < 2:
-        sys.exit("name a module of load_tests, for example: python -m load_tests.avx2 bench_engine --streams 32")
+        sys.exit("name a module of load_tests, for example: python -m load_tests.avx2 engine.bench_engine --streams 32")
     _, module, *arguments = sys.argv
     command = [sys.executable, "-m", f"load_tests.{module}", *arguments]
     os.execve(sys.executable, command, os.environ | ENVIRONMENT)

@@ -102,7 +102,7 @@ def machine() -> dict[str, Any]:
 
 def table(progress: Progress, left: list[str]) -> str:
     """One line per part, then what the parts measured, then what is left."""
-    from load_tests import bench_gpu  # after `install`
+    from load_tests.engine import bench_gpu  # after `install`
 
     lines = [
         ", ".join(f"{key} {value}" for key, value in progress.machine.items()),

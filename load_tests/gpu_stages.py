@@ -19,11 +19,16 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[1]
 #: What the suite's own configuration asks of plug-ins that such a machine may not have is left out.
 _PYTEST_INI = "[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\nmarkers =\n    e2e: not run here\n"
-_KERNELS, _ENGINE = "tests/kernels/triton", "tests/engine/cuda"
+_KERNELS, _ENGINE = "tests/kernels", "tests/engine/cuda"
+#: The tests that run on a device where there is one.
+_KERNEL_TESTS = (
+    f"{_KERNELS}/triton",
+    *(f"{_KERNELS}/test_{name}.py" for name in ("norms", "rotary", "activation", "matmul")),
+)
 _ENGINE_TESTS = ("decoder", "extras", "graphs", "adapters", "sampling", "memory", "loading", "order", "triton")
 #: One test of each, for a run without a GPU.
 _SMALL_TESTS = {
-    "kernel tests": (_KERNELS, f"{_KERNELS}/test_interpreting.py"),
+    "kernel tests": (_KERNELS, f"{_KERNELS}/triton/test_interpreting.py", f"{_KERNELS}/test_norms.py"),
     "engine tests": (_ENGINE, f"{_ENGINE}/test_memory.py", f"{_ENGINE}/test_graphs.py", "-k", "fit or bound"),
 }
 _TINY = ("--shape", "tiny", "--device", "cpu", "--streams", "4", "--prompt", "20", "--adapters", "4", "--prefill", "64")
@@ -81,11 +86,13 @@ def stages(out: Path, *, small: bool = False) -> list[Stage]:
 
     def steps(name: str, *arguments: str) -> Part:
         result = out / f"{name.replace(' ', '_')}.json"
-        return Part(name, [*_module("bench_gpu"), *arguments, "--out", str(result)], result, on_cpu if small else {})
+        return Part(
+            name, [*_module("engine.bench_gpu"), *arguments, "--out", str(result)], result, on_cpu if small else {}
+        )
 
     def kernels(budget_s: int) -> Part:
         result = out / "kernels.jsonl"
-        command = [*_module("bench_kernels"), "--budget-s", str(budget_s), "--json", str(result)]
+        command = [*_module("kernels.bench_kernels"), "--budget-s", str(budget_s), "--json", str(result)]
         return Part("kernels", command, result, on_cpu if small else {})
 
     if small:
@@ -95,9 +102,9 @@ def stages(out: Path, *, small: bool = False) -> list[Stage]:
     engine = [f"{_ENGINE}/test_{name}.py" for name in _ENGINE_TESTS]
     fuzz = f"{_ENGINE}/test_bit_identity.py"
     tuned = out / "tuned.json"
-    tune = [*_module("bench_kernels"), "--tune", "--budget-s", "165", "--tuned", str(tuned)]
+    tune = [*_module("kernels.bench_kernels"), "--tune", "--budget-s", "165", "--tuned", str(tuned)]
     return [
-        Stage("kernel tests", 150, [pytest("kernel tests", _KERNELS, _KERNELS)]),
+        Stage("kernel tests", 150, [pytest("kernel tests", _KERNELS, *_KERNEL_TESTS)]),
         Stage("engine tests", 180, [pytest("engine tests", _ENGINE, *engine)]),
         Stage("steps 1b", 150, [steps("steps 1b", "--shape", "1b")]),
         Stage("steps 8b", 240, [steps("steps 8b", "--shape", "8b")]),

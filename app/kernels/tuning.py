@@ -1,7 +1,7 @@
 """Tile shapes of the GPU kernels: measured ones per device and shape where there are any, else rules of thumb.
 
 In: an operation, the shape of its operands and the device's name. Out: the values of the kernel's static
-arguments. Measured values are files `tuned/<device>.json`, written by `load_tests/bench_kernels.py --tune`; a
+arguments. Measured values are files `tuned/<device>.json`, written by `load_tests/kernels/bench_kernels.py --tune`; a
 device or shape without an entry gets the rule of thumb, which each kernel holds itself. A configuration changes
 the speed and the order of sums, never what is computed; deterministic mode does not read these files, so
 that its bits outlive a tuning run.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from app.engine.backend import Backend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.checkpoints import save, tiny_model
 from tests.seeds import rng
 

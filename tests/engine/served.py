@@ -15,7 +15,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
-from load_tests.steps import Piece, forward_batch, greedy
+from load_tests.engine.steps import Piece, forward_batch, greedy
 from tests.engine.logits_check import BackendWithLogits
 
 CONFIG = EngineConfig(

@@ -15,8 +15,10 @@ import torch
 
 from app.engine.adapters.formats.reading import read_adapter
 from app.kernels.machine.team import Team
-from load_tests import bench_engine, bench_matmul, random_adapters
-from load_tests.bench_engine import Settings
+from load_tests import random_adapters
+from load_tests.engine import bench_engine
+from load_tests.engine.bench_engine import Settings
+from load_tests.kernels import bench_matmul
 from load_tests.measuring import ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
 from tests.engine.adapters.making import tiny_spec

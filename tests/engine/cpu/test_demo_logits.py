@@ -12,7 +12,7 @@ from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.tokenizer import load_tokenizer
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.seeds import rng
 
 CONFIG = EngineConfig(num_kv_blocks=32, adapter_rank_rows=0, max_batch_tokens=256, max_batch_sequences=4)

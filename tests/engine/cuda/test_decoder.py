@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.cuda.backend import GpuBackend
 from app.engine.models.checkpoint import Checkpoint
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.checkpoints import FAMILIES
 from tests.engine.cuda.gpu import ON_CUDA, gpu_backend, gpu_backend_of_checkpoint, gpu_config

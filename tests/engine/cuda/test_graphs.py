@@ -9,7 +9,7 @@ import pytest
 
 from app.engine.cuda.backend import GpuBackend
 from app.engine.cuda.graphs import batch_sizes, rank_bounds
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
 from tests.seeds import rng

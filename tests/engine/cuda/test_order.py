@@ -16,7 +16,7 @@ import pytest
 from app.engine.cuda import adapters as gpu_adapters
 from app.engine.cuda.backend import GpuBackend
 from app.engine.errors import OutOfDeviceMemory
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
 from tests.engine.cuda.simulated_cuda import DEFAULT, DEVICE, Simulated, simulated_cuda

@@ -12,7 +12,7 @@ from app.engine.batch import SamplingBatch
 from app.engine.cuda.sampling import sample
 from app.engine.logits import largest, penalise
 from app.kernels.sampling.reference import draw, log_sum_exp
-from load_tests.steps import greedy
+from load_tests.engine.steps import greedy
 from tests.engine.cuda.gpu import DEVICE
 from tests.seeds import rng
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
 from tests.seeds import rng

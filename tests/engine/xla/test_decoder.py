@@ -20,7 +20,7 @@ from app.engine.xla.sizes import Form, sizes_of
 from app.engine.xla.step import PREFILL_TILE, Bucket
 from app.engine.xla.tables import XlaAdapters
 from app.engine.xla.weights import read_weights
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.checkpoints import FAMILIES
 from tests.engine.logits_check import NUM_BLOCKS, check_family

@@ -15,7 +15,7 @@ from app.engine.xla.extra_memory import _PIECE, ExtraMemory
 from app.engine.xla.extra_runs import ExtraRuns
 from app.engine.xla.sharding import make_mesh
 from app.kernels.extras.xla import HEAD_ROWS
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.xla.making import tiny_backend
 

@@ -16,7 +16,7 @@ from app.engine.config import EngineConfig, XlaConfig
 from app.engine.xla.programs import Programs, cpu_ladder, ladder
 from app.engine.xla.step import PREFILL_TILE, Bucket, _views, pack
 from app.kernels.sgmv.xla import SEGMENT_TOKENS, max_segments
-from load_tests.steps import Piece, forward_batch
+from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.xla.making import tiny_backend
 

@@ -1,0 +1,1 @@
+"""What adapters and the registry cost beside the streams."""

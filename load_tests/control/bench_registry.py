@@ -1,0 +1,240 @@
+"""A registry of many adapters: what a page, a lookup and a change cost, and what the tables weigh.
+
+In: a number of adapters. Out: a Markdown table. The rows are written to a new database at once; then the
+registry's process opens it and an ingress copies it, as both do at start. Pages and single adapters are
+asked through the HTTP routes in this process, so that their times are the routes' and JSON's, without a
+socket and without Ray (an adapter's own page adds one call to the registry's process, 1 to 2 ms). A page
+is asked somewhere in the list, not at its beginning.
+
+    python -m load_tests.control.bench_registry --adapters 100000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import resource
+import secrets
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+from sqlalchemy import insert
+
+from app.deployments.ingress.http.app import HttpService, make_app
+from app.deployments.ingress.management import Management
+from app.deployments.links.published import Version
+from app.deployments.links.store_client import StoreClient
+from app.deployments.placement.table import PlacementTable
+from app.deployments.registry.books import Registry
+from app.deployments.registry.database import sqlite_url
+from app.deployments.registry.entries import ReadAdapter, State
+from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.tables import adapters
+from app.deployments.registry.tier_events import TierEvents
+from app.deployments.registry.view import RegistryView
+from app.deployments.store.counts import TierCounts
+from app.deployments.store.service import StoreParts, StoreService
+from app.engine.adapters.card import AdapterCard, AdapterRef
+
+#: Rows written by one statement.
+_BATCH = 10_000
+
+
+class _Store:
+    """Reading costs nothing here: it is not what is measured."""
+
+    cached_digests: frozenset[str] = frozenset()
+
+    async def load(self, source: str, tenant_id: str) -> ReadAdapter:  # noqa: ARG002
+        card = AdapterCard(secrets.token_hex(32), "base", 16, ("q_proj",), "float32", 1 << 20)
+        return ReadAdapter(f"/adapters/{source}", card)
+
+    def forget(self, digest: str) -> None:
+        pass
+
+    def pin(self, digests: Collection[str]) -> None:
+        pass
+
+
+class _NoBytes:
+    """Nobody asks for an adapter's bytes here."""
+
+    counts = TierCounts()
+
+    async def fetch(self, ref: AdapterRef) -> None:
+        raise NotImplementedError(ref.name)
+
+    async def expect(self, ref: AdapterRef) -> None: ...
+
+    def lost(self, digest: str) -> None: ...
+
+
+class _Here:
+    """`Callee` in this process."""
+
+    def __init__(self, callee: object) -> None:
+        self._callee = callee
+
+    async def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return await getattr(self._callee, method.__name__)(*args, **options)
+
+
+class _Dropper:
+    async def drop_adapter(self, replica_id: str, digest: str) -> int:  # noqa: ARG002
+        return 0
+
+
+def fill(registry: Registry, num_adapters: int) -> None:
+    """Write names a000000, a000001, … as if each had been loaded."""
+    common = {
+        "base_digest": registry.database.base_digest,
+        "tenant_id": "default",
+        "owner": "default",
+        "state": State.LOADED,
+        "generation": 1,
+        "max_rank": 16,
+        "size_bytes": 1 << 20,
+        "extra_bytes": 0,
+        "pinned": False,
+        "traffic_weight": 1.0,
+        "registered_s": time.time(),
+    }
+    with registry.database.write() as connection:
+        for start in range(0, num_adapters, _BATCH):
+            names = [f"a{index:06d}" for index in range(start, min(start + _BATCH, num_adapters))]
+            rows = [
+                common | {"name": name, "source": name, "uri": f"/adapters/{name}", "digest": secrets.token_hex(32)}
+                for name in names
+            ]
+            connection.execute(insert(adapters), rows)
+
+
+async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[str, str]]:
+    """(what, how much) for each line of the table."""
+    results: list[tuple[str, str]] = []
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started_s = time.perf_counter()
+    registry = Registry(url, "base")
+    lifecycle = Lifecycle(registry, _Store(), TierEvents())
+    results.append(("the registry's process opens the database", _ms(time.perf_counter() - started_s)))
+    started_s = time.perf_counter()
+    view, held, slowest_s = RegistryView(), None, 0.0
+    while True:
+        page_s = time.perf_counter()
+        news = await lifecycle.published.table.newer(held, "ingress", 60.0)
+        assert news is not None, "there is more"
+        held, changes = news
+        view.take(changes)
+        slowest_s = max(slowest_s, time.perf_counter() - page_s)
+        if changes.is_last:
+            break
+    assert view.num_adapters == num_adapters
+    results.append(("an ingress copies it (without the sending)", _ms(time.perf_counter() - started_s)))
+    results.append(("  of that, the longest either side is busy at once", _ms(slowest_s)))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    results.append(("memory of both, in this process", f"{grown / 1024:.0f} MiB"))
+
+    store = StoreService(StoreParts(registry, lifecycle, _NoBytes(), ()), lambda: None)
+    service = SimpleNamespace(
+        base_name="base",
+        registry=view,
+        management=Management(StoreClient(_Here(store)), _Dropper(), PlacementTable),
+        frontend=SimpleNamespace(
+            limits=SimpleNamespace(max_body_bytes=1 << 20), text_model=SimpleNamespace(max_context=2048)
+        ),
+        observe=lambda *_: None,
+    )
+    transport = httpx.ASGITransport(make_app(cast(HttpService, service)))
+    draw = random.Random(0)
+
+    def name() -> str:
+        return f"a{draw.randrange(num_adapters):06d}"
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://registry") as http:
+
+        async def get(path: str) -> None:
+            (await http.get(path)).raise_for_status()
+
+        asked: dict[str, Callable[[], Awaitable[None]]] = {
+            "GET /v1/models?limit=20&after=": lambda: get(f"/v1/models?limit=20&after={name()}"),
+            "GET /v1/models?limit=100&after=": lambda: get(f"/v1/models?limit=100&after={name()}"),
+            "GET /v1/models?limit=1000&after=": lambda: get(f"/v1/models?limit=1000&after={name()}"),
+            "GET /v1/loras?limit=100&after=": lambda: get(f"/v1/loras?limit=100&after={name()}"),
+            "GET /v1/models/{name}": lambda: get(f"/v1/models/{name()}"),
+            "GET /v1/loras/{name}": lambda: get(f"/v1/loras/{name()}"),
+        }
+        for what, ask in asked.items():
+            results.append((what, await _timed(ask, num_samples)))
+        names = [name() for _ in range(10_000)]
+        started_s = time.perf_counter()
+        assert all(view.resolve(item, "user 1") is not None for item in names)
+        lookup_us = 1e6 * (time.perf_counter() - started_s) / len(names)
+        results.append(("a request's name looked up", f"{lookup_us:.2f} µs"))
+
+        async def register() -> None:
+            body = {"name": f"new{secrets.token_hex(4)}", "path": "new", "wait": True}
+            (await http.post("/v1/loras", json=body)).raise_for_status()
+
+        apply_us: list[float] = []
+        following = asyncio.create_task(_follow(lifecycle, view, held, apply_us))
+        results.append(("POST /v1/loras, wait (without reading)", await _timed(register, max(5, num_samples // 10))))
+        following.cancel()
+        results.append(("  of that, an ingress takes over the name", f"{sorted(apply_us)[len(apply_us) // 2]:.0f} µs"))
+    registry.close()
+    return results
+
+
+async def _follow(lifecycle: Lifecycle, view: RegistryView, held: Version, apply_us: list[float]) -> None:
+    """What an ingress does: ask for what is new, take it over, ask again."""
+    while True:
+        news = await lifecycle.published.table.newer(held, "ingress", 60.0)
+        assert news is not None, "something changes all the time"
+        held, changes = news
+        assert len(changes.rows) == 1, "changes are sent, not the table"
+        started_s = time.perf_counter()
+        view.apply(changes.rows)
+        apply_us.append(1e6 * (time.perf_counter() - started_s))
+
+
+async def _timed(work: Callable[[], Awaitable[None]], num_samples: int) -> str:
+    seconds = []
+    for _ in range(num_samples):
+        started_s = time.perf_counter()
+        await work()
+        seconds.append(time.perf_counter() - started_s)
+    seconds.sort()
+    return f"{_ms(seconds[len(seconds) // 2])}, worst of {num_samples}: {_ms(seconds[-1])}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms"
+
+
+def run(num_adapters: int, num_samples: int, folder: Path) -> str:
+    """Fill, measure, and the table as text."""
+    url = sqlite_url(folder / "registry.sqlite")
+    registry = Registry(url, "base")
+    fill(registry, num_adapters)
+    registry.close()
+    results = asyncio.run(measure(url, num_adapters, num_samples))
+    lines = [f"| {num_adapters:,} adapters registered | |", "|---|---|", *(f"| {a} | {b} |" for a, b in results)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--adapters", type=int, default=100_000)
+    parser.add_argument("--samples", type=int, default=200, help="requests per line")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(run(arguments.adapters, arguments.samples, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

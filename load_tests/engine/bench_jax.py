@@ -1,0 +1,226 @@
+"""Decoding speed of the JAX engine beside the CPU engine, transformers and PEFT, in one run on one machine.
+
+In: a base model, numbers of streams, adapters. Out: Markdown on stdout: tokens per second of everybody, ratios within
+a round (median, lowest, highest), what compiling took and how many streams agree on every token. Adapters are random,
+over all seven projections, and the same files for everybody. Rounds are interleaved (`measuring.py`).
+
+    python -m load_tests.engine.bench_jax --streams 1,8,32 --adapters 8 --ranks 64,32,16,8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from app.engine.adapters.formats.peft import read_peft
+from app.engine.config import CpuConfig, EngineConfig, WeightStorage, XlaConfig
+from app.engine.engine import Engine
+from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.open import load_backend
+from app.engine.xla.backend import JaxBackend
+from app.engine.xla.sizes import Form
+from load_tests.decoding import Decoder, EngineDecoder
+from load_tests.measuring import environment, numbers, ratios, rounds, spread
+from load_tests.random_adapters import write_random_adapters
+
+TORCH, TRANSFORMERS, PEFT = "CPU engine", "transformers", "PEFT mixed batch"
+REFERENCES = (TRANSFORMERS, PEFT)
+
+
+class Case(NamedTuple):
+    """Who decodes, how many adapters take turns over the streams, how many streams."""
+
+    system: str
+    num_adapters: int
+    num_streams: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command line, checked."""
+
+    model: Path
+    streams: tuple[int, ...]
+    num_adapters: int
+    ranks: tuple[int, ...]
+    num_prompt_tokens: int
+    num_tokens: int
+    num_reference_tokens: int
+    num_rounds: int
+    seed: int
+    forms: tuple[Form, ...]
+    with_reference: bool
+    weight_storage: WeightStorage = "auto"
+
+
+def jax_name(form: Form) -> str:
+    return f"JAX engine ({form})"
+
+
+def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[dict[str, Decoder], list[str]]:
+    """Everybody who is measured, loaded; and a line about each form's compilation."""
+    folders = write_random_adapters(
+        folder, checkpoint.spec, settings.num_adapters, settings.ranks, settings.seed, bf16=True
+    )
+    adapters = [read_peft(path, checkpoint.spec) for path in folders]
+    most, length = max(settings.streams), settings.num_prompt_tokens + settings.num_tokens
+    config = EngineConfig(
+        cpu=CpuConfig(weight_storage=settings.weight_storage),
+        adapter_rank_rows=max(64, 2 * sum(max(8, adapter.card.max_rank) for adapter in adapters)),
+        num_kv_blocks=max(8, most * (-(-length // 16) + 1)),
+        max_batch_sequences=most,
+        max_context=length,
+        prefix_cache=False,
+    )
+    found: dict[str, Decoder] = {TORCH: EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters)}
+    compiling = []
+    for form in settings.forms:
+        own = config.on(XlaConfig(form=form, weight_storage=settings.weight_storage))
+        backend = load_backend(checkpoint, own)
+        assert isinstance(backend, JaxBackend)
+        backend.programs.wait()
+        times = ", ".join(f"{b.tokens} x {b.sequences} in {s:.1f} s" for b, s in backend.programs.compile_s.items())
+        compiling.append(
+            f"{jax_name(form)} compiled tokens x sequences: {times}; writers {backend.writers_compile_s:.1f} s."
+        )
+        found[jax_name(form)] = EngineDecoder(Engine(backend, own), adapters)
+    if settings.with_reference:
+        from load_tests.engine.reference import PeftDecoder, TransformersDecoder, load_transformers
+
+        model = load_transformers(settings.model)
+        found[TRANSFORMERS] = TransformersDecoder(model)
+        found[PEFT] = PeftDecoder(model, folders)
+    return found, compiling
+
+
+def run(settings: Settings) -> str:
+    """Measure everything; returns the Markdown."""
+    before, start = environment(), time.perf_counter()
+    checkpoint = load_checkpoint(settings.model)
+    shape = (max(settings.streams), settings.num_prompt_tokens)
+    prompts = np.random.default_rng(settings.seed).integers(0, checkpoint.spec.vocab_size, shape).tolist()
+    tokens: dict[Case, tuple[tuple[int, ...], ...]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        found, compiling = decoders(settings, checkpoint, Path(folder))
+
+        def measure(case: Case) -> float:
+            print(f"{time.perf_counter() - start:.0f} s: {case}", file=sys.stderr, flush=True)
+            n, a = case.num_streams, case.num_adapters
+            count = settings.num_reference_tokens if case.system in REFERENCES else settings.num_tokens
+            decoded = found[case.system].decode(prompts[:n], [i % a if a else None for i in range(n)], count)
+            tokens[case] = decoded.token_ids
+            return decoded.tokens_per_s
+
+        cases = [
+            Case(system, count, n)
+            for n in settings.streams
+            for count, absent in ((0, PEFT), (settings.num_adapters, TRANSFORMERS))
+            for system in found
+            if system != absent
+        ]
+        for case in cases:
+            if case.system not in REFERENCES:
+                measure(case)  # makes adapters resident
+        values = rounds({case: partial(measure, case) for case in cases}, settings.num_rounds)
+    header = (
+        f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}; load average before "
+        f"{before['load_average']}, after {environment()['load_average']}. {settings.num_prompt_tokens} prompt tokens, "
+        f"{settings.num_tokens} tokens ({settings.num_reference_tokens} of the references), ranks "
+        f"{', '.join(map(str, settings.ranks))} in turn, weight_storage {settings.weight_storage}, "
+        f"{settings.num_rounds} interleaved rounds."
+    )
+    parts = [header, "\n".join(compiling), _rates(settings, values), _ratios(settings, values)]
+    return "\n\n".join([*parts, _agreement(tokens)])
+
+
+def _rates(settings: Settings, values: dict[Case, list[float]]) -> str:
+    lines = _head("tokens/s, median of the rounds", settings)
+    for a in (0, settings.num_adapters):
+        for system in dict.fromkeys(case.system for case in values if case.num_adapters == a):
+            cells = [f"{spread(values[Case(system, a, n)]).median:.1f}" for n in settings.streams]
+            lines.append(f"| {system}, {f'{a} adapters' if a else 'base'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ratios(settings: Settings, values: dict[Case, list[float]]) -> str:
+    lines = _head("ratio within a round, median (lowest to highest)", settings)
+    a = settings.num_adapters
+
+    def line(title: str, one: tuple[str, int], other: tuple[str, int]) -> None:
+        cells = [str(ratios(values[Case(*one, n)], values[Case(*other, n)])) for n in settings.streams]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+
+    for form in settings.forms:
+        jax = jax_name(form)
+        line(f"{jax} / CPU engine, base", (jax, 0), (TORCH, 0))
+        line(f"{jax} / CPU engine, {a} adapters", (jax, a), (TORCH, a))
+        line(f"{jax}, {a} adapters / its base", (jax, a), (jax, 0))
+        if settings.with_reference:
+            line(f"{jax} / transformers, base", (jax, 0), (TRANSFORMERS, 0))
+            line(f"{jax} / PEFT, {a} adapters", (jax, a), (PEFT, a))
+    line(f"CPU engine, {a} adapters / its base", (TORCH, a), (TORCH, 0))
+    return "\n".join(lines)
+
+
+def _head(title: str, settings: Settings) -> list[str]:
+    columns = " | ".join(f"{n} stream{'s' if n > 1 else ''}" for n in settings.streams)
+    return [f"| {title} | {columns} |", "|---|" + "---:|" * len(settings.streams)]
+
+
+def _agreement(tokens: dict[Case, tuple[tuple[int, ...], ...]]) -> str:
+    """How many streams of each system have the CPU engine's tokens, over as many as both generated."""
+    same: dict[str, list[bool]] = {}
+    for case, streams in tokens.items():
+        if case.system != TORCH:
+            ours = tokens[case._replace(system=TORCH)]
+            pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = list(zip(streams, ours, strict=True))
+            same.setdefault(case.system, []).extend(a[: len(b)] == b[: len(a)] for a, b in pairs)
+    found = ", ".join(f"{system} {sum(values)} of {len(values)}" for system, values in same.items())
+    return f"Streams with the CPU engine's greedy tokens: {found}."
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Decoding speed of the JAX engine beside the CPU engine and PEFT.")
+    parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="path or source URI of the base model")
+    parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--ranks", type=numbers, default=(64, 32, 16, 8), help="given to the adapters in turn")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--reference-tokens", type=int, default=5, help="fewer, because the references are slow")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--forms", default="cpu", help="forms of the JAX engine: cpu, xla")
+    parser.add_argument("--no-reference", action="store_true", help="without transformers and PEFT")
+    parser.add_argument("--weight-storage", choices=("auto", "float32", "int8"), default="auto")
+    given = parser.parse_args()
+    settings = Settings(
+        model=resolve_model(given.model),
+        streams=given.streams,
+        num_adapters=given.adapters,
+        ranks=given.ranks,
+        num_prompt_tokens=given.prompt_tokens,
+        num_tokens=given.tokens,
+        num_reference_tokens=given.reference_tokens,
+        num_rounds=given.rounds,
+        seed=given.seed,
+        forms=tuple(given.forms.split(",")),
+        with_reference=not given.no_reference,
+        weight_storage=given.weight_storage,
+    )
+    print(run(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the service costs over HTTP, and traffic to measure it with."""

@@ -1,0 +1,1 @@
+"""What single kernels cost, and which form and tiles are fastest."""
