@@ -130,6 +130,32 @@ def test_policy_knows_nobody_who_uses_it() -> None:
             assert not reaches(each, ("app.engine.scheduling",)), f"{module} reaches {each}, which is above it"
 
 
+#: Folders of `app.deployments`, the lowest layer first: a folder imports folders of lower layers only.
+LAYERS = (("links",), ("registry",), ("store",), ("placement",), ("replica", "ingress"))
+
+
+def deployment_of(name: str) -> str | None:
+    """The folder of `app.deployments` that a module, or an imported name, lies in."""
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["app", "deployments"] and len(parts) > 3 else None
+
+
+def test_every_folder_of_the_deployments_has_a_layer() -> None:
+    folders = {path.parent.name for path in (ROOT / "app/deployments").glob("*/__init__.py")}
+    assert folders == {name for layer in LAYERS for name in layer}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if deployment_of(module)])
+def test_a_deployment_imports_only_what_is_below_it(module: str) -> None:
+    layer_of = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    home = deployment_of(module)
+    assert home is not None
+    for imported in imports(MODULES[module]):
+        other = deployment_of(imported)
+        if other is not None and other != home:
+            assert layer_of[other] < layer_of[home], f"{module} imports {imported}"
+
+
 @pytest.mark.parametrize(
     ("device", "libraries"), [("cpu", ("torch", "triton", "jax")), ("cuda", ("jax",)), ("xla", ())]
 )

@@ -29,7 +29,6 @@ from sqlalchemy import insert
 from app.deployments.ingress.http.app import HttpService, make_app
 from app.deployments.ingress.management import Management
 from app.deployments.links.published import Version
-from app.deployments.links.store_client import StoreClient
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
@@ -38,6 +37,7 @@ from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tables import adapters
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.view import RegistryView
+from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.service import StoreParts, StoreService
 from app.engine.adapters.card import AdapterCard, AdapterRef

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from app.deployments.links.published import Version
-from app.deployments.links.store_client import StoreClient
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
@@ -17,6 +16,7 @@ from app.deployments.registry.entries import DEFAULT_TENANT, LoadRequest, ReadAd
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.view import RegistryView
+from app.deployments.store.client import StoreClient
 from app.deployments.store.service import StoreParts, StoreService
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource

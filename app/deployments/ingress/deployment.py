@@ -26,17 +26,17 @@ from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.text_model import open_text
 from app.deployments.ingress.watching import WatchedRegistry
 from app.deployments.links.gauges import repeat_gauges
-from app.deployments.links.placement_client import PlacementClient
 from app.deployments.links.ray_private import AsgiIngress, route_in_this_loop
 from app.deployments.links.serve_transport import ServeTransport
-from app.deployments.links.store_client import StoreClient
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import Watched
 from app.deployments.placement.actor import placement_actor
+from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.placer import ServePlacer
 from app.deployments.placement.policies.choosing import make_policy
 from app.deployments.placement.table import PlacementTable
 from app.deployments.store.actor import store_actor
+from app.deployments.store.client import StoreClient
 
 
 @serve.ingress()

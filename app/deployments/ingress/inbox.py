@@ -1,7 +1,7 @@
 """A queue with one reader, for what arrives once per token.
 
-In: `put`, from the event loop. Out: the same in the same order, one `get` at a time. Rule: one task reads. An
-`asyncio.Queue`, which is made for many, costs three times as much.
+In: items, given to `put` on the event loop. Out: the same items in the same order, one per `get`. Rule: one task reads.
+An `asyncio.Queue`, which is made for many readers, costs three times as much.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Without a bound: who puts never waits."""
+    """It has no bound, so that `put` never waits."""
 
     __slots__ = ("_items", "_news")
 
@@ -31,7 +31,7 @@ class Inbox(Generic[T]):
             self._news.set_result(None)
 
     async def get(self) -> T:
-        """The first that is left, waited for."""
+        """Take the first item that is left; waits for one."""
         while not self._items:
             self._news = asyncio.get_running_loop().create_future()
             await self._news

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from app.deployments.links.store_client import StoreClient
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
+from app.deployments.store.client import StoreClient
 from app.engine.errors import EngineFailure, NotReady
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Management:
             self._draining.discard(unload.job.id)
 
     async def _free(self, digest: str) -> None:
-        """Until no replica has rows of these contents, or a name means them again: then they are free some other time.
+        """Return when no replica has rows of these contents, or when a name means them again.
 
         New requests would keep them for ever, and are not told apart from those that the unload waits for.
         """

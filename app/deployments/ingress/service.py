@@ -18,11 +18,11 @@ from app.deployments.ingress.frontend import Frontend, TextModel
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.management import AdapterDropper, Management
-from app.deployments.links.store_client import StoreClient
 from app.deployments.links.transport import Transport
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policies.policy import PlacementPolicy
 from app.deployments.registry.view import RegistryView
+from app.deployments.store.client import StoreClient
 from app.engine.request import Usage
 
 

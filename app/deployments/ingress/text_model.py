@@ -47,5 +47,5 @@ class BaseText:
         return self._tokenizer.token_bytes(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
-        """What the token adds to an answer: as `decoder` has it, a special token nothing."""
+        """The bytes that the token adds to an answer; a special token adds none."""
         return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)

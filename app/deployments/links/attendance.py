@@ -1,8 +1,9 @@
-"""When a detached actor ends: once nobody has watched it for a while.
+"""A detached actor ends once nobody has watched it for a while.
 
-In: the calls of those who watch, which renew them every few seconds for as long as they live. Out: one call of `leave`
-when they have stopped: the service was shut down, or deployed anew with settings that give its actors other names, and
-nothing else would ever end what it left behind. One that leaves too early is made again by the next call.
+In: the calls of those who watch; they renew them every few seconds for as long as they live. Out: a call of `leave`
+when they have stopped. That happens when the service was shut down, or deployed anew with settings that give its actors
+other names; nothing else would end the actors that it left behind. An actor that leaves too early is made again by the
+next call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CHECK_INTERVAL_S = 5.0
 
 
 class Attendance:
-    """Of one actor, on its event loop. A call that has been asked for is somebody, for `PATIENCE_S`."""
+    """Whether anybody watches one actor, on its event loop. A call counts as a watcher for `PATIENCE_S`."""
 
     def __init__(self, leave: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._leave = leave
@@ -28,7 +29,7 @@ class Attendance:
         self._tasks = Tasks()
 
     def here(self) -> None:
-        """Somebody is."""
+        """A watcher has called."""
         self._last_s = self._clock()
         if not self._tasks:
             self._tasks.start(self._wait())

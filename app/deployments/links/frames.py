@@ -1,9 +1,9 @@
-"""Chunks of an engine step, sorted into one frame per reader, and a frame as it travels.
+"""The chunks of an engine step, sorted into one frame per reader, and the form in which a frame travels.
 
-In: a step's chunks, from the event loop. Out: for every attached link (one reader of one ingress) an
-endless sequence of frames. A reader that is behind gets its frames merged; nothing is dropped. A link
-that has had no request for a while ends by itself, so that a draining replica runs out of readers. When
-a reader is gone its requests belong to nobody: `detach` returns them for aborting.
+In: a step's chunks, from the event loop. Out: an endless sequence of frames for every attached link, which is one
+reader of one ingress. A reader that is behind gets its frames merged; nothing is dropped. A link that has had no
+request for a while ends by itself, so that a draining replica runs out of readers. When a reader is gone, `detach`
+returns the requests that it waited for, and the caller aborts them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Reader:
 
 
 class FrameHub:
-    """Who waits for which request. One event loop; no threads."""
+    """Knows which reader waits for which request. It is used on one event loop, without threads."""
 
     def __init__(self) -> None:
         self._readers: dict[str, _Reader] = {}
@@ -70,7 +70,7 @@ class FrameHub:
         self._owners[request_id] = reader
 
     def deliver(self, chunks: Iterable[TokenChunk]) -> None:
-        """Hand chunks to their links. Those of nobody (aborted, reader gone) end here."""
+        """Hand chunks to their links. A chunk that nobody waits for (aborted, reader gone) ends here."""
         for chunk in chunks:
             reader = self._owners.get(chunk.request_id)
             if reader is None:
@@ -81,7 +81,7 @@ class FrameHub:
                 self.forget(chunk.request_id)
 
     def end(self, error: Exception) -> None:
-        """Every link ends with this error, after what it was given before: nothing more is computed here."""
+        """End every link with this error, after what it was given before: nothing more is computed here."""
         for reader in self._readers.values():
             reader.end = error
             reader.news.set()

@@ -36,7 +36,7 @@ class SteadyGauge:
 
 
 async def repeat_gauges(gauges: Sequence[SteadyGauge]) -> None:
-    """For as long as the process lives; a task of its event loop."""
+    """Set the gauges again at intervals, until cancelled."""
     while True:
         await asyncio.sleep(REPEAT_S)
         for gauge in gauges:

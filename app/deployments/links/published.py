@@ -1,9 +1,9 @@
 """Values and tables that one process owns and many watch.
 
-In: `publish`. Out: every watcher's pending call returns at once with what is new; a watcher that was away
-gets the newest, never a stale one. Asking for what comes after version v tells the owner that the watcher
-holds v, which lets the owner wait until everybody does: "loaded" can then mean that every ingress knows.
-A value is sent whole; of a table only the rows that changed are sent, in pages.
+In: new values, given to `publish`. Out: every watcher's pending call returns at once with what is new; a watcher that
+was away gets the newest, never a stale one. A watcher that asks for what comes after version v tells the owner that it
+holds v. So the owner can wait until everybody holds a version, and "loaded" can mean that every ingress knows. A value
+is sent whole; of a table only the rows that changed are sent, in pages.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ class Published(_Owner, Generic[T]):
 
 
 class Changes(NamedTuple, Generic[K, V]):
-    """Rows to take over; None is a row that is gone. `is_last`: no more for now.
+    """Rows to take over; None stands for a row that was removed. `is_last`: there is no more for now.
 
-    `is_first`: the table comes anew. Of what you had nothing counts that no page has mentioned when the last is there.
+    `is_first`: a new copy of the table begins. Rows of the old copy that no page has mentioned, once the last page is
+    there, were removed.
     """
 
     rows: tuple[tuple[K, V | None], ...]

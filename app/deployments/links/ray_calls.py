@@ -1,9 +1,9 @@
 """Calls through Ray with plain errors, and named actors that outlive their creators.
 
-In: awaitables of Ray and names. Out: results, or the exception the callee raised: Ray wraps it in a class
-of its own, which carries a remote traceback and loses attributes. A named actor is created by whoever
-asks first and restarted by Ray without limit; a handle to one that has left is renewed by the next call. However it,
-or its answer, was lost, the caller hears `ActorAway`.
+In: awaitables of Ray, and names of actors. Out: results, or the exception that the callee raised; Ray wraps it in a
+class of its own, which carries a remote traceback and loses attributes. Whoever asks first creates a named actor, and
+Ray restarts it without limit; the next call renews a handle to an actor that has left. However an actor or its answer
+was lost, the caller hears `ActorAway`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which replica a call reaches: exactly the one the caller names.
+"""A call reaches exactly the replica that its caller names.
 
-In: Serve's pending request; the keyword argument `target_replica_id` names a replica. Out: that replica,
-or `ReplicaUnreachable` when this process does not know it (not announced yet, draining, dead). A call
-that names nobody goes to the less loaded of two random replicas. A replica that drains gets nothing new, but
-what ends work there (`abort`) still reaches it. Where adapters live is placement's decision; this module only obeys it.
+In: Serve's pending request, whose keyword argument `target_replica_id` names a replica. Out: that replica, or
+`ReplicaUnreachable` when this process does not know it (not announced yet, draining, dead). A call that names no
+replica goes to the less loaded of two random ones. A replica that drains gets nothing new, but calls that end work
+there (`abort`) still reach it. Placement decides where adapters live; this module only obeys.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SteeredRouter(DecidingRouter):
         raise self._no_way_to(target_id)
 
     def shortcut(self, request: PendingRequest, *, is_retry: bool) -> RunningReplica | None:
-        """What ends work reaches a replica that has left the list, once."""
+        """A call that ends work reaches a replica that has left the list, but is not tried there again."""
         if is_retry or request.metadata.call_method not in ENDING_METHODS:
             return None
         return self._left.get(request.kwargs.get(TARGET_KEYWORD, ""))

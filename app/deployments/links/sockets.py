@@ -1,8 +1,9 @@
-"""Frames between processes of one machine: a connection beside Ray's call, which carries nothing else any more.
+"""Frames between processes of one machine go through a Unix socket beside Ray's call.
 
-In: a link's frames, on the replica's side, and on the ingress's the call that opened the link. Out: the same frames in
-the same order. Every step yields one, and taking it from a stream of Ray's is most of what a lone stream's token costs
-its ingress. The call stays open: it begins the link, and its end says why the link ended.
+In: a link's frames on the replica's side, and the call that opened the link on the ingress's side. Out: the same frames
+in the same order. Every step yields a frame, and taking it from a stream of Ray's is most of what a lone stream's token
+costs its ingress. The call stays open and carries nothing else: it begins the link, and its end says why the link
+ended.
 
 Sockets lie in a folder that no other user can enter, so that what comes from there is ours (frames are pickles).
 Processes that do not share it (other machines, containers, users) do without: their frames are the call's items.
@@ -100,7 +101,7 @@ class FrameSocket:
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Of a new connection: it names its link."""
+        """Read the name of its link from a new connection, and hand the connection to whoever waits for it."""
         try:
             link_id = (await reader.readline()).decode("ascii", "replace").rstrip("\n")
         except (ConnectionError, ValueError):  # ValueError: no line for 64 KiB
@@ -151,7 +152,7 @@ async def frames_beside(call: AsyncIterator[bytes], link_id: str, connection: Co
 
 
 async def _received(reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
-    """Until the other side closes the connection, or dies: half a frame is nothing."""
+    """Frames until the other side closes the connection, or dies; half a frame is dropped."""
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))

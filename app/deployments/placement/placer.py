@@ -12,8 +12,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from app.deployments.links.placement_client import PlacementClient
 from app.deployments.links.watched import Watched
+from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.table import PlacementTable
 from app.engine.errors import NotReady
 

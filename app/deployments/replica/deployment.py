@@ -18,13 +18,12 @@ from typing import Any
 from ray import serve
 
 from app.config import AppConfig
-from app.deployments.links.placement_client import PlacementClient
 from app.deployments.links.ray_calls import ActorAway
 from app.deployments.links.sockets import FrameSocket
-from app.deployments.links.store_client import StoreClient
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
 from app.deployments.placement.actor import placement_actor
+from app.deployments.placement.client import PlacementClient
 from app.deployments.registry.pins import Pins
 from app.deployments.registry.shares import Shares
 from app.deployments.replica.fetcher import AdapterFetcher
@@ -34,6 +33,7 @@ from app.deployments.replica.reports import Reports
 from app.deployments.replica.service import EngineService
 from app.deployments.replica.warm_up import WarmUp
 from app.deployments.store.actor import store_actor
+from app.deployments.store.client import StoreClient
 from app.deployments.store.metrics import TierMetrics
 from app.engine.errors import EngineFailure, NotReady
 from app.engine.models.checkpoint import open_model

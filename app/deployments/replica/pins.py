@@ -1,8 +1,8 @@
 """A replica's pinned adapters: brought to its device before anybody asks, and kept there.
 
-In: what is pinned now, told at every change and again at intervals. Out: an engine that keeps exactly those, and
-fetches of those that are not on the device. One that cannot be had delays no other; it is tried again whenever
-`pin` is called, and the reason is logged once. What may be pinned is decided by `registry.pins.PinLimits`.
+In: the adapters that are pinned now, at every change and again at intervals. Out: an engine that keeps exactly those;
+the ones that are not on the device are fetched. Rule: an adapter that cannot be had delays no other. It is tried again
+whenever `pin` is called, and the reason is logged once. `registry.pins.PinLimits` decides what may be pinned.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class EngineService:
         }
 
     def report(self, replica_id: str, num_running: int, num_waiting: int, resident: tuple[str, ...]) -> ReplicaReport:
-        """What placement wants to know, given the engine's counts."""
+        """The report for placement, from the engine's counts and what is known of requests here."""
         self._last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in resident}
         active = dict(Counter(self._active.values()))
         num_waiting += len(self._waiting) + self._trials.num_waiting
@@ -213,7 +213,7 @@ class EngineService:
             self._submit(request, adapter)
 
     def _submit(self, request: GenerateRequest, adapter: LoraAdapter | None) -> bool:
-        """Whether the engine has taken it; if not, its client, or everybody's, has been told."""
+        """Returns whether the engine has taken the request; if not, its client has been told, or all clients have."""
         try:
             self.engine.submit(request, adapter)
         except Exception as error:
@@ -259,7 +259,7 @@ class EngineService:
             self._hub.end(self._ended(failure))
 
     def _ended(self, failure: EngineFailure) -> ReplicaGone:
-        """What readers hear whenever they ask: that nothing is computed any more, and whose fault it may be."""
+        """The error that every reader hears: nothing is computed any more, and whose fault that may be."""
         if self._end is None:
             if self._trials.current in failure.computing:
                 self._end = EngineFailed(str(failure), culprit=self._trials.current)

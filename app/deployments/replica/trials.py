@@ -1,9 +1,9 @@
-"""Requests in whose step an engine failed, tried again one at a time.
+"""Requests that were being computed when an engine failed, tried again one at a time.
 
-In: such requests, in the order in which they come to an engine, and the chunks it makes. Out: one of them at a time
-enters it, among requests that nobody suspects. So a step that fails again has one suspect, whose fault it is, and the
-others go on. A trial is over with the first new token: what failed before has been computed. Of a request that was in
-two failed steps, and got on in between, it lasts to the end. Who is suspected is the dispatcher's to know.
+In: such requests, in the order in which they come to an engine, and the chunks that it makes. Out: one of them at a
+time enters the engine, among requests that nobody suspects. So a step that fails again has one suspect, whose fault it
+is, and the others go on. A trial ends with the first new token, because the request got past the step that failed. The
+trial of a request that was in two failed steps lasts until the request ends. The dispatcher knows who is suspected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.engine.request import GenerateRequest, TokenChunk
 
 
 class Trials:
-    """Of one engine, on its service's event loop."""
+    """The suspects of one engine, on its service's event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[GenerateRequest, Callable[[], bool]]] = {}
@@ -35,7 +35,7 @@ class Trials:
         self._next()
 
     def heard(self, chunk: TokenChunk) -> None:
-        """The engine has computed this: every chunk, in order."""
+        """Take note of a chunk that the engine has computed; it must be given every chunk, in order."""
         request = self._current
         if request is None or chunk.request_id != request.request_id:
             return

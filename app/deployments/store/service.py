@@ -1,6 +1,6 @@
 """All that is asked of the store's process: the registry's calls and the adapters' bytes, in one class without Ray.
 
-In: the calls of ingresses, replicas and placement, one method each; `links.store_client.StoreClient` has the same
+In: the calls of ingresses, replicas and placement, one method each; `store.client.StoreClient` has the same
 methods with the same signatures. Out: the registry's values, handles to packed adapters, and three published tables:
 names, pins, traffic shares. What a call changes every ingress knows when the call returns. Work on names is the
 registry's, bytes are `AdapterStore`'s; this class only joins them.

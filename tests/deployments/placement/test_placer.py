@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.deployments.links.placement_client import PlacementClient
 from app.deployments.links.published import Version
 from app.deployments.links.watched import Watched
+from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.placer import ServePlacer
 from app.engine.errors import NotReady
 from tests.deployments.scripted_actor import LOST, Scripted, raised

@@ -1,6 +1,6 @@
-"""Answers in OpenAI's words: JSON bodies and stream events from text deltas.
+"""Answers in OpenAI's format: JSON bodies and stream events, made from text deltas.
 
-In: `TextDelta`s of one or more sequences. Out: plain dictionaries. Nothing is decided here.
+In: `TextDelta`s of one or more sequences. Out: plain dictionaries. Rule: nothing is decided here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TokenOffsets:
         self._offset = 0
 
     def push(self, token_id: int) -> int:
-        """Of the next token. One in the middle of a character begins where that character does."""
+        """Where the next token begins; one in the middle of a character begins where the character does."""
         offset = self._offset
         self._offset += len(self._decoder.decode(self._text_bytes(token_id)))
         return offset
@@ -156,7 +156,7 @@ class AnswerFormat:
         }
 
     def _legacy_token(self, token_id: int) -> str:
-        """Its text; of part of a character its bytes, as OpenAI writes them: two such tokens are not the same."""
+        """Its text; the bytes of part of a character are written as OpenAI writes them, so that two such differ."""
         text = self.token_text(token_id)
         if "\ufffd" not in text:
             return text

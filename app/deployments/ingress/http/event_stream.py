@@ -1,8 +1,8 @@
-"""Server-sent events to one client, ended and accounted for once, however the client leaves.
+"""Server-sent events to one client; each stream is ended and counted once, however the client leaves.
 
-In: events (bytes), the first of which was waited for. Out: a response whose last event is [DONE] or an error.
-Rule: when the response is over, by its end, an error or a client that left, `on_end` has been called once with
-the status it came to, and the events are closed. Which events there are is `answers`' affair.
+In: events as bytes; the first one has been waited for. Out: a response whose last event is [DONE] or an error. Rule:
+when the response is over (at its end, after an error, or because the client left), `on_end` has been called once with
+the status, and the events are closed. `answers` makes the events.
 """
 
 from __future__ import annotations
