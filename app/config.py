@@ -4,7 +4,8 @@ In: a mapping (YAML). Out: a frozen `AppConfig`, checked before anything loads; 
 error. How many replicas there are and what each may use is Ray Serve's own configuration
 (`deployments:` in the same file) and is not repeated here. Environment variables carry secrets and paths only:
 `LORA_PATH` adds a folder that adapters may be loaded from, `POLYLORA_STATE_DIR` moves the registry and
-`POLYLORA_REGISTRY_URL` (which may hold a password) puts it into another database.
+`POLYLORA_REGISTRY_URL` (which may hold a password) puts it into another database. `POLYLORA_MANAGEMENT_TOKEN` is read
+where an ingress runs and nowhere else.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 TrafficWeight = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
 DEFAULT_MODEL_URI = sources.DEFAULT_MODEL_URI
+
+#: The environment variable that holds the token of `http.management: token`.
+MANAGEMENT_TOKEN = "POLYLORA_MANAGEMENT_TOKEN"
+
+ManagementAccess = Literal["loopback", "token", "open"]
 
 #: Engine settings that the adapter store depends on, beside the kind of device.
 _STORE_ENGINE_FIELDS = ("adapter_rank_rows", "max_adapter_slots", "adapter_extra_bytes")
@@ -161,6 +167,23 @@ class LimitsConfig(_Settings):
     )
 
 
+class HttpConfig(_Settings):
+    """Who may ask. Where the service listens is Serve's `http_options`."""
+
+    management: ManagementAccess = Field(
+        default="loopback",
+        description="Who may manage adapters: loopback, requests from the service's own machine; token, who sends "
+        "Authorization: Bearer with what POLYLORA_MANAGEMENT_TOKEN holds; open, everybody.",
+    )
+    allowed_origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = Field(
+        default=(),
+        description="Other sites whose pages may ask from a browser (CORS), such as https://app.example.com.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="Names, beside localhost, by which a service that listens on loopback may be asked."
+    )
+
+
 class AppConfig(_Settings):
     """Everything `app.main:build` needs."""
 
@@ -169,6 +192,7 @@ class AppConfig(_Settings):
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:

@@ -4,6 +4,7 @@ In: a YAML file and a service's URL. Out: the difference, printed; the changes, 
 is equal is left alone, so applying twice changes nothing. Names that the file does not mention stay unless
 `--prune` is given; a file that says nothing of adapters removes none. Adapters come before the aliases that point to
 them, and go after them. One change that fails does not keep the others from being made; the exit status then is 1.
+`POLYLORA_MANAGEMENT_TOKEN` is sent along where it is set.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,7 +23,7 @@ from typing import Annotated, Any, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.config import NAME_PATTERN, TrafficWeight
+from app.config import MANAGEMENT_TOKEN, NAME_PATTERN, TrafficWeight
 from app.engine.errors import ConfigError, PolyloraError
 
 DEFAULT_FILE = "configs/adapters.yaml"
@@ -88,6 +90,8 @@ class Service:
         """Raises ServiceRefused."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if token := os.environ.get(MANAGEMENT_TOKEN):
+            headers["Authorization"] = f"Bearer {token}"
         try:
             request = urllib.request.Request(self._url + route, data=data, headers=headers, method=method)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:

@@ -27,6 +27,7 @@ import httpx
 from sqlalchemy import insert
 
 from app.deployments.ingress.http.app import HttpService, make_app
+from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.management import Management
 from app.deployments.links.published import Version
 from app.deployments.placement.table import PlacementTable
@@ -150,7 +151,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         ),
         observe=lambda *_: None,
     )
-    transport = httpx.ASGITransport(make_app(cast(HttpService, service)))
+    transport = httpx.ASGITransport(make_app(cast(HttpService, service), DoorRules()))
     draw = random.Random(0)
 
     def name() -> str:

@@ -8,6 +8,7 @@ process lives.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -21,6 +22,7 @@ from app.config import AppConfig
 from app.deployments.ingress import python_calls
 from app.deployments.ingress.batcher import ServeBatcher
 from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.text_model import open_text
@@ -66,6 +68,7 @@ class Ingress(AsgiIngress):
             steady_clock=time.monotonic,
         )
         self._service = IngressService(config, parts)
+        self._rules = DoorRules.of(config.http, os.environ)
         self._tasks = Tasks()
         self._tasks.run_forever(
             registry.follow(),
@@ -77,7 +80,7 @@ class Ingress(AsgiIngress):
         await registry.complete.wait()  # or the first requests would find no adapter
 
     def make_asgi_app(self) -> ASGIApp:
-        return make_app(self._service)
+        return make_app(self._service, self._rules)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take new limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""

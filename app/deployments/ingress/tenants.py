@@ -6,6 +6,7 @@ callers are one tenant.
 
 from __future__ import annotations
 
+import ipaddress
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -21,8 +22,12 @@ class Caller(NamedTuple):
 
 
 def http_caller(request: Request) -> Caller:
-    """Who sent an HTTP request."""
-    return Caller(DEFAULT_TENANT, f"http {request.client.host}" if request.client else "http")
+    """Who sent an HTTP request. A proxy that is not ours may let clients write what they like for an address."""
+    try:
+        who = f"http {ipaddress.ip_address(request.client.host)}" if request.client else "http"
+    except ValueError:
+        who = "http, from no address"
+    return Caller(DEFAULT_TENANT, who)
 
 
 def handle_caller() -> Caller:

@@ -9,6 +9,7 @@ import httpx
 import pytest_asyncio
 
 from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.guard import DoorRules
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import Service
 from tests.deployments.managed import ManagedStore, wanted
@@ -33,6 +34,6 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 @pytest_asyncio.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(make_app(service, DoorRules()), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
         yield client

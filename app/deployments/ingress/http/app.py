@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,6 +24,7 @@ from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets, usa
 from app.deployments.ingress.http.bodies import PageQuery, page_body, page_query, read_json
 from app.deployments.ingress.http.errors import ClientGone, error_answer
 from app.deployments.ingress.http.event_stream import EventStream, sse
+from app.deployments.ingress.http.guard import DoorRules, Guard
 from app.deployments.ingress.http.management_routes import ManagedService, add_management_routes
 from app.deployments.ingress.http.schema import (
     ChatCompletionRequest,
@@ -50,10 +52,15 @@ class HttpService(ManagedService, Protocol):
     def observe(self, route: str, status: int, job: Job | None) -> None: ...
 
 
-def make_app(service: HttpService) -> FastAPI:
-    """All routes over one service."""
+def make_app(service: HttpService, rules: DoorRules) -> FastAPI:
+    """All routes over one service, for those whom the rules let in."""
     app = FastAPI(title="polylora", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(_WithoutLastSlash)
+    if rules.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=rules.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(Guard, rules=rules)
 
     async def refuse(request: Request, error: Exception) -> Response:
         answer = error_answer(error)
@@ -67,7 +74,9 @@ def make_app(service: HttpService) -> FastAPI:
     app.add_exception_handler(PolyloraError, refuse)
     _add_openai_routes(app, service)
     _add_generate_route(app, service)
-    add_management_routes(app, service)
+    management = APIRouter(dependencies=[Depends(rules.check_management)])
+    add_management_routes(management, service)
+    app.include_router(management)
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:

@@ -36,6 +36,22 @@ class UnknownEncoding(errors.InvalidRequest):
     """The request body is compressed."""
 
 
+class UnknownContentType(errors.InvalidRequest):
+    """The request body is said to be something else than JSON."""
+
+
+class CrossSite(errors.PolyloraError):
+    """A page of another site asks, from somebody's browser."""
+
+
+class ManagementRefused(errors.PolyloraError):
+    """Adapters are not managed from where this request comes."""
+
+
+class NotAuthenticated(errors.PolyloraError):
+    """The request lacks the token that it needs, or has another."""
+
+
 class ClientGone(errors.PolyloraError):
     """The client closed the connection; nobody reads the answer."""
 
@@ -44,6 +60,10 @@ class ClientGone(errors.PolyloraError):
 TABLE: dict[type[Exception], HttpError] = {
     BodyTooLarge: HttpError(413, "invalid_request_error", "body_too_large"),
     UnknownEncoding: HttpError(415, "invalid_request_error", "unsupported_encoding"),
+    UnknownContentType: HttpError(415, "invalid_request_error", "unsupported_content_type"),
+    CrossSite: HttpError(403, "permission_error", "cross_site_request"),
+    ManagementRefused: HttpError(403, "permission_error", "management_refused"),
+    NotAuthenticated: HttpError(401, "authentication_error", "invalid_management_token"),
     InvalidJson: HttpError(400, "invalid_request_error", "invalid_json"),
     errors.ContextOverflow: HttpError(400, "invalid_request_error", "context_length_exceeded"),
     errors.UnsupportedField: HttpError(400, "invalid_request_error", "unsupported_field"),
@@ -95,6 +115,8 @@ def error_answer(error: BaseException) -> ErrorAnswer:
     headers = {}
     if isinstance(error, errors.Overloaded | errors.AdapterQuarantined):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, NotAuthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, FINAL):
         headers["X-Should-Retry"] = "false"
     return ErrorAnswer(row.status, body, headers)

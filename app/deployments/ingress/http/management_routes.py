@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
@@ -107,11 +107,11 @@ class ManagedService(Protocol):
     def management(self) -> Management: ...
 
 
-def add_management_routes(app: FastAPI, service: ManagedService) -> None:
+def add_management_routes(routes: APIRouter, service: ManagedService) -> None:
     """All of them."""
-    _add_load_routes(app, service)
-    _add_adapter_routes(app, service)
-    _add_alias_routes(app, service)
+    _add_load_routes(routes, service)
+    _add_adapter_routes(routes, service)
+    _add_alias_routes(routes, service)
 
 
 async def _body(kind: type[BodyT], request: Request, service: ManagedService) -> BodyT:
@@ -127,10 +127,10 @@ def _wants_to_wait(request: Request, default: bool) -> bool:
     return wants
 
 
-def _add_load_routes(app: FastAPI, service: ManagedService) -> None:
+def _add_load_routes(routes: APIRouter, service: ManagedService) -> None:
     """Spellings of other servers: they answer when the work is done."""
 
-    @app.post("/v1/load_lora_adapter")
+    @routes.post("/v1/load_lora_adapter")
     async def load_adapter(request: Request) -> Response:
         body = await _body(LoadAdapterBody, request, service)
         caller = http_caller(request)
@@ -138,12 +138,12 @@ def _add_load_routes(app: FastAPI, service: ManagedService) -> None:
         job, entry = await service.management.store.load_and_wait(load)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
-    @app.post("/v1/unload_lora_adapter")
+    @routes.post("/v1/unload_lora_adapter")
     async def unload_adapter(request: Request) -> Response:
         body = await _body(UnloadAdapterBody, request, service)
         return await _unload(request, service, body.lora_name)
 
-    @app.post("/v1/load_lora")
+    @routes.post("/v1/load_lora")
     async def load(request: Request) -> Response:
         body = await _body(LoadLoraBody, request, service)
         _check_base(service, body.base_model)
@@ -154,7 +154,7 @@ def _add_load_routes(app: FastAPI, service: ManagedService) -> None:
         job, entry = await service.management.store.load_and_wait(load)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
-    @app.post("/v1/unload_lora")
+    @routes.post("/v1/unload_lora")
     async def unload(request: Request) -> Response:
         body = await _body(UnloadLoraBody, request, service)
         _check_base(service, body.base_model)
@@ -183,12 +183,12 @@ def _page(
     return JSONResponse(page_body(data, has_more=found.has_more))
 
 
-def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
-    @app.get("/v1/loras")
+def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
+    @routes.get("/v1/loras")
     async def adapters(request: Request) -> Response:
         return _page(request, service, CatalogEntry, adapter_body)
 
-    @app.post("/v1/loras")
+    @routes.post("/v1/loras")
     async def register(request: Request) -> Response:
         body = await _body(RegisterAdapterBody, request, service)
         caller = http_caller(request)
@@ -203,12 +203,12 @@ def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
             headers={"Location": f"/v1/jobs/{job.id}"},
         )
 
-    @app.get("/v1/loras/{name}")
+    @routes.get("/v1/loras/{name}")
     async def adapter(name: str, request: Request) -> Response:
         description = await service.management.store.describe(name, tenant_id=http_caller(request).tenant_id)
         return JSONResponse(description_body(name, description, service.management))
 
-    @app.patch("/v1/loras/{name}")
+    @routes.patch("/v1/loras/{name}")
     async def configure(name: str, request: Request) -> Response:
         body = await _body(ConfigureAdapterBody, request, service)
         caller = http_caller(request)
@@ -221,11 +221,11 @@ def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
         )
         return JSONResponse(adapter_body(entry))
 
-    @app.delete("/v1/loras/{name}")
+    @routes.delete("/v1/loras/{name}")
     async def delete(name: str, request: Request) -> Response:
         return await _unload(request, service, name)
 
-    @app.get("/v1/loras/{name}/generations")
+    @routes.get("/v1/loras/{name}/generations")
     async def generations(name: str, request: Request) -> Response:
         tenant_id = http_caller(request).tenant_id
         data = [
@@ -242,12 +242,12 @@ def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
         ]
         return JSONResponse(page_body(data, has_more=False))
 
-    @app.get("/v1/jobs/{job_id}")
+    @routes.get("/v1/jobs/{job_id}")
     async def job(job_id: str, request: Request) -> Response:
         tenant_id = http_caller(request).tenant_id
         return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
 
-    @app.get("/v1/events")
+    @routes.get("/v1/events")
     async def events(request: Request) -> Response:
         query = _journal_query(request)
         records = await service.management.store.events(
@@ -255,7 +255,7 @@ def _add_adapter_routes(app: FastAPI, service: ManagedService) -> None:
         )
         return _journal_page(records, query.limit)
 
-    @app.get("/v1/audit")
+    @routes.get("/v1/audit")
     async def audit(request: Request) -> Response:
         query = _journal_query(request)
         records = await service.management.store.audit(
@@ -282,26 +282,26 @@ def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) 
     return JSONResponse(page_body([asdict(record) for record in records[:limit]], has_more=len(records) > limit))
 
 
-def _add_alias_routes(app: FastAPI, service: ManagedService) -> None:
-    @app.get("/v1/aliases")
+def _add_alias_routes(routes: APIRouter, service: ManagedService) -> None:
+    @routes.get("/v1/aliases")
     async def aliases(request: Request) -> Response:
         return _page(request, service, AliasEntry, alias_body)
 
-    @app.get("/v1/aliases/{name}")
+    @routes.get("/v1/aliases/{name}")
     async def alias(name: str) -> Response:
         entry = service.registry.find(name)
         if not isinstance(entry, AliasEntry):
             raise NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")
         return JSONResponse(alias_body(entry))
 
-    @app.put("/v1/aliases/{name}")
+    @routes.put("/v1/aliases/{name}")
     async def put(name: str, request: Request) -> Response:
         body = await _body(AliasBody, request, service)
         caller = http_caller(request)
         entry = await service.management.store.put_alias(name, body.targets, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(alias_body(entry))
 
-    @app.post("/v1/aliases/{name}/promote")
+    @routes.post("/v1/aliases/{name}/promote")
     async def promote(name: str, request: Request) -> Response:
         body = await _body(PromoteBody, request, service)
         caller = http_caller(request)
@@ -310,7 +310,7 @@ def _add_alias_routes(app: FastAPI, service: ManagedService) -> None:
         )
         return JSONResponse(alias_body(entry))
 
-    @app.post("/v1/aliases/{name}/rollback")
+    @routes.post("/v1/aliases/{name}/rollback")
     async def rollback(name: str, request: Request) -> Response:
         body = RollbackBody() if await _is_empty(request) else await _body(RollbackBody, request, service)
         caller = http_caller(request)
@@ -319,7 +319,7 @@ def _add_alias_routes(app: FastAPI, service: ManagedService) -> None:
         )
         return JSONResponse(alias_body(entry))
 
-    @app.delete("/v1/aliases/{name}")
+    @routes.delete("/v1/aliases/{name}")
     async def delete(name: str, request: Request) -> Response:
         caller = http_caller(request)
         entry = await service.management.store.remove_alias(name, tenant_id=caller.tenant_id, who=caller.who)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ import uvicorn
 
 from app.cli.main import main
 from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.guard import DoorRules
 from app.engine.errors import AdapterFormatError
 from tests.deployments.http_service import Service
 
@@ -29,13 +31,21 @@ aliases:
 """
 
 
+@asynccontextmanager
+async def served(service: Service, rules: DoorRules) -> AsyncIterator[str]:
+    """The service on a port of its own; its URL."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(service, rules), lifespan="off", ws="none", log_level="warning"))
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    await serving
+    listening.close()
+
+
 @pytest_asyncio.fixture
 async def apply(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Apply]:
     """Run `polylora apply` with a file of this text; its exit status and the lines it prints."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(make_app(service), lifespan="off", ws="none", log_level="warning"))
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
 
     async def run(text: str, *options: str) -> tuple[int, list[str]]:
         file = tmp_path / "adapters.yaml"
@@ -43,10 +53,18 @@ async def apply(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[
         status = await asyncio.to_thread(main, ["apply", str(file), "--url", url, *options])
         return status, capsys.readouterr().out.splitlines()
 
-    yield run
-    server.should_exit = True
-    await serving
-    listening.close()
+    async with served(service, DoorRules()) as url:
+        yield run
+
+
+async def test_the_token_is_sent_along(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = DoorRules(management="token", token="right")
+    async with served(service, rules) as url:
+        file = tmp_path / "adapters.yaml"
+        file.write_text(WANTED)
+        assert await asyncio.to_thread(main, ["apply", str(file), "--url", url]) == 1
+        monkeypatch.setenv("POLYLORA_MANAGEMENT_TOKEN", "right")
+        assert await asyncio.to_thread(main, ["apply", str(file), "--url", url]) == 0
 
 
 async def test_the_service_becomes_what_the_file_says(apply: Apply, http: httpx.AsyncClient) -> None:
