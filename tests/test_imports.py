@@ -27,8 +27,6 @@ EXCEPT = {
     ("app.engine.cuda", "torch"),
     ("app.engine.xla", "jax"),
 }
-#: (device, another one whose modules it may use): JAX's form for CPUs computes with the CPU engine's layouts.
-SHARED = {("app.engine.xla", "app.engine.cpu")}
 
 
 def is_in(module: str, prefix: str) -> bool:
@@ -100,7 +98,7 @@ def folder(name: str) -> list[str]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_device_sees_values_and_no_policy(device: str) -> None:
     """It may import what neither decides nor knows who does, and no other device's modules."""
-    others = tuple(other for other in DEVICES if other != device and (device, other) not in SHARED)
+    others = tuple(other for other in DEVICES if other != device)
     for module in folder(device):
         for place in (*POLICY, *others):
             assert not reaches(module, (place,)), f"{module} reaches {place}"

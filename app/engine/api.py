@@ -21,14 +21,14 @@ from typing import Any
 from app.engine.adapters.base_copies import BaseCopies
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.reading import read_adapter
-from app.engine.adapters.lora import FEATURES, LoraAdapter
+from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import InvalidRequest, QueueFull
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.tokenizer import load_tokenizer
-from app.engine.open import load_backend
+from app.engine.open import load_backend, served_features
 from app.engine.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, Usage
 from app.engine.stats import EngineStats
 
@@ -62,6 +62,7 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         self._engine = Engine(load_backend(checkpoint, config), config)
         self._base_copies = BaseCopies(checkpoint)
+        self._served = served_features(config)
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
         self._arrived: dict[str, list[TokenChunk]] = {}  # chunks of live requests that nobody has read yet
@@ -83,7 +84,7 @@ class LLM:
         path = Path(path).resolve()
         adapter = self._adapters.get(path)
         if adapter is None:
-            adapter = self._base_copies.dropped(read_adapter(path, self.spec, served=FEATURES))
+            adapter = self._base_copies.dropped(read_adapter(path, self.spec, served=self._served))
             self._adapters[path] = adapter
         return adapter
 

@@ -90,14 +90,14 @@ class XlaConfig(_Section):
     extra = "jax"
 
     platform: Literal["cpu", "gpu", "tpu"] = Field("cpu", description="Which of JAX's platforms computes.")
-    form: Literal["auto", "cpu", "xla", "pallas"] = Field(
+    form: Literal["auto", "cpu", "xla"] = Field(
         "auto",
-        description="Who computes: cpu, the project's CPU kernels inside the XLA program; xla, XLA alone; pallas, "
-        "XLA with adapters' deltas in Pallas (for TPUs; interpreted on CPUs). auto takes cpu on CPUs, else xla.",
+        description="Who computes products, adapters' deltas and attention: cpu, the project's CPU kernels, called by "
+        "the XLA program; xla, XLA itself. auto takes cpu on CPUs, else xla.",
     )
     tensor_parallel: int = Field(1, ge=1, description="Devices that share one model.")
     weight_storage: WeightStorage = Field(
-        "auto", description="As in the section cpu, with form cpu; the other forms keep float32."
+        "auto", description="As in the section cpu, with form cpu; the form xla keeps float32."
     )
     skip_precompile: bool = Field(
         False,
@@ -150,7 +150,8 @@ class EngineConfig(BaseModel):
         256 << 20,
         ge=0,
         description="Memory for what resident adapters hold beside rank rows: DoRA scales, biases, norms, token rows, "
-        "whole modules; taken as needed, at start by the forms of xla other than cpu.",
+        "whole modules; taken as needed. xla serves DoRA and biases only, in tables that are as large as its rank rows "
+        "want them; 0 refuses such adapters.",
     )
     adapter_eviction: EvictionPolicy = Field(
         "lru",

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from app.engine.adapters.lora import FEATURES
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.worker import EngineThread
+from app.engine.xla.features import SERVED as XLA_FEATURES
 
 
 def open_engine(
@@ -30,6 +32,11 @@ def open_engine(
     Raises CheckpointError or ConfigError if the model or a setting is not for this engine or machine.
     """
     return EngineThread(Engine(load_backend(checkpoint, config), config, clock), on_chunks, on_failure)
+
+
+def served_features(config: EngineConfig) -> frozenset[str]:
+    """Those of `FEATURES` that the configured engine applies; adapters that need another are refused when they come."""
+    return XLA_FEATURES if isinstance(config.device, XlaConfig) else FEATURES
 
 
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:

@@ -1,107 +1,113 @@
 """Compiled CPU kernels as custom calls of XLA programs (XLA's typed foreign function interface, C API 0.3).
 
-In: a kernel `body(team, args)` in Numba, wrapped in a `task`. Out: a target that `jax.ffi.ffi_call` names. The call
-runs on the thread that runs the program and on the threads of XLA's own pool, phase by phase as in
-`app.kernels.machine.team`: a helper that comes late finds its pieces taken and touches nothing but the call's own
-record. A helper that has left a call lingers: the next call of a step comes within microseconds, and to wake a
-sleeping thread for each takes longer than many of them do.
-
-The first operand of every call is a vector of up to `NUM_SCALARS` int32; its values are copied, so a late helper may
-read them. `args`: those scalars, then per buffer, operands before results, its address and up to five sizes:
-
-    args[0 .. 15] scalars | args[16 + 6 b] address of buffer b | args[17 + 6 b ...] its sizes
-
-Offsets are those of `xla/ffi/api/c_api.h`, which a test reads again for the jaxlib that is installed.
+In: a `KernelCall`: classes that name what a call is given and what it returns, and a compiled body that reads both by
+name. Out: a call for use in JAX programs. Operands are read and results written where XLA keeps them; nothing is copied
+but numbers. A call runs on the thread that runs the program and on the helpers of the step it belongs to (`Helpers`),
+phase by phase as in `app.kernels.machine.team`: a helper that comes late finds its pieces taken and touches nothing but
+the call's own record, which nobody reuses before the helper has left it.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import jax
 import numba
+import numpy as np
+from jax import Array
 from llvmlite import ir
 from numba import carray, types
-from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from app.kernels.machine.compiled import compiled
-from app.kernels.machine.team import _add, _load, _offer_core, _pause
+from app.kernels.machine.team import Team, _add, _load, _offer_core, _pause
 
-NUM_SCALARS, _FIRST, _STRIDE = 16, 16, 6
-#: Phases a body may have.
-MAX_PHASES = 4
-#: Words of a call's record: references; the arguments of scheduling a helper; its task and the places where helpers
-#: linger; the arguments of asking for the number of threads; its length; the team's counters; args.
-_SCHEDULE, _TASK, _PLACES, _NUM_THREADS, _LENGTH, _TEAM = 1, 6, 7, 8, 13, 16
-_ARGS = _TEAM + 16 * MAX_PHASES
-#: Byte offsets in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Metadata and XLA_FFI_Api.
-FRAME = {
-    "extension_start": 8,
-    "api": 16,
-    "ctx": 24,
-    "args.size": 56,
-    "args.args": 72,
-    "rets.size": 96,
-    "rets.rets": 112,
-}
-BUFFER = {"data": 24, "rank": 32, "dims": 40}
-API = {"XLA_FFI_ThreadPool_Schedule": 136, "XLA_FFI_ThreadPool_NumThreads": 144}
-VERSION = (0, 3)
-_EXTENSION, _API, _CTX = FRAME["extension_start"], FRAME["api"], FRAME["ctx"]
-_NUM_OPERANDS, _OPERANDS, _NUM_RESULTS, _RESULTS = (
-    FRAME[name] for name in ("args.size", "args.args", "rets.size", "rets.rets")
-)
-_DATA, _RANK, _DIMS = BUFFER["data"], BUFFER["rank"], BUFFER["dims"]
-_FN_SCHEDULE, _FN_NUM_THREADS = API["XLA_FFI_ThreadPool_Schedule"], API["XLA_FFI_ThreadPool_NumThreads"]
-_MAJOR, _MINOR = VERSION
-#: Helpers that may linger at once, each at a cache line of its own; what a place holds where nobody is and where a
-#: helper waits, beside the record that it is handed.
-_NUM_PLACES, _LINE = 64, 64
-_NOBODY, _WAITS = 0, 1
-#: Looks at its place before a helper goes back to sleep, and how many of them keep the core: some 0.1 ms in all.
-_LOOKS, _SPINS = 600, 400
+# -- what a call is given and returns ------------------------------------------------------------------
 
 
-#: Decorates the C function of a call: `def run(record)`, which calls its body and then `leave_record`.
-task = numba.cfunc(types.void(types.intp), nopython=True, cache=True)
+class _Kind(NamedTuple):
+    """A value of a call: its Numba type and number of axes. Without axes it is a number, which is copied."""
+
+    dtype: Any
+    ndim: int
 
 
-def register(name: str, run: Any) -> Any:
-    """Make `run`, a `task`, the target `name` on the CPU. Returns what must live as long as programs may call it."""
-    address, places, helper = run.address, _places(), _helper()
-    helper_address = helper.address
+#: Annotations of the fields of operands and results.
+Number = Annotated[Array, _Kind(types.int32, 0)]
+Real = Annotated[Array, _Kind(types.float32, 0)]
+Ints1 = Annotated[Array, _Kind(types.int32, 1)]
+Ints2 = Annotated[Array, _Kind(types.int32, 2)]
+Ints3 = Annotated[Array, _Kind(types.int32, 3)]
+Floats2 = Annotated[Array, _Kind(types.float32, 2)]
+Floats3 = Annotated[Array, _Kind(types.float32, 3)]
+Floats4 = Annotated[Array, _Kind(types.float32, 4)]
+Floats5 = Annotated[Array, _Kind(types.float32, 5)]
+Bytes4 = Annotated[Array, _Kind(types.uint8, 4)]
 
-    @numba.cfunc(types.intp(types.intp), nopython=True)
-    def handler(frame: int) -> int:
-        if _describe(frame):
-            return 0
-        record = _new_record(frame, address, places)
-        for _ in range(_num_helpers(frame, record)):
-            _add(record, 1)
-            if not _hand_over(places, record):
-                _schedule(frame, record, helper_address)
-        _call(address, record)
-        return 0
-
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.address), platform="cpu")
-    return run, handler, helper
+#: Phases a body may have, axes of an array, and arrays and numbers of a call.
+MAX_PHASES, MAX_AXES, MAX_VALUES = 4, 5, 32
 
 
-@cache
-def _places() -> int:
-    """Address of the process's places, which are never freed: a helper may linger while Python is ending."""
-    places: int = _new_places()
-    return places
+class KernelCall:
+    """A kernel as a call: `call(operands, results)` inside a JAX program returns the results.
+
+    operands, results: NamedTuple classes, their fields annotated as above. body: a `task` that reads them with
+    `reader(operands)` and `reader(results, after=operands)`. in_place: result -> the operand whose memory it takes.
+    """
+
+    def __init__(self, name: str, operands: Any, results: Any, body: Any, in_place: Mapping[str, str]) -> None:
+        self._name, self._operands, self._results, self._body = f"polylora_{name}", operands, results, body
+        assert len(operands._fields) + len(results._fields) <= MAX_VALUES
+        self._aliases = {operands._fields.index(given): results._fields.index(to) for to, given in in_place.items()}
+
+    def __call__(self, operands: Any, shapes: tuple[tuple[int, ...], ...]) -> Any:
+        """operands: one of the operands' class. shapes: of the results, which are float32."""
+        assert type(operands) is self._operands
+        target, _ = self._registered
+        described = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        call = jax.ffi.ffi_call(target, described, input_output_aliases=self._aliases)
+        return self._results(*call(*operands))
+
+    @cached_property
+    def _registered(self) -> tuple[str, Any]:
+        """The target's name, and what must live as long as programs may call it."""
+        task = numba.cfunc(types.void(types.intp), nopython=True, cache=True)(self._body)
+        handler = _handler(task.address)
+        jax.ffi.register_ffi_target(self._name, jax.ffi.pycapsule(handler.address), platform="cpu")
+        return self._name, (task, handler)
 
 
-@cache
-def _helper() -> Any:
-    return task(_help)
+def reader(kind: Any, after: Any = None) -> Any:
+    """A compiled function: the address of a call's record -> its operands, or its results after the operands."""
+    kinds = [get_args(hint)[1] for hint in get_type_hints(kind, include_extras=True).values()]
+    loaders = [_loader(each) for each in kinds]
+    found = types.NamedTuple([_type_of(each) for each in kinds], kind)
+    first = 0 if after is None else len(after._fields)
+
+    @intrinsic
+    def read(typingctx: Any, record: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = []
+            for index, (load, item) in enumerate(zip(loaders, found.types, strict=True)):
+                at = builder.add(args[0], ir.Constant(ir.IntType(64), _VALUES + (first + index) * _VALUE_BYTES))
+                values.append(context.compile_internal(builder, load, item(types.intp), [at]))
+            return context.make_tuple(builder, signature.return_type, values)
+
+        return found(types.intp), codegen
+
+    return read
 
 
-def _address_of(kind: Any) -> Any:
+def _type_of(kind: _Kind) -> Any:
+    return types.Array(kind.dtype, kind.ndim, "C") if kind.ndim else kind.dtype
+
+
+def _pointer_to(kind: Any) -> Any:
     @intrinsic
     def pointer(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -112,177 +118,180 @@ def _address_of(kind: Any) -> Any:
     return pointer
 
 
-_to_words, _to_ints, _to_floats, _to_bools, _to_octets = (
-    _address_of(kind) for kind in (types.int64, types.int32, types.float32, types.boolean, types.uint8)
+_words, _ints = _pointer_to(types.int64), _pointer_to(types.int32)
+
+
+def _loader(kind: _Kind) -> Any:
+    """What reads one value of a record: an address or a number, then the lengths of its axes."""
+    pointer, ndim = _pointer_to(kind.dtype), kind.ndim
+    if ndim == 0:
+        return lambda at: carray(pointer(at), 1)[0]
+    return lambda at: carray(pointer(carray(_words(at), 1)[0]), to_fixed_tuple(carray(_words(at), 1 + ndim)[1:], ndim))
+
+
+# -- XLA's structs, as in xla/ffi/api/c_api.h, which a test reads again for the jaxlib that is installed ----
+
+_HEADER = [("struct_size", "i8"), ("extension_start", "i8")]
+ARGS = np.dtype([*_HEADER, ("size", "i8"), ("types", "i8"), ("args", "i8")], align=True)
+RETS = np.dtype([*_HEADER, ("size", "i8"), ("types", "i8"), ("rets", "i8")], align=True)
+CALL_FRAME = np.dtype(
+    [*_HEADER, ("api", "i8"), ("ctx", "i8"), ("stage", "i4"), ("args", ARGS), ("rets", RETS)], align=True
+)
+BUFFER = np.dtype([*_HEADER, ("dtype", "i4"), ("data", "i8"), ("rank", "i8"), ("dims", "i8")], align=True)
+EXTENSION = np.dtype([("struct_size", "i8"), ("type", "i4"), ("next", "i8"), ("metadata", "i8")], align=True)
+API_VERSION = np.dtype([*_HEADER, ("major_version", "i4"), ("minor_version", "i4")], align=True)
+METADATA = np.dtype([("struct_size", "i8"), ("api_version", API_VERSION)], align=True)
+VERSION = (0, 3)
+_MAJOR, _MINOR = VERSION
+#: The type of the extension by which XLA asks, once, which version of the interface a handler speaks.
+_ASKS_METADATA = 1
+
+_frame_at, _buffer_at, _extension_at, _metadata_at = (
+    _pointer_to(numba.from_dtype(struct)) for struct in (CALL_FRAME, BUFFER, EXTENSION, METADATA)
 )
 
 
 @compiled
-def floats(address, shape):
-    """The float32 array at an address."""
-    return carray(_to_floats(address), shape)
-
-
-@compiled
-def ints(address, shape):
-    """The int32 array at an address."""
-    return carray(_to_ints(address), shape)
-
-
-@compiled
-def bools(address, shape):
-    """The array of truth values at an address, a byte each."""
-    return carray(_to_bools(address), shape)
-
-
-@compiled
-def octets(address, shape):
-    """The uint8 array at an address."""
-    return carray(_to_octets(address), shape)
-
-
-@compiled
-def words(address, shape):
-    """The int64 array at an address."""
-    return carray(_to_words(address), shape)
-
-
-@compiled
-def buffer(args, b):
-    """Address of buffer b."""
-    return args[_FIRST + _STRIDE * b]
-
-
-@compiled
-def size(args, b, axis):
-    """Length of an axis of buffer b."""
-    return args[_FIRST + _STRIDE * b + 1 + axis]
-
-
-@compiled
-def _word(address):
-    return carray(_to_words(address), 1)[0]
-
-
-@compiled
-def _describe(frame):
-    """Answer XLA's question, asked once, which version of the interface this is; False if nothing was asked."""
-    extension = _word(frame + _EXTENSION)
-    if extension == 0 or carray(_to_ints(extension + 8), 1)[0] != 1:
+def _answers_metadata(frame):
+    """Answer XLA's question if this is it; False for a call."""
+    start = carray(_frame_at(frame), 1)[0].extension_start
+    if start == 0:
         return False
-    version = carray(_to_ints(_word(extension + 24) + 24), 2)
-    version[0], version[1] = _MAJOR, _MINOR
+    extension = carray(_extension_at(start), 1)[0]
+    if extension.type != _ASKS_METADATA:
+        return False
+    version = carray(_metadata_at(extension.metadata), 1)[0].api_version
+    version.major_version = _MAJOR
+    version.minor_version = _MINOR
     return True
 
 
-@compiled
-def _new_record(frame, task, places):
-    """The call's own memory, with one reference: its counters, and all it needs to know of the call."""
-    num_operands, num_results = _word(frame + _NUM_OPERANDS), _word(frame + _NUM_RESULTS)
-    length = _ARGS + _FIRST + _STRIDE * (num_operands - 1 + num_results)
-    record = _allocate(length * 8)
-    words = carray(_to_words(record), length)
-    words[:_ARGS] = 0
-    words[0], words[_TASK], words[_PLACES], words[_LENGTH] = 1, task, places, length
-    operands, results = _word(frame + _OPERANDS), _word(frame + _RESULTS)
-    scalars = _word(operands)
-    count = _word(_word(scalars + _DIMS))
-    given = carray(_to_ints(_word(scalars + _DATA)), count)
-    for i in range(min(count, _FIRST)):
-        words[_ARGS + i] = given[i]
-    for b in range(num_operands - 1 + num_results):
-        if b < num_operands - 1:
-            described = _word(operands + (b + 1) * 8)
-        else:
-            described = _word(results + (b - num_operands + 1) * 8)
-        at = _ARGS + _FIRST + _STRIDE * b
-        words[at] = _word(described + _DATA)
-        for axis in range(min(_word(described + _RANK), _STRIDE - 1)):
-            words[at + 1 + axis] = _word(_word(described + _DIMS) + axis * 8)
-    return record
+# -- records of calls, and the board on which a call asks for help -------------------------------------
+
+#: Bytes of a record: who holds it, which call it is, its task, the team's counters, then its values.
+_HOLDERS, _NUMBER, _TASK, _TEAM = 0, 8, 16, 64
+_VALUES, _VALUE_BYTES = _TEAM + MAX_PHASES * 128, (1 + MAX_AXES) * 8
+_RECORD_BYTES = -(-(_VALUES + MAX_VALUES * _VALUE_BYTES) // 64) * 64
+#: The board: the record of the call that wants help, or 0; how many steps are running; then the records.
+_WANTED, _NUM_STEPS, _RECORDS, _NUM_RECORDS = 0, 64, 128, 64
+#: Looks at the board before the processor is offered to others.
+_SPINS = 400
+
+_MEMORY = np.zeros((_RECORDS + _NUM_RECORDS * _RECORD_BYTES) // 8 + 8, np.int64)
+#: Aligned to a line; never freed: a helper may still look at it while Python is ending.
+BOARD = -(-_MEMORY.ctypes.data // 64) * 64
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_MEMORY))
+
+
+def _handler(task: int) -> Any:
+    """What XLA calls for the task at an address."""
+    board = BOARD
+
+    @numba.cfunc(types.intp(types.intp), nopython=True)
+    def handle(frame: int) -> int:
+        if _answers_metadata(frame):
+            return 0
+        record = _open_record(board, frame, task)
+        asks = _exchange(board + _WANTED, 0, record)
+        _call(task, record)
+        if asks:
+            _exchange(board + _WANTED, record, 0)
+        _add(record + _HOLDERS, -1)
+        return 0
+
+    return handle
 
 
 @compiled
 def team_of(record):
     """The call's counters, as `app.kernels.machine.team` has them."""
-    return carray(_to_words(record + _TEAM * 8), (MAX_PHASES, 16))
+    return carray(_words(record + _TEAM), (MAX_PHASES, 16))
 
 
 @compiled
-def args_of(record):
-    """The call's scalars and buffers; see the module."""
-    return carray(_to_words(record + _ARGS * 8), _word(record + _LENGTH * 8) - _ARGS)
+def _open_record(board, frame, task):
+    """A record that nobody holds, with one holder and all that is to be known of the call."""
+    index = 0
+    record = board + _RECORDS
+    while not _exchange(record + _HOLDERS, 0, 1):
+        index = (index + 1) % _NUM_RECORDS
+        record = board + _RECORDS + index * _RECORD_BYTES
+        if index == 0:
+            _offer_core()
+    words = carray(_words(record), _VALUES // 8)
+    words[_NUMBER // 8] += 1
+    words[_TASK // 8] = task
+    words[_TEAM // 8 :] = 0
+    call = carray(_frame_at(frame), 1)[0]
+    num_operands, num_results = call.args.size, call.rets.size
+    operands, results = carray(_words(call.args.args), num_operands), carray(_words(call.rets.rets), num_results)
+    at = record + _VALUES
+    for b in range(num_operands + num_results):
+        _describe(operands[b] if b < num_operands else results[b - num_operands], at)
+        at += _VALUE_BYTES
+    return record
 
 
 @compiled
-def leave_record(record):
-    """The last thread to leave frees the record."""
-    if _add(record, -1) == 1:
-        _free(record)
+def _describe(buffer, at):
+    """Write a buffer's address and lengths, or the number that it holds, to a value of a record."""
+    described = carray(_buffer_at(buffer), 1)[0]
+    rank = described.rank
+    words = carray(_words(at), 1 + MAX_AXES)
+    if rank == 0:
+        carray(_ints(at), 1)[0] = carray(_ints(described.data), 1)[0]
+    else:
+        words[0] = described.data
+        dims = carray(_words(described.dims), rank)
+        for axis in range(rank):
+            words[1 + axis] = dims[axis]
 
 
 @compiled
-def _num_helpers(frame, record):
-    """Threads of XLA's pool beside this one; none if it has no pool."""
-    words = carray(_to_words(record + _NUM_THREADS * 8), 5)
-    words[0], words[1], words[2], words[3], words[4] = 32, 0, _word(frame + _CTX), record + (_NUM_THREADS + 4) * 8, 1
-    if _call(_word(_word(frame + _API) + _FN_NUM_THREADS), record + _NUM_THREADS * 8) != 0:
-        return 0
-    return words[4] - 1
+def _help(board):
+    """Take part in the calls on the board until no step is running."""
+    looks, last, last_number = 0, 0, 0
+    while _load(board + _NUM_STEPS) > 0:
+        record = _load(board + _WANTED)
+        if record != 0:
+            _add(record + _HOLDERS, 1)
+            number = _load(record + _NUMBER)
+            if _load(board + _WANTED) == record and (record != last or number != last_number):
+                _call(_load(record + _TASK), record)
+                last, last_number, looks = record, number, 0
+            _add(record + _HOLDERS, -1)
+        looks += 1
+        if looks < _SPINS:
+            _pause()
+        else:
+            _offer_core()
 
 
 @compiled
-def _schedule(frame, record, helper):
-    words = carray(_to_words(record + _SCHEDULE * 8), 5)
-    words[0], words[1], words[2], words[3], words[4] = 40, 0, _word(frame + _CTX), helper, record
-    if _call(_word(_word(frame + _API) + _FN_SCHEDULE), record + _SCHEDULE * 8) != 0:
-        _add(record, -1)
+def _count_steps(board, change):
+    _add(board + _NUM_STEPS, change)
 
 
-def _help(record: int) -> None:
-    """What XLA's pool runs: this call, and those that are handed over while the thread lingers."""
-    while record != 0:
-        places = _word(record + _PLACES * 8)
-        _call(_word(record + _TASK * 8), record)  # which may free it
-        record = _linger(places)
+class Helpers:
+    """Threads that take part in the calls of a step while it runs, and sleep between steps."""
 
+    def __init__(self, num_threads: int) -> None:
+        """num_threads: the one that runs the program included."""
+        self._team = Team(num_threads)
 
-@compiled
-def _new_places():
-    places = _allocate(_NUM_PLACES * _LINE)
-    carray(_to_words(places), _NUM_PLACES * _LINE // 8)[:] = 0
-    return places
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step, from before its program is called until its results are there."""
+        _count_steps(BOARD, 1)
+        try:
+            self._team.lend(_help, BOARD)
+            yield
+        finally:
+            _count_steps(BOARD, -1)
 
-
-@compiled
-def _hand_over(places, record):
-    """Give the call to a helper that lingers; False if there is none."""
-    for n in range(_NUM_PLACES):
-        place = places + n * _LINE
-        if _load(place) == _WAITS and _exchange(place, _WAITS, record):
-            return True
-    return False
-
-
-@compiled
-def _linger(places):
-    """Wait a moment for a call; 0 if none comes."""
-    for n in range(_NUM_PLACES):
-        place = places + n * _LINE
-        if _load(place) == _NOBODY and _exchange(place, _NOBODY, _WAITS):
-            looks = 0
-            while looks < _LOOKS and _load(place) == _WAITS:
-                if looks < _SPINS:
-                    _pause()
-                else:
-                    _offer_core()
-                looks += 1
-            if _exchange(place, _WAITS, _NOBODY):
-                return 0
-            record = _load(place)
-            _exchange(place, record, _NOBODY)
-            return record
-    return 0
+    def close(self) -> None:
+        """End the threads."""
+        self._team.close()
 
 
 @intrinsic
@@ -299,27 +308,11 @@ def _exchange(typingctx: Any, address: Any, old: Any, new: Any) -> Any:
 
 @intrinsic
 def _call(typingctx: Any, function: Any, argument: Any) -> Any:
-    """Call the C function at an address with one pointer; returns a pointer."""
+    """Call the C function at an address with one number."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)])
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
 
-    return types.intp(types.intp, types.intp), codegen
-
-
-def _libc(name: str, result: Any, signature: Any) -> Any:
-    @intrinsic
-    def call(typingctx: Any, argument: Any) -> Any:
-        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [ir.IntType(64)]), name)
-            value = builder.call(function, args)
-            return context.get_dummy_value() if signature.return_type == types.void else value
-
-        return signature, codegen
-
-    return call
-
-
-_allocate = _libc("malloc", ir.IntType(64), types.intp(types.intp))
-_free = _libc("free", ir.VoidType(), types.void(types.intp))
+    return types.void(types.intp, types.intp), codegen

@@ -28,7 +28,7 @@ from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.open import load_backend
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.sizes import Form
+from app.engine.xla.operations import FormName
 from load_tests.decoding import Decoder, EngineDecoder
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 from load_tests.random_adapters import write_random_adapters
@@ -58,12 +58,12 @@ class Settings:
     num_reference_tokens: int
     num_rounds: int
     seed: int
-    forms: tuple[Form, ...]
+    forms: tuple[FormName, ...]
     with_reference: bool
     weight_storage: WeightStorage = "auto"
 
 
-def jax_name(form: Form) -> str:
+def jax_name(form: FormName) -> str:
     return f"JAX engine ({form})"
 
 

@@ -1,6 +1,8 @@
-"""LoRA deltas in JAX and in Pallas: equal to the loop, base rows untouched."""
+"""LoRA deltas in JAX programs, in XLA, as a call of the CPU's kernels, and in Pallas: equal to the loop over rows."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,32 +10,47 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.kernels.sgmv import pallas, reference, xla
+from app.kernels.sgmv import ffi, pallas, reference, xla
+from app.kernels.sgmv.xla import Segments
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.kernels.test_sgmv import CASES, DEPTH, PLACES, ROWS, WIDTH
 from tests.seeds import rng
 
-ROW_STARTS = np.array([p[0] for p in PLACES], np.int32)
-RANKS = np.array([p[1] for p in PLACES], np.int32)
+Floats = NDArray[np.float32]
+
+STARTS = np.array([start for start, _ in PLACES], np.int32)
+RANKS = np.array([rank for _, rank in PLACES], np.int32)
 #: One shape for every case, as in a program: nothing below compiles twice.
-TOKENS, SEGMENTS = 112, 24
+TOKENS, SEGMENTS, LAYER = 112, 24, 1
+
+FORMS = {"xla": jax.jit(xla.add_deltas), "ffi": jax.jit(ffi.add_deltas)}
+_lora_delta = jax.jit(pallas.lora_delta, static_argnames=("max_chunks", "interpret"))
 
 
-def _case(name: str) -> tuple[NDArray[np.float32], ...]:
-    """x padded to TOKENS, a and b with zero rows where an adapter's run has none, NaN where nobody's."""
-    generator = rng()
-    x = np.zeros((TOKENS, DEPTH), np.float32)
-    count = sum(n for n, _ in CASES[name])
-    x[:count] = normal(generator, count, DEPTH)
-    a, b = np.full((ROWS, DEPTH), np.nan, np.float32), np.full((ROWS, WIDTH), np.nan, np.float32)
+def _rows(generator: np.random.Generator, *shape: int) -> Floats:
+    """Rank rows [R, ...]: zero where an adapter's run has none, NaN where nobody's are."""
+    rows = np.full((ROWS, *shape), np.nan, np.float32)
     for start, rank in PLACES[1:]:
-        end = start + -(-rank // 8) * 8
-        a[start:end], b[start:end] = 0, 0
-        a[start : start + rank], b[start : start + rank] = (
-            normal(generator, rank, DEPTH),
-            normal(generator, rank, WIDTH),
-        )
-    return x, a, b
+        rows[start : start - (-rank // 8) * 8] = 0
+        rows[start : start + rank] = normal(generator, rank, *shape)
+    return rows
+
+
+def _packed(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """The same as the CPU's kernels read them, adapter by adapter."""
+    packed_a, packed_b = np.full_like(a, np.nan), np.full_like(b, np.nan)
+    for start, rank in PLACES[1:]:
+        whole = -(-rank // 8) * 8
+        panels = a[start : start + whole].reshape(-1, 8, a.shape[1]).swapaxes(1, 2)
+        packed_a[start : start + whole] = panels.reshape(whole, -1)
+        columns = b[start : start + rank].reshape(rank, -1, 16).swapaxes(0, 1)
+        packed_b[start : start + rank] = columns.reshape(rank, -1)
+    return packed_a, packed_b
+
+
+def _layers(rows: Floats) -> Floats:
+    """Two layers, of which the other one holds nothing that may be read."""
+    return np.stack([np.full_like(rows, np.nan), rows])
 
 
 def _runs(name: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -41,42 +58,91 @@ def _runs(name: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     return np.cumsum([0, *counts]).astype(np.int32), np.array(adapter_slots, np.int32)
 
 
-def _segments(name: str) -> xla.Segments:
-    out = np.zeros((4, SEGMENTS), np.int32)
-    count = xla.segment_arrays(*_runs(name), ROW_STARTS, RANKS, out)
-    return xla.Segments(jnp.int32(count), *(jnp.array(row) for row in out))
+def _segments(name: str) -> Segments:
+    lines, found = np.zeros((SEGMENTS, 3), np.int32), xla.segment_lines(*_runs(name))
+    lines[: len(found)] = found
+    widest = max((RANKS[adapter_slot] for _, adapter_slot in CASES[name]), default=0)
+    return Segments(jnp.array(lines), jnp.int32(len(found)), jnp.int32(widest))
 
 
-_add_deltas = jax.jit(xla.add_deltas, static_argnames="out_sizes")
-_lora_delta = jax.jit(pallas.lora_delta, static_argnames=("max_chunks", "interpret"))
+def _deltas(name: str, x: Floats, modules: list[tuple[Floats, Floats]]) -> Floats:
+    """By the definition, modules side by side."""
+    run_starts, adapter_slots = _runs(name)
+    deltas = [
+        reference.lora_delta(
+            x[: run_starts[-1]], np.nan_to_num(a), np.nan_to_num(b), run_starts, adapter_slots,
+            STARTS.astype(np.int64), RANKS,
+        )
+        for a, b in modules
+    ]  # fmt: skip
+    return np.concatenate(deltas, axis=1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_modules", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_deltas_of_every_form_are_the_definitions_and_base_rows_untouched(
+    name: str, num_modules: int, form: str
+) -> None:
+    generator = rng()
+    modules = [(_rows(generator, DEPTH), _rows(generator, WIDTH - 16 * n)) for n in range(num_modules)]
+    run_starts, adapter_slots = _runs(name)
+    count = int(run_starts[-1])
+    x, y = normal(generator, TOKENS, DEPTH), normal(generator, TOKENS, sum(b.shape[1] for _, b in modules))
+    x[count:] = np.nan  # padding
+    given = [_packed(*module) for module in modules] if form == "ffi" else modules
+    a, b = ([_layers(module[part]) for module in given] for part in (0, 1))
+    ranks = np.broadcast_to(RANKS[:, None], (2, len(RANKS), num_modules)).copy()
+    out = np.asarray(FORMS[form](x, y, a, b, jnp.int32(LAYER), _segments(name), STARTS, ranks))
+    assert relative_error(out[:count], y[:count] + _deltas(name, x, modules)) < TOLERANCE["float32"]
+    of_base = np.repeat(adapter_slots == 0, np.diff(run_starts))
+    assert np.array_equal(out[:count][of_base], y[:count][of_base])
+    assert np.array_equal(out[count:], y[count:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_modules_that_an_adapter_leaves_alone_are_left_alone(form: str) -> None:
+    generator, name = rng(), "a different adapter each"
+    modules = [(_rows(generator, DEPTH), _rows(generator, WIDTH)) for _ in range(2)]
+    x, y = normal(generator, TOKENS, DEPTH), normal(generator, TOKENS, 2 * WIDTH)
+    ranks = np.zeros((2, len(RANKS), 2), np.int32)
+    ranks[LAYER, :, 1] = RANKS
+    given = [_packed(*module) for module in modules] if form == "ffi" else modules
+    given = [(np.zeros_like(given[0][0]), np.zeros_like(given[0][1])), given[1]]
+    a, b = ([_layers(module[part]) for module in given] for part in (0, 1))
+    out = np.asarray(FORMS[form](x, y, a, b, jnp.int32(LAYER), _segments(name), STARTS, ranks))
+    assert np.array_equal(out[:, :WIDTH], y[:, :WIDTH])
+    count = len(CASES[name])
+    expected = y[:count, WIDTH:] + _deltas(name, x, modules[1:])
+    assert relative_error(out[:count, WIDTH:], expected) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_without_rank_rows_nothing_is_added(form: Callable[..., jax.Array]) -> None:
+    x, y = normal(rng(), 4, DEPTH), normal(rng(), 4, WIDTH)
+    a, b = np.zeros((2, 0, DEPTH), np.float32), np.zeros((2, 0, WIDTH), np.float32)
+    found = form(x, y, [a], [b], jnp.int32(1), _segments("only the base"), STARTS, np.zeros((2, 7, 1), np.int32))
+    assert np.array_equal(found, y)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_forms_equal_the_loop_over_rows(name: str) -> None:
-    x, a, b = _case(name)
-    run_starts, adapter_slots = _runs(name)
-    segments = _segments(name)
-    count = int(run_starts[-1])
-    places = (np.nan_to_num(a), np.nan_to_num(b), run_starts, adapter_slots, ROW_STARTS.astype(np.int64), RANKS)
-    delta = reference.lora_delta(x[:count], *places)
-    of_base = np.repeat(adapter_slots, np.diff(run_starts)) == 0
-    y = normal(rng(), TOKENS, WIDTH)
-    # Two modules side by side, in the second of two layers; the other layer is poison.
-    a_both = np.stack([np.full((ROWS, 2 * DEPTH), np.nan, np.float32), np.concatenate([a, a], axis=1)])
-    b_both = np.stack([np.full((ROWS, WIDTH), np.nan, np.float32), b])
-    out = np.asarray(_add_deltas(x, y, a_both, b_both, jnp.int32(1), segments, out_sizes=(16, WIDTH - 16)))
-    assert relative_error(out[:count], y[:count] + delta) < TOLERANCE["float32"]
-    assert np.array_equal(out[:count][of_base], y[:count][of_base])
-    assert np.array_equal(out[count:], y[count:])
-    pallas = np.asarray(_lora_delta(x, a, b, segments, max_chunks=16, interpret=True))
-    assert relative_error(pallas[:count], delta) < TOLERANCE["float32"]
-    assert not pallas[:count][of_base].any()
-    assert not pallas[count:].any()
+def test_deltas_in_pallas_are_the_definitions(name: str) -> None:
+    generator = rng()
+    a, b = _rows(generator, DEPTH), _rows(generator, WIDTH)
+    x, count = normal(generator, TOKENS, DEPTH), int(_runs(name)[0][-1])
+    found = np.asarray(_lora_delta(x, a, b, _segments(name), STARTS, RANKS, max_chunks=16, interpret=True))
+    expected = _deltas(name, x, [(a, b)])
+    assert relative_error(found[:count], expected) < TOLERANCE["float32"]
+    assert not found[:count][~expected.any(axis=1)].any()
+    assert not found[count:].any()
 
 
 def test_pallas_lowers_for_tpu() -> None:
     """Lowered, not run: no TPU here. Shapes of the demo model's q projection."""
-    segments = xla.Segments(jnp.int32(1), *(jnp.zeros(8, jnp.int32) for _ in range(4)))
+    segments = Segments(jnp.zeros((8, 3), jnp.int32), jnp.int32(1), jnp.int32(8))
+    slots = jnp.zeros(4, jnp.int32)
     shapes = (jnp.zeros((64, 640)), jnp.zeros((64, 640)), jnp.zeros((64, 640)))
-    exported = jax.export.export(_lora_delta, platforms=["tpu"])(*shapes, segments, max_chunks=2, interpret=False)
+    exported = jax.export.export(_lora_delta, platforms=["tpu"])(
+        *shapes, segments, slots, slots, max_chunks=2, interpret=False
+    )
     assert exported.mlir_module().count("tpu_custom_call") == 2

@@ -18,8 +18,8 @@ from app.deployments.store.library import open_library
 from app.deployments.store.service import StoreParts
 from app.deployments.store.store import AdapterStore
 from app.engine.adapters.isolation.packing import PackedAdapter
-from app.engine.adapters.lora import FEATURES
 from app.engine.models.checkpoint import open_model
+from app.engine.open import served_features
 
 H = TypeVar("H")
 
@@ -34,7 +34,7 @@ def open_store(config: AppConfig, put: Callable[[PackedAdapter], H], counts: Tie
     registry = open_registry(config, checkpoint.spec.digest)
     pinned = {entry.ref.digest for entry in registry.catalog.pinned()}
     events = TierEvents()  # first: the tiers tell it, the registry follows it
-    library = open_library(adapters, checkpoint, FEATURES, counts, events, pinned=pinned)
+    library = open_library(adapters, checkpoint, served_features(config.engine), counts, events, pinned=pinned)
     store = AdapterStore(
         library,
         put,

@@ -99,7 +99,9 @@ def build_adapter(
     )
     missing = sorted(adapter.features - served)
     if missing:
-        raise AdapterMismatch(f"this engine cannot apply {' or '.join(missing)}; train the adapter without it")
+        raise AdapterMismatch(
+            f"this engine cannot apply {' or '.join(missing)}; train the adapter without it, or use engine.cpu"
+        )
     return replace(adapter, card=replace(card, extra_bytes=extra_bytes(adapter, spec)))
 
 

@@ -2,7 +2,7 @@
 
 In: tensors by their Hugging Face names, in any order. Out: `cpu_decoder.Weights`. Every tensor has one place and
 must come; one unpacked tensor is in memory at a time. Which modules share a product, and where each begins in it:
-`app.engine.models.products`; which stacks are in 8 bits: `app.engine.cpu.stacks`.
+`app.engine.models.products`; which stacks are in 8 bits: `app.engine.models.stacks`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from app.engine.adapters.lora import LoraKey
 from app.engine.config import WeightStorage
 from app.engine.cpu import decoder as cpu_decoder
-from app.engine.cpu.stacks import StackWriter, log_storage
 from app.engine.errors import CheckpointError
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, expected_tensors
 from app.engine.models.products import product_of, uniform_products
 from app.engine.models.spec import ModelSpec, RopeSpec
+from app.engine.models.stacks import StackWriter, log_storage
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.matmul.quantised import Quantised, Stack

@@ -24,8 +24,8 @@ def check_shards(products: Iterable[Product], num_shards: int, model: str) -> No
             repeats = product.kind.split == "output" and num_shards % groups == 0
             if groups % num_shards and not repeats:
                 raise ConfigError(
-                    f"engine.tensor_parallel {num_shards} does not divide {model}: {target} falls into {groups} parts; "
-                    "choose a divisor"
+                    f"engine.xla.tensor_parallel {num_shards} does not divide {model}: {target} falls into {groups} "
+                    "parts; choose a divisor"
                 )
 
 

@@ -1,4 +1,9 @@
-"""The memory a program is given and gives back: adapter tables, KV memory, what a step leaves."""
+"""The arrays that a program is given and gives back: weights, adapter tables, KV memory, what a step leaves.
+
+In: nothing; these are names. Out: NamedTuples of arrays, or, field by field, of their shapes or shardings. L layers, S
+adapter slots, R rank rows. Axes that tensor-parallel devices divide hold the shards one after the other; an axis of
+length 1 for them would cost copies (XLA gives it a layout of its own).
+"""
 
 from __future__ import annotations
 
@@ -8,42 +13,69 @@ from typing import Any, NamedTuple
 TENSOR_AXIS = "tensor"
 
 
-class AdapterTables(NamedTuple):
-    """Rank rows per product. qkv, gate_up: a [L, R, modules * d_in], b [L, R, shards * d_out]; o, down: a [L, R,
-    shards * d_in], b [L, R, d_out]. The CPU form has its own (`cpu_tables`).
+class XlaLayers(NamedTuple):
+    """Weights of all layers. What a model does not have is None.
 
-    Arrays; or, field by field, their shapes or shardings.
+    products: by name, a stack as the form stores it: [L, shards * columns, d_in, ...] of a product that is split on its
+    output, [L, columns, shards * d_in, ...] of one that is split on its input. biases: by name, [L, shards * columns]
+    and [L, columns]. Norms: [L, H]; q_norm, k_norm: [L, D]. rope, window: [L] int32, index into the rope tables and
+    keys visible (0 is all). scale: [L].
     """
 
-    a_qkv: Any
-    a_o: Any
-    a_gate_up: Any
-    a_down: Any
-    b_qkv: Any
-    b_o: Any
-    b_gate_up: Any
-    b_down: Any
+    products: dict[str, Any]
+    biases: dict[str, Any]
+    attention_norm: Any
+    mlp_norm: Any
+    q_norm: Any
+    k_norm: Any
+    rope: Any
+    window: Any
+    scale: Any
 
 
-class XlaTables(NamedTuple):
-    """What the forms other than the CPU's are told of adapters. own: `OwnTables`, None where there are to be none."""
+class XlaWeights(NamedTuple):
+    """embedding: [V, H], or None where its rows are read from the head (tied, one shard). head: a stack of one layer.
 
-    rows: AdapterTables
-    own: Any
+    final_norm: [H]. cos, sin: [ropes, positions, D / 2].
+    """
+
+    embedding: Any
+    head: Any
+    final_norm: Any
+    cos: Any
+    sin: Any
+    layers: XlaLayers
+
+
+class RankTables(NamedTuple):
+    """What resident adapters hold. a, b: by target, [L, R, d_in] and [L, R, columns], an adapter's rows one after the
+    other, packed as the form reads them. scales, shifts: by product, [L, R / 8 + 1, columns], empty where adapters may
+    have none; an adapter's at its first rank row / 8, the base's (1 and 0) at the end.
+    """
+
+    a: dict[str, Any]
+    b: dict[str, Any]
+    scales: dict[str, Any]
+    shifts: dict[str, Any]
+
+
+class AdapterPlaces(NamedTuple):
+    """Where adapters' rows lie, int32. starts: [S], first rank row. ranks: by product, [L, S, modules], 0 for none."""
+
+    starts: Any
+    ranks: dict[str, Any]
 
 
 class KvMemory(NamedTuple):
-    """keys, values: [L, blocks, shards * kv_heads, block_size, D].
-
-    In the CPU form keys are [..., D', block_size] and values [..., block_size, D'], D' = D rounded up to 16.
-    """
+    """keys, values: [L, blocks, shards * kv_heads, ., .]; the last two axes are the form's."""
 
     keys: Any
     values: Any
 
 
-class Outcome(NamedTuple):
-    """token_ids: [B] int32, the largest logit's, or None where the host looks for it (the CPU form); logits: [B, V]."""
+class StepResult(NamedTuple):
+    """token_ids: [B] int32, the largest logit's; top: [B], that logit; logits: [B, V]."""
 
     token_ids: Any
+    top: Any
     logits: Any

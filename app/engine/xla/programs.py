@@ -3,7 +3,7 @@
 In: the engine's sizes; a step's numbers of tokens and sequences. Out: a bucket that holds the step and its
 program. Every program is compiled ahead of time and called as such, so nothing can compile by accident; what
 compiles is counted. At start the largest bucket, which holds every step, is compiled first; the others follow
-in a background thread and are used as they become ready. A token's bits do not depend on the bucket.
+in a background thread and are used as they become ready.
 """
 
 from __future__ import annotations
@@ -19,25 +19,15 @@ from app.engine.xla.step import PREFILL_TILE, Bucket
 Compile = Callable[[Bucket], Any]
 
 
-def cpu_ladder(config: EngineConfig, table_width: int) -> tuple[Bucket, ...]:
-    """Every bucket of the CPU form, smallest first: 8, 64, ... tokens, and the largest step.
-
-    Its calls skip padding, so a few shapes are enough, and each holds decoding and prompts alike.
-    """
-    tokens = [8**k for k in range(1, 8) if 8**k < config.max_batch_tokens]
-    shapes = {(count, min(count, config.max_batch_sequences)) for count in [*tokens, config.max_batch_tokens]}
-    return tuple(sorted(Bucket(*shape, PREFILL_TILE, table_width, is_cpu=True) for shape in shapes))
-
-
-def ladder(config: EngineConfig, table_width: int, decode_tile: int) -> tuple[Bucket, ...]:
-    """Every bucket of the other forms, smallest first; the last one holds any step of the engine.
+def ladder(config: EngineConfig, table_width: int) -> tuple[Bucket, ...]:
+    """Every bucket, smallest first; the last one holds any step of the engine.
 
     Decode steps (one token per sequence): 2, 8, 32, 128, ... sequences. Steps with prompts: few tokens of few
     sequences, up to `max_batch_tokens` of `max_batch_sequences`.
     """
     most_tokens, most_sequences = max(config.max_batch_tokens, 2), max(config.max_batch_sequences, 2)
     sequences = [4**k * 2 for k in range(10) if 4**k * 2 < most_sequences] + [most_sequences]
-    buckets = {Bucket(count, count, decode_tile, table_width) for count in sequences if count <= most_tokens}
+    buckets = {Bucket(count, count, 1, table_width) for count in sequences if count <= most_tokens}
     shapes = ((64, 8), (128, 32), (most_tokens, 8), (most_tokens, most_sequences))
     for tokens, count in shapes:
         if tokens <= most_tokens:

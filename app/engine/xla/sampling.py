@@ -1,8 +1,8 @@
 """From logits to tokens: the greedy ones are the program's, the rest are drawn on the host.
 
-In: a step's `Outcome` and a `SamplingBatch`. Out: a `ForwardOutput`. Logits leave the device only when a row
-asks for something beyond its most likely token. Log-probabilities are the model's own, before penalties and
-temperature. Everything is per row: no row can see another.
+In: a step's `StepResult` and a `SamplingBatch`. Out: a `ForwardOutput`. Logits leave the device only when a row asks
+for something beyond its most likely token. Log-probabilities are the model's own, before penalties and temperature.
+Everything is per row: no row can see another.
 """
 
 from __future__ import annotations
@@ -11,30 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, SamplingBatch
-from app.engine.logits import largest, overflowed, penalise
-from app.engine.xla.arrays import Outcome
+from app.engine.logits import largest, penalise
+from app.engine.xla.arrays import StepResult
 from app.kernels.sampling.reference import draw, log_sum_exp
 
 
-def sample(outcome: Outcome, sampling: SamplingBatch) -> ForwardOutput:
+def sample(result: StepResult, sampling: SamplingBatch) -> ForwardOutput:
     """One token for each of the P sampled rows; rows beyond P are padding."""
     num_rows = len(sampling.temperature)
-    if outcome.token_ids is None:
-        tokens = np.asarray(outcome.logits)[:num_rows].argmax(axis=1).astype(np.int32)
-    else:
-        tokens = np.array(outcome.token_ids)[:num_rows]
+    tokens, top_logits = np.array(result.token_ids)[:num_rows], np.asarray(result.top)[:num_rows]
+    # The largest of a row with a NaN is the NaN: nothing can be drawn from it.
+    lost = tuple(np.flatnonzero(~np.isfinite(top_logits)).tolist())
     logprobs = np.zeros(num_rows, np.float32)
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
     has_penalty = np.array([history.size > 0 for history in sampling.history], bool)
-    drawn = np.flatnonzero((sampling.temperature > 0) | has_penalty)
-    wanted = np.flatnonzero(sampling.num_logprobs >= 0)
-    lost: tuple[int, ...] = ()
-    if outcome.token_ids is None or len(drawn) + len(wanted):
-        logits = np.asarray(outcome.logits)
-        lost = overflowed(logits, tokens)  # the largest of a row with a NaN is the NaN: nothing can be drawn from it
-        for p in drawn.tolist():
-            if p in lost:
-                continue
+    drawn = [p for p in np.flatnonzero((sampling.temperature > 0) | has_penalty).tolist() if p not in lost]
+    wanted = [p for p in np.flatnonzero(sampling.num_logprobs >= 0).tolist() if p not in lost]
+    if drawn or wanted:
+        logits = np.asarray(result.logits)
+        for p in drawn:
             row = logits[p]
             if has_penalty[p]:
                 row = row.copy()
@@ -43,9 +38,7 @@ def sample(outcome: Outcome, sampling: SamplingBatch) -> ForwardOutput:
                 row, float(sampling.temperature[p]), int(sampling.top_k[p]), float(sampling.top_p[p]),
                 float(sampling.min_p[p]), int(sampling.seeds[p]), int(sampling.positions[p]),
             )  # fmt: skip
-        for p in wanted.tolist():
-            if p in lost:
-                continue
+        for p in wanted:
             normaliser = log_sum_exp(logits[p])
             logprobs[p] = np.float64(logits[p, tokens[p]]) - normaliser
             if sampling.num_logprobs[p] > 0:

@@ -1,9 +1,9 @@
 """Which axis of each array lies along which axis of the device mesh.
 
-A mesh has three named axes: `data` (replicas of the model), `expert` and `tensor`. Today's decoder splits over
-`tensor` only; the other two have length 1 and are named so that arrays keep their annotations when they grow.
-Axes hold whole shards one after the other: nothing is left to a partitioner's choice,
-and the only communication is what the decoder writes down.
+In: devices. Out: a mesh with three named axes, `data` (replicas of the model), `expert` and `tensor`, and a
+PartitionSpec per array. Today's decoder splits over `tensor` only; the other two have length 1 and are named so that
+arrays keep their annotations when they grow. Axes hold whole shards one after the other: nothing is left to a
+partitioner's choice, and the only communication is what the decoder writes down.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from app.engine.errors import ConfigError
-from app.engine.xla.arrays import TENSOR_AXIS, KvMemory, Outcome
-from app.engine.xla.sizes import Sizes
-from app.engine.xla.weights import LayerWeights, Weights
+from app.engine.xla.arrays import TENSOR_AXIS, KvMemory, RankTables, StepResult, XlaWeights
+from app.engine.xla.sizes import XlaSizes
 
 AXES = ("data", "expert", TENSOR_AXIS)
 REPLICATED = P()
 KV_SPEC = P(None, None, TENSOR_AXIS)
-_SPLIT_OUTPUT = {"qkv", "gate_up", "qkv_bias", "gate_up_bias"}
-_SPLIT_INPUT = {"o", "down"}
+_COLUMNS, _DEPTH = P(None, TENSOR_AXIS), P(None, None, TENSOR_AXIS)
 
 
 def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
@@ -38,29 +36,28 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
     return Mesh(np.array(devices[:tensor_parallel]).reshape(1, 1, tensor_parallel), AXES)
 
 
-def weight_specs(weights: Weights, sizes: Sizes) -> Weights:
-    """A PartitionSpec for each array of `weights`; None stays None. Arrays of an 8-bit stack are split alike."""
-    layers = {name: _each(field, _layer_spec(name)) for name, field in weights.layers._asdict().items()}
-    head = _each(weights.head, P(None, TENSOR_AXIS) if sizes.form == "cpu" else P(TENSOR_AXIS))
-    return Weights(_each(weights.embedding, P()), head, P(), P(), P(), P(), LayerWeights(**layers))
+def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
+    """A PartitionSpec for each array of `weights`; None stays None. All arrays of a stack are split alike."""
+    specs: XlaWeights = jax.tree.map(lambda _: REPLICATED, weights)
+    products, biases = dict(specs.layers.products), dict(specs.layers.biases)
+    for product in sizes.products:
+        is_output = product.kind.split == "output"
+        products[product.name] = _each(products[product.name], _COLUMNS if is_output else _DEPTH)
+        biases[product.name] = _each(biases[product.name], _COLUMNS if is_output else REPLICATED)
+    layers = specs.layers._replace(products=products, biases=biases)
+    return specs._replace(head=_each(specs.head, _COLUMNS), layers=layers)
 
 
 def _each(field: Any, spec: P) -> Any:
-    return jax.tree.map(lambda _: spec, field)
-
-
-def _layer_spec(name: str) -> P:
-    if name in _SPLIT_OUTPUT:
-        return P(None, TENSOR_AXIS)
-    return P(None, None, TENSOR_AXIS) if name in _SPLIT_INPUT else P()
+    return jax.tree.map(lambda _: spec, field, is_leaf=lambda node: isinstance(node, P))
 
 
 def over_shards(
-    step: Callable[..., Any], mesh: Mesh, weights: Weights, tables: Any, sizes: Sizes
+    step: Callable[..., Any], mesh: Mesh, weights: XlaWeights, tables: RankTables, sizes: XlaSizes
 ) -> Callable[..., Any]:
-    """`step(weights, tables, kv, flat)` run in every shard of `mesh`; as it is where there is only one.
+    """`step(weights, tables, places, kv, flat)` run in every shard of `mesh`; as it is where there is only one.
 
-    tables: a PartitionSpec for each array of the tables.
+    tables: a PartitionSpec for each table.
     """
     if mesh.size == 1:
         return step
@@ -68,7 +65,7 @@ def over_shards(
     return jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(weight_specs(weights, sizes), tables, kv, REPLICATED),
-        out_specs=(kv, Outcome(REPLICATED, REPLICATED)),
+        in_specs=(weight_specs(weights, sizes), tables, REPLICATED, kv, REPLICATED),
+        out_specs=(kv, StepResult(REPLICATED, REPLICATED, REPLICATED)),
         check_vma=False,
     )

@@ -1,11 +1,8 @@
-"""A checkpoint as the stacked arrays `lax.scan` walks over, shard by shard.
+"""A checkpoint as the stacked arrays that `lax.scan` walks over, shard by shard.
 
-In: a checkpoint's tensors, one at a time. Out: `Weights`, a pytree of NumPy arrays ready to be put on devices.
-Matrices keep the checkpoint's orientation [d_out, d_in]: contracting both last axes is the form in which XLA's
-CPU product gives a row the same bits for any number of rows from two on. In the CPU form they are the stacks of panels
-that its kernels read, each module rounded up to whole panels, in float32 or in 8 bits (`app.engine.cpu.stacks`). Axes
-that are split over tensor-parallel devices hold the shards one after the other, each packed by itself; an axis of
-length 1 for them would cost copies (XLA gives it a layout of its own).
+In: a checkpoint's tensors, one at a time. Out: `XlaWeights`, a pytree of NumPy arrays ready to be put on devices. Which
+columns a shard holds says `app.engine.models.sharding`, how a product's weights lie in memory the form. Each shard's
+part of a matrix is stored by itself.
 """
 
 from __future__ import annotations
@@ -13,75 +10,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.config import WeightStorage
-from app.engine.cpu.stacks import StackWriter, log_storage
 from app.engine.errors import CheckpointError
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
-from app.engine.models.spec import ModelSpec
-from app.engine.xla.sizes import GROUPS, ROW_PARALLEL, Sizes, shard_columns
+from app.engine.models.sharding import shard_columns
+from app.engine.models.stacks import log_storage
+from app.engine.xla.arrays import XlaLayers, XlaWeights
+from app.engine.xla.operations import Floats, Operations
+from app.engine.xla.sizes import XlaSizes
 from app.kernels.machine.team import Team
-from app.kernels.matmul.cpu import PANEL
-from app.kernels.matmul.quantised import Quantised, Stack
 
-
-class LayerWeights(NamedTuple):
-    """Weights of all layers, [L, ...]. What a model does not have is None.
-
-    qkv, gate_up: [L, shards * d_out, d_in], in each shard the modules' rows side by side. o, down: [L, H,
-    shards * d_in]. In the CPU form a `Stack`: [L, shards * P, d_in, 16] and [L, P, shards * d_in, 16]. qkv_bias,
-    gate_up_bias: [L, shards * d_out], d_out padded likewise. o_bias, down_bias, norms: [L, H]. q_norm, k_norm: [L, D].
-    rope, window: [L] int32, index into the rope tables and keys visible (0 is all). scale: [L].
-    """
-
-    attention_norm: Any
-    mlp_norm: Any
-    qkv: Any
-    o: Any
-    gate_up: Any
-    down: Any
-    qkv_bias: Any
-    o_bias: Any
-    gate_up_bias: Any
-    down_bias: Any
-    q_norm: Any
-    k_norm: Any
-    rope: Any
-    window: Any
-    scale: Any
-
-
-class Weights(NamedTuple):
-    """embedding: [V, H]. head: [V padded to a multiple of shards, H], in the CPU form a `Stack` [1, shards * P, H, 16].
-    With tied embeddings and one shard there is only one of them: the head in the CPU form, the embedding in the others;
-    the other one is None.
-
-    final_norm: [H]. cos, sin: [ropes, positions, D / 2]. ones: [8, max(H, D)].
-    """
-
-    embedding: Any
-    head: Any
-    final_norm: Any
-    cos: Any
-    sin: Any
-    ones: Any
-    layers: LayerWeights
-
-
-_MODULES = {
-    "self_attn.q_proj": ("qkv", "q_proj"),
-    "self_attn.k_proj": ("qkv", "k_proj"),
-    "self_attn.v_proj": ("qkv", "v_proj"),
-    "self_attn.o_proj": ("o", "o_proj"),
-    "mlp.gate_proj": ("gate_up", "gate_proj"),
-    "mlp.up_proj": ("gate_up", "up_proj"),
-    "mlp.down_proj": ("down", "down_proj"),
-}
-_VECTORS = {
+_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
     "self_attn.q_norm": "q_norm",
@@ -90,140 +35,127 @@ _VECTORS = {
 
 
 def read_weights(
-    spec: ModelSpec, sizes: Sizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int,
-    storage: WeightStorage = "float32",
-) -> Weights:  # fmt: skip
-    """Consume every tensor, as float32. CheckpointError for one that has no place, or is missing.
-
-    storage: of the CPU form's products; the other forms have float32 only.
-    """
+    sizes: XlaSizes, operations: Operations, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int,
+    storage: WeightStorage,
+) -> XlaWeights:  # fmt: skip
+    """Consume every tensor, as float32. CheckpointError for one that has no place, or is missing."""
     with closing(Team(len(os.sched_getaffinity(0)))) as team:
-        return _read(spec, sizes, tensors, max_positions, storage, team)
+        filling = _Filling(sizes, operations, storage, team)
+        missing = set(expected_tensors(sizes.spec))
+        for name, stored in tensors:
+            if name not in missing:
+                raise CheckpointError(f"tensor {name!r} has no place in {sizes.spec.name}")
+            missing.discard(name)
+            filling.place(name, np.asarray(stored).astype(np.float32, copy=False))
+        if missing:
+            raise CheckpointError(f"{sizes.spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
+        return filling.finish(max_positions)
 
 
-def _read(
-    spec: ModelSpec, sizes: Sizes, tensors: Iterable[tuple[str, NDArray[Any]]], max_positions: int,
-    storage: WeightStorage, team: Team,
-) -> Weights:  # fmt: skip
-    arrays = _empty_layers(sizes, storage, team)
-    top: dict[str, NDArray[np.float32]] = {}
-    columns = shard_columns(spec, sizes.num_shards)
-    missing = set(expected_tensors(spec))
-    for name, stored in tensors:
-        if name not in missing:
-            raise CheckpointError(f"tensor {name!r} has no place in {spec.name}")
-        missing.discard(name)
-        tensor = np.asarray(stored).astype(np.float32, copy=False)
+class _Filling:
+    """The arrays while tensors come in."""
+
+    def __init__(self, sizes: XlaSizes, operations: Operations, storage: WeightStorage, team: Team) -> None:
+        self._sizes, self._operations, self._storage, self._team = sizes, operations, storage, team
+        count, hidden = sizes.num_layers, sizes.spec.hidden_size
+        self._columns = {product.name: shard_columns(product, sizes.num_shards) for product in sizes.whole}
+        self._places = {product.kind.path(target): (product, target) for product in sizes.products
+                        for target in product.targets}  # fmt: skip
+        self._stacks = {
+            product.name: operations.new_stack(
+                (count * sizes.num_shards, sizes.width(product), product.d_in), storage, team
+            )
+            for product in sizes.products
+        }
+        self._biases = {
+            product.name: np.zeros((count, sizes.total_width(product)), np.float32) if product.has_bias else None
+            for product in sizes.products
+        }
+        head_dim, has_norms = sizes.attention.head_dim, sizes.attention.qk_norm
+        self._norms: dict[str, Floats | None] = {
+            name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")
+        }
+        for name in ("q_norm", "k_norm"):
+            self._norms[name] = np.zeros((count, head_dim), np.float32) if has_norms else None
+        self._top: dict[str, Floats] = {}
+
+    def place(self, name: str, tensor: Floats) -> None:
+        """Put "model.layers.<n>.<module>.<kind>", or a matrix of the vocabulary, where it belongs."""
         if name in (EMBEDDING, FINAL_NORM, LM_HEAD):
-            top[name] = tensor
-        else:
-            _place(arrays, columns, sizes, name, tensor)
-    if missing:
-        raise CheckpointError(f"{spec.name} lacks {len(missing)} tensors, the first: {min(missing)!r}")
-    attentions = [layer.attention for layer in spec.layers]
-    ropes = list(dict.fromkeys(attention.rope for attention in attentions))
-    positions = np.arange(max_positions, dtype=np.float32)
-    angles = [positions[:, None] * np.array(rope.inv_freq, np.float32)[None] for rope in ropes]
-    factors = [np.float32(rope.attention_factor) for rope in ropes]
-    arrays["rope"] = np.array([ropes.index(attention.rope) for attention in attentions], np.int32)
-    arrays["window"] = np.array([attention.window or 0 for attention in attentions], np.int32)
-    arrays["scale"] = np.array([attention.scale for attention in attentions], np.float32)
-    is_cpu, one_matrix = sizes.form == "cpu", spec.tie_embeddings and sizes.num_shards == 1
-    head: Any = None
-    if is_cpu or not one_matrix:
-        head = _split_vocabulary(top[EMBEDDING if spec.tie_embeddings else LM_HEAD], sizes)
-    if is_cpu:
-        writer = StackWriter((sizes.num_shards, len(head) // sizes.num_shards, sizes.hidden_size), storage, team)
-        for shard, part in enumerate(np.split(head, sizes.num_shards)):
-            writer.store(shard, 0, part)
-        head = _joined(writer.stack, sizes.num_shards, row_parallel=False)
-        for group in GROUPS:
-            arrays[group] = _joined(arrays[group].stack, sizes.num_shards, row_parallel=group in ROW_PARALLEL)
-        log_storage(spec.name, {"head": head, **{group: arrays[group] for group in GROUPS}})
-    return Weights(
-        embedding=None if is_cpu and one_matrix else top[EMBEDDING],
-        head=head,
-        final_norm=top[FINAL_NORM],
-        cos=np.stack([np.cos(a) * f for a, f in zip(angles, factors, strict=True)]),
-        sin=np.stack([np.sin(a) * f for a, f in zip(angles, factors, strict=True)]),
-        ones=np.ones((8, max(sizes.hidden_size, sizes.head_dim)), np.float32),
-        layers=LayerWeights(**arrays),
-    )
+            self._top[name] = tensor
+            return
+        _, _, layer_text, rest = name.split(".", 3)
+        path, kind = rest.rsplit(".", 1)
+        layer = int(layer_text)
+        if path in _NORMS:
+            norms = self._norms[_NORMS[path]]
+            assert norms is not None
+            norms[layer] = tensor
+            return
+        product, target = self._places[path]
+        mine, is_output = self._columns[product.name][target], product.kind.split == "output"
+        columns = product.columns(target, self._sizes.column_multiple)
+        if kind == "bias":
+            bias = self._biases[product.name]
+            assert bias is not None
+            if is_output:
+                bias[layer].reshape(self._sizes.num_shards, -1)[:, columns] = tensor[mine]
+            else:
+                bias[layer, columns] = tensor
+            return
+        for shard, part in enumerate(mine):
+            w = np.ascontiguousarray(tensor[part] if is_output else tensor[:, part])
+            self._stacks[product.name].store(layer * self._sizes.num_shards + shard, columns.start, w)
+
+    def finish(self, max_positions: int) -> XlaWeights:
+        """Everything that has been placed."""
+        spec, shards = self._sizes.spec, self._sizes.num_shards
+        attentions = [layer.attention for layer in spec.layers]
+        ropes = list(dict.fromkeys(attention.rope for attention in attentions))
+        positions = np.arange(max_positions, dtype=np.float32)
+        angles = [positions[:, None] * np.array(rope.inv_freq, np.float32)[None] for rope in ropes]
+        factors = [np.float32(rope.attention_factor) for rope in ropes]
+        products = {
+            product.name: _joined(self._stacks[product.name].stack, shards, product.kind.split == "input")
+            for product in self._sizes.products
+        }
+        head = self._head(self._top[EMBEDDING if spec.tie_embeddings else LM_HEAD])
+        log_storage(spec.name, {"head": head, **products})
+        layers = XlaLayers(
+            products, self._biases, **self._norms,
+            rope=np.array([ropes.index(attention.rope) for attention in attentions], np.int32),
+            window=np.array([attention.window or 0 for attention in attentions], np.int32),
+            scale=np.array([attention.scale for attention in attentions], np.float32),
+        )  # fmt: skip
+        return XlaWeights(
+            embedding=None if spec.tie_embeddings and shards == 1 else self._top[EMBEDDING],
+            head=head,
+            final_norm=self._top[FINAL_NORM],
+            cos=np.stack([np.cos(a) * f for a, f in zip(angles, factors, strict=True)]),
+            sin=np.stack([np.sin(a) * f for a, f in zip(angles, factors, strict=True)]),
+            layers=layers,
+        )
+
+    def _head(self, rows: Floats) -> Any:
+        """[V, H] as a stack of one layer, zeros beyond V."""
+        shards, per_shard = self._sizes.num_shards, self._sizes.vocab_per_shard
+        padded = np.zeros((shards * per_shard, rows.shape[1]), np.float32)
+        padded[: len(rows)] = rows
+        builder = self._operations.new_stack((shards, per_shard, rows.shape[1]), self._storage, self._team)
+        for shard, part in enumerate(np.split(padded, shards)):
+            builder.store(shard, 0, part)
+        return _joined(builder.stack, shards, splits_input=False)
 
 
-def _empty_layers(sizes: Sizes, storage: WeightStorage, team: Team) -> dict[str, Any]:
-    count, shards, hidden = sizes.num_layers, sizes.num_shards, sizes.hidden_size
-    widths, inputs = sizes.group_widths, sizes.group_inputs
-    biased = {"qkv": sizes.qkv_bias, "o": sizes.o_bias, "gate_up": sizes.mlp_bias, "down": sizes.mlp_bias}
-    arrays: dict[str, Any] = {name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")}
-    for group in GROUPS:
-        width, row_parallel = widths[group], group in ROW_PARALLEL
-        if sizes.form == "cpu":
-            arrays[group] = StackWriter((count * shards, width, inputs[group]), storage, team)
-        else:
-            columns, depth = (width, shards * inputs[group]) if row_parallel else (shards * width, inputs[group])
-            arrays[group] = np.empty((count, columns, depth), np.float32)
-        bias_width = hidden if row_parallel else shards * width
-        arrays[f"{group}_bias"] = np.zeros((count, bias_width), np.float32) if biased[group] else None
-    for name in ("q_norm", "k_norm"):
-        arrays[name] = np.zeros((count, sizes.head_dim), np.float32) if sizes.qk_norm else None
-    return arrays
+def _joined(stack: Any, num_shards: int, splits_input: bool) -> Any:
+    """[L * shards, columns, d_in, ...] -> [L, shards * columns, d_in, ...], or [L, columns, shards * d_in, ...]."""
 
+    def join(array: NDArray[Any]) -> NDArray[Any]:
+        split = array.reshape(-1, num_shards, *array.shape[1:])
+        if not splits_input:
+            return split.reshape(len(split), -1, *array.shape[2:])
+        columns, depth, *rest = array.shape[1:]
+        moved = np.ascontiguousarray(split.swapaxes(1, 2))  # [L, columns, shards, d_in, ...]
+        return moved.reshape(-1, columns, num_shards * depth, *rest)
 
-def _place(
-    arrays: dict[str, Any],
-    columns: dict[str, NDArray[np.int64]],
-    sizes: Sizes,
-    name: str,
-    tensor: NDArray[np.float32],
-) -> None:
-    """Put "model.layers.<n>.<module>.<kind>" where it belongs."""
-    _, _, layer_text, rest = name.split(".", 3)
-    path, kind = rest.rsplit(".", 1)
-    layer = int(layer_text)
-    if path in _VECTORS:
-        arrays[_VECTORS[path]][layer] = tensor
-        return
-    group, module = _MODULES[path]
-    index = GROUPS[group].index(module)
-    start = sum(sizes.module_widths[group][:index])
-    end = start + sizes.group_outputs[group][index]
-    if kind == "bias":
-        target = arrays[f"{group}_bias"][layer]
-        if group in ROW_PARALLEL:
-            target[:] = tensor
-        else:
-            target.reshape(sizes.num_shards, -1)[:, start:end] = tensor[columns[module]]
-    elif sizes.form == "cpu":
-        for shard, mine in enumerate(columns[module]):
-            part = tensor[:, mine] if group in ROW_PARALLEL else tensor[mine]
-            arrays[group].store(layer * sizes.num_shards + shard, start, np.ascontiguousarray(part))
-    elif group in ROW_PARALLEL:
-        arrays[group][layer] = tensor[:, columns[module].reshape(-1)]
-    else:
-        target = arrays[group][layer]
-        target.reshape(sizes.num_shards, -1, target.shape[1])[:, start:end] = tensor[columns[module]]
-
-
-def _joined(stack: Stack, num_shards: int, *, row_parallel: bool) -> Stack:
-    """[L * shards, P, d_in, 16] -> [L, shards * P, d_in, 16], or [L, P, shards * d_in, 16]; in 8 bits each of three."""
-    if num_shards == 1:
-        return stack
-    if isinstance(stack, Quantised):
-        return Quantised(*(_joined(part, num_shards, row_parallel=row_parallel) for part in stack))  # type: ignore[arg-type]
-    split = stack.reshape(-1, num_shards, *stack.shape[1:])
-    if row_parallel:
-        split = split.swapaxes(1, 2)  # [L, P, shards, d_in, 16]
-        return np.ascontiguousarray(split).reshape(*split.shape[:2], -1, PANEL)
-    return split.reshape(len(split), -1, *stack.shape[2:])
-
-
-def _split_vocabulary(head: NDArray[np.float32], sizes: Sizes) -> NDArray[np.float32]:
-    """[V, H] -> [V padded to a multiple of shards (in the CPU form of whole panels), H]; what is added is zero and cut
-    off the logits."""
-    num_rows = sizes.num_shards * sizes.vocab_per_shard
-    if num_rows == len(head):
-        return head
-    padded = np.zeros((num_rows, head.shape[1]), np.float32)
-    padded[: len(head)] = head
-    return padded
+    return jax.tree.map(join, stack)

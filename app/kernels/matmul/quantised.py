@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.simd import CHUNK, GROUP, expand_bytes, multiply_and_expand_tile, multiply_bytes_tile
-from app.kernels.machine.team import leave, take
+from app.kernels.machine.team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import (
     MOST_ROWS,
+    NO_FETCH,
     PANEL,
     count_steps,
     fetch_rate,
     multiply_columns,
     multiply_panels,
+    panels_per_piece,
     tile_rows,
 )
 
@@ -156,6 +158,21 @@ def _multiply_any_panels(x, w, first, end, out, accumulate, fetch):
     return lambda x, w, first, end, out, accumulate, fetch: multiply_quantised_panels(
         x, w, first, end, out, accumulate, fetch
     )
+
+
+@compiled
+def multiply(team, phase, x, w, out):
+    """out = x @ w, as `app.kernels.matmul.cpu.matmul`, for either kind of weights of one layer. One phase."""
+    num_panels, done = num_panels_of(w), 0
+    size = panels_per_piece(x.shape[0], num_panels)
+    num_pieces = count_pieces(num_panels, size)
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, num_panels, size)
+        multiply_any_panels(x, w, first, end, out, False, NO_FETCH)
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
 
 
 @compiled

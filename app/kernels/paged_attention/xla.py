@@ -1,19 +1,20 @@
 """Paged attention in JAX: decode and chunked prefill in one program, whatever the lengths.
 
-In: queries in tiles, one sequence per tile, and the KV memory of all layers. Out: one row per query. Keys come
-in groups of `key_group` positions in order, with an online softmax (Milakov & Gimelshein 2018); the loop over
-groups has a dynamic end, so no program is compiled per length. A group that a query does not see changes
-nothing, exactly: its scores are -inf, its weights 0 and the rescaling 1. Memory beyond a sequence's keys,
-which may hold anything, is replaced by zeros before it is multiplied.
-
-Every product contracts both last axes, and the softmax's sum is one more column of a product: XLA's CPU products
-of that form give a row the same bits whatever the number of rows, its plain sums and other forms do not.
+In: a step's queries, and the KV memory of all layers. Out: one row per query, and the memory with the step's keys and
+values. Queries are taken in tiles of one sequence each. Keys come in groups of `KEY_GROUP` positions in order, with an
+online softmax (Milakov & Gimelshein 2018); the loop over groups has a dynamic end, so no program is compiled per
+length. A group that a query does not see changes nothing, exactly: its scores are -inf, its weights 0 and the rescaling
+1. Memory beyond a sequence's keys, which may hold anything, is replaced by zeros before it is multiplied.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from numpy.typing import NDArray
 
 #: Keys per step of the online softmax, where the block size divides it.
 KEY_GROUP = 128
@@ -21,30 +22,89 @@ _FAR = 1 << 30
 _LOW = -1e30  # a maximum before any key: finite, so that the first rescaling is exp(0) or exp(-1e30) and never NaN
 
 
+class Queries(NamedTuple):
+    """A step's queries, int32. T tokens, of which num_rows are real; J tasks, of which num_tasks are.
+
+    kv_slots: [T], beyond the memory for padding. tasks: [J, 2] (sequence, first query of it), each for as many queries
+    as a tile has. query_starts: [B + 1]. seq_lens: [B]. block_tables: [B, N], N a multiple of `blocks_per_group`.
+    """
+
+    kv_slots: Array
+    num_rows: Array
+    tasks: Array
+    num_tasks: Array
+    query_starts: Array
+    seq_lens: Array
+    block_tables: Array
+
+
+class Tiles(NamedTuple):
+    """Queries in tiles [W, Q]. rows: their token rows. visible: keys each one sees without a window, 0 for padding.
+
+    places: [T], a token's place among the W * Q queries. tables: [W, N], the block table of each tile's sequence.
+    """
+
+    rows: Array
+    visible: Array
+    places: Array
+    tables: Array
+
+
 def blocks_per_group(block_size: int) -> int:
     """How many KV blocks one step reads; block tables are padded to a multiple of it."""
     return max(1, KEY_GROUP // block_size)
 
 
-def paged_attention(
-    q: Array,
-    k_memory: Array,
-    v_memory: Array,
-    layer: Array,
-    tables: Array,
-    visible: Array,
-    scale: Array,
-    window: Array,
-) -> Array:
-    """softmax(scale * q K^T) V over the keys each query may see.
+def attention_tasks(query_starts: NDArray[np.int32], tile: int) -> NDArray[np.int32]:
+    """[J, 2], `Queries.tasks`: pieces of at most `tile` queries of one sequence. query_starts: [B + 1]."""
+    counts = -(-np.diff(query_starts) // tile)
+    sequences = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    first = np.arange(len(sequences), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([sequences, first * tile], axis=1).astype(np.int32)
 
-    q: [W, Q, heads, D], W tiles of Q queries of one sequence. k_memory, v_memory: [L, blocks, kv_heads,
-    block_size, D]. layer: scalar. tables: [W, N], N a multiple of `blocks_per_group`. visible: [W, Q] int32, keys
-    that query sees when there is no window (its position + 1), 0 for padding. scale: scalar; window: scalar
-    int32, how many of those, the last ones; 0 is all. Returns [W, Q, heads, D]; padding rows are zeros.
+
+def tiles_of(queries: Queries, num_tokens: int, tile: int) -> Tiles:
+    """Tiles of `tile` queries; the same for every layer."""
+    sequence, first = queries.tasks[:, :1], queries.tasks[:, 1:]  # [J, 1]
+    rows = queries.query_starts[sequence] + first + jnp.arange(tile, dtype=jnp.int32)  # [J, tile]
+    end = queries.query_starts[sequence + 1]
+    is_real = (rows < end) & (jnp.arange(len(queries.tasks), dtype=jnp.int32)[:, None] < queries.num_tasks)
+    visible = jnp.where(is_real, queries.seq_lens[sequence] - end + rows + 1, 0)
+    targets = jnp.where(is_real, rows, num_tokens).reshape(-1)  # beyond the end: dropped
+    places = jnp.zeros(num_tokens, jnp.int32).at[targets].set(jnp.arange(rows.size, dtype=jnp.int32), mode="drop")
+    return Tiles(jnp.where(is_real, rows, 0), visible, places, queries.block_tables[sequence[:, 0]])
+
+
+def store_and_attend(
+    q: Array, k: Array, v: Array, keys: Array, values: Array, queries: Queries, tiles: Tiles, layer: Array,
+    scale: Array, window: Array,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Write k and v to their places; then softmax(scale * q K^T) V over the keys that each query sees.
+
+    q: [T, heads * D]; k, v: [T, kv_heads * D]. keys, values: [L, blocks, kv_heads, block_size, D]. layer: scalar int32.
+    scale: scalar; window: scalar int32, how many of the visible keys, the last ones; 0 is all. Returns what was
+    attended [T, heads * D] (padding rows are arbitrary), keys and values.
     """
+    num_kv_heads, head_dim = keys.shape[2], keys.shape[4]
+    keys, values = (
+        _store(memory, new.reshape(-1, num_kv_heads, head_dim), layer, queries.kv_slots)
+        for memory, new in ((keys, k), (values, v))
+    )
+    rows = q.reshape(len(q), -1, head_dim)[tiles.rows]
+    attended = _attend(rows, keys, values, layer, tiles, scale, window)
+    return attended.reshape(-1, q.shape[1])[tiles.places], keys, values
+
+
+def _store(memory: Array, rows: Array, layer: Array, kv_slots: Array) -> Array:
+    """Write rows [T, kv_heads, D] into memory; padding lands nowhere."""
+    block_size = memory.shape[3]
+    return memory.at[layer, kv_slots // block_size, :, kv_slots % block_size].set(rows, mode="drop")
+
+
+def _attend(q: Array, keys: Array, values: Array, layer: Array, tiles: Tiles, scale: Array, window: Array) -> Array:
+    """q: [W, Q, heads, D]. Returns [W, Q, heads, D]; padding rows are zeros."""
     num_tiles, num_queries, num_heads, head_dim = q.shape
-    num_layers, num_blocks, num_kv_heads, block_size, _ = k_memory.shape
+    num_layers, num_blocks, num_kv_heads, block_size, _ = keys.shape
     group = num_heads // num_kv_heads
     per_group = blocks_per_group(block_size)
     num_keys = per_group * block_size
@@ -52,43 +112,38 @@ def paged_attention(
     # [W, kv_heads, Q * group, D]: the rows that share a KV head.
     q = q.reshape(num_tiles, num_queries, num_kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(num_tiles, num_kv_heads, rows, head_dim)
-    keys = k_memory.reshape(num_layers * num_blocks * num_kv_heads, block_size, head_dim)
-    values = v_memory.reshape(num_layers * num_blocks * num_kv_heads, block_size, head_dim)
-    reach = jnp.where(window > 0, window, _FAR)
+    keys = keys.reshape(num_layers * num_blocks * num_kv_heads, block_size, head_dim)
+    values = values.reshape(num_layers * num_blocks * num_kv_heads, block_size, head_dim)
+    visible, reach = tiles.visible, jnp.where(window > 0, window, _FAR)
     row_visible = jnp.repeat(visible, group, axis=1)[:, None, :, None]  # [W, 1, rows, 1]
     tile_end = visible.max(axis=1)[:, None, None, None]  # [W, 1, 1, 1]
     first_key = jnp.where(visible > 0, jnp.maximum(visible - reach, 0), _FAR).min()
     last_group = (visible.max() + num_keys - 1) // num_keys
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
 
-    def step(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        top, weighted = state
-        blocks = lax.dynamic_slice_in_dim(tables, index * per_group, per_group, axis=1)  # [W, per_group]
+    def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, weighted = state
+        blocks = lax.dynamic_slice_in_dim(tiles.tables, index * per_group, per_group, axis=1)  # [W, per_group]
         where = (layer * num_blocks + blocks[:, None, :]) * num_kv_heads + heads  # [W, kv_heads, per_group]
-        k = keys.at[where].get(mode="promise_in_bounds").reshape(num_tiles, num_kv_heads, num_keys, head_dim)
-        v = values.at[where].get(mode="promise_in_bounds").reshape(num_tiles, num_kv_heads, num_keys, head_dim)
+        k, v = (
+            memory.at[where].get(mode="promise_in_bounds").reshape(num_tiles, num_kv_heads, num_keys, head_dim)
+            for memory in (keys, values)
+        )
         key = index * num_keys + jnp.arange(num_keys, dtype=jnp.int32)
-        v = jnp.where(key < tile_end, v.transpose(0, 1, 3, 2), 0.0)  # [W, kv_heads, D, keys]
-        v = jnp.concatenate([v, jnp.ones((num_tiles, num_kv_heads, 1, num_keys), jnp.float32)], axis=2)
-        scores = _batched(q, k) * scale  # [W, kv_heads, rows, keys]
-        seen = (key < row_visible) & (key >= row_visible - reach)
-        scores = jnp.where(seen, scores, -jnp.inf)
+        v = jnp.where(key[:, None] < tile_end, v, 0.0)
+        scores = jnp.einsum("wkrd,wknd->wkrn", q, k, precision=lax.Precision.HIGHEST) * scale
+        scores = jnp.where((key < row_visible) & (key >= row_visible - reach), scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-        p = jnp.exp(scores - new_top)
-        keep = jnp.exp(top - new_top)
-        return new_top, weighted * keep + _batched(p, v)
+        p, keep = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+        added = jnp.einsum("wkrn,wknd->wkrd", p, v, precision=lax.Precision.HIGHEST)
+        return new_top, total * keep + p.sum(axis=-1, keepdims=True), weighted * keep + added
 
+    shape = (num_tiles, num_kv_heads, rows)
     start = (
-        jnp.full((num_tiles, num_kv_heads, rows, 1), _LOW, jnp.float32),
-        jnp.zeros((num_tiles, num_kv_heads, rows, head_dim + 1), jnp.float32),
-    )
-    _, weighted = lax.fori_loop(first_key // num_keys, last_group, step, start)
-    total = weighted[..., head_dim:]
-    out = weighted[..., :head_dim] / jnp.where(total > 0, total, 1.0)
+        jnp.full((*shape, 1), _LOW, jnp.float32), jnp.zeros((*shape, 1), jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )  # fmt: skip
+    _, total, weighted = lax.fori_loop(first_key // num_keys, last_group, step, start)
+    out = weighted / jnp.where(total > 0, total, 1.0)
     out = out.reshape(num_tiles, num_kv_heads, num_queries, group, head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(num_tiles, num_queries, num_heads, head_dim)
-
-
-def _batched(x: Array, y: Array) -> Array:
-    """x [W, K, M, D] times y [W, K, N, D]: the last axes contracted, in full float32."""
-    return lax.dot_general(x, y, (((3,), (3,)), ((0, 1), (0, 1))), precision=lax.Precision.HIGHEST)

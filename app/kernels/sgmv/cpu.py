@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.simd import BYTES_AHEAD, multiply_tile
-from app.kernels.machine.team import leave, take
+from app.kernels.machine.team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import PANEL, multiply_columns
 
 #: Rank rows of one panel of a: an adapter's rows start at a multiple of this.
@@ -30,6 +30,8 @@ RANK_PANEL = 8
 #: Tokens of one task of a shrink, and panels of rank rows of one piece of it.
 _CHUNK = 12
 _PIECE_PANELS = 4
+#: Panels of one piece of an expand.
+_EXPANDED_PANELS = 12
 
 #: Tiles of a shrink by their panels: chains enough to keep a core busy, few enough for the registers of AVX2. Four
 #: panels are streams enough from the second cache: two chunks of each were slower.
@@ -146,15 +148,26 @@ def first_panel(rank, places, adapter_slot, width, panel):
 
 
 @compiled
-def expand(team, phase, h, n, tables, ranks, runs, places, out):
-    """out[t] += B_n h[t, n] over all panels of module n; see `expand_panels`. One phase."""
-    num_panels, done = tables[n].shape[1] // PANEL, 0
+def expand(team, phase, h, tables, ranks, runs, places, out):
+    """out[t] += B_n h[t, n] for all modules n, their columns side by side in out; see `expand_panels`. One phase."""
+    num_panels, done = 0, 0
+    for n in range(ranks.shape[1]):
+        num_panels += address_and_width(tables, n)[1] // PANEL
+    num_pieces = count_pieces(num_panels, _EXPANDED_PANELS)
     index = take(team, phase)
-    while index < num_panels:
-        expand_panels(h, n, tables, ranks, runs, places, index, index + 1, out, 0)
+    while index < num_pieces:
+        first, end = piece(index, num_panels, _EXPANDED_PANELS)
+        at = 0
+        for n in range(ranks.shape[1]):
+            _, columns = address_and_width(tables, n)
+            width = columns // PANEL
+            low, high = max(first - at, 0), min(end - at, width)
+            if low < high:
+                expand_panels(h, n, tables, ranks, runs, places, low, high, out, at)
+            at += width
         done += 1
         index = take(team, phase)
-    return leave(team, phase, num_panels, done)
+    return leave(team, phase, num_pieces, done)
 
 
 def adapter_runs(run_starts: NDArray[np.int32], run_adapter_slots: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -2,8 +2,9 @@
 
 In: tokens, rank rows, a list of segments. Out: what `xla.add_deltas` computes, for one module of one layer. The
 segment list is prefetched scalars, so block indices come from it and no row is gathered or copied. Written for the
-TPU lowering (scalar prefetch, blocks of whole rows) and run elsewhere by the interpreter. `RANK_CHUNK` rank rows
-are one block: row starts and ranks are multiples of it, as the engine hands them out.
+TPU lowering (scalar prefetch, blocks of whole rows) and run elsewhere by the interpreter. No engine calls it yet:
+nobody has measured it on a TPU. `RANK_CHUNK` rank rows are one block: row starts are multiples of it, as the engine
+hands them out, and rows of an adapter's run beyond its rank are zero.
 
 shrink: h[g, i] = A_rows @ x[i] for token i of segment g. expand: y[i] += B_rows.T @ h[g, i].
 """
@@ -19,20 +20,23 @@ from jax.experimental.pallas import tpu as pltpu
 from app.kernels.sgmv.xla import RANK_CHUNK, SEGMENT_TOKENS, Segments
 
 
-def lora_delta(x: Array, a: Array, b: Array, segments: Segments, max_chunks: int, *, interpret: bool) -> Array:
+def lora_delta(
+    x: Array, a: Array, b: Array, segments: Segments, starts: Array, ranks: Array, max_chunks: int, *, interpret: bool
+) -> Array:
     """The delta of each token, zeros for tokens in no segment.
 
-    x: [T, d_in]. a: [R, d_in]. b: [R, d_out], scale folded in. `max_chunks`: chunks of the largest rank, static.
-    Returns [T, d_out] float32 (Hu et al. 2021).
+    x: [T, d_in]. a: [R, d_in]. b: [R, d_out], scale folded in. starts, ranks: [S], an adapter's first rank row and its
+    rank. `max_chunks`: chunks of the largest rank, static. Returns [T, d_out] float32 (Hu et al. 2021).
     """
-    num_segments = segments.starts.shape[0]
-    token = segments.starts[:, None] + jnp.arange(SEGMENT_TOKENS, dtype=jnp.int32)  # [G, tile]
-    is_real = jnp.arange(num_segments, dtype=jnp.int32) < segments.num_segments
-    mine = (jnp.arange(SEGMENT_TOKENS) < segments.lengths[:, None]) & is_real[:, None]
+    first, end, adapter_slots = segments.lines.T  # [G] each
+    token = first[:, None] + jnp.arange(SEGMENT_TOKENS, dtype=jnp.int32)  # [G, tile]
+    is_real = jnp.arange(len(segments.lines), dtype=jnp.int32) < segments.num_segments
+    mine = (token < end[:, None]) & is_real[:, None]
     tiles = jnp.where(mine[:, :, None], x[jnp.clip(token, 0, max(x.shape[0] - 1, 0))], 0.0)  # [G, tile, d_in]
-    chunks = jnp.where(is_real, segments.num_chunks, 0)
-    deltas = expand(shrink(tiles, a, segments.row_starts, chunks, max_chunks, interpret=interpret), b,
-                    segments.row_starts, chunks, interpret=interpret)  # fmt: skip
+    row_starts = starts[adapter_slots]
+    chunks = jnp.where(is_real, lax.div(ranks[adapter_slots] + (RANK_CHUNK - 1), jnp.int32(RANK_CHUNK)), 0)
+    shrunk = shrink(tiles, a, row_starts, chunks, max_chunks, interpret=interpret)
+    deltas = expand(shrunk, b, row_starts, chunks, interpret=interpret)
     places = jnp.where(mine, token, x.shape[0])  # beyond the end: dropped
     out = jnp.zeros((x.shape[0], b.shape[1]), jnp.float32)
     return out.at[places.reshape(-1)].set(deltas.reshape(-1, b.shape[1]), mode="drop")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.engine.adapters.formats.peft_config import INERT_KEYS, OFF_VALUES
+from app.engine.xla.features import SERVED
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
 
 PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
@@ -18,17 +19,16 @@ END = "<!-- end of options -->\n"
 def options_table() -> str:
     lines = ["| option | |", "|---|---|"]
     lines += [f"| {option} | served |" for option in (*OPTIONS, *FUSED, *HALVES)]
-    lines += [
-        f"| {option} | served; off its CPU form the JAX engine refuses {_features(option)} |" for option in BEYOND
-    ]
+    lines += [f"| {option} | served{_by_whom(option)} |" for option in BEYOND]
     lines += [f"| `{key}` | refused unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]
     lines += [f"| {', '.join(f'`{key}`' for key in sorted(INERT_KEYS))} | ignored: no effect once trained |"]
     lines += ["| any other key | refused |"]
     return "\n".join(lines) + "\n"
 
 
-def _features(option: str) -> str:
-    return " and ".join(sorted(BEYOND[option][1]))
+def _by_whom(option: str) -> str:
+    refused = BEYOND[option][1] - SERVED
+    return f"; `engine.xla` refuses {' and '.join(sorted(refused))}" if refused else ""
 
 
 def _values(key: str) -> str:

@@ -1,86 +1,67 @@
-"""Everything PEFT's LoRA can train, on the JAX engine: PEFT's logits, and in its CPU form the torch engine's bits."""
+"""DoRA and biases on the JAX engine: PEFT's logits in both forms; whatever else adapters may do is refused by name."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from peft import LoraConfig
 
+from app.engine.adapters.formats.reading import read_adapter
+from app.engine.adapters.lora import FEATURES, LoraKey, TokenRows
 from app.engine.config import EngineConfig, XlaConfig
+from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.open import served_features
 from app.engine.xla.backend import JaxBackend
+from app.engine.xla.base_values import XlaBaseValues
+from app.engine.xla.features import SERVED
+from app.engine.xla.operations import FormName
 from app.engine.xla.sharding import make_mesh
+from app.kernels.dora.reference import dora_scale
 from app.kernels.matmul.quantised import Quantised
-from tests.engine.adapters.formats.test_peft_parity import ALL, BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
-from tests.engine.adapters.parity import peft_logits, random_tokens, tiny_model
-from tests.engine.checkpoints import tiny_model as checkpoint_model
-from tests.engine.cpu.test_extras import TOGETHER, _read
+from tests.engine.adapters.formats.test_peft_parity import BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
+from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
+from tests.engine.adapters.parity import peft_logits, random_tokens, save_random_adapter, spec_of, tiny_model
+from tests.engine.cpu.test_extras import _read
 from tests.engine.cuda.grids import put_on_grids
 from tests.engine.served import CONFIG, backend_of, served_logits
+from tests.engine.xla.making import tiny_backend
 
 pytestmark = PEFT_WARNINGS
 
-#: Few KV blocks and one shape of step.
-JAX_CONFIG = CONFIG.on(XlaConfig(skip_precompile=True))
+#: What PEFT is asked for, by name, of what this engine serves.
+OWN = {name: settings for name, (settings, features) in BEYOND.items() if features <= SERVED} | {
+    "DoRA and trained biases": {"target_modules": ["q_proj", "o_proj", "down_proj"], "use_dora": True, "bias": "all"}
+}
 
 
-#: One shape of step, whatever is in it; little more memory than the adapters of a test take.
-XLA_CONFIG = CONFIG.on(XlaConfig(form="xla", skip_precompile=True)).model_copy(
-    update={"max_batch_tokens": 512, "max_batch_sequences": 512, "adapter_extra_bytes": 1 << 20}
-)
+def jax_config(form: FormName) -> EngineConfig:
+    """One shape of step, whatever is in it."""
+    shared = CONFIG.model_copy(update={"max_batch_tokens": 512, "max_batch_sequences": 512})
+    return shared.on(XlaConfig(form=form, skip_precompile=True))
 
 
-def jax_backend(folder: Path, config: EngineConfig = JAX_CONFIG) -> JaxBackend:
-    """For the checkpoint that `backend_of` has saved."""
+def jax_backend(folder: Path, config: EngineConfig) -> JaxBackend:
+    """For the checkpoint that `backend_of` has saved; every step has the largest shape."""
     checkpoint = load_checkpoint(folder)
-    return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
-
-
-def xla_backend(folder: Path, config: EngineConfig = XLA_CONFIG) -> JaxBackend:
-    backend = jax_backend(folder, config)
+    backend = JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
     backend.programs.buckets = backend.programs.buckets[-1:]
     return backend
 
 
-@pytest.mark.parametrize(("tied", "in_8_bits"), [(True, False), (False, False), (True, True)])
-def test_all_kinds_in_one_batch_are_pefts_and_have_the_torch_engines_bits(
-    tmp_path: Path, tied: bool, in_8_bits: bool
-) -> None:
-    model = tiny_model("qwen2", tie_word_embeddings=tied)
-    torch_backend = backend_of(put_on_grids(model) if in_8_bits else model, tmp_path / "model")
-    backend = jax_backend(tmp_path / "model")
-    assert isinstance(backend._weights.layers.down, Quantised) == in_8_bits
-    options = {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER | {"plain": OPTIONS["plain LoRA"]}
-    names = [str(name) for name in np.random.default_rng().permutation(list(options))]
-    folders = {name: tmp_path / str(index) for index, name in enumerate(names)}
-    adapters = {name: _read(model, torch_backend, folders[name], options[name]) for name in names}
-    tokens = random_tokens(model, 1, 21)
-
-    served, theirs = (
-        dict(zip([*names, "base"], served_logits(one, [*adapters.values(), None], tokens), strict=True))
-        for one in (backend, torch_backend)
-    )
-    for name in names:
-        expected = peft_logits(model, folders[name], tokens)
-        np.testing.assert_allclose(served[name], expected, rtol=0, atol=TOLERANCE, err_msg=name)
-        np.testing.assert_array_equal(served[name], theirs[name], err_msg=name)
-        # Each is alone what it is in company.
-        (alone,) = served_logits(backend, [adapters[name]], tokens)
-        np.testing.assert_array_equal(alone, served[name], err_msg=name)
-    np.testing.assert_array_equal(served["base"], theirs["base"])
-    # A slot forgets the extras of the adapter before.
-    (plain,) = served_logits(backend, [adapters["plain"]], tokens)
-    np.testing.assert_array_equal(plain, served["plain"])
-
-
+@pytest.mark.parametrize(("form", "in_8_bits"), [("cpu", False), ("cpu", True), ("xla", False)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_all_kinds_in_one_batch_are_pefts_in_the_xla_form(tmp_path: Path, tied: bool) -> None:
+def test_all_kinds_in_one_batch_are_pefts(tmp_path: Path, tied: bool, form: FormName, in_8_bits: bool) -> None:
     model = tiny_model("qwen2", tie_word_embeddings=tied)
-    reader = backend_of(model, tmp_path / "model")
-    backend = xla_backend(tmp_path / "model")
-    options = {name: settings for name, (settings, _) in BEYOND.items()} | TOGETHER | {"plain": OPTIONS["plain LoRA"]}
+    reader = backend_of(put_on_grids(model) if in_8_bits else model, tmp_path / "model")
+    backend = jax_backend(tmp_path / "model", jax_config(form))
+    assert isinstance(backend._weights.layers.products["down"], Quantised) == in_8_bits
+    options = OWN | {"plain": OPTIONS["plain LoRA"]}
+    assert len(options) >= 6
     names = [str(name) for name in np.random.default_rng().permutation(list(options))]
     folders = {name: tmp_path / str(index) for index, name in enumerate(names)}
     adapters = {name: _read(model, reader, folders[name], options[name]) for name in names}
@@ -89,41 +70,87 @@ def test_all_kinds_in_one_batch_are_pefts_in_the_xla_form(tmp_path: Path, tied: 
     for name in names:
         expected = peft_logits(model, folders[name], tokens)
         np.testing.assert_allclose(served[name], expected, rtol=0, atol=TOLERANCE, err_msg=name)
-        (alone,) = served_logits(backend, [adapters[name]], tokens)
-        np.testing.assert_array_equal(alone, served[name], err_msg=name)
-    for name, adapter in (("plain", adapters["plain"]), ("base", None)):
-        (without,) = served_logits(backend, [adapter], tokens)
-        np.testing.assert_array_equal(without, served[name], err_msg=name)
+        assert np.abs(expected - served["base"]).max() > 1e-3, name
+    # A slot forgets the scales and shifts of the adapter before.
+    (plain,) = served_logits(backend, [adapters["plain"]], tokens)
+    np.testing.assert_allclose(plain, served["plain"], rtol=0, atol=TOLERANCE)
+    backend.close()
 
 
-def test_own_norms_of_heads_are_pefts_in_the_xla_form(tmp_path: Path) -> None:
-    model = checkpoint_model("qwen3")
-    reader = backend_of(model, tmp_path / "model")
-    tokens = random_tokens(model, 1, 21)
-    folders = [tmp_path / "q", tmp_path / "both"]
-    options = (
-        {"target_modules": ALL, "modules_to_save": ["q_norm"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["q_norm", "k_norm"]},
+@pytest.mark.parametrize("form", ["cpu", "xla"])
+@pytest.mark.parametrize("rank", [1, 5, 40])
+def test_dora_scales_are_the_definitions(form: FormName, rank: int) -> None:
+    spec = tiny_spec()
+    tensors = dict(random_tensors(spec, 3))
+    config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, xla=XlaConfig(form=form, skip_precompile=True))
+    backend = JaxBackend(spec, list(tensors.items()), config, make_mesh(jax.devices("cpu"), 1))
+    base = backend._adapters._base
+    assert isinstance(base, XlaBaseValues)
+    adapter = random_adapter(spec, rank)
+    for key in (LoraKey(1, "k_proj"), LoraKey(0, "o_proj"), LoraKey(1, "up_proj"), LoraKey(0, "down_proj")):
+        pair = adapter.weights[key]
+        block = "mlp" if key.target in ("up_proj", "down_proj") else "self_attn"
+        w = tensors[f"model.layers.{key.layer}.{block}.{key.target}.weight"]
+        magnitude = np.random.default_rng(4).normal(1, 0.3, len(w)).astype(np.float32)
+        expected = dora_scale(magnitude, w, pair.a, pair.b)
+        np.testing.assert_allclose(base.dora_scale(key, magnitude, pair), expected, rtol=1e-5)
+        assert base.bias(key) is None
+    backend.close()
+
+
+def test_what_is_not_served_is_refused_by_name_when_an_adapter_is_written() -> None:
+    spec = tiny_spec()
+    plain = random_adapter(spec, 4)
+    rows = np.zeros((2, spec.hidden_size), np.float32)
+    adapter = dataclasses.replace(plain, token_rows={"embed_tokens": TokenRows((3, 5), rows)})
+    config = EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, xla=XlaConfig(skip_precompile=True))
+    backend = tiny_backend(config, spec)
+    for refuses in (backend.prepare_adapter, lambda adapter: backend.write_adapter(1, 0, adapter)):
+        with pytest.raises(AdapterMismatch, match=r"xla engine does not serve trained token rows; use engine\.cpu"):
+            refuses(adapter)
+    with pytest.raises(AdapterMismatch, match="in layer 2"):
+        backend.prepare_adapter(random_adapter(tiny_spec(3), 4))
+    backend.close()
+
+
+def test_extras_are_refused_by_name_where_there_is_no_memory_for_them() -> None:
+    spec = tiny_spec()
+    plain = random_adapter(spec, 4)
+    key = next(iter(plain.weights))
+    adapter = dataclasses.replace(plain, delta_biases={key: np.ones(plain.weights[key].b.shape[1], np.float32)})
+    config = EngineConfig(
+        num_kv_blocks=8, adapter_rank_rows=8, adapter_extra_bytes=0, xla=XlaConfig(skip_precompile=True)
     )
-    adapters = [_read(model, reader, folder, settings) for folder, settings in zip(folders, options, strict=True)]
-    base, *served = served_logits(xla_backend(tmp_path / "model"), [None, *adapters], tokens)
-    for folder, logits in zip(folders, served, strict=True):
-        expected = peft_logits(model, folder, tokens)
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=3 * TOLERANCE)
-        assert np.abs(expected - base).max() > 1e-2
+    backend = tiny_backend(config, spec)
+    with pytest.raises(AdapterMismatch, match="adapter_extra_bytes 0 cannot apply lora_bias"):
+        backend.write_adapter(1, 0, adapter)
+    backend.close()
 
 
-def test_own_norms_of_heads_have_the_torch_engines_bits(tmp_path: Path) -> None:
-    model = checkpoint_model("qwen3")
-    torch_backend = backend_of(model, tmp_path / "model")
-    tokens = random_tokens(model, 1, 21)
-    options = (
-        {"target_modules": ALL, "modules_to_save": ["q_norm"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["q_norm", "k_norm"]},
+def test_extras_without_rank_rows_are_refused() -> None:
+    spec = tiny_spec()
+    adapter = dataclasses.replace(
+        random_adapter(spec, 4), weights={}, replaced={"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}
     )
-    adapters = [_read(model, torch_backend, tmp_path / str(i), settings) for i, settings in enumerate(options)]
-    theirs = served_logits(torch_backend, [None, *adapters], tokens)
-    served = served_logits(jax_backend(tmp_path / "model"), [None, *adapters], tokens)
-    for one, other in zip(served, theirs, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert np.abs(served[1] - served[0]).max() > 1e-2
+    backend = tiny_backend(
+        EngineConfig(num_kv_blocks=8, adapter_rank_rows=8, xla=XlaConfig(skip_precompile=True)), spec
+    )
+    with pytest.raises(AdapterMismatch, match="trained biases beside rank rows only"):
+        backend.prepare_adapter(adapter)
+    backend.close()
+
+
+def test_every_feature_is_served_or_refused_when_an_adapter_is_read(tmp_path: Path) -> None:
+    assert served_features(EngineConfig()) == FEATURES
+    served = served_features(EngineConfig(xla=XlaConfig()))
+    assert served == SERVED < FEATURES
+    model = tiny_model("llama")
+    refused = {name: (settings, features) for name, (settings, features) in BEYOND.items() if not features <= SERVED}
+    assert refused
+    for index, (settings, features) in enumerate(refused.values()):
+        folder = tmp_path / str(index)
+        save_random_adapter(
+            model, folder, LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | settings))
+        )
+        with pytest.raises(AdapterMismatch, match=f"cannot apply .*{sorted(features - SERVED)[0]}.*engine.cpu"):
+            read_adapter(folder, spec_of(model), served=served)

@@ -1,4 +1,4 @@
-"""The JAX backend through the engine: no compilation by adapters, bits independent of company, donated memory."""
+"""The JAX backend through the engine: no compilation by adapters, the same answers in any company, donated memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.tables import XlaAdapters
 from app.kernels.matmul.quantised import Quantised
-from tests.engine.adapters.making import random_adapter, tiny_spec, with_random_extras
+from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.xla.making import counting_compilations, tiny_backend
 from tests.fakes import fake_request
 
 SPEC = tiny_spec()
+#: Of log-probabilities that are the same up to rounding.
+TOLERANCE = 1e-4
 CONFIG = EngineConfig(
     num_kv_blocks=48, adapter_rank_rows=128, max_adapter_slots=8, max_batch_tokens=64, max_batch_sequences=8,
-    adapter_extra_bytes=200_000,
+    adapter_extra_bytes=20_000,
 )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[JaxBackend]:
     """One backend per form and weight storage for the module: compiling it is the expensive part."""
     form, storage = request.param
     made = tiny_backend(CONFIG.on(XlaConfig(form=form, weight_storage=storage)), SPEC)
-    assert isinstance(made._weights.layers.qkv, Quantised) == (storage == "int8")
+    assert isinstance(made._weights.layers.products["qkv"], Quantised) == (storage == "int8")
     made.programs.wait()
     yield made
     made.close()
@@ -84,7 +85,7 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
         prompt = generator.integers(0, 64, int(generator.integers(1, 30))).tolist()
         adapter = random_adapter(SPEC, rank, targets, dtype=["F32", "BF16"][number % 2])
         if number % 3 == 0:
-            adapter = with_random_extras(adapter, SPEC, generator)
+            adapter = scaled_and_shifted(adapter)
         requests.append((fake_request(f"r{number}", prompt, adapter, sampling=sampling), adapter))
     requests += [(fake_request(f"base{n}", [n + 3], sampling=sampling), None) for n in range(5)]
     with counting_compilations() as count:
@@ -98,71 +99,70 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
     assert backend.programs.num_compiled == len(backend.programs.buckets)
 
 
-def test_a_request_has_the_same_bits_alone_and_in_any_company(backend: JaxBackend) -> None:
+def test_a_request_has_the_same_answer_alone_and_in_any_company(backend: JaxBackend) -> None:
+    """Up to rounding: sums that XLA adds are no promise about bits."""
     generator = np.random.default_rng()
     kinds = [(1, "BF16"), (8, "F32"), (21, "BF16"), (64, "F32")]
     adapters = [None, *(random_adapter(SPEC, rank, dtype=dtype) for rank, dtype in kinds)]
-    for rank, dtype in ((3, "F32"), (16, "BF16"), (24, "F32")):
-        adapters.append(with_random_extras(random_adapter(SPEC, rank, ["v_proj"], dtype=dtype), SPEC, generator))
-    adapters.append(scaled_and_shifted(random_adapter(SPEC, 5)))
-    for attempt in range(3):
-        requests = []
-        for number in range(14):
-            adapter = adapters[int(generator.integers(len(adapters)))]
-            # Prompts of few tokens share prefixes; 60 tokens span several chunks of the step.
-            length = int(generator.choice([1, 5, 17, 40, 60]))
-            prompt = np.concatenate([np.full(length // 2, 5), generator.integers(3, 64, length - length // 2)])
-            sampling = SamplingParams(
-                max_tokens=int(generator.integers(1, 25)),
-                temperature=float(generator.choice([0.0, 0.9])),
-                top_p=float(generator.choice([1.0, 0.9])),
-                frequency_penalty=float(generator.choice([0.0, 0.5])),
-                seed=number,
-                ignore_eos=True,
-                num_logprobs=3,
-            )
-            requests.append(
-                (fake_request(f"r{attempt}-{number}", prompt.tolist(), adapter, sampling=sampling), adapter)
-            )
-        together = run(backend, requests, generator)
-        for request, adapter in requests[:7]:
-            alone = run(backend, [(request, adapter)], None)
-            assert alone[request.request_id] == together[request.request_id]
+    adapters += [scaled_and_shifted(random_adapter(SPEC, rank)) for rank in (3, 16)]
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, num_logprobs=2)
+    requests = []
+    for number in range(14):
+        adapter = adapters[int(generator.integers(len(adapters)))]
+        # Prompts of few tokens share prefixes; 60 tokens span several chunks of the step.
+        length = int(generator.choice([1, 5, 17, 40, 60]))
+        prompt = np.concatenate([np.full(length // 2, 5), generator.integers(3, 64, length - length // 2)])
+        requests.append((fake_request(f"r{number}", prompt.tolist(), adapter, sampling=sampling), adapter))
+    together = run(backend, requests, generator)
+    num_compared = 0
+    for request, adapter in requests[:7]:
+        alone = run(backend, [(request, adapter)], None)
+        for one, other in zip(alone[request.request_id], together[request.request_id], strict=True):
+            num_compared += 1
+            if one.token_id != other.token_id:
+                assert one.top[0][1] - one.top[1][1] < 2 * TOLERANCE, "a tie"
+                break
+            assert abs(one.logprob - other.logprob) <= TOLERANCE
+    assert num_compared > 40
+
+
+def test_the_rows_of_an_adapter_are_where_the_engine_says_and_nobody_elses_change(backend: JaxBackend) -> None:
+    before = jax.tree.map(np.array, backend._tables)
+    adapter = scaled_and_shifted(random_adapter(SPEC, 11))
+    backend.write_adapter(3, 32, adapter)
+    after = jax.tree.map(np.array, backend._tables)
+    for name in ("a", "b"):
+        for target, rows in getattr(after, name).items():
+            old = getattr(before, name)[target]
+            np.testing.assert_array_equal(rows[:, :32], old[:, :32])
+            np.testing.assert_array_equal(rows[:, 48:], old[:, 48:])
+            assert rows[:, 32:43].any(axis=(1, 2)).all()
+    for name in ("scales", "shifts"):
+        for product, rows in getattr(after, name).items():
+            old = getattr(before, name)[product]
+            np.testing.assert_array_equal(np.delete(rows, 4, axis=1), np.delete(old, 4, axis=1))
+            assert (rows[:, 4] != old[:, 4]).any()
+    backend.write_adapter(3, 32, random_adapter(SPEC, 11))
+    for table in backend._tables.scales.values():
+        assert (np.asarray(table)[:, 4] == 1).all(), "forgotten with the adapter before"
 
 
 def test_writing_and_serving_reuse_the_same_memory(backend: JaxBackend) -> None:
     def places() -> list[int]:
-        held = [backend._rows, backend._kv]
-        if isinstance(backend._adapters, XlaAdapters):
-            held.append(backend._adapters.tables(backend._rows).own.memory)
-        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(held)]
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves((backend._tables, backend._kv))]
 
     before = places()
-    adapter = with_random_extras(random_adapter(SPEC, 5), SPEC, np.random.default_rng())
+    adapter = scaled_and_shifted(random_adapter(SPEC, 5))
     request = fake_request("r", [4, 5, 6], adapter, sampling=SamplingParams(max_tokens=4, temperature=0.0))
     run(backend, [(request, adapter)], None)
     assert places() == before
 
 
-def test_a_layer_is_five_calls_of_kernels() -> None:
-    """In the loop's body, once for all layers; the embedding and the logits are one each."""
+def test_a_layer_is_nine_calls_of_kernels() -> None:
+    """In the loop's body, once for all layers: four products with their deltas, and attention; the head is one more."""
     backend = tiny_backend(CONFIG.on(XlaConfig(form="cpu", skip_precompile=True)), SPEC)
     calls = re.findall(r'custom_call_target="polylora_(\w+)"', backend.hlo(backend.programs.buckets[0]))
-    assert sorted(calls) == [
-        "add_product", "add_product", "attend", "embed", "logits", "norm_gated", "norm_qkv",
-    ]  # fmt: skip
-    backend.close()
-
-
-def test_extras_are_refused_by_name_where_there_is_no_memory_for_them() -> None:
-    plain = random_adapter(SPEC, 4)
-    key = next(iter(plain.weights))
-    biases = {key: np.ones(SPEC.target_shape(*key[:2])[1], np.float32)}
-    adapter = dataclasses.replace(plain, delta_biases=biases)
-    config = CONFIG.on(XlaConfig(form="xla", skip_precompile=True)).model_copy(update={"adapter_extra_bytes": 0})
-    backend = tiny_backend(config, SPEC)
-    with pytest.raises(AdapterMismatch, match="adapter_extra_bytes 0 cannot apply lora_bias"):
-        backend.write_adapter(1, 0, adapter)
+    assert sorted(calls) == ["add_deltas"] * 4 + ["multiply"] * 5 + ["store_and_attend"]
     backend.close()
 
 

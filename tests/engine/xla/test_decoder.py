@@ -9,19 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from app.engine.adapters.lora import TARGETS
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.models.checkpoint import Checkpoint
-from app.engine.xla.arrays import AdapterTables, KvMemory
+from app.engine.xla.adapters import XlaAdapters, base_tables
+from app.engine.xla.arrays import KvMemory
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.decoder import forward
 from app.engine.xla.sharding import make_mesh
-from app.engine.xla.sizes import Form, sizes_of
+from app.engine.xla.sizes import sizes_of
 from app.engine.xla.step import PREFILL_TILE, Bucket
-from app.engine.xla.tables import XlaAdapters
 from app.engine.xla.weights import read_weights
-from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_adapter, tiny_spec
+from app.engine.xla.xla_operations import XlaOperations
+from tests.engine.adapters.making import tiny_spec
 from tests.engine.checkpoints import FAMILIES
 from tests.engine.logits_check import NUM_BLOCKS, check_family
 from tests.engine.xla.making import random_tensors
@@ -49,37 +48,27 @@ def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, form:
     check_family(family, tmp_path, make_backend, LENGTHS, chunk_end)
 
 
-def test_deltas_in_pallas_give_the_same_logits() -> None:
-    """Interpreted here. One prompt of three adapters' tokens and the base's."""
-    spec, tensors = tiny_spec(), random_tensors(tiny_spec(), 5)
-    adapters = [random_adapter(spec, rank, targets) for rank, targets in ((3, TARGETS), (16, ["q_proj", "down_proj"]))]
-    found = []
-    for form in ("xla", "pallas"):
-        config = CONFIG.on(XlaConfig(form=form, skip_precompile=True))
-        config = config.model_copy(update={"adapter_rank_rows": 32, "max_batch_tokens": 16})
-        backend = JaxBackend(spec, tensors, config, make_mesh(jax.devices("cpu"), 1))
-        for slot, adapter in enumerate(adapters, start=1):
-            backend.write_adapter(slot, (slot - 1) * 8 * slot, adapter)
-        pieces = [Piece(np.arange(3) + 5, 0, np.array([slot]), slot) for slot in range(3)]
-        backend.forward(forward_batch(pieces, 16))
-        found.append(backend.logits(3))
-    assert np.abs(found[0] - found[1]).max() <= 1e-5
-    assert np.abs(np.diff(found[0], axis=0)).max() > 1e-2, "adapters change the logits"
-
-
-@pytest.mark.parametrize("form", ["xla", "pallas"])
-def test_a_whole_step_lowers_for_tpus(form: Form) -> None:
+def test_a_whole_step_lowers_for_tpus() -> None:
     """Lowered, not run: there is no TPU here."""
-    spec = tiny_spec()
-    sizes = sizes_of(spec, 1, form, interpret=False)
-    weights = read_weights(spec, sizes, random_tensors(spec), 64)
-    adapters = XlaAdapters(spec, sizes, weights, 2, 1 << 16, make_mesh(jax.devices("cpu"), 1))
-    tables = adapters.tables(AdapterTables(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in adapters.shapes(32))))
+    spec, operations = tiny_spec(), XlaOperations()
+    sizes = sizes_of(spec, 1, operations.column_multiple)
+    weights = read_weights(sizes, operations, random_tensors(spec), 64, "float32")
+    mesh = make_mesh(jax.devices("cpu"), 1)
+    adapters = XlaAdapters(sizes, operations, weights, 2, 32, False, mesh)
+    tables = base_tables(adapters.table_shapes())
     kv = jax.ShapeDtypeStruct((2, NUM_BLOCKS, 2, 16, 8), np.float32)
     bucket = Bucket(64, 8, PREFILL_TILE, 8)
-    step = jax.jit(partial(forward, bucket=bucket, sizes=sizes), donate_argnums=(2,))
-    traced = step.trace(weights, tables, KvMemory(kv, kv), jax.ShapeDtypeStruct((bucket.size,), np.int32))
+    step = jax.jit(partial(forward, bucket=bucket, sizes=sizes, operations=operations), donate_argnums=(3,))
+    flat = jax.ShapeDtypeStruct((bucket.size,), np.int32)
+    traced = step.trace(weights, tables, adapters.places(), KvMemory(kv, kv), flat)
     lowered = traced.lower(lowering_platforms=("tpu",)).as_text()
-    # Shrink and expand of seven modules, in the one body that all layers share.
-    assert lowered.count("tpu_custom_call") == (14 if form == "pallas" else 0)
     assert lowered.count("stablehlo.while") >= 1
+    assert "custom_call @polylora" not in lowered
+
+
+def test_what_one_shard_computes_follows_from_the_table_of_products() -> None:
+    sizes = sizes_of(tiny_spec(), 2, 16)
+    assert [sizes.width(product) for product in sizes.products] == [16 + 16 + 16, 32, 32 + 32, 32]
+    assert [sizes.total_width(product) for product in sizes.products] == [96, 32, 128, 32]
+    assert [product.d_in for product in sizes.products] == [24, 16, 24, 20]
+    assert (sizes.kv_heads, sizes.vocab_per_shard, sizes.num_layers) == (1, 32, 2)

@@ -1,4 +1,4 @@
-"""The ladder of shapes holds every step; packing loses nothing; a second start reads its programs from disk."""
+"""The ladder of shapes holds every step; a second start reads its programs from disk."""
 
 from __future__ import annotations
 
@@ -7,28 +7,20 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 import pytest
 
-from app.engine.config import EngineConfig, XlaConfig
-from app.engine.xla.programs import Programs, cpu_ladder, ladder
-from app.engine.xla.step import PREFILL_TILE, Bucket, _views, pack
-from app.kernels.sgmv.xla import SEGMENT_TOKENS, max_segments
-from load_tests.engine.steps import Piece, forward_batch
-from tests.engine.adapters.making import random_adapter, tiny_spec
-from tests.engine.xla.making import tiny_backend
+from app.engine.config import EngineConfig
+from app.engine.xla.programs import Programs, ladder
+from app.engine.xla.step import PREFILL_TILE, Bucket
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(8, 1), (16, 3), (64, 64), (256, 64), (100, 7)])
-@pytest.mark.parametrize("is_cpu", [False, True])
-def test_the_last_bucket_holds_every_step_and_the_smallest_is_chosen(tokens: int, sequences: int, is_cpu: bool) -> None:
+def test_the_last_bucket_holds_every_step_and_the_smallest_is_chosen(tokens: int, sequences: int) -> None:
     config = EngineConfig(max_batch_tokens=tokens, max_batch_sequences=sequences)
-    buckets = cpu_ladder(config, 8) if is_cpu else ladder(config, 8, 1)
-    programs = Programs(buckets, lambda bucket: bucket, skip_precompile=False)
+    programs = Programs(ladder(config, 8), lambda bucket: bucket, skip_precompile=False)
     programs.wait()
     assert programs.num_compiled == len(programs.buckets) == len(set(programs.buckets))
     for num_sequences in range(1, min(sequences, tokens) + 1):
@@ -70,38 +62,6 @@ def test_a_failed_compilation_is_raised_by_the_next_step() -> None:
         programs.wait()
     with pytest.raises(RuntimeError, match="out of memory"):
         programs.find(1, 1, decode=True)
-
-
-@pytest.mark.parametrize("form", ["cpu", "xla"])
-def test_any_division_of_tokens_fits_its_bucket(form: Literal["cpu", "xla"]) -> None:
-    generator = np.random.default_rng()
-    config = EngineConfig(num_kv_blocks=64, adapter_rank_rows=128, xla=XlaConfig(form=form, skip_precompile=True))
-    adapters = tiny_backend(config)._adapters
-    for slot in range(1, 9):
-        adapters.assign(slot, slot * 8, random_adapter(tiny_spec(), 5, ["q_proj"]), 8)
-    for _ in range(200):
-        count = int(generator.integers(1, 9))
-        lengths = generator.multinomial(int(generator.integers(0, 64 - count)), np.ones(count) / count) + 1
-        pieces = [
-            Piece(generator.integers(0, 9, n), int(generator.integers(0, 40)), generator.integers(0, 64, 8), number)
-            for number, n in enumerate(lengths)
-        ]
-        bucket = Bucket(64, 8, PREFILL_TILE, 8, form == "cpu")
-        flat = pack(forward_batch(pieces, 16), bucket, 1024, adapters.fill)
-        assert len(flat) == bucket.size
-        packed = _views(flat, bucket)
-        # Every token of an adapter is in one piece of work, no base token is.
-        if form == "cpu":
-            starts = np.cumsum([0, *lengths])
-            assert packed["num_runs"] == count - 1
-            expected = [(starts[i], starts[i + 1], i) for i in range(1, count)]
-            np.testing.assert_array_equal(packed["runs"][: count - 1], np.reshape(expected, (-1, 3)))
-            tasks = packed["shrink_tasks"][: packed["num_shrink_tasks"]]
-            assert [t for first, end, _ in tasks for t in range(first, end)] == list(range(lengths[0], starts[-1]))
-        else:
-            segments = packed["num_segments"]
-            assert segments == sum(-(-int(n) // SEGMENT_TOKENS) for n in lengths[1:])
-            assert segments <= max_segments(64, 8)
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:

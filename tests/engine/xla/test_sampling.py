@@ -1,4 +1,4 @@
-"""What the host makes of a step's logits in the CPU form."""
+"""What the host makes of a step's results."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import numpy as np
 import pytest
 
 from app.engine.batch import SamplingBatch
-from app.engine.xla.arrays import Outcome
+from app.engine.xla.arrays import StepResult
 from app.engine.xla.sampling import sample
+from app.kernels.sampling.reference import log_sum_exp
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("num_logprobs", [-1, 2])
-def test_rows_that_overflowed_are_named(temperature: float, num_logprobs: int) -> None:
-    num_rows = 4
-    logits = np.random.default_rng(3).normal(size=(num_rows + 2, 20)).astype(np.float32)
-    expected = logits[:num_rows].argmax(axis=1)
-    logits[1:3] = np.nan
+def _sampling(num_rows: int, temperature: float, num_logprobs: int) -> SamplingBatch:
     ones, zeros = np.ones(num_rows, np.float32), np.zeros(num_rows, np.int32)
-    sampling = SamplingBatch(
+    return SamplingBatch(
         temperature=ones * np.float32(temperature),
         top_p=ones,
         top_k=zeros,
@@ -32,7 +27,46 @@ def test_rows_that_overflowed_are_named(temperature: float, num_logprobs: int) -
         history=(zeros[:0],) * num_rows,
         prompt_lens=zeros,
     )
-    output = sample(Outcome(None, logits), sampling)
+
+
+def _result(logits: np.ndarray) -> StepResult:
+    token_ids = logits.argmax(axis=1).astype(np.int32)
+    return StepResult(token_ids, logits[np.arange(len(logits)), token_ids], logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("num_logprobs", [-1, 2])
+@pytest.mark.parametrize("lost", [np.nan, np.inf])
+def test_rows_that_overflowed_are_named(temperature: float, num_logprobs: int, lost: float) -> None:
+    num_rows = 4
+    logits = np.random.default_rng(3).normal(size=(num_rows + 2, 20)).astype(np.float32)
+    expected = logits[:num_rows].argmax(axis=1)
+    logits[1:3, 5] = lost
+    output = sample(_result(logits), _sampling(num_rows, temperature, num_logprobs))
     assert output.overflowed == (1, 2)
     if not temperature:
         assert output.token_ids[[0, 3]].tolist() == expected[[0, 3]].tolist()
+
+
+def test_logits_leave_the_device_only_when_a_row_asks_for_them() -> None:
+    logits = np.random.default_rng(3).normal(size=(6, 20)).astype(np.float32)
+
+    class Guarded:
+        def __array__(self, *_: object, **__: object) -> np.ndarray:
+            raise AssertionError("nobody asked")
+
+    result = _result(logits)._replace(logits=Guarded())
+    assert sample(result, _sampling(4, 0.0, -1)).token_ids.tolist() == logits[:4].argmax(axis=1).tolist()
+    with pytest.raises(AssertionError, match="nobody asked"):
+        sample(result, _sampling(4, 0.7, -1))
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits = np.random.default_rng(3).normal(size=(3, 20)).astype(np.float32)
+    output = sample(_result(logits), _sampling(2, 0.0, 2))
+    for p in range(2):
+        expected = logits[p].max() - log_sum_exp(logits[p])
+        assert abs(output.logprobs[p] - expected) < 1e-6
+        top = output.top_logprobs[p]
+        assert top is not None
+        assert top[0].tolist() == np.argsort(-logits[p])[:2].tolist()

@@ -1,8 +1,8 @@
-"""Base weights of a CPU engine as stacks over layers, in float32 or in 8 bits as `weight_storage` says.
+"""Base weights as the CPU kernels read them: stacks over layers, in float32 or in 8 bits as `weight_storage` says.
 
 In: weights [N, K], in any order. Out: a `Stack` per product. With "auto" a stack is in 8 bits exactly where the
 products are those of float32 weights to the bit, for all its layers alike; one that turns out not to be is taken back
-to float32. Both engines store weights by this.
+to float32. Whoever calls these kernels stores weights by this: the CPU engine, and JAX on CPUs.
 """
 
 from __future__ import annotations

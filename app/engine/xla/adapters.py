@@ -1,0 +1,224 @@
+"""Resident adapters on the devices: rank rows, scales and shifts, in tables that no adapter changes the shape of.
+
+In: a `LoraAdapter`, its slot and its first rank row. Out: its rows in one fixed shape per rank class, zero wherever it
+has nothing, to be written by a donated update; per slot, where an adapter's rows begin and their ranks. A class is
+`RANK_CHUNK` times a power of two, like the runs of rank rows that the engine hands out. Beside rank rows an adapter may
+have a scale and a shift per column of any module (DoRA, biases): every run of rank rows comes with room for them.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from app.engine.adapters.extras import ExtraPart, plan
+from app.engine.adapters.lora import LoraAdapter, widened
+from app.engine.batch import ForwardBatch
+from app.engine.errors import AdapterMismatch
+from app.engine.models.products import product_of, targets_of
+from app.engine.models.sharding import shard_columns
+from app.engine.xla.arrays import TENSOR_AXIS, AdapterPlaces, RankTables, XlaWeights
+from app.engine.xla.base_values import XlaBaseValues
+from app.engine.xla.features import SERVED
+from app.engine.xla.operations import Floats, Operations
+from app.engine.xla.sizes import XlaSizes
+from app.engine.xla.step import StepAdapters
+from app.kernels.sgmv.xla import RANK_CHUNK
+
+
+def rank_classes(num_rows: int) -> list[int]:
+    """Lengths of the runs an adapter can own, shortest first."""
+    return [RANK_CHUNK << k for k in range(32) if RANK_CHUNK << k <= num_rows]
+
+
+class XlaAdapters:
+    """What the programs are told of resident adapters."""
+
+    def __init__(
+        self, sizes: XlaSizes, operations: Operations, weights: XlaWeights, num_slots: int, num_rows: int,
+        has_extras: bool, mesh: Mesh,
+    ) -> None:  # fmt: skip
+        """has_extras: whether adapters may have scales and shifts; if not, those that have are refused."""
+        self._sizes, self._operations, self._num_rows = sizes, operations, num_rows
+        self._columns = {product.name: shard_columns(product, sizes.num_shards) for product in sizes.whole}
+        self._base = XlaBaseValues(sizes, operations, weights.layers, mesh) if has_extras and num_rows else None
+        self._plans: WeakKeyDictionary[LoraAdapter, tuple[ExtraPart, ...]] = WeakKeyDictionary()
+        self._starts, self._max_ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
+        self._has_extras = np.zeros(num_slots, np.bool_)
+        self._ranks = {
+            product.name: np.zeros((sizes.num_layers, num_slots, len(product.targets)), np.int32)
+            for product in sizes.products
+        }
+        self._replicated = NamedSharding(mesh, P())
+        self._on_device: AdapterPlaces | None = None
+
+    def warm_up(self) -> None:
+        """Compile what preparing an adapter calls."""
+        if self._base is not None:
+            self._base.warm_up()
+
+    def shapes(self, num_rows: int) -> RankTables:
+        """The shape of each table with `num_rows` rank rows of one adapter."""
+        return self._shapes(num_rows, 1)
+
+    def table_shapes(self) -> RankTables:
+        """The shape of each table."""
+        return self._shapes(self._num_rows, self._base_row + 1)
+
+    def _shapes(self, num_rows: int, num_extra_rows: int) -> RankTables:
+        sizes, count = self._sizes, self._sizes.num_layers
+        a, b = {}, {}
+        for product in sizes.products:
+            is_input = product.kind.split == "input"
+            for target, width in zip(product.targets, product.padded_widths(sizes.column_multiple), strict=True):
+                a[target] = (count, num_rows, product.d_in * (sizes.num_shards if is_input else 1))
+                b[target] = (count, num_rows, width * (1 if is_input else sizes.num_shards))
+        extras = {product.name: (count, num_extra_rows, sizes.total_width(product)) for product in sizes.products}
+        if self._base is None:
+            extras = {}
+        return RankTables(a, b, extras, dict(extras))
+
+    def specs(self) -> RankTables:
+        """A of o and down is split like their input, B of the others like their output; the rest is replicated."""
+        split, a, b, extras = P(None, None, TENSOR_AXIS), {}, {}, {}
+        for product in self._sizes.products:
+            is_input = product.kind.split == "input"
+            for target in product.targets:
+                a[target], b[target] = (split, P()) if is_input else (P(), split)
+            extras[product.name] = P() if is_input else split
+        if self._base is None:
+            extras = {}
+        return RankTables(a, b, extras, dict(extras))
+
+    def prepare(self, adapter: LoraAdapter) -> None:
+        """Any thread: raises AdapterMismatch for what is not served; works out the scales of an adapter with DoRA."""
+        adapter.check_modules(targets_of(self._sizes.products), self._sizes.num_layers)
+        if not adapter.features:
+            return
+        refused = " or ".join(sorted(adapter.features - SERVED))
+        if refused:
+            raise AdapterMismatch(f"the xla engine does not serve {refused}; use engine.cpu or engine.cuda")
+        features = " or ".join(sorted(adapter.features))
+        if self._base is None:
+            raise AdapterMismatch(f"the xla engine with engine.adapter_extra_bytes 0 cannot apply {features}; raise it")
+        if not adapter.weights:
+            raise AdapterMismatch(
+                f"the xla engine applies {features} beside rank rows only, and this adapter has none; use engine.cpu"
+            )
+        if adapter not in self._plans:
+            self._plans[adapter] = plan(adapter, self._sizes.spec, self._base)
+
+    def rows_of(self, adapter: LoraAdapter, num_rows: int) -> RankTables:
+        """What is to be written of an adapter that has been prepared: NumPy arrays in the tables' layout."""
+        sizes, shards = self._sizes, self._sizes.num_shards
+        shapes = self.shapes(num_rows)
+        a: dict[str, Floats] = {}
+        b: dict[str, Floats] = {}  # [L, shards, floats]; one shard of what is replicated
+        for product in sizes.products:
+            is_input = product.kind.split == "input"
+            for target in product.targets:
+                for table, shape, is_split in ((a, shapes.a, is_input), (b, shapes.b, not is_input)):
+                    parts, floats = shards if is_split else 1, num_rows * shape[target][2]
+                    table[target] = np.zeros((sizes.num_layers, parts, floats // parts), np.float32)
+        for (layer, target, _), pair in adapter.weights.items():
+            product = product_of(sizes.products, target)
+            mine, index = self._columns[product.name][target], product.targets.index(target)
+            width = product.padded_widths(sizes.column_multiple)[index]
+            wide_a, wide_b = widened(pair.a), widened(pair.b)
+            for shard, columns in enumerate(mine):
+                own_a = wide_a[:, columns] if product.kind.split == "input" else wide_a
+                own_b = wide_b[:, columns] if product.kind.split == "output" else wide_b
+                padded_b = np.zeros((pair.rank, width), np.float32)
+                padded_b[:, : own_b.shape[1]] = own_b
+                packed = self._operations.pack_rows(own_a, padded_b)
+                for whole, rows in ((a[target], packed.a), (b[target], packed.b)):
+                    whole[layer, min(shard, whole.shape[1] - 1), : rows.size] = rows.reshape(-1)
+        whole_a, whole_b = (
+            {target: _side_by_side(part, num_rows) for target, part in table.items()} for table in (a, b)
+        )
+        return RankTables(whole_a, whole_b, *self._extras_of(adapter))
+
+    def assign(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """From now on the slot's adapter is this one, its rows at `row_start`."""
+        for table in self._ranks.values():
+            table[:, adapter_slot] = 0
+        for (layer, target, _), pair in adapter.weights.items():
+            product = product_of(self._sizes.products, target)
+            self._ranks[product.name][layer, adapter_slot, product.targets.index(target)] = pair.rank
+        self._starts[adapter_slot] = row_start
+        self._max_ranks[adapter_slot] = max((pair.rank for pair in adapter.weights.values()), default=0)
+        self._has_extras[adapter_slot] = bool(adapter.features)
+        self._on_device = None
+
+    def places(self) -> AdapterPlaces:
+        """The programs' argument."""
+        if self._on_device is None:
+            copied = AdapterPlaces(self._starts.copy(), {name: table.copy() for name, table in self._ranks.items()})
+            self._on_device = jax.device_put(copied, self._replicated)  # JAX may keep what it is given
+        return self._on_device
+
+    def of_step(self, batch: ForwardBatch) -> StepAdapters:
+        """What a step's adapters are."""
+        slots, counts = batch.run_adapter_slots, np.diff(batch.run_starts)
+        rows = np.where(self._max_ranks[slots] > 0, self._starts[slots] // RANK_CHUNK, self._base_row)
+        return StepAdapters(
+            int(self._max_ranks[slots].max(initial=0)),
+            np.repeat(rows, counts).astype(np.int32),
+            int(counts[self._has_extras[slots]].sum()),
+        )
+
+    @property
+    def _base_row(self) -> int:
+        """The base's row of the tables of scales and shifts."""
+        return self._num_rows // RANK_CHUNK
+
+    def _extras_of(self, adapter: LoraAdapter) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Scales and shifts by product [L, 1, columns of all shards]: 1 and 0 where the adapter has none."""
+        shapes = self.shapes(RANK_CHUNK)
+        scales = {name: np.ones(shape, np.float32) for name, shape in shapes.scales.items()}
+        shifts = {name: np.zeros(shape, np.float32) for name, shape in shapes.shifts.items()}
+        for kind, layer, target, values in self._plans.get(adapter, ()):
+            assert kind in ("scale", "shift")
+            assert target is not None
+            product = product_of(self._sizes.products, target)
+            table = (scales if kind == "scale" else shifts)[product.name][layer, 0]
+            columns = product.columns(target, self._sizes.column_multiple)
+            if product.kind.split == "input":
+                table[columns] = values
+            else:
+                by_shard = table.reshape(self._sizes.num_shards, -1)  # a view
+                by_shard[:, columns] = values[self._columns[product.name][target]]
+        return scales, shifts
+
+
+def base_tables(shapes: RankTables) -> RankTables:
+    """Tables of these shapes in which there are no adapters, as NumPy arrays."""
+    a, b, shifts = (
+        {name: np.zeros(shape, np.float32) for name, shape in table.items()}
+        for table in (shapes.a, shapes.b, shapes.shifts)
+    )
+    return RankTables(a, b, {name: np.ones(shape, np.float32) for name, shape in shapes.scales.items()}, shifts)
+
+
+def write_rows(tables: RankTables, rows: RankTables, row_start: Array) -> RankTables:
+    """The tables with an adapter's rows at `row_start`; donated, so written in place."""
+
+    def written(table: dict[str, Array], new: dict[str, Array], at: Array) -> dict[str, Array]:
+        return {name: lax.dynamic_update_slice_in_dim(table[name], new[name], at, axis=1) for name in table}
+
+    extra_row = row_start // RANK_CHUNK
+    return RankTables(
+        written(tables.a, rows.a, row_start), written(tables.b, rows.b, row_start),
+        written(tables.scales, rows.scales, extra_row), written(tables.shifts, rows.shifts, extra_row),
+    )  # fmt: skip
+
+
+def _side_by_side(by_shard: Floats, num_rows: int) -> Floats:
+    """[L, shards, num_rows * width] -> [L, num_rows, shards * width]."""
+    split = by_shard.reshape(*by_shard.shape[:2], num_rows, -1).swapaxes(1, 2)
+    return split.reshape(len(by_shard), num_rows, -1)

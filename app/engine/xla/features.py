@@ -1,0 +1,10 @@
+"""What adapters may do beyond plain LoRA on this engine: what a scale and a shift per column of a module can express.
+
+In: nothing. Out: the features that are served; an adapter that needs another is refused by name when it is registered.
+It imports nothing of JAX, so that the process that reads adapters can ask.
+"""
+
+from __future__ import annotations
+
+#: Those of `app.engine.adapters.lora.FEATURES`.
+SERVED = frozenset({"DoRA", "lora_bias", "trained biases"})
