@@ -23,8 +23,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from app.engine.adapters.lora import TARGETS
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
 from load_tests.measuring import numbers
@@ -33,7 +33,7 @@ _PARENTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn")
 
 
 def write_random_adapter(
-    folder: Path, spec: ModelSpec, rank: int, seed: int, targets: Sequence[str] = TARGETS, bf16: bool = False
+    folder: Path, spec: ModelSpec, rank: int, seed: int, targets: Sequence[str] = DENSE_TARGETS, bf16: bool = False
 ) -> Path:
     """One adapter over `targets` of every layer; lora_alpha equals the rank. Returns `folder`.
 
@@ -45,7 +45,7 @@ def write_random_adapter(
     tensors = {}
     for layer in range(len(spec.layers)):
         for target in targets:
-            d_in, d_out = spec.target_shape(layer, target)
+            d_in, d_out = target_shape(spec, layer, target)
             path = f"base_model.model.model.layers.{layer}.{_PARENTS.get(target, 'mlp')}.{target}"
             a = rng.standard_normal((rank, d_in), np.float32) * d_in**-0.5
             b = rng.standard_normal((d_out, rank), np.float32) * 0.05 * rank**-0.5

@@ -29,10 +29,11 @@ from app.deployments.store.library import AdapterLibrary, open_library
 from app.deployments.store.store import AdapterStore
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter, unpack_adapter
-from app.engine.adapters.lora import FEATURES, TARGETS, LoraAdapter
+from app.engine.adapters.lora import FEATURES, LoraAdapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
 from app.engine.open import load_backend
@@ -122,7 +123,7 @@ class _Service:
 
 def _host_bytes(settings: Settings, spec: ModelSpec) -> int:
     """What `num_host` of the many hold: two bytes a value, as they are written in bfloat16 and stay so."""
-    d_in, d_out = spec.target_shape(0, "q_proj")
+    d_in, d_out = target_shape(spec, 0, "q_proj")
     return max(1 << 20, settings.num_host * len(spec.layers) * settings.small_rank * (d_in + d_out) * 2)
 
 
@@ -132,7 +133,9 @@ def _host_copy(packed: PackedAdapter) -> PackedAdapter:
 
 async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> str:
     folders = [
-        write_random_adapter(folder / f"a{i}", checkpoint.spec, settings.rank, settings.seed + i, TARGETS, bf16=True)
+        write_random_adapter(
+            folder / f"a{i}", checkpoint.spec, settings.rank, settings.seed + i, DENSE_TARGETS, bf16=True
+        )
         for i in range(settings.num_repeats)
     ]
     size_bytes = sum(file.stat().st_size for file in folders[0].iterdir())

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from app.engine.adapters.formats.peft import read_peft
-from app.engine.adapters.lora import TARGETS
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
 from app.engine.open import load_backend
@@ -58,7 +58,7 @@ class Settings:
 def prompt_flops(spec: ModelSpec, num_tokens: int) -> int:
     """Operations of one prompt: base products of every token, attention of each over those before it, one logit row."""
     products = sum(
-        int(np.prod(spec.target_shape(index, target))) for index in range(len(spec.layers)) for target in TARGETS
+        int(np.prod(target_shape(spec, index, target))) for index in range(len(spec.layers)) for target in DENSE_TARGETS
     )
     pairs = num_tokens * (num_tokens + 1) // 2
     attention = sum(layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers)
@@ -68,7 +68,9 @@ def prompt_flops(spec: ModelSpec, num_tokens: int) -> int:
 def adapter_bytes(spec: ModelSpec, rank: int) -> int:
     """What the kernels read of one adapter over all projections, in float32."""
     return (
-        4 * rank * sum(sum(spec.target_shape(index, target)) for index in range(len(spec.layers)) for target in TARGETS)
+        4
+        * rank
+        * sum(sum(target_shape(spec, index, target)) for index in range(len(spec.layers)) for target in DENSE_TARGETS)
     )
 
 

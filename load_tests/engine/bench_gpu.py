@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from app.engine.adapters.lora import TARGETS
 from app.engine.batch import ForwardBatch
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.backend import GpuBackend
 from app.engine.cuda.graphs import Bucket
 from app.engine.cuda.memory import kv_block_bytes, rank_row_bytes
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.kernels import tuning
 from load_tests.engine.llama_shapes import (
     BLOCK_SIZE,
@@ -71,14 +71,14 @@ class Bench:
         self.engine = self._backend("engine", rows=RANK * (sizes.num_adapters + 4))
         self._write_all(self.engine)
 
-    def _write_all(self, backend: GpuBackend, targets: Sequence[str] = TARGETS) -> None:
+    def _write_all(self, backend: GpuBackend, targets: Sequence[str] = DENSE_TARGETS) -> None:
         for index in range(self.sizes.num_adapters):
             backend.write_adapter(index + 1, RANK * index, self._adapters.adapter(index, targets))
 
-    def bound(self, num_adapters: int, targets: Sequence[str] = TARGETS) -> float:
+    def bound(self, num_adapters: int, targets: Sequence[str] = DENSE_TARGETS) -> float:
         """A decode step's bytes with so many adapters over the base's: weights, keys and values, rank rows."""
         layers = range(len(self.spec.layers))
-        shapes = {target: [self.spec.target_shape(layer, target) for layer in layers] for target in TARGETS}
+        shapes = {target: [target_shape(self.spec, layer, target) for layer in layers] for target in DENSE_TARGETS}
         weights = sum(d_in * d_out for of in shapes.values() for d_in, d_out in of)
         weights += self.spec.vocab_size * self.spec.hidden_size
         per_token = kv_block_bytes(self.spec, 1, 1)

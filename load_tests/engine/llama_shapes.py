@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.batch import ForwardBatch
 from app.engine.models.names import expected_tensors
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from load_tests.engine.steps import Piece, forward_batch
@@ -74,18 +75,18 @@ class RandomAdapters:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        widest = max(max(spec.target_shape(0, target)) for target in TARGETS)
+        widest = max(max(target_shape(spec, 0, target)) for target in DENSE_TARGETS)
         rng = np.random.default_rng(0)
         self._pool = rng.standard_normal(RANK * widest + 100_000, np.float32) * np.float32(0.01)
         self._pool.flags.writeable = False
 
-    def adapter(self, index: int, targets: Sequence[str] = TARGETS, *, apart: bool = False) -> LoraAdapter:
+    def adapter(self, index: int, targets: Sequence[str] = DENSE_TARGETS, *, apart: bool = False) -> LoraAdapter:
         """`apart`: in memory of its own, as large as a real one's, so that reading it takes a real one's time."""
         weights = {}
         for layer in range(len(self._spec.layers)):
             for n, target in enumerate(targets):
                 start = (index * 7919 + layer * 131 + n * 17) % 100_000 // 4 * 4
-                d_in, d_out = self._spec.target_shape(layer, target)
+                d_in, d_out = target_shape(self._spec, layer, target)
                 parts = [self._pool[start : start + RANK * width].reshape(RANK, width) for width in (d_in, d_out)]
                 weights[LoraKey(layer, target)] = LoraPair(*(part.copy() if apart else part for part in parts))
         size = sum(pair.a.nbytes + pair.b.nbytes for pair in weights.values())

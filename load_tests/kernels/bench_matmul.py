@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.products import target_shape
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.team import Team
@@ -47,8 +48,8 @@ def products(spec: ModelSpec, num_layers: int, rng: np.random.Generator) -> list
     """qkv, o, gate and up, down of `num_layers` layers, with random weights."""
     made = []
     for _ in range(num_layers):
-        shapes = [spec.target_shape(0, target) for target in ("q_proj", "k_proj", "v_proj")]
-        gate, out, down = (spec.target_shape(0, target) for target in ("gate_proj", "o_proj", "down_proj"))
+        shapes = [target_shape(spec, 0, target) for target in ("q_proj", "k_proj", "v_proj")]
+        gate, out, down = (target_shape(spec, 0, target) for target in ("gate_proj", "o_proj", "down_proj"))
         for depth, width in (
             (spec.hidden_size, sum(d_out for _, d_out in shapes)),
             out,

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, DeviceConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from tests.engine.adapters.making import random_adapter, with_random_extras
@@ -62,8 +63,8 @@ def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     yield "model.embed_tokens.weight", weight(spec.vocab_size, spec.hidden_size)
     yield "model.norm.weight", weight(spec.hidden_size, centre=1.0)
     for layer in range(len(spec.layers)):
-        for target in TARGETS:
-            d_in, d_out = spec.target_shape(layer, target)
+        for target in DENSE_TARGETS:
+            d_in, d_out = target_shape(spec, layer, target)
             module = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
             yield f"model.layers.{layer}.{module}.{target}.weight", weight(d_out, d_in)
             if target in ("q_proj", "k_proj", "v_proj"):
@@ -95,10 +96,10 @@ def _sampling(generator: np.random.Generator) -> SamplingParams:
 def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[Case]:
     adapters: list[LoraAdapter | None] = [None, None]
     for rank, dtype in zip(RANKS, ("F32", "BF16", "BF16", "F32", "BF16", "F32"), strict=True):
-        targets = TARGETS if rank % 3 else [t for t in TARGETS if generator.integers(2)] or ["v_proj"]
+        targets = DENSE_TARGETS if rank % 3 else [t for t in DENSE_TARGETS if generator.integers(2)] or ["v_proj"]
         adapters.append(random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3, dtype=dtype))
     for rank, dtype in ((1, "BF16"), (8, "F32"), (16, "BF16"), (24, "F32")):
-        targets = [t for t in TARGETS if generator.integers(2)] or ["o_proj"]
+        targets = [t for t in DENSE_TARGETS if generator.integers(2)] or ["o_proj"]
         plain = random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3, dtype=dtype)
         adapters.append(with_random_extras(plain, spec, generator))
     prefixes = [tuple(generator.integers(3, 120, n).tolist()) for n in (0, 16, 40, 64)]

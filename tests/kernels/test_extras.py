@@ -22,7 +22,7 @@ from tests.seeds import rng
 def _module(x, tables, runs, first, end, out, out_panel, kept, residual):  # type: ignore[no-untyped-def]
     if residual:
         cpu.set_aside(tables, 0, 0, runs, out_panel + first, out_panel + end, out, kept)
-    cpu.own_columns(x, tables, 0, 0, runs, first, end, out, out_panel)
+    cpu.change_columns(x, tables, 0, 0, runs, first, end, out, out_panel)
     if residual:
         cpu.put_back(tables, 0, 0, runs, out_panel + first, out_panel + end, kept, out)
 
@@ -95,9 +95,9 @@ def test_a_head_is_the_definitions_in_its_runs_only(
     inputs = np.full((num_rows, (-(-num_ids // PANEL) - (-rank // PANEL)) * PANEL), np.nan, np.float32)
     plain, logits = (np.full((num_rows, len(packed) * PANEL), np.nan, np.float32) for _ in range(2))
     team = Team(num_threads)
-    team.run(cpu.own_head, 1, x, packed, tables, runs[:0], inputs, plain)
-    team.run(cpu.own_head_inputs, 1, x, tables, runs, inputs)
-    team.run(cpu.own_head, 1, x, packed, tables, runs, inputs, logits)
+    team.run(cpu.head_with_extras, 1, x, packed, tables, runs[:0], inputs, plain)
+    team.run(cpu.extra_head_inputs, 1, x, tables, runs, inputs)
+    team.run(cpu.head_with_extras, 1, x, packed, tables, runs, inputs, logits)
     team.close()
     mine = [2, 4, 5, 6]
     for p in mine:
@@ -123,8 +123,8 @@ def test_rows_are_normalised_with_their_adapters_weight(num_threads: int, has_sl
     rows = np.array([1, 2, 2, 5, 10], np.int32)
     own = np.array([slots[t] == 2 if has_slots else False for t in range(len(x))])
     out, sampled = np.full_like(x, np.nan), np.full((5, 37), np.nan, np.float32)
-    team.run(cpu.own_rms_norm, 1, x, weights[0], np.float32(1e-5), addresses, slots, out)
-    team.run(cpu.own_gather_normed, 1, x, rows, weights[0], np.float32(1e-5), addresses, slots, sampled)
+    team.run(cpu.rms_norm_with_extras, 1, x, weights[0], np.float32(1e-5), addresses, slots, out)
+    team.run(cpu.gather_normed_with_extras, 1, x, rows, weights[0], np.float32(1e-5), addresses, slots, sampled)
     plain = [np.empty_like(x) for _ in weights]
     for weight, normed in zip(weights, plain, strict=True):
         team.run(rms_norm, 1, x, weight, np.float32(1e-5), normed)
@@ -160,7 +160,7 @@ def test_heads_are_normalised_with_their_adapters_weights_before_they_are_rotate
         )  # fmt: skip
         return rotated, k_memory[0].transpose(2, 0, 1), v_memory[0].swapaxes(0, 1)  # each by token
 
-    found = run(cpu.own_rotate_and_store, norms, slots, q_norm=base[0], k_norm=base[1])
+    found = run(cpu.rotate_and_store_with_extras, norms, slots, q_norm=base[0], k_norm=base[1])
     for t, (q_norm, k_norm) in enumerate(of_token):
         expected = run(rotate_and_store, q_norm=q_norm, k_norm=k_norm)
         for ours, alone in zip(found, expected, strict=True):
@@ -190,7 +190,7 @@ def test_a_token_is_looked_up_in_its_adapters_rows(rows: str, rank: int) -> None
     slots = np.array([2, 2, 2, 2, 0, 1], np.int64)
     before = normal(generator, len(token_ids), hidden)
     out = before.copy()
-    team.run(cpu.own_embedding, 1, token_ids, tables, slots, out)
+    team.run(cpu.change_embeddings, 1, token_ids, tables, slots, out)
     team.close()
     for t, token_id in enumerate(token_ids[:4].tolist()):
         expected = reference.embedding(before[t], token_id, None if rows == "all" else ids, own_rows, a, b)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from app.kernels.activation.reference import Activation
 from app.kernels.extras.cpu import ExtraTables, empty_tables
 from app.kernels.linear import reference
-from app.kernels.linear.cpu import Own, gate_and_up, project
+from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
 from app.kernels.linear.reference import ModuleAdapter
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL, pack
@@ -57,8 +57,10 @@ class Modules:
         a = self.a[0][0]
         return NextShrink((a, a, a), self.ranks[:, :1])
 
-    def own(self, runs: NDArray[np.int64], out: Floats) -> Own:
-        return Own(self.extras, np.int64(0), np.int64(0), runs if self.held else runs[:0], np.full_like(out, np.nan))
+    def own(self, runs: NDArray[np.int64], out: Floats) -> ProductExtras:
+        return ProductExtras(
+            self.extras, np.int64(0), np.int64(0), runs if self.held else runs[:0], np.full_like(out, np.nan)
+        )
 
     def expect(self, x: Floats, slots: list[int], with_bias: bool) -> NDArray[np.float64]:
         at, parts = 0, []

@@ -13,9 +13,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from app.engine.adapters.lora import TARGETS
 from app.engine.api import LLM
 from app.engine.config import EngineConfig
+from app.engine.models.products import DENSE_TARGETS
 from app.engine.request import SamplingParams
 from examples.training.recipes import RECIPES
 from examples.training.task import examples
@@ -120,7 +120,7 @@ def test_random_adapters_of_any_rank_over_every_module_answer_as_under_peft(
 #: Several options beyond plain LoRA together, over whole modules of the demo model.
 COMBINED: dict[str, dict[str, Any]] = {
     "DoRA and norms": {
-        "target_modules": list(TARGETS),
+        "target_modules": list(DENSE_TARGETS),
         "use_dora": True,
         "modules_to_save": ["norm", "input_layernorm"],
     },
@@ -208,7 +208,7 @@ def _trained(model: PreTrainedModel, options: dict[str, Any]) -> PeftModel:
 
 def _save_random(model: PreTrainedModel, rank: int, folder: Path) -> Path:
     """A PEFT adapter with random A and B on all seven modules, strong enough to change every answer."""
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), init_lora_weights=False)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(DENSE_TARGETS), init_lora_weights=False)
     adapted = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

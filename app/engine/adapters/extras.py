@@ -8,7 +8,7 @@ weight or the adapter's own, whether DoRA, trained biases, lora_bias or a replac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
-from app.engine.adapters.modules import Module, layer_modules
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, LayerNorm, expected_tensors
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, LayerNorm
 from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 
@@ -203,80 +202,3 @@ def _token_rows(adapter: LoraAdapter, name: str) -> tuple[NDArray[np.int64], Flo
     ids = np.array(token_ids, np.int64)
     order = np.argsort(ids)
     return ids[order], rows[order]
-
-
-class ModuleExtras(NamedTuple):
-    """What one module has beside rank rows. `weight`, `bias`: names in `LoraAdapter.replaced`, or None."""
-
-    has_scale: bool
-    has_shift: bool
-    weight: str | None
-    bias: str | None
-
-
-def module_extras(adapter: LoraAdapter, spec: ModelSpec) -> dict[LoraKey, ModuleExtras]:
-    """Every layer module that needs more than rank rows. A base bias under a scale has to be put right by a shift."""
-    paths = {path: LoraKey(module.layer, module.targets[0]) for path, module in _linear(spec).items()}
-    own = [(name, *name.rpartition(".")[::2]) for name in adapter.replaced]
-    weights = {paths[path]: name for name, path, kind in own if path in paths and kind == "weight"}
-    biases = {paths[path]: name for name, path, kind in own if path in paths and kind == "bias"}
-    touched = {*adapter.magnitudes, *adapter.delta_biases, *weights, *biases}
-    if not touched:
-        return {}
-    base = expected_tensors(spec)
-    path_of = {key: path for path, key in paths.items()}
-    found = {}
-    for key in sorted(touched):
-        has_scale, weight, bias = key in adapter.magnitudes, weights.get(key), biases.get(key)
-        keeps_base_bias = f"{path_of[key]}.bias" in base and (has_scale or weight is not None)
-        has_shift = bias is not None or key in adapter.delta_biases or keeps_base_bias
-        found[key] = ModuleExtras(has_scale, has_shift, weight, bias)
-    return found
-
-
-def module_shift(
-    adapter: LoraAdapter,
-    key: LoraKey,
-    parts: ModuleExtras,
-    scale: NDArray[np.float32] | None,
-    base_bias: NDArray[np.floating] | None,
-    d_out: int,
-) -> NDArray[np.float32]:
-    """What remains to be added [d_out] to scale * (W x + base bias + B A x), or to the own W x."""
-    base = np.zeros(d_out) if base_bias is None else base_bias.astype(np.float64)
-    factor = np.ones(d_out) if scale is None else scale.astype(np.float64)
-    shift = base if parts.bias is None else adapter.replaced[parts.bias].astype(np.float64)
-    if parts.weight is None:
-        shift = shift - factor * base
-    if key in adapter.delta_biases:
-        shift = shift + factor * adapter.delta_biases[key]
-    return shift.astype(np.float32)
-
-
-def replaced_norms(adapter: LoraAdapter) -> Iterable[str]:
-    """Names of the norm weights that the adapter brings its own of."""
-    return (name for name in adapter.replaced if name.endswith("norm.weight"))
-
-
-def embedding_rows(adapter: LoraAdapter) -> NDArray[np.float32] | None:
-    """Rows [n, H] that stand in for the embedding's: every token's, or those of `embedding_ids`."""
-    rows = adapter.replaced.get(EMBEDDING)
-    if "embed_tokens" not in adapter.token_rows:
-        return rows
-    token_ids, own_rows = adapter.token_rows["embed_tokens"]
-    if rows is None:
-        return own_rows
-    rows = rows.copy()
-    rows[list(token_ids)] = own_rows
-    return rows
-
-
-def embedding_ids(adapter: LoraAdapter) -> NDArray[np.int64] | None:
-    """The token ids [n] of `embedding_rows`; None where it has none, or every token's."""
-    if EMBEDDING in adapter.replaced or "embed_tokens" not in adapter.token_rows:
-        return None
-    return np.array(adapter.token_rows["embed_tokens"].token_ids, np.int64)
-
-
-def _linear(spec: ModelSpec) -> dict[str, Module]:
-    return {path: module for path, module in layer_modules(len(spec.layers)).items() if not module.is_fused}

@@ -20,10 +20,6 @@ from numpy.typing import NDArray
 from app.engine.adapters.card import AdapterCard
 from app.engine.errors import AdapterMismatch
 
-#: Modules of a decoder layer that carry low-rank deltas, in the order they are applied.
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 #: The type of matrices that take two bytes per value.
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: An array in float32, or in bfloat16.
@@ -36,7 +32,7 @@ def widened(values: Matrix) -> NDArray[np.float32]:
 
 
 class LoraKey(NamedTuple):
-    """Where a delta applies: layer index, module name (one of `TARGETS`), expert or None."""
+    """Where a delta applies: layer index, module name (a target of `app.engine.models.products`), expert or None."""
 
     layer: int
     target: str

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from app.kernels.extras.cpu import (
     ATTENTION_NORM,
     MLP_NORM,
-    own_embedding,
-    own_gather_normed,
-    own_head,
-    own_head_inputs,
-    own_rms_norm,
-    own_rotate_and_store,
+    change_embeddings,
+    extra_head_inputs,
+    gather_normed_with_extras,
+    head_with_extras,
+    rms_norm_with_extras,
+    rotate_and_store_with_extras,
 )
-from app.kernels.linear.cpu import Own, gate_and_up, project
+from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, embed, layer_panels
 from app.kernels.paged_attention.cpu import paged_attention
@@ -165,7 +165,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
     hidden = work.hidden[:num_tokens]
     phase = embed(team, phase, step.token_ids, weights.embedding, weights.head, hidden[:, :width])
     if step.extra_runs.shape[0] > 0:
-        phase = own_embedding(team, phase, step.token_ids, extras, step.extra_slots, hidden[:, :width])
+        phase = change_embeddings(team, phase, step.token_ids, extras, step.extra_slots, hidden[:, :width])
     for layer in range(num_layers):
         phase = _attention(
             team, phase, layer, weights, sizes, tables, extras, k_memory[layer], v_memory[layer], step, work
@@ -185,7 +185,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     runs, places, tasks, slots = step.runs, tables.places, step.shrink_tasks, step.extra_slots
     rows, norms, rope = tables.qkv, extras.norms[layer], weights.layer_rope[layer]
 
-    phase = own_rms_norm(
+    phase = rms_norm_with_extras(
         team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms[:, ATTENTION_NORM], slots, normed
     )
     if runs.shape[0] > 0:
@@ -194,9 +194,9 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     phase = project(
         team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
         _three(rows.b, layer), rows.ranks[layer], runs, places, _upcoming(rows, layer),
-        Own(extras, layer, rows.first, step.extra_runs, kept), qkv,
+        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
     )  # fmt: skip
-    phase = own_rotate_and_store(
+    phase = rotate_and_store_with_extras(
         team, phase, norms, slots, qkv, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
         weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory, v_memory, sizes.num_heads,
         sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
@@ -213,7 +213,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     return project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk,
         (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, _upcoming(rows_o, layer),
-        Own(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
+        ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
 
 
@@ -226,14 +226,16 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
     runs, places, tasks = step.runs, tables.places, step.shrink_tasks
     rows, norms = tables.gate_up, extras.norms[layer, :, MLP_NORM]
 
-    phase = own_rms_norm(team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed)
+    phase = rms_norm_with_extras(
+        team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
+    )
     if runs.shape[0] > 0:
         a, ranks = (rows.a[0][layer], rows.a[1][layer]), rows.ranks[layer]
         phase = shrink(team, phase, normed, a, ranks, tasks, step.widest_rank, places, shrunk)
     phase = gate_and_up(
         team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
         (rows.b[0][layer], rows.b[1][layer]), rows.ranks[layer], runs, places, _upcoming(rows, layer),
-        Own(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up, gated,
+        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up, gated,
     )  # fmt: skip
     rows_down = tables.down
     if runs.shape[0] > 0:
@@ -243,7 +245,7 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
     return project(
         team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
         (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places, _upcoming(rows_down, later),
-        Own(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
+        ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
 
 
@@ -252,14 +254,14 @@ def _logits(team, phase, weights, sizes, extras, step, work):
     """work.logits of the sampled rows, normalised into work.sampled."""
     num_tokens, num_sampled = step.token_ids.shape[0], step.sample_rows.shape[0]
     sampled, inputs = work.sampled[:num_sampled], work.head_inputs[:num_sampled]
-    phase = own_gather_normed(
+    phase = gather_normed_with_extras(
         team, phase, work.hidden[:num_tokens], step.sample_rows, weights.final_norm, sizes.eps, extras.final_norm,
         step.extra_slots, sampled,
     )  # fmt: skip
     if step.extra_samples.shape[0] > 0:
-        phase = own_head_inputs(team, phase, sampled, extras, step.extra_samples, inputs)
+        phase = extra_head_inputs(team, phase, sampled, extras, step.extra_samples, inputs)
     head = layer_panels(weights.head, 0)
-    return own_head(team, phase, sampled, head, extras, step.extra_samples, inputs, work.logits[:num_sampled])
+    return head_with_extras(team, phase, sampled, head, extras, step.extra_samples, inputs, work.logits[:num_sampled])
 
 
 @compiled

@@ -52,6 +52,7 @@ GATED_MLP = (
 )
 #: Of a decoder layer without experts: what a module's name means where no model is at hand.
 DENSE = (*ATTENTION, *GATED_MLP)
+DENSE_TARGETS = tuple(target for kind in DENSE for target in kind.targets)
 
 
 @dataclass(frozen=True, slots=True)

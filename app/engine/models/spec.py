@@ -80,21 +80,6 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
-    def target_shape(self, layer: int, target: str) -> tuple[int, int]:
-        """(d_in, d_out) of a module of `app.engine.adapters.lora.TARGETS`; KeyError if there is none."""
-        attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
-        q_size = attention.num_heads * attention.head_dim
-        kv_size = attention.num_kv_heads * attention.head_dim
-        return {
-            "q_proj": (self.hidden_size, q_size),
-            "k_proj": (self.hidden_size, kv_size),
-            "v_proj": (self.hidden_size, kv_size),
-            "o_proj": (q_size, self.hidden_size),
-            "gate_proj": (self.hidden_size, mlp.intermediate_size),
-            "up_proj": (self.hidden_size, mlp.intermediate_size),
-            "down_proj": (mlp.intermediate_size, self.hidden_size),
-        }[target]
-
 
 def checked_num_layers(num_layers: int) -> int:
     """`num_layers` itself; CheckpointError where building so many would exhaust memory before a name is checked."""

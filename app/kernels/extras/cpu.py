@@ -98,28 +98,30 @@ def _panels(num_columns):
 
 
 @compiled
-def _own_or(addresses, slots, t, weight):
+def _weight_of(addresses, slots, t, weight):
     """The weight at addresses[slots[t]], or the base's where that is 0 and where there are no slots."""
     address = addresses[slots[t]] if slots.shape[0] > 0 else np.int64(0)
     return weight if address == 0 else _floats(address, weight.shape[0])
 
 
 @compiled
-def own_rms_norm(team, phase, x, weight, eps, own, slots, out):
-    """As `rms_norm`, with the weight at own[slots[t]] where that is not 0. own: [S]; slots: [T] or [0]. One phase."""
+def rms_norm_with_extras(team, phase, x, weight, eps, addresses, slots, out):
+    """As `rms_norm`, with the weight at addresses[slots[t]] where that is not 0. addresses: [S]; slots: [T] or [0].
+
+    One phase."""
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, x.shape[0], NORM_ROWS)
         for t in range(first, end):
-            normalise_row(x[t], _own_or(own, slots, t, weight), eps, weight.shape[0], out[t])
+            normalise_row(x[t], _weight_of(addresses, slots, t, weight), eps, weight.shape[0], out[t])
         done += 1
         index = take(team, phase)
     return leave(team, phase, num_pieces, done)
 
 
 @compiled
-def own_rotate_and_store(
+def rotate_and_store_with_extras(
     team, phase, norms, slots, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads,
     num_kv_heads, head_dim, q_size, kv_size,
 ):  # fmt: skip
@@ -129,8 +131,8 @@ def own_rotate_and_store(
     t = take(team, phase)
     while t < num_tokens:
         rotate_and_store_token(
-            t, qkv, positions, kv_slots, cos, sin, _own_or(norms[:, Q_NORM], slots, t, q_norm),
-            _own_or(norms[:, K_NORM], slots, t, k_norm), eps, k_memory, v_memory, num_heads, num_kv_heads, head_dim,
+            t, qkv, positions, kv_slots, cos, sin, _weight_of(norms[:, Q_NORM], slots, t, q_norm),
+            _weight_of(norms[:, K_NORM], slots, t, k_norm), eps, k_memory, v_memory, num_heads, num_kv_heads, head_dim,
             q_size, kv_size,
         )  # fmt: skip
         done += 1
@@ -139,7 +141,7 @@ def own_rotate_and_store(
 
 
 @compiled
-def own_columns(x, tables, layer, module, runs, first, end, out, out_panel):
+def change_columns(x, tables, layer, module, runs, first, end, out, out_panel):
     """y = scale * y + shift, y the adapter's own W x[t] or what out holds: panels first to end of a module's outputs.
 
     x: [T, d_in]; out: [T, ...] in place, the module's outputs beginning at out_panel. One thread.
@@ -171,13 +173,13 @@ def own_columns(x, tables, layer, module, runs, first, end, out, out_panel):
 
 @compiled
 def changes_sum(tables, layer, adapter_slot, module):
-    """Whether `own_columns` scales or replaces what a product would be added to."""
+    """Whether `change_columns` scales or replaces what a product would be added to."""
     return tables.scales[layer, adapter_slot, module] != 0 or tables.weights[layer, adapter_slot, module] != 0
 
 
 @compiled
 def set_aside(tables, layer, module, runs, first, end, out, kept):
-    """Before a product is added to what out holds: rows whose sum `own_columns` will change start from zero."""
+    """Before a product is added to what out holds: rows whose sum `change_columns` will change start from zero."""
     for g in range(runs.shape[0]):
         if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
@@ -188,7 +190,7 @@ def set_aside(tables, layer, module, runs, first, end, out, kept):
 
 @compiled
 def put_back(tables, layer, module, runs, first, end, kept, out):
-    """After `own_columns`: what `set_aside` took."""
+    """After `change_columns`: what `set_aside` took."""
     for g in range(runs.shape[0]):
         if changes_sum(tables, layer, runs[g, 2], module):
             for t in range(runs[g, 0], runs[g, 1]):
@@ -221,7 +223,7 @@ def _find(address, count, token):
 
 
 @compiled
-def _own_embedding_row(token, tables, adapter_slot, out):
+def _change_embedding(token, tables, adapter_slot, out):
     width = out.shape[0]
     rows, count = tables.embed_rows[adapter_slot], tables.num_embed_ids[adapter_slot]
     if rows != 0:
@@ -240,35 +242,38 @@ def _own_embedding_row(token, tables, adapter_slot, out):
 
 
 @compiled
-def own_embedding(team, phase, token_ids, tables, slots, out):
+def change_embeddings(team, phase, token_ids, tables, slots, out):
     """out[t] = the adapter's own row for the token, if it has one, plus its low-rank delta. out: [T, H]. One phase."""
     num_tokens, done = token_ids.shape[0], 0
     t = take(team, phase)
     while t < num_tokens:
         if slots[t] != 0:
-            _own_embedding_row(np.int64(token_ids[t]), tables, slots[t], out[t])
+            _change_embedding(np.int64(token_ids[t]), tables, slots[t], out[t])
         done += 1
         t = take(team, phase)
     return leave(team, phase, num_tokens, done)
 
 
 @compiled
-def own_gather_normed(team, phase, x, rows, weight, eps, own, slots, out):
-    """As `gather_normed`, with the weight at own[slots[rows[p]]] where that is not 0. slots: [T] or [0]. One phase."""
+def gather_normed_with_extras(team, phase, x, rows, weight, eps, addresses, slots, out):
+    """As `gather_normed`, with the weight at addresses[slots[rows[p]]] where that is not 0. slots: [T] or [0].
+
+    One phase."""
     num_rows, done = rows.shape[0], 0
     p = take(team, phase)
     while p < num_rows:
-        normalise_row(x[rows[p]], _own_or(own, slots, rows[p], weight), eps, weight.shape[0], out[p])
+        normalise_row(x[rows[p]], _weight_of(addresses, slots, rows[p], weight), eps, weight.shape[0], out[p])
         done += 1
         p = take(team, phase)
     return leave(team, phase, num_rows, done)
 
 
 @compiled
-def own_head_inputs(team, phase, x, tables, runs, out):
-    """What `own_logits` needs of the sampled rows x [P, H]: logits of the adapter's own rows, then its A x. One phase.
+def extra_head_inputs(team, phase, x, tables, runs, out):
+    """What `head_with_extras` needs of the sampled rows x [P, H]: logits of the adapter's own rows, then its A x.
 
-    runs: [E, 3] over the rows of x. out: [P, W]: for each row its adapter's panels of head_rows, then of head_a.
+    runs: [E, 3] over the rows of x. out: [P, W]: for each row its adapter's panels of head_rows, then of head_a. One
+    phase.
     """
     num_panels, done = out.shape[1] // PANEL, 0
     num_pieces = runs.shape[0] * num_panels
@@ -295,8 +300,8 @@ def own_head_inputs(team, phase, x, tables, runs, out):
 
 
 @compiled
-def _own_logits(x, tables, runs, inputs, first, end, logits):
-    """Panels first to end of the logits of the runs' rows; see `own_head`."""
+def _change_logits(x, tables, runs, inputs, first, end, logits):
+    """Panels first to end of the logits of the runs' rows; see `head_with_extras`."""
     depth, x_row, out_row = x.shape[1], x.strides[0] // 4, logits.strides[0] // 4
     column = first * PANEL
     for g in range(runs.shape[0]):
@@ -326,10 +331,11 @@ def _own_logits(x, tables, runs, inputs, first, end, logits):
 
 
 @compiled
-def own_head(team, phase, x, w, tables, runs, inputs, logits):
+def head_with_extras(team, phase, x, w, tables, runs, inputs, logits):
     """logits = x @ w, then those of the runs' rows from their adapters' own matrix or rows, plus their deltas.
 
-    x: [P, H]; w: the base's packed head, either kind; inputs: from `own_head_inputs`; logits: [P, V padded]. One phase.
+    x: [P, H]; w: the base's packed head, either kind; inputs: from `extra_head_inputs`; logits: [P, V padded].
+    One phase.
     """
     num_panels, done = num_panels_of(w), 0
     size = panels_per_piece(x.shape[0], num_panels)
@@ -338,7 +344,7 @@ def own_head(team, phase, x, w, tables, runs, inputs, logits):
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         multiply_any_panels(x, w, first, end, logits, False, NO_FETCH)
-        _own_logits(x, tables, runs, inputs, first, end, logits)
+        _change_logits(x, tables, runs, inputs, first, end, logits)
         done += 1
         index = take(team, phase)
     return leave(team, phase, num_pieces, done)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.activation.cpu import activate
-from app.kernels.extras.cpu import ExtraTables, own_columns, put_back, set_aside
+from app.kernels.extras.cpu import ExtraTables, change_columns, put_back, set_aside
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, panels_per_piece
@@ -27,7 +27,7 @@ Floats = NDArray[np.float32]
 _ADAPTED_PANELS = 12
 
 
-class Own(NamedTuple):
+class ProductExtras(NamedTuple):
     """Extras of one layer's product: its first module, and the runs that have them (none: nothing is done)."""
 
     tables: ExtraTables
@@ -56,13 +56,13 @@ def _panels_per_piece(num_rows, num_panels, runs):
 
 
 @compiled
-def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places, upcoming, own, out):
+def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places, upcoming, extras, out):
     """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
 
     The modules lie side by side in w and out. upcoming: the `NextShrink`. One phase.
     """
     num_panels, done = num_panels_of(w), 0
-    has_own = own.runs.shape[0] > 0
+    has_extras = extras.runs.shape[0] > 0
     size = _panels_per_piece(x.shape[0], num_panels, runs)
     num_pieces = count_pieces(num_panels, size)
     blocks = np.empty(MOST_BLOCKS if runs.shape[0] > 0 else 0, np.int64)
@@ -73,8 +73,8 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places,
         if runs.shape[0] > 0:
             soon = shrink_ranges(upcoming, runs, places) if done == 0 else soon
             fetch = list_fetch(tables, ranks, runs, places, first, end, num_panels, soon, blocks)
-        if accumulate and has_own:
-            set_aside(own.tables, own.layer, own.module, own.runs, first, end, out, own.kept)
+        if accumulate and has_extras:
+            set_aside(extras.tables, extras.layer, extras.module, extras.runs, first, end, out, extras.kept)
         adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
         multiply_any_panels(x, w, first, end, out, adds, fetch)
         if runs.shape[0] > 0:
@@ -84,18 +84,20 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places,
                 low, high = max(first - at, 0), min(end - at, width)
                 if low < high:
                     expand_panels(h, n, tables, ranks, runs, places, low, high, out, at)
-                    if has_own:
-                        own_columns(x, own.tables, own.layer, own.module + n, own.runs, low, high, out, at)
+                    if has_extras:
+                        change_columns(
+                            x, extras.tables, extras.layer, extras.module + n, extras.runs, low, high, out, at
+                        )
                 at += width
-        if accumulate and has_own:
-            put_back(own.tables, own.layer, own.module, own.runs, first, end, own.kept, out)
+        if accumulate and has_extras:
+            put_back(extras.tables, extras.layer, extras.module, extras.runs, first, end, extras.kept, out)
         done += 1
         index = take(team, phase)
     return leave(team, phase, num_pieces, done)
 
 
 @compiled
-def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, upcoming, own, gelu, gate_up, gated):
+def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, upcoming, extras, gelu, gate_up, gated):
     """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
 
     w holds the panels of gate, then those of up; the rest as in `project`.
@@ -121,8 +123,8 @@ def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, upcomin
             multiply_any_panels(x, w, at + first, at + end, gate_up, adds, fetch)
             if runs.shape[0] > 0:
                 expand_panels(h, n, tables, ranks, runs, places, first, end, gate_up, at)
-            if own.runs.shape[0] > 0:
-                own_columns(x, own.tables, own.layer, own.module + n, own.runs, first, end, gate_up, at)
+            if extras.runs.shape[0] > 0:
+                change_columns(x, extras.tables, extras.layer, extras.module + n, extras.runs, first, end, gate_up, at)
         activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)
         done += 1
         index = take(team, phase)

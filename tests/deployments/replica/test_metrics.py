@@ -11,10 +11,10 @@ import pytest
 from app.deployments.replica import metrics as exported
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.store.counts import TierCounts
-from app.engine.adapters.lora import TARGETS
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.engine.request import SamplingParams
 from tests.fakes import FakeBackend, fake_adapter, fake_request, fake_spec
 
@@ -46,7 +46,7 @@ def test_the_devices_counts_are_the_engines() -> None:
     assert abs(found["load_s"] - stats.adapter_write_s) < 1e-9
     assert abs(found["loaded_bytes"] - stats.num_adapter_write_bytes) <= stats.num_adapter_writes
     spec = fake_spec()
-    row_bytes = sum(4 * sum(spec.target_shape(0, target)) for target in TARGETS)
+    row_bytes = sum(4 * sum(target_shape(spec, 0, target)) for target in DENSE_TARGETS)
     assert found["held_bytes"] == row_bytes * sum(item.num_rows for item in stats.residents) > 0
     assert found["held_adapters"] == len(stats.residents)
     engine.pin_adapters([])

@@ -18,9 +18,10 @@ from safetensors.numpy import save_file
 
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.extras import extra_bytes
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraPair, TokenRows
+from app.engine.adapters.lora import LoraAdapter, LoraPair, TokenRows
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
 from app.engine.models.names import expected_tensors
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from tests import seeds
 
@@ -84,7 +85,7 @@ def adapter_from_arrays(
 def random_adapter(
     spec: ModelSpec,
     rank: int,
-    targets: Iterable[str] = TARGETS,
+    targets: Iterable[str] = DENSE_TARGETS,
     seed: int | None = None,
     *,
     alpha: float | None = None,
@@ -115,7 +116,7 @@ def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Gen
     names = [
         name for name in shapes if name.endswith((".bias", "norm.weight", "embed_tokens.weight", "lm_head.weight"))
     ]
-    linear = [f"{module_path(layer, target)}.weight" for layer in range(len(spec.layers)) for target in TARGETS]
+    linear = [f"{module_path(layer, target)}.weight" for layer in range(len(spec.layers)) for target in DENSE_TARGETS]
     plain = [f"{module_path(key.layer, key.target)}.weight" for key in adapter.weights]
     ids = tuple(rng.permutation(vocab)[: int(rng.integers(1, 40))].tolist())
     parts = set(rng.permutation(["scaled", "shifted", "replaced", "outer", "rows"])[: int(rng.integers(1, 6))].tolist())
@@ -141,13 +142,13 @@ def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Gen
 
 
 def random_arrays(
-    spec: ModelSpec, rank: int, targets: Iterable[str] = TARGETS, seed: int | None = None, size: float = 0.2
+    spec: ModelSpec, rank: int, targets: Iterable[str] = DENSE_TARGETS, seed: int | None = None, size: float = 0.2
 ) -> dict[tuple[int, str], tuple[NDArray[np.float32], NDArray[np.float32]]]:
     rng = np.random.default_rng(seed)
     arrays = {}
     for layer in range(len(spec.layers)):
         for target in targets:
-            d_in, d_out = spec.target_shape(layer, target)
+            d_in, d_out = target_shape(spec, layer, target)
             a, b = rng.normal(0, size, (rank, d_in)), rng.normal(0, size, (d_out, rank))
             arrays[layer, target] = (a.astype(np.float32), b.astype(np.float32))
     return arrays
@@ -178,9 +179,9 @@ def peft_beyond(
     targets, saved, config = ["q_proj"], [], peft_config(rank, ["q_proj"])
     for layer in range(len(spec.layers)):
         if "dora" in features:
-            add(f"model.layers.{layer}.self_attn.q_proj.lora_magnitude_vector", spec.target_shape(layer, "q_proj")[1])
+            add(f"model.layers.{layer}.self_attn.q_proj.lora_magnitude_vector", target_shape(spec, layer, "q_proj")[1])
         if "lora_bias" in features:
-            add(f"model.layers.{layer}.self_attn.q_proj.lora_B.bias", spec.target_shape(layer, "q_proj")[1])
+            add(f"model.layers.{layer}.self_attn.q_proj.lora_B.bias", target_shape(spec, layer, "q_proj")[1])
     if "embedding" in features:
         config["rank_pattern"] = {"embed_tokens": 2}
         targets.append("embed_tokens")
@@ -196,7 +197,7 @@ def peft_beyond(
     return config | {"target_modules": targets} | changes, tensors
 
 
-def peft_config(rank: int, targets: Iterable[str] = TARGETS, **changes: object) -> dict[str, object]:
+def peft_config(rank: int, targets: Iterable[str] = DENSE_TARGETS, **changes: object) -> dict[str, object]:
     """A configuration as PEFT 0.21 writes it for a plain adapter, with `changes`."""
     return {
         "alora_invocation_tokens": None,

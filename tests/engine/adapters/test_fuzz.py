@@ -30,6 +30,7 @@ from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.lora import FEATURES, LoraAdapter
 from app.engine.errors import AdapterError
+from app.engine.models.products import target_shape
 from tests.budgets import examples
 from tests.engine.adapters.making import peft_beyond, peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
 from tests.seeds import any_seed
@@ -170,7 +171,7 @@ def _count_outcomes(
 def _check_invariants(adapter: LoraAdapter) -> None:
     assert adapter.weights
     for key, (a, b) in adapter.weights.items():
-        assert (a.shape[1], b.shape[1]) == SPEC.target_shape(key.layer, key.target)
+        assert (a.shape[1], b.shape[1]) == target_shape(SPEC, key.layer, key.target)
         assert a.shape[0] == b.shape[0] >= 1
         assert np.isfinite(a).all()
         assert np.isfinite(b).all()

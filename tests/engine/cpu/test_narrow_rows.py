@@ -11,13 +11,14 @@ import torch
 
 from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
 from app.engine.cpu.backend import CpuBackend
+from app.engine.models.products import target_shape
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.served import CONFIG, served_logits
 
 
 def with_a_fine_zero(adapter: LoraAdapter) -> LoraAdapter:
     """The same adapter with one more module, whose delta is zero and whose A needs more bits than bfloat16 has."""
-    d_in, d_out = tiny_spec().target_shape(0, "v_proj")
+    d_in, d_out = target_shape(tiny_spec(), 0, "v_proj")
     pair = LoraPair(np.full((8, d_in), 0.1, np.float32), np.zeros((8, d_out), np.float32))
     weights = MappingProxyType({**adapter.weights, LoraKey(0, "v_proj"): pair})
     return dataclasses.replace(adapter, weights=weights)

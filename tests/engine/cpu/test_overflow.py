@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from app.engine.adapters.card import AdapterRef
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.engine import Engine
 from app.engine.errors import AdapterOverflow
+from app.engine.models.products import DENSE_TARGETS
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
 from tests.engine.adapters.making import random_adapter
 from tests.engine.company import _spec, _tensors
@@ -18,7 +19,7 @@ def test_an_adapter_that_overflows_ends_its_own_requests() -> None:
     # Few blocks and no shared prefixes: what the adapter left in its blocks is written over by those that follow.
     config = EngineConfig(cpu=CpuConfig(num_threads=1), num_kv_blocks=6, adapter_rank_rows=64, prefix_cache=False)
     engine = Engine(CpuBackend(spec, _tensors(spec, 1), config), config)
-    good, large = random_adapter(spec, 8, TARGETS, 3), random_adapter(spec, 8, TARGETS, 3, size=1e12)
+    good, large = random_adapter(spec, 8, DENSE_TARGETS, 3), random_adapter(spec, 8, DENSE_TARGETS, 3, size=1e12)
     adapters = {"base": None, "good": good, "greedy": large, "drawn": large}
 
     def submit(name: str, adapter: LoraAdapter | None) -> None:

@@ -8,9 +8,10 @@ import weakref
 import numpy as np
 import pytest
 
-from app.engine.adapters.lora import TARGETS, LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.cpu.rows import PreparedRows
 from app.engine.errors import AdapterMismatch
+from app.engine.models.products import DENSE_TARGETS
 from tests.engine.adapters.making import tiny_spec
 from tests.engine.driving import make_engine
 from tests.fakes import fake_adapter, fake_request
@@ -24,7 +25,7 @@ def _adapter(*keys: LoraKey) -> LoraAdapter:
 def test_ranks_stand_where_modules_are() -> None:
     rows = PreparedRows(tiny_spec(2)).of(_adapter(LoraKey(1, "k_proj"), LoraKey(0, "down_proj")))
     expected = np.zeros((2, 7), np.int32)
-    expected[1, TARGETS.index("k_proj")] = expected[0, TARGETS.index("down_proj")] = 3
+    expected[1, DENSE_TARGETS.index("k_proj")] = expected[0, DENSE_TARGETS.index("down_proj")] = 3
     np.testing.assert_array_equal(rows.ranks, expected)
     assert sorted(zip(rows.matrices.layers, rows.matrices.modules, strict=True)) == [(0, 6), (1, 1)]
 

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.engine.errors import CheckpointError
 from app.engine.models.hf_config import spec_from_config
+from app.engine.models.products import target_shape
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import ModelSpec
 
@@ -112,7 +113,7 @@ def test_llama_reads_biases_and_head_dim() -> None:
     assert (attention.head_dim, attention.num_heads, attention.num_kv_heads, attention.window) == (20, 4, 2, None)
     assert attention.scale == pytest.approx(20**-0.5)
     assert (spec.norm_eps, spec.tie_embeddings, spec.max_positions) == (3e-6, True, 512)
-    assert spec.target_shape(3, "q_proj") == (48, 80)
+    assert target_shape(spec, 3, "q_proj") == (48, 80)
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from app.engine.adapters.extras import extra_bytes
-from app.engine.adapters.lora import TARGETS, LoraAdapter
+from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig, XlaConfig
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch
+from app.engine.models.products import DENSE_TARGETS
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
 from app.engine.xla.backend import JaxBackend
 from app.kernels.matmul.quantised import Quantised
@@ -81,7 +82,7 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
     sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, num_logprobs=0)
     requests = []
     for number, rank in enumerate(ranks):
-        targets = generator.choice(TARGETS, int(generator.integers(1, 8)), replace=False).tolist()
+        targets = generator.choice(DENSE_TARGETS, int(generator.integers(1, 8)), replace=False).tolist()
         prompt = generator.integers(0, 64, int(generator.integers(1, 30))).tolist()
         adapter = random_adapter(SPEC, rank, targets, dtype=["F32", "BF16"][number % 2])
         if number % 3 == 0:

@@ -33,10 +33,10 @@ from app.engine.adapters.formats.peft import read_peft, read_peft_stored
 from app.engine.adapters.formats.quantize import delta_error, dequantize, quantize
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
-from app.engine.adapters.lora import TARGETS
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
 from app.engine.models.names import expected_tensors
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from tests import seeds
 from tests.budgets import examples
 from tests.engine.adapters.making import DTYPES, module_path, random_arrays, stored_tensor, tiny_spec
@@ -44,7 +44,7 @@ from tests.engine.adapters.making import DTYPES, module_path, random_arrays, sto
 SPEC = tiny_spec()
 
 
-def random_stored(rank: int = 3, dtype: str = "F32", targets: tuple[str, ...] = TARGETS) -> StoredAdapter:
+def random_stored(rank: int = 3, dtype: str = "F32", targets: tuple[str, ...] = DENSE_TARGETS) -> StoredAdapter:
     arrays = random_arrays(SPEC, rank, targets)
     modules = [
         StoredModule(module_path(*key), stored_tensor(a, dtype), stored_tensor(b, dtype), 5.0, use_rslora=False)
@@ -72,12 +72,12 @@ def _floats(dtype: str, shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray[
 
 @st.composite
 def stored_adapters(draw: st.DrawFn) -> StoredAdapter:
-    places = draw(st.sets(st.tuples(st.integers(0, 1), st.sampled_from(TARGETS)), min_size=1, max_size=5))
+    places = draw(st.sets(st.tuples(st.integers(0, 1), st.sampled_from(DENSE_TARGETS)), min_size=1, max_size=5))
     use_rslora = draw(st.booleans())
     modules = []
     for layer, target in places:
         rank = draw(st.integers(1, 5))
-        d_in, d_out = SPEC.target_shape(layer, target)
+        d_in, d_out = target_shape(SPEC, layer, target)
         halves = []
         for shape in ((rank, d_in), (d_out, rank)):
             dtype = draw(st.sampled_from(sorted(DTYPES)))
@@ -291,7 +291,7 @@ def test_metadata_is_kept_and_cannot_pose_as_the_formats(tmp_path: Path) -> None
     schema = pa.ipc.open_file(pa.memory_map(str(path))).schema
     assert schema.metadata[b"rank"] == b"3"
     assert schema.metadata[b"alpha"] == b"[5.0]"
-    assert json.loads(schema.metadata[b"target_modules"]) == sorted(TARGETS)
+    assert json.loads(schema.metadata[b"target_modules"]) == sorted(DENSE_TARGETS)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.limits import ReadLimits
-from app.engine.adapters.lora import BFLOAT16, TARGETS, LoraKey
+from app.engine.adapters.lora import BFLOAT16, LoraKey
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
+from app.engine.models.products import DENSE_TARGETS, target_shape
 from tests import seeds
 from tests.engine.adapters.making import (
     adapter_from_arrays,
@@ -38,12 +39,12 @@ def test_every_target_is_read_with_its_scale_folded(tmp_path: Path, dtype: str) 
     arrays = random_arrays(SPEC, 4)
     tensors = peft_tensors(arrays, dtype)
     adapter = read_peft(write_peft(tmp_path, peft_config(4, lora_alpha=10), tensors), SPEC)
-    assert set(adapter.weights) == {LoraKey(layer, target) for layer in range(2) for target in TARGETS}
+    assert set(adapter.weights) == {LoraKey(layer, target) for layer in range(2) for target in DENSE_TARGETS}
     for key, (a, b) in adapter.weights.items():
         prefix = f"base_model.model.{module_path(key.layer, key.target)}"
         np.testing.assert_array_equal(a, tensors[f"{prefix}.lora_A.weight"].astype(np.float32))
         np.testing.assert_array_equal(b, tensors[f"{prefix}.lora_B.weight"].astype(np.float32).T * np.float32(10 / 4))
-        assert (a.shape[1], b.shape[1]) == SPEC.target_shape(key.layer, key.target)
+        assert (a.shape[1], b.shape[1]) == target_shape(SPEC, key.layer, key.target)
         assert a.dtype == (BFLOAT16 if dtype == "BF16" else np.float32)
         assert b.dtype == np.float32, "the scale is no power of two"
         for array in (a, b):
@@ -51,7 +52,12 @@ def test_every_target_is_read_with_its_scale_folded(tmp_path: Path, dtype: str) 
             assert array.flags.aligned
             assert not array.flags.writeable
     card = adapter.card
-    assert (card.max_rank, card.targets, card.dtype, card.base_digest) == (4, tuple(sorted(TARGETS)), dtype, "base")
+    assert (card.max_rank, card.targets, card.dtype, card.base_digest) == (
+        4,
+        tuple(sorted(DENSE_TARGETS)),
+        dtype,
+        "base",
+    )
     assert card.size_bytes == sum(array.nbytes for pair in adapter.weights.values() for array in pair)
 
 
@@ -106,7 +112,7 @@ def test_a_fused_module_shares_a_and_splits_b(tmp_path: Path) -> None:
         (["q_proj"], {(0, "q_proj"), (1, "q_proj")}),
         (["model.layers.1.self_attn.q_proj"], {(1, "q_proj")}),
         (["self_attn.v_proj", "absent_in_this_model"], {(0, "v_proj"), (1, "v_proj")}),
-        ("all-linear", {(layer, target) for layer in range(2) for target in TARGETS}),
+        ("all-linear", {(layer, target) for layer in range(2) for target in DENSE_TARGETS}),
         (
             r".*\.layers\.[\d]{1,}\.(?:self_attn|attn)\.(?:k_proj|v_proj)",
             {(i, f"{t}_proj") for i in (0, 1) for t in "kv"},
