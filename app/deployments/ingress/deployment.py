@@ -37,7 +37,7 @@ from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.placer import ServePlacer
 from app.deployments.placement.policies.choosing import make_policy
 from app.deployments.placement.table import PlacementTable
-from app.deployments.store.actor import store_actor
+from app.deployments.store.actor import store_actor, store_name
 from app.deployments.store.client import StoreClient
 
 
@@ -51,7 +51,7 @@ class Ingress(AsgiIngress):
         ingress_id = context.replica_id.unique_id
         route_in_this_loop(engines)
         store = StoreClient(store_actor(config))
-        placement = PlacementClient(placement_actor(config, context.app_name))
+        placement = PlacementClient(placement_actor(config, context.app_name), store_name(config))
         metrics = IngressMetrics(time.time)
         registry = WatchedRegistry(store.watch, ingress_id, metrics.adapters)
         placed = Watched(placement.watch, ingress_id, PlacementTable())

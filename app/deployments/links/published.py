@@ -12,7 +12,7 @@ import asyncio
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -35,17 +35,18 @@ class Version(NamedTuple):
 
 
 class _Owner:
-    """Who holds which version, and waiting for either side. One asyncio loop, no threads."""
+    """Who holds which version, and waiting for either side. One event loop, no threads; `clock` gives seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._now_s = clock
         self._version = Version(uuid.uuid4().hex, 0)
         self._news = asyncio.Event()
         self._held: dict[str, tuple[Version, float]] = {}
 
     async def settled(self, timeout_s: float) -> bool:
         """Wait until every living watcher holds the present version. False if one did not say so in time."""
-        target, deadline_s = self._version, time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
+        target, deadline_s = self._version, self._now_s() + timeout_s
+        while self._now_s() < deadline_s:
             if all(held.epoch != target.epoch or held.number >= target.number for held in self._living()):
                 return True
             await asyncio.sleep(0.002)
@@ -53,7 +54,7 @@ class _Owner:
 
     def _living(self) -> list[Version]:
         """What each watcher held when it last asked; one that has not asked for long is gone."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         self._held = {watcher: held for watcher, held in self._held.items() if held[1] > now_s}
         return [version for version, _ in self._held.values()]
 
@@ -65,7 +66,7 @@ class _Owner:
     async def _wait(self, held: Version | None, watcher_id: str, timeout_s: float) -> bool:
         """Whether there is something that the watcher does not hold."""
         if held is not None:
-            self._held[watcher_id] = (held, time.monotonic() + 2 * timeout_s)
+            self._held[watcher_id] = (held, self._now_s() + 2 * timeout_s)
         if held is not None and (held.epoch, held.number) == (self._version.epoch, self._version.number):
             try:
                 await asyncio.wait_for(self._news.wait(), timeout_s)
@@ -77,8 +78,8 @@ class _Owner:
 class Published(_Owner, Generic[T]):
     """A value, sent whole."""
 
-    def __init__(self, value: T) -> None:
-        super().__init__()
+    def __init__(self, value: T, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._value = value
 
     @property
@@ -115,8 +116,8 @@ class PublishedTable(_Owner, Generic[K, V]):
     what there is, and the numbers of its first pages are old.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._rows: dict[K, tuple[int, V | None]] = {}
         self._log: list[tuple[int, K]] = []
         self._floor = 0

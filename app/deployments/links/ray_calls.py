@@ -109,3 +109,18 @@ class NamedActor:
             )
             self._handle = remote.remote(*self._args)
         return self._handle
+
+
+class FoundActor(NamedActor):
+    """A named actor that others make: while there is none it is away."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, type(None))
+
+    def _actor(self) -> Any:
+        if self._handle is None:
+            try:
+                self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
+            except ValueError as error:
+                raise ActorAway(f"there is no actor {self._name}", retry_after_s=RESTART_S) from error
+        return self._handle

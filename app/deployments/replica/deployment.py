@@ -18,21 +18,19 @@ from typing import Any
 from ray import serve
 
 from app.config import AppConfig
-from app.deployments.links.ray_calls import ActorAway
 from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
 from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.client import PlacementClient
 from app.deployments.registry.pins import Pins
-from app.deployments.registry.shares import Shares
 from app.deployments.replica.fetcher import AdapterFetcher
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.reports import Reports
 from app.deployments.replica.service import EngineService
 from app.deployments.replica.warm_up import WarmUp
-from app.deployments.store.actor import store_actor
+from app.deployments.store.actor import store_actor, store_name
 from app.deployments.store.client import StoreClient
 from app.deployments.store.metrics import TierMetrics
 from app.engine.errors import EngineFailure, NotReady
@@ -41,9 +39,6 @@ from app.engine.open import open_engine
 from app.engine.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
-
-#: How often placement is reminded of the shares.
-STEER_INTERVAL_S = 5.0
 
 
 class EngineReplica:
@@ -54,7 +49,7 @@ class EngineReplica:
         context = serve.get_replica_context()
         replica_id = self._replica_id = context.replica_id.unique_id
         store = StoreClient(store_actor(config))
-        self._placement = PlacementClient(placement_actor(config, context.app_name))
+        self._placement = PlacementClient(placement_actor(config, context.app_name), store_name(config))
         adapters = AdapterFetcher(store)
         service = self._service = EngineService(adapters, time.time)
         loop = asyncio.get_running_loop()
@@ -86,15 +81,11 @@ class EngineReplica:
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
         )
-        no_shares: Shares = {}
-        self._shares = Watched(store.watch_shares, replica_id, no_shares)
         self._tasks = Tasks()
         self._tasks.run_forever(
             self._reports.run(),
             self._pins.follow(pinned),
             pinned.follow(),
-            self._shares.follow(),
-            self._steer_forever(),
         )
 
     async def frames(
@@ -144,14 +135,3 @@ class EngineReplica:
     def _must_be(self, target_replica_id: str | None) -> None:
         if target_replica_id is not None and target_replica_id != self._replica_id:
             raise NotReady(f"meant for replica {target_replica_id} but reached {self._replica_id}")
-
-    async def _steer_forever(self) -> None:
-        """Pass on to placement what traffic is expected."""
-        while True:
-            shares = self._shares.value
-            try:
-                await self._placement.steer(shares)
-            except ActorAway as error:
-                logger.warning("%s; telling placement the shares later", error)
-            if self._shares.value is shares:
-                await self._shares.changed(STEER_INTERVAL_S)

@@ -41,7 +41,12 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
 def store_actor(config: AppConfig) -> NamedActor:
     """One per cluster and what it is built from: a service with other settings never finds an older one's store."""
-    return NamedActor(f"adapter-store-{config.store_key}", AdapterStoreActor, config.for_store.model_dump_json())
+    return NamedActor(store_name(config), AdapterStoreActor, config.for_store.model_dump_json())
+
+
+def store_name(config: AppConfig) -> str:
+    """The actor's."""
+    return f"adapter-store-{config.store_key}"
 
 
 def _put(packed: PackedAdapter) -> SharedAdapter:

@@ -18,14 +18,14 @@ async def unused(*_: object) -> tuple[Version, str] | None:
 
 async def test_placement_that_has_just_started_leaves_the_last_table() -> None:
     watched: Watched[str] = Watched(unused, "me", "the last table")
-    await ServePlacer(PlacementClient(Scripted(raised(NotReady("just started")))), watched).assign(["digest"])  # type: ignore[arg-type]
+    await ServePlacer(PlacementClient(Scripted(raised(NotReady("just started"))), "store"), watched).assign(["digest"])  # type: ignore[arg-type]
     assert watched.value == "the last table"
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
 async def test_placement_that_is_lost_costs_no_request(error: Exception) -> None:
     watched: Watched[str] = Watched(unused, "me", "the last table")
-    placer = ServePlacer(PlacementClient(Scripted(error, error)), watched)  # type: ignore[arg-type]
+    placer = ServePlacer(PlacementClient(Scripted(error, error), "store"), watched)  # type: ignore[arg-type]
     await placer.assign(["digest"])
     await placer.gone("replica")
     assert watched.value == "the last table"
