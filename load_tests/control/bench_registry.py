@@ -33,7 +33,7 @@ from app.deployments.links.published import Version
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
-from app.deployments.registry.entries import ReadAdapter, State
+from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tables import adapters
 from app.deployments.registry.tier_events import TierEvents
@@ -174,7 +174,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
             results.append((what, await _timed(ask, num_samples)))
         names = [name() for _ in range(10_000)]
         started_s = time.perf_counter()
-        assert all(view.resolve(item, "user 1") is not None for item in names)
+        assert all(view.resolve(item, "user 1", DEFAULT_TENANT) is not None for item in names)
         lookup_us = 1e6 * (time.perf_counter() - started_s) / len(names)
         results.append(("a request's name looked up", f"{lookup_us:.2f} µs"))
 

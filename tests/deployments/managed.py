@@ -26,8 +26,9 @@ def card(digest: str) -> AdapterCard:
     return AdapterCard(digest, "base", 8, ("q_proj",), "float32", 64)
 
 
-#: Who asks, and whose names they are.
-ADA = {"tenant_id": DEFAULT_TENANT, "who": "ada"}
+#: Whose names they are; and with whoever asks.
+MINE = {"tenant_id": DEFAULT_TENANT}
+ADA = MINE | {"who": "ada"}
 
 
 def wanted(name: str, source: str, pinned: bool | None = None, traffic_weight: float | None = None) -> LoadRequest:

@@ -8,7 +8,6 @@ only ever points to registered adapters. Choosing a target for a request is left
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, insert, select, update
 
 from app.deployments.registry.database import Database
-from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, AliasTarget, State
+from app.deployments.registry.entries import AliasEntry, AliasTarget, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import adapters, alias_targets, aliases, named
 from app.engine.errors import InvalidRequest, NotFound
@@ -39,17 +38,13 @@ class Aliases:
         self._database = database
         self._base = database.base_digest
 
-    def put(
-        self, name: str, targets: Mapping[str, float], *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
-    ) -> AliasEntry:
+    def put(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
         """Send an alias's requests to these adapters, by weight. Raises InvalidRequest, NotFound."""
         _check_weights(targets)
         with self._database.write() as connection:
             return self._put(connection, name, targets, tenant_id, who)
 
-    def promote(
-        self, name: str, target: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
-    ) -> AliasEntry:
+    def promote(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
         """Send all of an alias's requests to one of its targets. Raises NotFound, InvalidRequest."""
         with self._database.write() as connection:
             if not is_alias(connection, self._base, tenant_id, name):
@@ -62,9 +57,7 @@ class Aliases:
                 )
             return self._put(connection, name, {target: 1.0}, tenant_id, who)
 
-    def rollback(
-        self, name: str, version: int | None = None, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT
-    ) -> AliasEntry:
+    def rollback(self, name: str, version: int | None = None, *, tenant_id: str, who: str) -> AliasEntry:
         """Bring back a version, by default the one before the last change. Raises NotFound, InvalidRequest."""
         key = named(aliases, self._base, tenant_id, name)
         with self._database.write() as connection:
@@ -83,23 +76,23 @@ class Aliases:
             connection.execute(
                 update(aliases)
                 .where(*key)
-                .values(version=wanted, previous_version=old["version"], updated_s=time.time())
+                .values(version=wanted, previous_version=old["version"], updated_s=self._database.clock())
             )
             self._record(connection, who, "roll back alias", name, tenant_id, {"from": old["version"], "to": wanted})
             return self._entry(connection, tenant_id, name)
 
-    def remove(self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT) -> AliasEntry:
+    def remove(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
         """Forget an alias; its versions keep counting if it returns. Raises NotFound."""
         key = named(aliases, self._base, tenant_id, name)
         with self._database.write() as connection:
             if not is_alias(connection, self._base, tenant_id, name):
                 raise _absent(name)
             entry = self._entry(connection, tenant_id, name)
-            connection.execute(update(aliases).where(*key).values(removed=True, updated_s=time.time()))
+            connection.execute(update(aliases).where(*key).values(removed=True, updated_s=self._database.clock()))
             self._record(connection, who, "remove alias", name, tenant_id, {"version": entry.version})
         return entry
 
-    def get(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> AliasEntry | None:
+    def get(self, name: str, *, tenant_id: str) -> AliasEntry | None:
         with self._database.read() as connection:
             is_here = is_alias(connection, self._base, tenant_id, name)
             return self._entry(connection, tenant_id, name) if is_here else None
@@ -139,7 +132,7 @@ class Aliases:
             "previous_version": None if old is None or old["removed"] else old["version"],
             "last_version": version,
             "removed": False,
-            "updated_s": time.time(),
+            "updated_s": self._database.clock(),
         }
         if old is None:
             connection.execute(insert(aliases).values(**place, **values))
@@ -173,8 +166,8 @@ class Aliases:
     def _record(
         self, connection: Connection, who: str, action: str, name: str, tenant_id: str, detail: Mapping[str, Any]
     ) -> None:
-        record_audit(connection, self._base, who, action, name, tenant_id, detail)
-        record_events(connection, self._base, [NewEvent(action, name, tenant_id, detail=str(dict(detail)))])
+        record_audit(connection, self._database, who, action, name, tenant_id, detail)
+        record_events(connection, self._database, [NewEvent(action, name, tenant_id, detail=str(dict(detail)))])
 
 
 def is_alias(connection: Connection, base_digest: str, tenant_id: str, name: str) -> bool:
@@ -219,7 +212,9 @@ def _check_weights(targets: Mapping[str, float]) -> None:
 
 
 def _alias(row: Mapping[Any, Any], targets: tuple[AliasTarget, ...]) -> AliasEntry:
-    return AliasEntry(row["name"], targets, row["version"], row["updated_s"], row["previous_version"], row["tenant_id"])
+    return AliasEntry(
+        row["name"], targets, row["version"], row["updated_s"], row["previous_version"], tenant_id=row["tenant_id"]
+    )
 
 
 def _absent(name: str) -> NotFound:

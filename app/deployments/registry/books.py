@@ -5,6 +5,8 @@ In: a database's URL. Out: its parts, which share the database and nothing else.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from app.config import AppConfig
@@ -19,9 +21,15 @@ from app.deployments.registry.pins import PinLimits
 class Registry:
     """Methods of the parts may be called from several threads; each call is one transaction."""
 
-    def __init__(self, url: str, base_digest: str, pin_limits: PinLimits = PinLimits()) -> None:  # noqa: B008  (frozen)
+    def __init__(
+        self,
+        url: str,
+        base_digest: str,
+        pin_limits: PinLimits = PinLimits(),  # noqa: B008  (frozen)
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Raises ConfigError, NotReady."""
-        self.database = Database(url, base_digest)
+        self.database = Database(url, base_digest, clock)
         self.catalog = Catalog(self.database, pin_limits)
         self.aliases = Aliases(self.database)
         self.jobs = Jobs(self.database)

@@ -10,7 +10,6 @@ the store.
 from __future__ import annotations
 
 import math
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, s
 
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.database import Database
-from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, Generation, RegistryJob, State
+from app.deployments.registry.entries import CatalogEntry, Generation, RegistryJob, State
 from app.deployments.registry.jobs import cancel_loads, check_wanted, insert_job, update_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.pins import PinLimits
@@ -58,8 +57,8 @@ class Catalog:
         max_rank: int,
         size_bytes: int,
         extra_bytes: int = 0,
-        tenant_id: str = DEFAULT_TENANT,
-        who: str = DEFAULT_TENANT,
+        tenant_id: str,
+        who: str,
         pinned: bool | None = None,
         traffic_weight: float | None = None,
         source: str | None = None,
@@ -80,7 +79,7 @@ class Catalog:
             old = connection.execute(select(adapters).where(*key)).mappings().first()
             is_back = old is None or old["state"] != State.LOADED
             generation = 1 if old is None else old["generation"] + (old["digest"] != digest or is_back)
-            now_s = time.time()
+            now_s = self._database.clock()
             contents = {
                 "generation": generation,
                 "digest": digest,
@@ -105,24 +104,26 @@ class Catalog:
                 connection.execute(update(adapters).where(*key).values(**values))
             if old is None or generation != old["generation"]:
                 connection.execute(insert(generations).values(**place, **contents, registered_by=who))
-            record_audit(connection, self._base, who, "load", name, tenant_id, {"uri": uri, "generation": generation})
+            record_audit(
+                connection, self._database, who, "load", name, tenant_id, {"uri": uri, "generation": generation}
+            )
             record_events(
-                connection, self._base, [NewEvent("registered", name, tenant_id, generation, digest, detail=uri)]
+                connection, self._database, [NewEvent("registered", name, tenant_id, generation, digest, detail=uri)]
             )
             self._check_pins(connection, name, bool(values["pinned"]))
             row = connection.execute(select(adapters).where(*key)).mappings().one()
         return _entry(row)
 
-    def drain(self, name: str, *, tenant_id: str = DEFAULT_TENANT, who: str = DEFAULT_TENANT) -> Drained:
+    def drain(self, name: str, *, tenant_id: str, who: str) -> Drained:
         """Take a name out of service, and cancel the loads of it that were asked for; its generation is remembered.
 
         The job is unfinished until `drained` ends it, unless there was nothing but loads to cancel.
         Raises NotFound, and AdapterBusy while an alias sends requests to it.
         """
         key = self._named(adapters, tenant_id, name)
-        now_s = time.time()
+        now_s = self._database.clock()
         with self._database.write() as connection:
-            cancelled = cancel_loads(connection, self._base, tenant_id, name)
+            cancelled = cancel_loads(connection, self._database, tenant_id, name)
             query = select(adapters).where(*key, adapters.c.state == State.LOADED)
             row = connection.execute(query).mappings().first()
             if row is None:
@@ -131,8 +132,8 @@ class Catalog:
                 job = RegistryJob(
                     uuid.uuid4().hex, name, "unload", "", State.REMOVED, who, now_s, now_s, tenant_id=tenant_id
                 )
-                insert_job(connection, self._base, job)
-                record_audit(connection, self._base, who, "unload", name, tenant_id, {"cancelled": cancelled})
+                insert_job(connection, self._database, job)
+                record_audit(connection, self._database, who, "unload", name, tenant_id, {"cancelled": cancelled})
                 return Drained(None, job, cancelled)
             users = aliases_to(connection, self._base, tenant_id, name)
             if users:
@@ -145,14 +146,14 @@ class Catalog:
                 uuid.uuid4().hex, name, "unload", row["uri"], State.DRAINING, who, now_s, now_s,
                 generation=generation, digest=digest, tenant_id=tenant_id,
             )  # fmt: skip
-            insert_job(connection, self._base, job)
-            record_audit(connection, self._base, who, "unload", name, tenant_id, {"generation": generation})
-            record_events(connection, self._base, [NewEvent("draining", name, tenant_id, generation, digest)])
+            insert_job(connection, self._database, job)
+            record_audit(connection, self._database, who, "unload", name, tenant_id, {"generation": generation})
+            record_events(connection, self._database, [NewEvent("draining", name, tenant_id, generation, digest)])
         return Drained(_entry(row), job, cancelled)
 
     def drained(self, job: RegistryJob) -> RegistryJob:
         """An unload is complete, and so is the name's removal, unless it has been registered again meanwhile."""
-        after = replace(job, state=State.REMOVED, updated_s=time.time())
+        after = replace(job, state=State.REMOVED, updated_s=self._database.clock())
         key = self._named(adapters, job.tenant_id, job.name)
         with self._database.write() as connection:
             update_job(connection, after)
@@ -163,7 +164,7 @@ class Catalog:
             )
             if done.rowcount:
                 event = NewEvent("removed", job.name, job.tenant_id, job.generation, job.digest)
-                record_events(connection, self._base, [event])
+                record_events(connection, self._database, [event])
         return after
 
     def configure(
@@ -172,8 +173,8 @@ class Catalog:
         *,
         pinned: bool | None = None,
         traffic_weight: float | None = None,
-        tenant_id: str = DEFAULT_TENANT,
-        who: str = DEFAULT_TENANT,
+        tenant_id: str,
+        who: str,
     ) -> CatalogEntry:
         """Change how a name is treated; None leaves a value as it is.
 
@@ -187,14 +188,14 @@ class Catalog:
             if changes:
                 connection.execute(update(adapters).where(*key).values(**changes))
                 self._check_pins(connection, name, bool(pinned))
-                record_audit(connection, self._base, who, "configure", name, tenant_id, changes)
+                record_audit(connection, self._database, who, "configure", name, tenant_id, changes)
             if pinned is not None and pinned != old["pinned"]:
                 event = "pinned" if pinned else "unpinned"
                 news = NewEvent(event, name, tenant_id, old["generation"], old["digest"])
-                record_events(connection, self._base, [news])
+                record_events(connection, self._database, [news])
             return _entry(connection.execute(select(adapters).where(*key)).mappings().one())
 
-    def get(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry | None:
+    def get(self, name: str, *, tenant_id: str) -> CatalogEntry | None:
         with self._database.read() as connection:
             query = select(adapters).where(*self._named(adapters, tenant_id, name), adapters.c.state == State.LOADED)
             row = connection.execute(query).mappings().first()
@@ -211,7 +212,7 @@ class Catalog:
         """Whether any name means these contents."""
         return bool(self._select(adapters.c.digest == digest))
 
-    def generations(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> list[Generation]:
+    def generations(self, name: str, *, tenant_id: str) -> list[Generation]:
         """Everything a name has meant, newest first."""
         query = select(generations).where(*self._named(generations, tenant_id, name))
         with self._database.read() as connection:
@@ -252,7 +253,7 @@ class Catalog:
 
     def note_residency(self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str]) -> None:
         """A replica's device holds these digests, or holds them no more: an event for each name that means them."""
-        now_s = time.time()
+        now_s = self._database.clock()
         moves = [Move("loaded to device", digest, now_s) for digest in loaded]
         moves += [Move("unloaded from device", digest, now_s) for digest in unloaded]
         self.note_moves(moves, replica_id)
@@ -280,7 +281,7 @@ class Catalog:
                 for row in rows
                 if row["digest"] == move.digest
             ]
-            record_events(connection, self._base, news)
+            record_events(connection, self._database, news)
 
     def hot(self, limit: int) -> list[CatalogEntry]:
         """Registered adapters by last use, the hottest first; each digest once.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,13 @@ _WRITER_LOCK = 0x706F6C796C6F7261
 class Database:
     """Every call is one transaction; threads and processes may call at the same time."""
 
-    def __init__(self, url: str, base_digest: str) -> None:
-        """Raises ConfigError for a URL or a schema that cannot be used, NotReady if nobody answers there."""
+    def __init__(self, url: str, base_digest: str, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives the Unix times that are written down.
+
+        Raises ConfigError for a URL or a schema that cannot be used, NotReady if nobody answers there.
+        """
         self.base_digest = base_digest
+        self.clock = clock
         parsed = _checked(url)
         self.address = parsed.render_as_string(hide_password=True)
         self._is_sqlite = parsed.get_backend_name() == "sqlite"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
@@ -55,7 +55,7 @@ class CatalogEntry:
     max_rank: int
     size_bytes: int
     registered_s: float
-    owner: str = DEFAULT_TENANT
+    owner: str
     pinned: bool = False
     traffic_weight: float = 1.0
     last_used_s: float | None = None
@@ -118,7 +118,7 @@ class AliasEntry:
     version: int
     updated_s: float
     previous_version: int | None = None
-    tenant_id: str = DEFAULT_TENANT
+    tenant_id: str = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class RegistryJob:
     reason: str | None = None
     generation: int | None = None
     digest: str | None = None
-    tenant_id: str = DEFAULT_TENANT
+    tenant_id: str = field(kw_only=True)
 
     @property
     def is_done(self) -> bool:

@@ -8,7 +8,6 @@ loads of it.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from app.deployments.registry.database import Database, storable
-from app.deployments.registry.entries import DEFAULT_TENANT, FINAL_STATES, LoadRequest, RegistryJob, State
+from app.deployments.registry.entries import FINAL_STATES, LoadRequest, RegistryJob, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import jobs, named
 from app.engine.errors import AdapterUnloaded
@@ -46,16 +45,16 @@ class Jobs:
 
     def create(self, request: LoadRequest) -> RegistryJob:
         """Write down that a load was asked for."""
-        now_s = time.time()
+        now_s = self._database.clock()
         tenant_id, name, source, who = request.tenant_id, request.name, request.source, request.who
         job = RegistryJob(
             uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, request.pinned,
             request.traffic_weight, tenant_id=tenant_id,
         )  # fmt: skip
         with self._database.write() as connection:
-            insert_job(connection, self._base, job)
-            record_audit(connection, self._base, who, "request load", name, tenant_id, {"source": source})
-            record_events(connection, self._base, [NewEvent("requested", name, tenant_id, detail=source)])
+            insert_job(connection, self._database, job)
+            record_audit(connection, self._database, who, "request load", name, tenant_id, {"source": source})
+            record_events(connection, self._database, [NewEvent("requested", name, tenant_id, detail=source)])
         return job
 
     def advance(
@@ -75,7 +74,7 @@ class Jobs:
             reason=reason and storable(reason),
             generation=job.generation if generation is None else generation,
             digest=job.digest if digest is None else digest,
-            updated_s=time.time(),
+            updated_s=self._database.clock(),
         )
         with self._database.write() as connection:
             update_job(connection, after)
@@ -85,16 +84,16 @@ class Jobs:
                 for step, time_s, detail in steps
                 if step in _EVENTS
             ]
-            record_events(connection, self._base, news)
+            record_events(connection, self._database, news)
         return after
 
-    def get(self, job_id: str, *, tenant_id: str = DEFAULT_TENANT) -> RegistryJob | None:
+    def get(self, job_id: str, *, tenant_id: str) -> RegistryJob | None:
         query = select(jobs).where(jobs.c.id == job_id, jobs.c.base_digest == self._base, jobs.c.tenant_id == tenant_id)
         with self._database.read() as connection:
             row = connection.execute(query).mappings().first()
         return None if row is None else _job(row)
 
-    def latest(self, name: str, *, tenant_id: str = DEFAULT_TENANT) -> RegistryJob | None:
+    def latest(self, name: str, *, tenant_id: str) -> RegistryJob | None:
         """The last thing that was asked of a name."""
         query = select(jobs).where(*named(jobs, self._base, tenant_id, name))
         with self._database.read() as connection:
@@ -108,21 +107,21 @@ class Jobs:
             return [_job(row) for row in connection.execute(query.order_by(jobs.c.created_s)).mappings()]
 
 
-def insert_job(connection: Connection, base_digest: str, job: RegistryJob) -> None:
+def insert_job(connection: Connection, database: Database, job: RegistryJob) -> None:
     """Part of the caller's transaction."""
-    connection.execute(insert(jobs).values(base_digest=base_digest, **asdict(job)))
-    key = named(jobs, base_digest, job.tenant_id, job.name)
+    connection.execute(insert(jobs).values(base_digest=database.base_digest, **asdict(job)))
+    key = named(jobs, database.base_digest, job.tenant_id, job.name)
     newest = select(jobs.c.id).where(*key).order_by(jobs.c.created_s.desc()).limit(MAX_JOBS_PER_NAME)
     connection.execute(
         delete(jobs).where(*key, jobs.c.state.in_(FINAL_STATES), jobs.c.id.not_in(newest.scalar_subquery()))
     )
 
 
-def cancel_loads(connection: Connection, base_digest: str, tenant_id: str, name: str) -> list[str]:
+def cancel_loads(connection: Connection, database: Database, tenant_id: str, name: str) -> list[str]:
     """The ids of the loads of a name that have not ended: now they have. Part of the caller's transaction."""
-    mine = (*named(jobs, base_digest, tenant_id, name), jobs.c.kind == "load", jobs.c.state.in_(_UNFINISHED))
+    mine = (*named(jobs, database.base_digest, tenant_id, name), jobs.c.kind == "load", jobs.c.state.in_(_UNFINISHED))
     ids = list(connection.scalars(select(jobs.c.id).where(*mine)))
-    values = {"state": State.FAILED, "reason": str(unloaded(name)), "updated_s": time.time()}
+    values = {"state": State.FAILED, "reason": str(unloaded(name)), "updated_s": database.clock()}
     connection.execute(update(jobs).where(*mine).values(values))
     return ids
 
@@ -159,5 +158,5 @@ def _job(row: Mapping[Any, Any]) -> RegistryJob:
         row["reason"],
         row["generation"],
         row["digest"],
-        row["tenant_id"],
+        tenant_id=row["tenant_id"],
     )

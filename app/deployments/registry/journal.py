@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from sqlalchemy import Connection, Table, insert, select
 
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.database import Database, storable
-from app.deployments.registry.entries import DEFAULT_TENANT, AuditRecord, Event
+from app.deployments.registry.entries import AuditRecord, Event
 from app.deployments.registry.tables import audit, events
 from app.deployments.registry.tier_events import Move
 from app.engine.errors import NotReady
@@ -34,7 +33,7 @@ class NewEvent(NamedTuple):
 
     event: str
     name: str
-    tenant_id: str = DEFAULT_TENANT
+    tenant_id: str
     generation: int | None = None
     digest: str | None = None
     detail: str | None = None
@@ -42,15 +41,15 @@ class NewEvent(NamedTuple):
     time_s: float | None = None
 
 
-def record_events(connection: Connection, base_digest: str, news: Sequence[NewEvent]) -> None:
+def record_events(connection: Connection, database: Database, news: Sequence[NewEvent]) -> None:
     """Part of the caller's transaction."""
     if not news:
         return
-    now_s = time.time()
+    now_s = database.clock()
     rows = [
         item._asdict()
         | {
-            "base_digest": base_digest,
+            "base_digest": database.base_digest,
             "time_s": now_s if item.time_s is None else item.time_s,
             "detail": item.detail and storable(item.detail),
         }
@@ -64,7 +63,7 @@ def record_events(connection: Connection, base_digest: str, news: Sequence[NewEv
 
 def record_audit(
     connection: Connection,
-    base_digest: str,
+    database: Database,
     who: str,
     action: str,
     name: str,
@@ -74,13 +73,13 @@ def record_audit(
     """Part of the caller's transaction."""
     connection.execute(
         insert(audit).values(
-            base_digest=base_digest,
+            base_digest=database.base_digest,
             tenant_id=tenant_id,
             who=who,
             action=action,
             name=name,
             detail=json.dumps(detail, ensure_ascii=False),
-            time_s=time.time(),
+            time_s=database.clock(),
         )
     )
 
@@ -92,7 +91,7 @@ class Journal:
         self._database = database
 
     def events(
-        self, name: str | None = None, *, limit: int = 100, before: int | None = None, tenant_id: str = DEFAULT_TENANT
+        self, name: str | None = None, *, limit: int = 100, before: int | None = None, tenant_id: str
     ) -> list[Event]:
         return [
             Event(
@@ -109,7 +108,7 @@ class Journal:
         ]
 
     def audit(
-        self, name: str | None = None, *, limit: int = 100, before: int | None = None, tenant_id: str = DEFAULT_TENANT
+        self, name: str | None = None, *, limit: int = 100, before: int | None = None, tenant_id: str
     ) -> list[AuditRecord]:
         return [
             AuditRecord(row["id"], row["who"], row["action"], row["name"], row["detail"], row["time_s"])

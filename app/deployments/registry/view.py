@@ -15,7 +15,7 @@ from heapq import merge
 from typing import NamedTuple
 
 from app.deployments.links.published import Changes
-from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, CatalogEntry
+from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.engine.adapters.card import AdapterRef
 
 #: (tenant, name): adapters and aliases share one namespace.
@@ -81,14 +81,14 @@ class RegistryView:
                 names += new
                 names.sort()
 
-    def find(self, name: str, tenant_id: str = DEFAULT_TENANT) -> Entry | None:
+    def find(self, name: str, tenant_id: str) -> Entry | None:
         return self._entries.get((tenant_id, name))
 
-    def adapter(self, name: str, tenant_id: str = DEFAULT_TENANT) -> CatalogEntry | None:
+    def adapter(self, name: str, tenant_id: str) -> CatalogEntry | None:
         entry = self.find(name, tenant_id)
         return entry if isinstance(entry, CatalogEntry) else None
 
-    def resolve(self, name: str, sticky_key: str, tenant_id: str = DEFAULT_TENANT) -> AdapterRef | None:
+    def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter a request for `name` goes to; equal keys choose equally. None: there is no such name."""
         entry = self.find(name, tenant_id)
         if isinstance(entry, AliasEntry):
@@ -101,7 +101,7 @@ class RegistryView:
         *,
         limit: int,
         after: str | None = None,
-        tenant_id: str = DEFAULT_TENANT,
+        tenant_id: str,
     ) -> Page:
         """Up to `limit` entries of these kinds whose names come after `after`, which need not exist."""
         parts = []

@@ -8,7 +8,6 @@ needs nothing special: readers end when they have no requests left, and Serve wa
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -37,8 +36,6 @@ from app.engine.errors import EngineFailure, NotReady
 from app.engine.models.checkpoint import open_model
 from app.engine.open import open_engine
 from app.engine.request import GenerateRequest
-
-logger = logging.getLogger(__name__)
 
 
 class EngineReplica:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,8 +56,10 @@ class AdapterLibrary:
         *,
         signatures: bool = False,
         base_copies: BaseCopies | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`signatures`: whether `from_source` looks for them. `base_copies`: drops what is the base's own."""
+        self._clock = clock
         self._sources = sources
         self._disk = disk
         self._validator = validator
@@ -90,7 +92,7 @@ class AdapterLibrary:
     def from_source(self, source: str) -> LocatedAdapter:
         """Raises UnsafeSource, NotFound, SourceError, AdapterError (AdapterUntrusted if a signature does not fit)."""
         place = self._sources.locate(source)
-        started_s = time.monotonic()
+        started_s = self._clock()
         if isinstance(place, LocalPlace):
             before = files_identity(place.path)
             self._events.reached(source, State.VALIDATING)
@@ -98,12 +100,12 @@ class AdapterLibrary:
             self._events.reached(source, State.ON_DISK)
             if files_identity(place.path) != before:
                 raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
-            self.counts.loaded("source", time.monotonic() - started_s, packed.card.size_bytes)
+            self.counts.loaded("source", self._clock() - started_s, packed.card.size_bytes)
             return LocatedAdapter(place.uri, packed, self._signer(place.path, packed))
         with self._disk.staging() as folder:
             uri = place.fetch(folder)
             path = delivered(folder)
-            load_s = time.monotonic() - started_s
+            load_s = self._clock() - started_s
             self._events.reached(source, State.VALIDATING)
             packed = self._read(path)
             self.counts.loaded("source", load_s, packed.card.size_bytes)
@@ -120,7 +122,7 @@ class AdapterLibrary:
         """The adapter with this digest, if this machine's disk has it. Local sources are never on it."""
         if self._sources.is_local(source):
             return None
-        started_s = time.monotonic()
+        started_s = self._clock()
         with self._disk.reading(digest) as folder:
             if folder is None:
                 return None
@@ -134,7 +136,7 @@ class AdapterLibrary:
         if not is_whole:  # damaged on disk: the source has it
             self._disk.remove(digest)
             return None
-        self.counts.loaded("disk", time.monotonic() - started_s, packed.card.size_bytes)
+        self.counts.loaded("disk", self._clock() - started_s, packed.card.size_bytes)
         return packed
 
     def _signer(self, path: Path, packed: PackedAdapter) -> str | None:

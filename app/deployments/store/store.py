@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter
+from app.deployments.registry.entries import ReadAdapter
 from app.deployments.registry.tier_events import StoreEvents
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
@@ -77,7 +77,10 @@ class AdapterStore(Generic[T]):
         counts: TierCounts | None = None,
         quarantine: Quarantine | None = None,
         trusted: TrustedKeys = TrustedKeys(),  # noqa: B008  (frozen)
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`put` is called in threads, `events` from any thread; `clock` gives seconds."""
+        self._clock = clock
         self._library = library
         self._put = put
         self._far = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
@@ -89,7 +92,7 @@ class AdapterStore(Generic[T]):
         self._begun_s: dict[str, float] = {}  # when the reads that are pending began
         self._wanted: set[str] = set()  # digests being read that somebody waits for
         self._ahead: set[str] = set()  # digests that were read before anybody wanted them
-        self._quarantine = quarantine or Quarantine()
+        self._quarantine = quarantine or Quarantine(clock)
         self._trusted = trusted
         self.counts = counts or TierCounts()
         self._events = events
@@ -102,7 +105,7 @@ class AdapterStore(Generic[T]):
     def cached_digests(self) -> tuple[str, ...]:
         return tuple(self._kept)
 
-    async def load(self, source: str, tenant_id: str = DEFAULT_TENANT) -> ReadAdapter:
+    async def load(self, source: str, tenant_id: str) -> ReadAdapter:
         """Read the adapter at `source`, whatever may be cached of it, and keep it.
 
         Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust who signed it.
@@ -181,11 +184,11 @@ class AdapterStore(Generic[T]):
 
     async def _load(self, ref: AdapterRef) -> _Kept[T]:
         """Contents that were registered before. A failure that somebody waited for is remembered for a while."""
-        started_s = time.monotonic()
+        started_s = self._clock()
         try:
             packed = await self._in_lane("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
             if packed is not None:
-                kept = await self._keep(LocatedAdapter(ref.uri, packed), time.monotonic() - started_s)
+                kept = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s)
             else:
                 kept = await self._from_source(ref.uri)
                 self._events.moved("fetched again", kept.card.digest)
@@ -214,7 +217,7 @@ class AdapterStore(Generic[T]):
         Where nothing tells versions apart, whoever asks when a read has begun waits for the next: what is being read
         may be older than the question.
         """
-        asked_s = time.monotonic()
+        asked_s = self._clock()
         lane = self._library.lane(source)
         version = await self._in_lane(lane, lambda: self._library.version(source))
         key = f"source:{version}:{source}"
@@ -224,12 +227,12 @@ class AdapterStore(Generic[T]):
 
     async def _read_and_keep(self, key: str, lane: str, source: str) -> _Kept[T]:
         def read() -> LocatedAdapter:
-            self._begun_s[key] = time.monotonic()
+            self._begun_s[key] = self._clock()
             return self._library.from_source(source)
 
-        started_s = time.monotonic()
+        started_s = self._clock()
         located = await self._in_lane(lane, read)
-        return await self._keep(located, time.monotonic() - started_s)
+        return await self._keep(located, self._clock() - started_s)
 
     async def _keep(self, located: LocatedAdapter, load_s: float) -> _Kept[T]:
         """Put an adapter into host memory unless it is there, and let others go for it."""

@@ -12,7 +12,7 @@ KEYS = [("default", "a"), ("default", "b"), ("other", "a"), ("other", "c")]
 
 def entry(key: tuple[str, str], digest: str, weight: float = 1.0, *, pinned: bool = False) -> CatalogEntry:
     ref = AdapterRef(key[1], digest, key[0])
-    return CatalogEntry(ref, 8, 64, 0.0, pinned=pinned, traffic_weight=weight)
+    return CatalogEntry(ref, 8, 64, 0.0, "ada", pinned=pinned, traffic_weight=weight)
 
 
 #: What becomes of a name: (digest, weight, pinned), or None when it goes.

@@ -19,10 +19,11 @@ from app.deployments.registry.pins import PinLimits
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
 from tests.budgets import examples
+from tests.deployments.managed import ADA, MINE
 
 
 def add(registry: Registry, name: str, digest: str = "d", **options: object) -> CatalogEntry:
-    return registry.catalog.register(name, f"/{name}", digest, max_rank=8, size_bytes=5_000_000_000, **options)  # type: ignore[arg-type]
+    return registry.catalog.register(name, f"/{name}", digest, max_rank=8, size_bytes=5_000_000_000, **(ADA | options))  # type: ignore[arg-type]
 
 
 @given(events=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y", None])), max_size=20))
@@ -37,26 +38,26 @@ def test_generations_rise_exactly_when_a_name_changes_its_meaning(
         old = model.get(name)
         if digest is None:
             if old is not None and old[2]:
-                entry, job, _ = catalog.drain(name)
+                entry, job, _ = catalog.drain(name, **ADA)
                 assert (entry.ref.generation, entry.ref.digest) == old[:2]
                 if len(model) % 2:  # killed before the removal was complete, or not
                     catalog.drained(job)
                 model[name] = (old[0], old[1], False)
             else:
                 with pytest.raises(NotFound):
-                    catalog.drain(name)
+                    catalog.drain(name, **ADA)
             continue
-        entry = catalog.register(name, "uri", digest, max_rank=8, size_bytes=1)
+        entry = catalog.register(name, "uri", digest, max_rank=8, size_bytes=1, **ADA)
         generation = 1 if old is None else old[0] + (old[1] != digest or not old[2])
         model[name] = (generation, digest, True)
         assert entry.ref == AdapterRef(name, digest, "default", generation, "uri")
     living = {name: value[:2] for name, value in model.items() if value[2]}
     assert {entry.ref.name: (entry.ref.generation, entry.ref.digest) for entry in catalog.entries()} == living
     for name, (generation, digest, is_living) in model.items():
-        history = catalog.generations(name)
+        history = catalog.generations(name, **MINE)
         assert [item.ref.generation for item in history] == list(range(generation, 0, -1)), "none was given twice"
         assert history[0].ref.digest == digest
-        assert (catalog.get(name) is not None) == is_living
+        assert (catalog.get(name, **MINE) is not None) == is_living
     for digest in "xy":
         assert catalog.is_used(digest) == any(value[1] == digest and value[2] for value in model.values())
     registry.close()
@@ -69,7 +70,7 @@ def test_bases_and_tenants_keep_their_own_names(shared_url: str) -> None:
             add(registry, "sql", f"{tenant}{number}", tenant_id=tenant)
     assert [entry.ref.digest for entry in bases[0].catalog.entries()] == ["ada0", "bob0"]
     assert [entry.ref.digest for entry in bases[1].catalog.entries(tenant_id="bob")] == ["bob1"]
-    bases[0].catalog.drain("sql", tenant_id="ada")
+    bases[0].catalog.drain("sql", tenant_id="ada", who="ada")
     assert bases[0].catalog.get("sql", tenant_id="ada") is None
     assert bases[0].catalog.get("sql", tenant_id="bob") is not None
     assert bases[1].catalog.get("sql", tenant_id="ada") is not None
@@ -82,28 +83,28 @@ def test_pins_and_weights_last_until_the_name_is_removed(
 ) -> None:
     entry = add(registry, "sql", who="ada", pinned=True)
     assert (entry.owner, entry.pinned, entry.traffic_weight, entry.size_bytes) == ("ada", True, 1.0, 5_000_000_000)
-    assert registry.catalog.configure("sql", traffic_weight=2.5, who="bob").pinned
+    assert registry.catalog.configure("sql", traffic_weight=2.5, who="bob", **MINE).pinned
     entry = add(open_again(), "sql", "other", who="bob")
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("ada", True, 2.5), "new contents, same treatment"
     assert not add(registry, "sql", pinned=False).pinned
-    _, leaving, _ = registry.catalog.drain("sql")
+    _, leaving, _ = registry.catalog.drain("sql", **ADA)
     registry.catalog.drained(leaving)
     entry = add(registry, "sql", who="bob")
     assert (entry.owner, entry.pinned, entry.traffic_weight) == ("bob", False, 1.0)
     with pytest.raises(NotFound, match="'absent'"):
-        registry.catalog.configure("absent", pinned=True)
+        registry.catalog.configure("absent", pinned=True, **ADA)
 
 
 def test_a_name_that_returns_while_it_drains_stays(registry: Registry) -> None:
     add(registry, "sql")
-    entry, leaving, _ = registry.catalog.drain("sql")
-    assert registry.jobs.unfinished() == [leaving] == [registry.jobs.latest("sql")]
+    entry, leaving, _ = registry.catalog.drain("sql", **ADA)
+    assert registry.jobs.unfinished() == [leaving] == [registry.jobs.latest("sql", **MINE)]
     assert (leaving.state, leaving.generation, leaving.digest) == (State.DRAINING, entry.ref.generation, "d")
     back = add(registry, "sql")
     assert back.ref.generation == entry.ref.generation + 1
     for _ in range(2):  # two may end it
         assert registry.catalog.drained(leaving).state is State.REMOVED
-    assert registry.catalog.get("sql") == back
+    assert registry.catalog.get("sql", **MINE) == back
     assert registry.jobs.unfinished() == []
 
 
@@ -117,10 +118,10 @@ def test_use_is_remembered_in_order(registry: Registry, open_again: Callable[[],
     after: Catalog = open_again().catalog
     assert [entry.name for entry in after.hot(10)] == ["c", "d", "b", "a"], "the newest report first, each digest once"
     assert [entry.name for entry in after.hot(2)] == ["c", "d"]
-    found = after.get("twin")
+    found = after.get("twin", **MINE)
     assert found is not None
     assert found.last_used_s == 10.0
-    after.drain("c")
+    after.drain("c", **ADA)
     assert [entry.name for entry in after.hot(10)] == ["d", "b", "a"]
 
 
@@ -129,7 +130,7 @@ def test_the_last_use_of_a_name_never_goes_back(registry: Registry) -> None:
     add(registry, "a", "digest-a")
     for used_s, known_s in ((10.0, 10.0), (8.0, 10.0), (12.0, 12.0), (12.0, 12.0), (-1.0, 12.0)):
         registry.catalog.note_use({"digest-a": used_s})
-        entry = registry.catalog.get("a")
+        entry = registry.catalog.get("a", **MINE)
         assert entry is not None
         assert entry.last_used_s == known_s
 
@@ -138,24 +139,24 @@ def test_aliases_change_by_version(registry: Registry, open_again: Callable[[], 
     for name in ("v1", "v2"):
         add(registry, name)
     aliases = registry.aliases
-    first = aliases.put("sql", {"v1": 1.0})
-    canary = aliases.put("sql", {"v1": 95, "v2": 5}, who="ada")
+    first = aliases.put("sql", {"v1": 1.0}, **ADA)
+    canary = aliases.put("sql", {"v1": 95, "v2": 5}, who="ada", **MINE)
     assert [(item.name, item.weight) for item in canary.targets] == [("v1", 95.0), ("v2", 5.0)]
     assert (first.version, canary.version, canary.previous_version) == (1, 2, 1)
-    promoted = aliases.promote("sql", "v2")
+    promoted = aliases.promote("sql", "v2", **ADA)
     assert [item.name for item in promoted.targets] == ["v2"]
-    back = open_again().aliases.rollback("sql")
+    back = open_again().aliases.rollback("sql", **ADA)
     assert (back.version, back.targets, back.previous_version) == (2, canary.targets, 3)
-    assert aliases.rollback("sql").targets == promoted.targets, "a rollback can be undone"
-    assert aliases.rollback("sql", 1).targets == first.targets
-    after = aliases.put("sql", {"v2": 1})
+    assert aliases.rollback("sql", **ADA).targets == promoted.targets, "a rollback can be undone"
+    assert aliases.rollback("sql", 1, **ADA).targets == first.targets
+    after = aliases.put("sql", {"v2": 1}, **ADA)
     assert after.version == 4, "a version is never used for something else"
     assert aliases.entries() == [after] == aliases.entries(tenant_id="default")
     assert aliases.entries(tenant_id="bob") == []
-    aliases.remove("sql")
-    assert aliases.get("sql") is None
+    aliases.remove("sql", **ADA)
+    assert aliases.get("sql", **MINE) is None
     assert aliases.entries() == []
-    again = aliases.put("sql", {"v1": 1})
+    again = aliases.put("sql", {"v1": 1}, **ADA)
     assert (again.version, again.previous_version) == (5, None)
 
 
@@ -172,31 +173,31 @@ def test_what_an_alias_may_not_do(registry: Registry) -> None:
         {f"v{i}": 1 for i in range(17)},
     ):
         with pytest.raises(InvalidRequest):
-            aliases.put("sql", targets)
+            aliases.put("sql", targets, **ADA)
     with pytest.raises(NotFound, match="'v9'"):
-        aliases.put("sql", {"v1": 1, "v9": 1})
+        aliases.put("sql", {"v1": 1, "v9": 1}, **ADA)
     with pytest.raises(InvalidRequest, match="is an adapter"):
-        aliases.put("v1", {"v2": 1})
-    aliases.put("sql", {"v1": 1})
+        aliases.put("v1", {"v2": 1}, **ADA)
+    aliases.put("sql", {"v1": 1}, **ADA)
     with pytest.raises(InvalidRequest, match="is an alias"):
         add(registry, "sql")
     with pytest.raises(NotFound, match="'sql'"):
-        aliases.put("of-an-alias", {"sql": 1})
+        aliases.put("of-an-alias", {"sql": 1}, **ADA)
     with pytest.raises(AdapterBusy, match="alias 'sql'"):
-        catalog.drain("v1")
+        catalog.drain("v1", **ADA)
     with pytest.raises(InvalidRequest, match="no target"):
-        aliases.promote("sql", "v2")
+        aliases.promote("sql", "v2", **ADA)
     for version in (None, 7):
         with pytest.raises(InvalidRequest, match="version"):
-            aliases.rollback("sql", version)
-    aliases.put("sql", {"v2": 1})
-    catalog.drain("v1")
+            aliases.rollback("sql", version, **ADA)
+    aliases.put("sql", {"v2": 1}, **ADA)
+    catalog.drain("v1", **ADA)
     with pytest.raises(NotFound, match="'v1'"):
-        aliases.rollback("sql")
-    assert aliases.get("sql") is not None
-    for call in (aliases.remove, aliases.rollback, lambda name: aliases.promote(name, "v2")):
+        aliases.rollback("sql", **ADA)
+    assert aliases.get("sql", **MINE) is not None
+    for call in (aliases.remove, aliases.rollback, lambda name, **who: aliases.promote(name, "v2", **who)):
         with pytest.raises(NotFound, match="no alias 'absent'"):
-            call("absent")
+            call("absent", **ADA)
 
 
 def test_a_removed_alias_does_not_come_back_by_a_promotion(
@@ -210,16 +211,16 @@ def test_a_removed_alias_does_not_come_back_by_a_promotion(
     def promote() -> None:
         while not done.is_set():
             with contextlib.suppress(NotFound):
-                other.promote("sql", "v2")
+                other.promote("sql", "v2", **ADA)
 
     with ThreadPoolExecutor(1) as thread:
         promoting = thread.submit(promote)
         try:
             for _ in range(40):
-                registry.aliases.put("sql", {"v1": 1, "v2": 1})
-                registry.aliases.remove("sql")
-                assert registry.aliases.get("sql") is None
-                assert registry.aliases.get("sql") is None
+                registry.aliases.put("sql", {"v1": 1, "v2": 1}, **ADA)
+                registry.aliases.remove("sql", **ADA)
+                assert registry.aliases.get("sql", **MINE) is None
+                assert registry.aliases.get("sql", **MINE) is None
         finally:
             done.set()
         promoting.result()
@@ -239,7 +240,7 @@ def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(
 
     def register(name: str, *, rank: int = 8, size: int = 10, extra: int = 0, pinned: bool | None = None) -> None:
         digest = f"digest-{name[0]}"
-        catalog.register(name, "/", digest, max_rank=rank, size_bytes=size, extra_bytes=extra, pinned=pinned)
+        catalog.register(name, "/", digest, max_rank=rank, size_bytes=size, extra_bytes=extra, pinned=pinned, **ADA)
 
     register("a", rank=9, extra=60, pinned=True)
     register("a-too", rank=9, extra=60, pinned=True)
@@ -250,24 +251,27 @@ def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(
     ):
         with pytest.raises(AdapterTooLarge, match=f"'b' cannot be pinned: 2 pinned adapters would {words}"):
             register("b", **values, pinned=True)
-        assert catalog.get("b") is None
+        assert catalog.get("b", **MINE) is None
     register("b")
     register("c", pinned=True)
     register("d", pinned=True)
     with pytest.raises(AdapterTooLarge, match="4 pinned adapters would take 4 adapter slots and may take 3"):
-        catalog.configure("b", pinned=True)
-    entry = catalog.get("b")
+        catalog.configure("b", pinned=True, **ADA)
+    entry = catalog.get("b", **MINE)
     assert entry is not None
     assert not entry.pinned
-    catalog.configure("b", traffic_weight=9.0)
-    catalog.configure("c", pinned=False)
-    assert catalog.configure("b", pinned=True).pinned
+    catalog.configure("b", traffic_weight=9.0, **ADA)
+    catalog.configure("c", pinned=False, **ADA)
+    assert catalog.configure("b", pinned=True, **ADA).pinned
     with pytest.raises(AdapterTooLarge, match="'a' cannot be pinned: 4 pinned"):  # as it was, and so with new contents
-        catalog.register("a", "/", "digest-new", max_rank=8, size_bytes=1)
+        catalog.register("a", "/", "digest-new", max_rank=8, size_bytes=1, **ADA)
     assert sorted(entry.name for entry in catalog.pinned()) == ["a", "a-too", "b", "d"]
-    events = [event.event for event in reversed(registry.journal.events("b"))]
+    events = [event.event for event in reversed(registry.journal.events("b", **MINE))]
     assert events == ["registered", "pinned"]
-    assert [event.event for event in registry.journal.events("c")] == ["unpinned", "registered"]
+    assert [event.event for event in registry.journal.events("c", **MINE)] == [
+        "unpinned",
+        "registered",
+    ]
 
 
 def test_moves_are_told_to_every_name(registry: Registry) -> None:
@@ -275,6 +279,6 @@ def test_moves_are_told_to_every_name(registry: Registry) -> None:
         add(registry, name, "digest-a")
     registry.catalog.note_moves([Move("deleted from disk", "digest-a", 5.0), Move("deleted from disk", "other", 6.0)])
     for name in ("a", "twin"):
-        event = registry.journal.events(name)[0]
+        event = registry.journal.events(name, **MINE)[0]
         assert (event.event, event.time_s, event.digest) == ("deleted from disk", 5.0, "digest-a")
         assert event.replica_id is None

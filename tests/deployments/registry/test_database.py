@@ -20,6 +20,7 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.registry.tables import metadata
 from app.engine.errors import ConfigError, NotReady
+from tests.deployments.managed import ADA, MINE
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +40,7 @@ def test_processes_that_start_together_make_the_schema_once(empty_url: str) -> N
         "import sys; from app.deployments.registry.books import Registry\n"
         "sys.stdin.readline()\n"
         "registry = Registry(sys.argv[1], 'base')\n"
-        "registry.catalog.register(sys.argv[2], 'uri', 'd' * 64, max_rank=1, size_bytes=1)\n"
+        "registry.catalog.register(sys.argv[2], 'uri', 'd' * 64, max_rank=1, size_bytes=1, tenant_id='t', who='w')\n"
         "registry.close()"
     )
     starters = [
@@ -161,10 +162,10 @@ def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path) -> None
 
     event.listen(registry.database._engine, "connect", limit)
     with pytest.raises(NotReady, match="database or disk is full"):
-        registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1)
+        registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
     assert registry.catalog.entries() == []
     del limits[0]
-    registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1)
+    registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
     assert [entry.name for entry in registry.catalog.entries()] == ["big"]
     registry.close()
 
@@ -172,7 +173,7 @@ def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path) -> None
 def test_a_database_that_can_only_be_read_serves_and_takes_no_change(empty_url: str) -> None:
     """As a PostgreSQL standby, or a file on a disk that was mounted anew."""
     registry = Registry(empty_url, "base")
-    registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1)
+    registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
 
     def read_only(connection: Any, _: object) -> None:
         is_sqlite = isinstance(connection, sqlite3.Connection)
@@ -182,9 +183,9 @@ def test_a_database_that_can_only_be_read_serves_and_takes_no_change(empty_url: 
 
     registry.database.close()
     event.listen(registry.database._engine, "connect", read_only)
-    assert registry.catalog.get("sql") is not None
+    assert registry.catalog.get("sql", **MINE) is not None
     with pytest.raises(NotReady, match=r"readonly|read-only"):
-        registry.catalog.configure("sql", pinned=True)
+        registry.catalog.configure("sql", pinned=True, **ADA)
     registry.close()
 
 

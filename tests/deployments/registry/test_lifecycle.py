@@ -31,7 +31,7 @@ from app.engine.errors import (
     NotFound,
     NotReady,
 )
-from tests.deployments.managed import ADA, FakeStore, ManagedStore, fails, wanted
+from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
 
 
 @pytest_asyncio.fixture
@@ -50,7 +50,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def end_of(managed: ManagedStore, job: RegistryJob) -> RegistryJob:
     async with asyncio.timeout(600):
-        while not (now := await managed.client.job(job.id, tenant_id=DEFAULT_TENANT)).is_done:
+        while not (now := await managed.client.job(job.id, **MINE)).is_done:
             await asyncio.sleep(0.002)
     return now
 
@@ -60,40 +60,40 @@ async def test_a_load_goes_through_its_states(managed: ManagedStore) -> None:
     asked = await managed.client.load(wanted("sql", "one", pinned=True, traffic_weight=3.0))
     assert (asked.state, asked.generation) == (State.REQUESTED, 1)
     await until(lambda: bool(managed.store.loads))
-    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
+    described = await managed.client.describe("sql", **MINE)
     await until(lambda: managed.lifecycle.loads._jobs[asked.id].state is State.VALIDATING)
     assert described.entry is None
-    assert managed.view.find("sql") is None
+    assert managed.view.find("sql", DEFAULT_TENANT) is None
     managed.store.gates["one"].set()
     job = await end_of(managed, asked)
     assert (job.state, job.generation, job.digest) == (State.LOADED, 1, "d1")
-    entry = managed.view.adapter("sql")
+    entry = managed.view.adapter("sql", DEFAULT_TENANT)
     assert entry is not None, "loaded is routable"
     assert (entry.ref.uri, entry.pinned, entry.traffic_weight, entry.owner) == ("/roots/one", True, 3.0, "ada")
-    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
+    described = await managed.client.describe("sql", **MINE)
     assert (described.entry, described.job, described.is_on_host) == (entry, job, True)
-    events = [event.event for event in reversed(managed.registry.journal.events("sql"))]
+    events = [event.event for event in reversed(managed.registry.journal.events("sql", **MINE))]
     assert sorted(events[1:-1]) == ["downloaded to disk", "downloading", "loaded to host", "registered", "validating"]
     assert (events[0], events[-1]) == ("requested", "routable")
 
 
 async def test_a_failed_load_keeps_its_reason_and_the_old_meaning(managed: ManagedStore) -> None:
     assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", "absent"))), NotFound)
-    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
+    described = await managed.client.describe("sql", **MINE)
     assert described.entry is None
     assert described.job is not None
     assert (described.job.state, described.job.reason) == (State.FAILED, "there is no adapter at 'absent'")
     _, first = await managed.client.load_and_wait(wanted("sql", "one"))
     managed.store.contents["broken"] = AdapterFormatError("tensor 'x' has NaN")
     assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", "broken"))), AdapterFormatError)
-    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
-    assert described.entry == first == managed.view.find("sql")
+    described = await managed.client.describe("sql", **MINE)
+    assert described.entry == first == managed.view.find("sql", DEFAULT_TENANT)
     assert described.job is not None
     assert described.job.reason == "tensor 'x' has NaN"
     managed.store.contents["bug"] = ValueError("secret")
     with pytest.raises(ValueError, match="secret"):
         await managed.client.load_and_wait(wanted("sql", "bug"))
-    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
+    described = await managed.client.describe("sql", **MINE)
     assert described.job is not None
     assert "secret" not in str(described.job.reason)
 
@@ -103,8 +103,8 @@ async def test_names_that_cannot_be(managed: ManagedStore) -> None:
         assert isinstance(await fails(managed.client.load(wanted(name, "one"))), InvalidRequest)
         assert isinstance(await fails(managed.client.put_alias(name, {"sql": 1}, **ADA)), InvalidRequest)
     for name in ("absent", "a\0b", "../a"):
-        assert isinstance(await fails(managed.client.describe(name, tenant_id=DEFAULT_TENANT)), NotFound)
-    assert isinstance(await fails(managed.client.job("absent", tenant_id=DEFAULT_TENANT)), NotFound)
+        assert isinstance(await fails(managed.client.describe(name, **MINE)), NotFound)
+    assert isinstance(await fails(managed.client.job("absent", **MINE)), NotFound)
     assert managed.registry.jobs.unfinished() == []
 
 
@@ -120,7 +120,7 @@ async def test_loads_of_one_name_take_effect_in_the_order_they_were_asked_for(ma
     _, entry = await second
     assert (entry.ref.digest, entry.ref.generation) == ("d2", 2)
     assert (await end_of(managed, first)).generation == 1
-    assert managed.view.find("sql") == entry
+    assert managed.view.find("sql", DEFAULT_TENANT) == entry
     job, again = await managed.client.load_and_wait(wanted("sql", "two"))
     assert (again.ref.generation, job.generation) == (2, 2), "equal contents are the same generation"
 
@@ -133,12 +133,12 @@ async def test_a_job_never_goes_back_when_its_source_is_read_again(managed: Mana
     managed.store.gates["one"] = asyncio.Event()
     other = await managed.client.load(wanted("other", "one"))
     await until(lambda: managed.lifecycle.loads._jobs[other.id].state is State.VALIDATING)
-    assert (await managed.client.job(waiting.id, tenant_id=DEFAULT_TENANT)).state is State.ON_HOST
+    assert (await managed.client.job(waiting.id, **MINE)).state is State.ON_HOST
     for gate in managed.store.gates.values():
         gate.set()
     for job in (waiting, other):
         assert (await end_of(managed, job)).state is State.LOADED
-    events = [event.event for event in managed.registry.journal.events("sql")]
+    events = [event.event for event in managed.registry.journal.events("sql", **MINE)]
     assert events.count("validating") == events.count("downloaded to disk") == 2, "each job went through it once"
 
 
@@ -155,7 +155,7 @@ async def test_jobs_that_have_ended_leave_nothing_in_memory(
 
     monkeypatch.setattr(managed.registry.jobs, "advance", advance_slowly)
     first = await managed.client.load(wanted("sql", "one"))
-    await until(lambda: managed.view.find("sql") is not None)
+    await until(lambda: managed.view.find("sql", DEFAULT_TENANT) is not None)
     await managed.client.load_and_wait(
         wanted("other", "one")
     )  # the source is read again while the first job's end is written
@@ -178,8 +178,8 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     assert managed.store.cached_digests == {"d1"}
     managed.drop_gate.clear()
     leaving = asyncio.create_task(management.unload("sql", **ADA))
-    await until(lambda: managed.view.find("sql") is None)
-    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
+    await until(lambda: managed.view.find("sql", DEFAULT_TENANT) is None)
+    described = await managed.client.describe("sql", **MINE)
     assert described.entry is None
     assert described.job is not None
     assert described.job.state is State.DRAINING, "no new request, but the running ones go on"
@@ -189,7 +189,7 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
     assert (await end_of(managed, described.job)).state is State.REMOVED, "whoever asked may leave"
     assert sorted(managed.dropped) == [("r1", "d1"), ("r2", "d1")]
     assert managed.store.cached_digests == set()
-    assert isinstance(await fails(managed.client.describe("sql", tenant_id=DEFAULT_TENANT)), NotFound)
+    assert isinstance(await fails(managed.client.describe("sql", **MINE)), NotFound)
     assert isinstance(await fails(management.unload("sql", **ADA)), NotFound)
     _, entry = await managed.client.load_and_wait(wanted("sql", "one"))
     assert entry.ref.generation == 2, "what was removed and returns is a new generation"
@@ -221,12 +221,12 @@ async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     assert (await end_of(managed, other)).state is State.LOADED, "another name's load goes on"
     await until(lambda: not managed.lifecycle.loads._tasks)
     assert managed.lifecycle.loads._cancelled == {}
-    assert managed.view.find("sql") is None
-    assert isinstance(await fails(managed.client.describe("sql", tenant_id=DEFAULT_TENANT)), NotFound)
+    assert managed.view.find("sql", DEFAULT_TENANT) is None
+    assert isinstance(await fails(managed.client.describe("sql", **MINE)), NotFound)
     assert isinstance(await fails(management.unload("sql", **ADA)), NotFound), "there is nothing left to cancel"
     _, entry = await managed.client.load_and_wait(wanted("sql", "two"))
     assert entry.ref.generation == 1 + is_registered, "what never took effect is no generation"
-    assert managed.view.find("sql") == entry
+    assert managed.view.find("sql", DEFAULT_TENANT) == entry
 
 
 async def test_a_load_that_was_read_before_the_unload_and_waits_its_turn_does_not_come_after_it(
@@ -244,12 +244,12 @@ async def test_a_load_that_was_read_before_the_unload_and_waits_its_turn_does_no
     monkeypatch.setattr(managed.registry.catalog, "register", register_late)
     pending = await managed.client.load(wanted("sql", "one"))
     await asyncio.to_thread(arrived.wait, 600)
-    drained = managed.registry.catalog.drain("sql")  # as another process would
+    drained = managed.registry.catalog.drain("sql", **ADA)  # as another process would
     may_go.set()
     assert drained.cancelled == [pending.id]
     assert (await end_of(managed, pending)).state is State.FAILED
     assert managed.registry.catalog.entries() == []
-    assert managed.registry.catalog.generations("sql") == []
+    assert managed.registry.catalog.generations("sql", **MINE) == []
 
 
 async def test_an_unload_that_is_refused_cancels_nothing(managed: ManagedStore) -> None:
@@ -271,7 +271,7 @@ async def test_a_load_that_is_asked_for_after_an_unload_takes_effect(managed: Ma
     managed.store.gates["one"].set()
     _, entry = await after
     assert (await end_of(managed, before)).state is State.FAILED
-    assert managed.view.find("sql") == entry
+    assert managed.view.find("sql", DEFAULT_TENANT) == entry
 
 
 @pytest.mark.parametrize("error", [EngineFailure("on fire"), NotReady("reached r2"), ReplicaGone("r1")])
@@ -303,7 +303,7 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     await first.take_up()
     assert len(first._tasks) == num_tasks, "it sees to it"
     await first.close()  # the process of the ingress ends
-    assert (await managed.client.job(job.id, tenant_id=DEFAULT_TENANT)).state is State.DRAINING
+    assert (await managed.client.job(job.id, **MINE)).state is State.DRAINING
     after = ManagedStore(open_again(), managed.store)  # so does the registry's
     third = Management(after.client, managed, lambda: managed.placement)
     await third.take_up()
@@ -350,13 +350,13 @@ async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
     with monkeypatch.context() as patch:
         patch.setattr(managed.registry.catalog, "drained", _away)
         assert isinstance(await fails(management.unload("sql", **ADA)), NotReady)
-    described = await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)
+    described = await managed.client.describe("sql", **MINE)
     assert described.job is not None
     assert described.job.state is State.DRAINING
     monkeypatch.setattr(unloading_module, "UNSEEN_S", -1.0)
     await management.take_up()
     assert (await end_of(managed, described.job)).state is State.REMOVED
-    assert isinstance(await fails(managed.client.describe("sql", tenant_id=DEFAULT_TENANT)), NotFound)
+    assert isinstance(await fails(managed.client.describe("sql", **MINE)), NotFound)
 
 
 async def test_an_unload_that_could_not_be_written_down_did_not_begin(
@@ -366,7 +366,9 @@ async def test_an_unload_that_could_not_be_written_down_did_not_begin(
     with monkeypatch.context() as patch:
         patch.setattr(catalog_module, "insert_job", _away)
         assert isinstance(await fails(managed.client.begin_unload("sql", **ADA)), NotReady)
-    assert managed.view.find("sql") == entry == managed.registry.catalog.get("sql"), "served, and known to be"
+    assert managed.view.find("sql", DEFAULT_TENANT) == entry == managed.registry.catalog.get("sql", **MINE), (
+        "served, and known to be"
+    )
     assert (await Management(managed.client, managed, PlacementTable).unload("sql", **ADA))[0].state is State.REMOVED
 
 
@@ -375,12 +377,12 @@ async def test_a_name_that_returns_while_it_drains_is_served(managed: ManagedSto
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()
     leaving = asyncio.create_task(management.unload("sql", **ADA))
-    await until(lambda: managed.view.find("sql") is None)
+    await until(lambda: managed.view.find("sql", DEFAULT_TENANT) is None)
     _, back = await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.set()
     await leaving
-    assert managed.view.find("sql") == back
-    assert (await managed.client.describe("sql", tenant_id=DEFAULT_TENANT)).entry == back
+    assert managed.view.find("sql", DEFAULT_TENANT) == back
+    assert (await managed.client.describe("sql", **MINE)).entry == back
     assert managed.store.cached_digests == {"d1"}
 
 
@@ -394,10 +396,10 @@ async def test_an_unload_ends_although_its_contents_are_used_again(
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()  # there is always some request for it
     job, _ = await management.unload("sql", wait=False, **ADA)
-    assert not (await managed.client.job(job.id, tenant_id=DEFAULT_TENANT)).is_done
+    assert not (await managed.client.job(job.id, **MINE)).is_done
     _, back = await managed.client.load_and_wait(wanted(name, "one"))
     assert (await end_of(managed, job)).state is State.REMOVED
-    assert managed.view.find(name) == back
+    assert managed.view.find(name, DEFAULT_TENANT) == back
     assert managed.store.cached_digests == {"d1"}
     assert managed.dropped == []
     managed.drop_gate.set()
@@ -421,7 +423,7 @@ async def test_a_drain_goes_on_while_the_registry_is_away(
         job, _ = await management.unload("sql", wait=False, **ADA)
         patch.setattr(managed.registry.catalog, "is_used", is_used)
         await until(lambda: len(questions) > 2)
-    assert not (await managed.client.job(job.id, tenant_id=DEFAULT_TENANT)).is_done
+    assert not (await managed.client.job(job.id, **MINE)).is_done
     managed.drop_gate.set()
     assert (await end_of(managed, job)).state is State.REMOVED
 
@@ -431,16 +433,16 @@ async def test_aliases_pins_and_weights_are_known_everywhere(managed: ManagedSto
     for name, source in (("v1", "one"), ("v2", "two")):
         await managed.client.load_and_wait(wanted(name, source))
     await managed.client.put_alias("sql", {"v1": 1.0}, **ADA)
-    assert managed.view.resolve("sql", "k") == managed.view.resolve("v1", "k")
+    assert managed.view.resolve("sql", "k", DEFAULT_TENANT) == managed.view.resolve("v1", "k", DEFAULT_TENANT)
     await managed.client.put_alias("sql", {"v2": 1.0}, **ADA)
-    assert managed.view.resolve("sql", "k") == managed.view.resolve("v2", "k")
+    assert managed.view.resolve("sql", "k", DEFAULT_TENANT) == managed.view.resolve("v2", "k", DEFAULT_TENANT)
     await managed.client.roll_back_alias("sql", None, **ADA)
-    assert managed.view.resolve("sql", "k") == managed.view.resolve("v1", "k")
+    assert managed.view.resolve("sql", "k", DEFAULT_TENANT) == managed.view.resolve("v1", "k", DEFAULT_TENANT)
     assert isinstance(await fails(management.unload("v1", **ADA)), AdapterBusy)
     await managed.client.remove_alias("sql", **ADA)
-    assert managed.view.find("sql") is None
+    assert managed.view.find("sql", DEFAULT_TENANT) is None
     entry = await managed.client.configure("v1", pinned=True, traffic_weight=0.5, **ADA)
-    assert managed.view.find("v1") == entry
+    assert managed.view.find("v1", DEFAULT_TENANT) == entry
     assert (entry.pinned, entry.traffic_weight) == (True, 0.5)
 
 
@@ -461,15 +463,13 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     assert after.store.loads == ["one"], "what is registered is not read again before it is used"
     await until(lambda: after.view.num_adapters == 2)
     for name in ("kept", "alias", "cut", "leaving"):
-        assert (after.view.find(name) is None) == (name == "leaving")
-    entry = after.view.adapter("cut")
+        assert (after.view.find(name, DEFAULT_TENANT) is None) == (name == "leaving")
+    entry = after.view.adapter("cut", DEFAULT_TENANT)
     assert entry is not None
     assert (entry.owner, entry.traffic_weight) == ("ada", 2.0)
-    assert (await after.client.job(unload.job.id, tenant_id=DEFAULT_TENANT)).state is State.DRAINING, (
-        "engines may still be at it"
-    )
+    assert (await after.client.job(unload.job.id, **MINE)).state is State.DRAINING, "engines may still be at it"
     assert [item.name for item in await after.client.hot(5)] == ["kept"]
-    events = after.registry.journal.events("kept")
+    events = after.registry.journal.events("kept", **MINE)
     assert (events[0].event, events[0].replica_id) == ("loaded to device", "r1")
     await after.close()
     managed.store.gates["one"].set()
@@ -512,7 +512,7 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
     monkeypatch.setattr(managed.registry.jobs, "advance", advance_or_not)
     if end is State.LOADED:
         job, entry = await managed.client.load_and_wait(wanted("sql", source))
-        assert (job.state, job.generation, managed.view.find("sql")) == (State.LOADED, 1, entry)
+        assert (job.state, job.generation, managed.view.find("sql", DEFAULT_TENANT)) == (State.LOADED, 1, entry)
     else:
         assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", source))), NotFound), (
             "what was wrong with it"
@@ -521,7 +521,7 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
     away.clear()
     job = await end_of(managed, unfinished)
     assert (job.state, job.digest) == (end, "d1" if end is State.LOADED else None)
-    events = [event.event for event in managed.registry.journal.events("sql")]
+    events = [event.event for event in managed.registry.journal.events("sql", **MINE)]
     assert events.count("downloading") == events.count("routable" if end is State.LOADED else "failed") == 1
     await until(lambda: not lifecycle.loads._writing)
 
@@ -540,7 +540,7 @@ async def test_what_is_observed_again_is_in_the_journal_once(
             patch.setattr(managed.registry.catalog, method, _away)
             assert isinstance(await fails(managed.client.observe("r1", ["d1"], [], {"d1": 5.0})), NotReady)
     await managed.client.observe("r1", ["d1"], [], {"d1": 5.0})
-    events = [event.event for event in managed.registry.journal.events("sql")]
+    events = [event.event for event in managed.registry.journal.events("sql", **MINE)]
     assert events.count("loaded to device") == 1
     assert [item.name for item in await managed.client.hot(5)] == ["sql"]
 
@@ -559,7 +559,7 @@ async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> N
 
     await asyncio.gather(*(churn(f"n{index % 3}", index) for index in range(9)))
     entries = managed.registry.catalog.entries()
-    found = managed.view.page((type(entries[0]),) if entries else (), limit=100).entries
+    found = managed.view.page((type(entries[0]),) if entries else (), limit=100, **MINE).entries
     assert list(found) == entries
     assert managed.registry.jobs.unfinished() == []
 
@@ -605,7 +605,7 @@ async def test_moves_between_tiers_are_in_the_journal(managed: ManagedStore) -> 
     await asyncio.to_thread(managed.events.moved, "fetched again", "d1")
 
     def told() -> list[str]:
-        events = [event.event for event in reversed(managed.registry.journal.events("sql"))]
+        events = [event.event for event in reversed(managed.registry.journal.events("sql", **MINE))]
         return [event for event in events if event in ("deleted from host", "fetched again")]
 
     await until(lambda: len(told()) == 2)

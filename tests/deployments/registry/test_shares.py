@@ -32,7 +32,7 @@ def test_following_changes_is_starting_anew(
 
 def test_a_share_is_the_weight_over_the_sum_and_grows_stale_by_a_tenth_at_most() -> None:
     book = ShareBook([entry(("default", f"n{index}"), f"d{index}") for index in range(96)])
-    alias = AliasEntry("alias", (AliasTarget("n1", 1.0),), 1, 0.0)
+    alias = AliasEntry("alias", (AliasTarget("n1", 1.0),), 1, 0.0, tenant_id="default")
     assert not book.apply(("default", "alias"), alias)
     assert book.apply(("default", "heavy"), entry(("default", "heavy"), "heavy", 4.0))
     assert book.value == {"heavy": 0.04}

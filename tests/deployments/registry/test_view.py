@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.deployments.links.published import Changes
-from app.deployments.registry.entries import AliasEntry, AliasTarget, CatalogEntry
+from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, AliasTarget, CatalogEntry
 from app.deployments.registry.view import Entry, RegistryView, choose_target
 from app.engine.adapters.card import AdapterRef
 from tests.budgets import examples
+from tests.deployments.managed import MINE
 
 BOTH = (CatalogEntry, AliasEntry)
 
 
 def adapter(name: str, tenant_id: str = "default") -> CatalogEntry:
-    return CatalogEntry(AdapterRef(name, f"digest-{name}", tenant_id), 8, 64, 0.0)
+    return CatalogEntry(AdapterRef(name, f"digest-{name}", tenant_id), 8, 64, 0.0, "ada")
 
 
 def alias(name: str, tenant_id: str = "default", **targets: float) -> AliasEntry:
@@ -56,7 +57,7 @@ def test_pages_list_everything_once_in_order(batches: list[list[tuple[str, str, 
             assert seen == wanted
     assert view.num_adapters == sum(isinstance(entry, CatalogEntry) for entry in expected.values())
     view.take(Changes(((("default", "z"), adapter("z")),), is_first=True, is_last=True))
-    assert [entry.name for entry in view.page(BOTH, limit=9).entries] == ["z"]
+    assert [entry.name for entry in view.page(BOTH, limit=9, **MINE).entries] == ["z"]
     assert view.find("a", "bob") is None
 
 
@@ -66,27 +67,35 @@ def test_names_are_there_while_a_new_copy_of_the_registry_comes() -> None:
 
     view = RegistryView([adapter("a"), adapter("b"), adapter("left"), alias("was", a=1)])
     view.take(Changes((row("a"), row("new")), is_first=True, is_last=False))  # the first page after a restart
-    assert all(view.resolve(name, "k") is not None for name in ("a", "b", "left", "was", "new"))
+    assert all(view.resolve(name, "k", DEFAULT_TENANT) is not None for name in ("a", "b", "left", "was", "new"))
     view.take(Changes((row("b", alias("b", a=1)), row("a"), (("default", "new"), None)), False, is_last=False))
-    assert isinstance(view.find("b"), AliasEntry)
-    assert view.find("new") is None
+    assert isinstance(view.find("b", DEFAULT_TENANT), AliasEntry)
+    assert view.find("new", DEFAULT_TENANT) is None
     view.take(Changes((row("c"),), is_first=True, is_last=False))  # and another, before the copy was complete
-    assert [entry.name for entry in view.page(BOTH, limit=9).entries] == ["a", "b", "c", "left", "was"]
+    assert [entry.name for entry in view.page(BOTH, limit=9, **MINE).entries] == [
+        "a",
+        "b",
+        "c",
+        "left",
+        "was",
+    ]
     view.take(Changes((row("b"),), is_first=False, is_last=True))
-    assert [entry.name for entry in view.page(BOTH, limit=9).entries] == ["b", "c"]
+    assert [entry.name for entry in view.page(BOTH, limit=9, **MINE).entries] == ["b", "c"]
     assert view.num_adapters == 2
     view.take(Changes((row("d"),), is_first=False, is_last=True))
-    assert [entry.name for entry in view.page(BOTH, limit=9).entries] == ["b", "c", "d"], "later changes are only that"
+    assert [entry.name for entry in view.page(BOTH, limit=9, **MINE).entries] == ["b", "c", "d"], (
+        "later changes are only that"
+    )
 
 
 def test_names_mean_adapters_and_aliases_mean_their_targets() -> None:
     view = RegistryView([adapter("v1"), adapter("v2"), alias("sql", v2=1), alias("broken", v9=1), adapter("v1", "bob")])
-    assert view.resolve("v1", "key") == adapter("v1").ref
-    assert view.resolve("sql", "key") == adapter("v2").ref
+    assert view.resolve("v1", "key", DEFAULT_TENANT) == adapter("v1").ref
+    assert view.resolve("sql", "key", DEFAULT_TENANT) == adapter("v2").ref
     assert view.resolve("v1", "key", "bob") == adapter("v1", "bob").ref
     for name, tenant_id in (("v2", "bob"), ("sql", "bob"), ("absent", "default"), ("broken", "default")):
         assert view.resolve(name, "key", tenant_id) is None
-    assert view.adapter("sql") is None
+    assert view.adapter("sql", DEFAULT_TENANT) is None
 
 
 def test_a_canary_is_sticky_and_gets_its_share() -> None:

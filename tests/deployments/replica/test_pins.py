@@ -30,7 +30,7 @@ ADAPTERS = {name: fake_adapter(name, 8) for name in ("a", "b", "slow", "broken")
 
 def pinned(*names: str) -> Pins:
     refs = [AdapterRef(name, ADAPTERS[name].card.digest, "t") for name in names]
-    return Pins(tuple(CatalogEntry(ref, 8, 64, 0.0, pinned=True) for ref in refs))
+    return Pins(tuple(CatalogEntry(ref, 8, 64, 0.0, "ada", pinned=True) for ref in refs))
 
 
 class Bench:

@@ -52,7 +52,9 @@ def named(*adapters: LoraAdapter) -> list[tuple[AdapterRef, LoraAdapter]]:
 
 
 def entry(max_rank: int, extra_bytes: int = 0) -> CatalogEntry:
-    return CatalogEntry(AdapterRef(f"r{max_rank}", f"d{max_rank}", "t"), max_rank, 64, 0.0, extra_bytes=extra_bytes)
+    return CatalogEntry(
+        AdapterRef(f"r{max_rank}", f"d{max_rank}", "t"), max_rank, 64, 0.0, "ada", extra_bytes=extra_bytes
+    )
 
 
 async def test_the_hot_set_is_resident_and_leaves_from_its_cold_end(bench: Bench) -> None:
@@ -146,7 +148,7 @@ class Sources:
 
 
 def entry_of(adapter: LoraAdapter) -> CatalogEntry:
-    return CatalogEntry(AdapterRef("an adapter", adapter.card.digest, "t"), adapter.card.max_rank, 64, 0.0)
+    return CatalogEntry(AdapterRef("an adapter", adapter.card.digest, "t"), adapter.card.max_rank, 64, 0.0, "ada")
 
 
 CONFIG = EngineConfig(adapter_rank_rows=32, max_adapter_slots=16)

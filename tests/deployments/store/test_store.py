@@ -77,7 +77,7 @@ def store(sources: Sources, told: Told) -> Iterator[AdapterStore[str]]:
 
 async def load(store: AdapterStore[str], name: str) -> AdapterRef:
     """Read it and give it a name, as the registry does."""
-    uri, card = await store.load(name)
+    uri, card = await store.load(name, "default")
     return AdapterRef(name, card.digest, "t", uri=uri)
 
 
@@ -215,14 +215,14 @@ async def test_contents_that_changed_behind_the_name_are_refused(store: AdapterS
 async def test_equal_contents_are_kept_once(store: AdapterStore[str], sources: Sources) -> None:
     add(sources, "a", as_name="same")
     add(sources, "b", as_name="same")
-    one, two = await store.load("a"), await store.load("b")
+    one, two = await store.load("a", "default"), await store.load("b", "default")
     assert one.card.digest == two.card.digest
     assert (one.uri, two.uri) == ("/canonical/a", "/canonical/b")
     assert len(sources.puts) == 1
     store.forget(one.card.digest)
     assert store.cached_bytes == 0
     with pytest.raises(AdapterFormatError):
-        await store.load("broken")
+        await store.load("broken", "default")
 
 
 async def test_a_failing_adapter_is_read_once_until_its_time_has_come(sources: Sources) -> None:

@@ -178,7 +178,7 @@ def _page(
 ) -> Response:
     """The page of names of one kind that the query asks for."""
     page = page_query(request)
-    found = service.registry.page((kind,), limit=page.limit, after=page.after)
+    found = service.registry.page((kind,), limit=page.limit, after=page.after, tenant_id=http_caller(request).tenant_id)
     data = [body(entry) for entry in found.entries if isinstance(entry, kind)]
     return JSONResponse(page_body(data, has_more=found.has_more))
 
@@ -288,8 +288,8 @@ def _add_alias_routes(routes: APIRouter, service: ManagedService) -> None:
         return _page(request, service, AliasEntry, alias_body)
 
     @routes.get("/v1/aliases/{name}")
-    async def alias(name: str) -> Response:
-        entry = service.registry.find(name)
+    async def alias(name: str, request: Request) -> Response:
+        entry = service.registry.find(name, http_caller(request).tenant_id)
         if not isinstance(entry, AliasEntry):
             raise NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")
         return JSONResponse(alias_body(entry))

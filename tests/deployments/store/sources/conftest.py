@@ -37,7 +37,7 @@ class Store(AdapterStore[PackedAdapter]):
         check_name(name)
         uri, card = await self.load(source, tenant_id)
         facts = {"max_rank": card.max_rank, "size_bytes": card.size_bytes}
-        return self.catalog.register(name, uri, card.digest, tenant_id=tenant_id, **facts)
+        return self.catalog.register(name, uri, card.digest, tenant_id=tenant_id, who="ada", **facts)
 
     def entries(self) -> list[CatalogEntry]:
         return self.catalog.entries()
@@ -89,7 +89,7 @@ def library(open_library: OpenLibrary) -> AdapterLibrary:
 
 @pytest_asyncio.fixture
 async def store(tmp_path: Path, library: AdapterLibrary) -> AsyncIterator[Store]:
-    store = Store(library, lambda packed: packed, max_bytes=1 << 20, counts=library.counts)
+    store = Store(library, lambda packed: packed, Told(), max_bytes=1 << 20, counts=library.counts)
     store.catalog = Catalog(Database(sqlite_url(tmp_path / "c.sqlite"), "base"))
     yield store
     store.close()
