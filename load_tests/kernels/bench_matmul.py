@@ -2,7 +2,7 @@
 
 In: a base model's shapes, numbers of rows. Out: a Markdown table of times and ratios. `torch.linear`
 is what one would use without the promise: its bits change with the number of rows. Beside it the
-same with rows padded to a multiple of four, torch's own way to keep the promise. The times of
+same with rows padded to a multiple of four, which keeps the promise on some processors. The times of
 the four products of one layer are added up; weights of several layers take turns, so that they
 come from memory, as they do in a model. In the same run the promise is checked for every product
 and row count: the rows computed together equal the rows computed one by one, bit for bit, or

@@ -4,9 +4,14 @@ In: logits [P, V] float32 and a `SamplingBatch`. Out: a `ForwardOutput`; only wh
 device. It is the draw of `app.kernels.sampling.reference` with one change: probabilities are rounded to integers before
 they are added, so a sum has one value in whatever order a device adds, and no row can see another. Uniform numbers
 are the same counter's. Log-probabilities are the model's own, before penalties and temperature.
+
+An exponential must not depend on where in an array it stands. A GPU computes every one alike; torch on a CPU does not
+(vectors, and scalar code for what is left over), so there they are `app.kernels.machine.torch_order`'s.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -15,6 +20,7 @@ from torch import Tensor
 
 from app.engine.batch import ForwardOutput, SamplingBatch
 from app.engine.logits import penalties
+from app.kernels.machine.torch_order import exponential
 from app.kernels.sampling.reference import uniform
 
 #: Sums of 2**18 probabilities below one fit into 62 bits; larger vocabularies take a coarser unit.
@@ -39,12 +45,12 @@ def sample(logits: Tensor, sampling: SamplingBatch) -> ForwardOutput:
         rows = _upload(wanted, logits.device)
         own = logits[rows]
         normalisers = _log_sum_exp(own)  # [W] float64
-        chosen = own.gather(1, tokens[rows, None])[:, 0].double() - normalisers
-        logprobs[wanted] = chosen.float().cpu().numpy()
+        chosen = own.gather(1, tokens[rows, None])[:, 0].cpu().numpy()
+        logprobs[wanted] = (chosen - normalisers).astype(np.float32)
         most = min(int(sampling.num_logprobs.max()), logits.shape[1])
         if most:
             ids = _largest(own, most)
-            values = (own.gather(1, ids).double() - normalisers[:, None]).float().cpu().numpy()
+            values = (own.gather(1, ids).cpu().numpy() - normalisers[:, None]).astype(np.float32)
             host_ids = ids.cpu().numpy().astype(np.int32)
             for at, p in enumerate(wanted.tolist()):
                 count = int(sampling.num_logprobs[p])
@@ -83,7 +89,7 @@ def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp]) -> Te
 
     top_k, top_p = sampling.top_k[rows], sampling.top_p[rows]
     inverse = np.float32(1.0) / sampling.temperature[rows]
-    p = torch.exp((logits - logits.amax(-1, keepdim=True)) * column(inverse))
+    p = _exp((logits - logits.amax(-1, keepdim=True)) * column(inverse))
     floor = column(sampling.min_p[rows])
     limited = (top_k > 0) & (top_k < vocab)
     if limited.any() or (top_p < 1).any():
@@ -113,11 +119,18 @@ def _one(vocab_size: int) -> float:
     return float(1 << min(_MAX_UNIT_BITS, _SUM_BITS - (vocab_size - 1).bit_length()))
 
 
-def _log_sum_exp(logits: Tensor) -> Tensor:
-    """log(sum(exp(row))) [R] float64."""
+def _log_sum_exp(logits: Tensor) -> NDArray[np.float64]:
+    """log(sum(exp(row))) [R], on the host."""
     top = logits.amax(-1, keepdim=True)
-    p = torch.exp(logits - top)
-    return top[:, 0].double() + torch.log(_units(p).sum(-1).double() / _one(p.shape[1]))
+    sums = _units(_exp(logits - top)).sum(-1)
+    one = _one(logits.shape[1])
+    logs = [math.log(total / one) for total in sums.tolist()]  # one by one: NumPy's may depend on the place
+    return top[:, 0].cpu().numpy().astype(np.float64) + np.array(logs)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp(x) in float32."""
+    return torch.exp(x) if x.is_cuda else exponential(x).float()
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:

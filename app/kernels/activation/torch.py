@@ -1,23 +1,22 @@
 """Gated activations in plain torch.
 
-Arithmetic is float32 whatever the tensors hold. The signature is that of `triton.py`.
+In and out: the tensors that the form of `triton.py` takes. Exponentials are `app.kernels.machine.torch_order`'s:
+torch's own depend on where in an array they stand.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
+
+from app.kernels.machine.torch_order import exponential
 
 
 def gated(gate_up: Tensor, out: Tensor, activation: str) -> None:
     """out [T, I] = act(gate) * up of gate_up [T, 2 I]; "silu", or "gelu_tanh" (Hendrycks & Gimpel 2016)."""
     gate, up = gate_up.float().chunk(2, 1)
-    # On a CPU torch ends each thread's part of an array with scalar code, whose exponentials differ from the vectors'
-    # in the last bit. In float64 both round to the same float32, wherever the parts end.
-    wide = gate.double() if gate.device.type == "cpu" else gate
+    wide = gate.double()
     # 0.5 (1 + tanh(z)) is the logistic function of 2 z, without the cancellation.
-    z = wide if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
-    act = wide * torch.sigmoid(z)
-    out.copy_(act.float() * up)
+    z = wide if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * (wide * wide * wide))
+    out.copy_((wide / (1 + exponential(-z))).float() * up)

@@ -1,25 +1,22 @@
-"""Base products of fixed tiles in plain torch: the form for devices without Triton.
+"""Base products in plain torch, in one fixed order: the form for devices without Triton.
 
-In: rows and a weight. Out: their product, where a row's bits depend on its own values only: every product torch is
-asked for has the same shape, `TILE` rows of the whole depth, whatever the batch. It is there to be right, not fast.
+In: rows and a weight. Out: their product. A row's bits depend on its own values only, on every machine
+(`app.kernels.machine.torch_order`). It is there to be right, not fast.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-TILE = 8
+from app.kernels.machine.torch_order import product
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, *, accumulate: bool = False) -> None:
-    """out (+)= x @ weight.T + bias in place. x: [T, d_in], weight: [d_out, d_in], out: [T, d_out], bias: [d_out]."""
-    for first in range(0, len(x), TILE):
-        rows = x[first : first + TILE]
-        count = len(rows)
-        if count < TILE:
-            rows = nn.functional.pad(rows, (0, 0, 0, TILE - count))
-        product = nn.functional.linear(rows, weight)[:count]
-        if bias is not None:
-            product = product + bias
-        part = out[first : first + count]
-        part.copy_(part + product if accumulate else product)
+    """out (+)= x @ weight.T + bias in place; float32 sums, one rounding.
+
+    x: [T, d_in], weight: [d_out, d_in], out: [T, d_out], bias: [d_out].
+    """
+    sums = product(x.float(), weight.float())
+    if bias is not None:
+        sums += bias
+    out.copy_(out + sums if accumulate else sums)

@@ -1,12 +1,15 @@
 """RMS norm in plain torch.
 
-Arithmetic is float32 whatever the tensors hold. The signature of `rms_norm` is that of `triton.py`.
+In and out: the tensors that the form of `triton.py` takes. Arithmetic is float32 whatever the tensors hold. A row's
+bits depend on that row alone, on every machine (`app.kernels.machine.torch_order`).
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from app.kernels.machine.torch_order import folded_sum
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None) -> None:
@@ -23,4 +26,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tenso
 def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight, float32; x: [..., H], weight: [H]."""
     x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    squares = (x * x).movedim(-1, 0).contiguous()
+    # `rsqrt` is a square root and a division on a CPU; `sqrt` would be a library's.
+    return x * torch.rsqrt(folded_sum(squares) / x.shape[-1] + eps)[..., None] * weight.float()

@@ -1,12 +1,17 @@
 """Attention over block tables in plain torch, one sequence at a time.
 
-In deterministic mode one query at a time: then what is computed for a query has the same shapes in every chunk.
+In: queries, KV memory and block tables. Out: the attended values, in place. In deterministic mode a query's bits depend
+on the keys it sees alone, on every machine: sums over a head and over keys have one fixed order that counts keys from
+the sequence's beginning (`app.kernels.machine.torch_order`), so neither the chunk a query comes in nor keys behind it
+change a bit. Otherwise products and softmax are torch's own.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from app.kernels.machine.torch_order import MOST_TERMS, exponential, folded_sum
 
 
 def paged_attention(
@@ -30,30 +35,47 @@ def paged_attention(
     q: [T, heads, D]; caches: [blocks, kv_heads, block_size, D].
     """
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
-    block_size, kv_heads = k_cache.shape[2], k_cache.shape[1]
+    block_size, kv_heads, dim = k_cache.shape[2], k_cache.shape[1], k_cache.shape[3]
     for b, seq_len in enumerate(lengths):
         first, end = starts[b], starts[b + 1]
         if first == end:
             continue
         table = block_tables[b, : -(-seq_len // block_size)].long()
         keys, values = (
-            cache[table].transpose(1, 2).reshape(-1, kv_heads, cache.shape[3])[:seq_len].transpose(0, 1).float()
-            for cache in (k_cache, v_cache)
-        )  # [kv_heads, seq_len, D]
-        step = 1 if deterministic else end - first
+            cache[table].transpose(1, 2).reshape(-1, kv_heads, dim)[:seq_len].float() for cache in (k_cache, v_cache)
+        )  # [seq_len, kv_heads, D]
+        step = max(1, MOST_TERMS // (q.shape[1] * seq_len * dim)) if deterministic else end - first
         for at in range(first, end, step):
-            last = seq_len - end + at + 1  # keys that the first query of this piece sees
-            low = 0 if window is None else max(0, last - window)
-            high = last + step - 1
-            visible = torch.arange(last, high + 1, device=q.device)[:, None]  # [Q, 1]
-            places = torch.arange(low, high, device=q.device)
-            mask = places < visible
+            until = min(at + step, end)
+            last = torch.arange(seq_len - end + at + 1, seq_len - end + until + 1, device=q.device)[:, None]
+            places = torch.arange(seq_len, device=q.device)
+            visible = places < last  # [Q, seq_len]
             if window is not None:
-                mask &= places >= visible - window
-            queries = q[at : at + step].float().reshape(step, kv_heads, -1, q.shape[2])
-            scores = torch.einsum("qkgd,knd->kgqn", queries, keys[:, low:high]) * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-            mixed = torch.einsum("kgqn,knd->qkgd", weights, values[:, low:high])
-            out[at : at + step] = mixed.reshape(step, -1, q.shape[2]).to(out.dtype)
+                visible &= places >= last - window
+            queries = q[at:until].float().reshape(until - at, kv_heads, -1, dim) * scale  # [Q, kv_heads, group, D]
+            attend = _attend_in_order if deterministic else _attend
+            out[at:until] = attend(queries, keys, values, visible, softcap).flatten(1, 2).to(out.dtype)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
+    """[Q, kv_heads, group, D] of scaled queries of that shape; keys, values: [n, kv_heads, D]; visible: [Q, n]."""
+    # A key that no query sees may be anything, and 0 * NaN is not 0.
+    values = torch.where(visible.any(0)[:, None, None], values, 0.0)
+    scores = torch.einsum("qkgd,nkd->kgqn", queries, keys)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("kgqn,nkd->qkgd", weights, values)
+
+
+def _attend_in_order(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
+    """As `_attend`, every sum in one order."""
+    seen = visible.T[:, :, None, None]  # [n, Q, 1, 1]
+    by_dim = keys.permute(2, 0, 1)[:, :, None, :, None]  # [D, n, 1, kv_heads, 1]
+    scores = folded_sum(queries.permute(3, 0, 1, 2)[:, None] * by_dim)  # [n, Q, kv_heads, group]
+    if softcap is not None:
+        scores = (softcap * (1 - 2 / (1 + exponential(2 * scores / softcap)))).float()  # softcap * tanh(...)
+    scores = torch.where(seen, scores, float("-inf"))
+    weights = exponential(scores - scores.amax(0)).float()
+    terms = torch.where(seen[..., None], weights[..., None] * values[:, None, :, None], 0.0)
+    return folded_sum(terms) / folded_sum(weights)[..., None]

@@ -1,17 +1,16 @@
 """Deltas of runs of tokens, one run of one adapter at a time, in plain torch.
 
 The signatures are those of `triton.py`, so that either form can stand behind a decoder; what differs is that this
-one reads run bounds on the host. In deterministic mode products have one fixed shape (`app.kernels.matmul.torch`).
+one reads run bounds on the host. In deterministic mode sums have one fixed order (`app.kernels.machine.torch_order`).
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.kernels.matmul.torch import linear
+from app.kernels.machine.torch_order import product
 from app.kernels.rank_rows import RankRows
 
 
@@ -63,11 +62,8 @@ def add_lora(
                 a, b = rows.a[n, start : start + rank], rows.b[start : start + rank, column : column + width]
                 target = out[:, column : column + width]
                 if deterministic:
-                    shrunk = torch.empty(count, rank, dtype=torch.float32, device=x.device)
-                    linear(part.float(), a.float(), shrunk)
-                    delta = torch.empty(count, width, dtype=torch.float32, device=x.device)
-                    linear(shrunk, b.float().T, delta)
-                    target.copy_(target + delta)
+                    shrunk = product(part.float(), a.float())
+                    target.copy_(target + product(shrunk, b.float().T))
                 else:
                     target.copy_(target + (part.float() @ a.float().T) @ b.float())
             column += width

@@ -75,7 +75,7 @@ def test_own_norms_of_heads_are_pefts(tmp_path: Path) -> None:
 
 def test_a_slot_forgets_what_the_adapter_before_had(tmp_path: Path) -> None:
     model = checkpoint_model("llama")
-    backend = gpu_backend_of_model(model, tmp_path / "model", gpu_config())
+    backend = gpu_backend_of_model(model, tmp_path / "model", gpu_config(deterministic=True))
     tokens = random_tokens(model, 1, 9)
     plain = _read(model, backend, tmp_path / "plain", {"target_modules": ALL})
     expected = served_logits(backend, [plain], tokens)[0]

@@ -61,7 +61,10 @@ def test_loading_adapters_captures_nothing_and_changes_what_is_computed(determin
         tables = generator.permutation(64)[: 3 * 2].reshape(3, 2)
         seen.append(_decode(backend, [0, 1, 2], tables, seed=1))
         again = _decode(backend, [0, 1, 2], generator.permutation(64)[:6].reshape(3, 2), seed=1)
-        np.testing.assert_array_equal(again, seen[-1], err_msg=f"round {round_}")
+        # Bit for bit only where tiles are fixed: in default mode products are the library's.
+        np.testing.assert_allclose(
+            again, seen[-1], rtol=0, atol=0 if deterministic else 1e-5, err_msg=f"round {round_}"
+        )
     assert backend.graphs.num_captures == captured
     for a, b in itertools.combinations(seen, 2):
         np.testing.assert_allclose(a[0], b[0], rtol=0, atol=1e-5)  # the base is what it is
