@@ -20,8 +20,7 @@ class RankRows(NamedTuple):
     """N slices that share their input (q/k/v: 3, gate/up: 2, else 1), R rank rows, S adapter slots, W = sum(widths).
 
     a: [N, R, d_in]. b: [R, W], the slices side by side, scale folded in. widths: of the N slices. row_starts: [S]
-    int32. ranks: [S, N] int32, 0 where an adapter leaves a slice alone. With `extra_rows` [S] int32, an adapter
-    whose entry e is not 0 gives scales[e] * (y + delta) + shifts[e] (DoRA, biases); scales, shifts: [X, W] float32.
+    int32. ranks: [S, N] int32, 0 where an adapter leaves a slice alone.
     """
 
     a: torch.Tensor
@@ -29,9 +28,6 @@ class RankRows(NamedTuple):
     widths: tuple[int, ...]
     row_starts: torch.Tensor
     ranks: torch.Tensor
-    extra_rows: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-    shifts: torch.Tensor | None = None
 
     @property
     def depth(self) -> int:
@@ -58,7 +54,5 @@ def check_operands(x: torch.Tensor, y: torch.Tensor, rows: RankRows, num_rows: i
         wrong = f"x, y, a and b are {x.dtype}, {y.dtype}, {rows.a.dtype}, {rows.b.dtype}; they share one type"
     elif any(t.numel() and t.stride(-1) != 1 for t in (x, y, rows.a, rows.b)):
         wrong = "the last dimension of x, y, a and b must be contiguous"
-    elif (rows.extra_rows is None) != (rows.scales is None) or (rows.scales is None) != (rows.shifts is None):
-        wrong = "extra_rows, scales and shifts come together"
     if wrong is not None:
         raise ValueError(f"LoRA operands do not fit: {wrong}")

@@ -27,8 +27,3 @@ def add_lora(x: Tensor, y: Tensor, rows: RankRows, slots: Tensor, *, max_rank: i
         target = y[:, column : column + width]
         target.copy_(torch.where(own.any(1), target + delta, target.float()))
         column += width
-    if rows.extra_rows is not None:
-        assert rows.scales is not None
-        assert rows.shifts is not None
-        extra = rows.extra_rows[slots].long()
-        y.copy_(torch.where(extra[:, None] > 0, y * rows.scales[extra] + rows.shifts[extra], y.float()))

@@ -97,14 +97,10 @@ def add_lora(
     )  # fmt: skip
     tiles = [ceil_div(w, c.block_columns) for w in rows.widths] + [0, 0]
     starts = [sum(rows.widths[:n]) for n in range(num_slices)] + [width, width]
-    extras = rows.extra_rows is not None
     _expand_rows[(sum(tiles), num_rows)](
-        h, rows.b, y, slots, rows.row_starts, rows.ranks, rows.extra_rows if extras else slots,
-        rows.scales if extras else h, rows.shifts if extras else h, num_rows, rows.b.stride(0),
-        y.stride(0), rows.scales.stride(0) if rows.scales is not None else 0,
-        rows.shifts.stride(0) if rows.shifts is not None else 0, NUM_SLICES=num_slices,
-        TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width, CAPACITY=capacity,
-        HAS_EXTRAS=extras, BLOCK_RANK=c.block_rank, BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits,
+        h, rows.b, y, slots, rows.row_starts, rows.ranks, num_rows, rows.b.stride(0), y.stride(0),
+        NUM_SLICES=num_slices, TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width,
+        CAPACITY=capacity, BLOCK_RANK=c.block_rank, BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits,
         num_warps=c.expand_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -145,21 +141,18 @@ def _shrink_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_rows(
-    h, b, y, slots, row_starts, ranks, extra_rows, scales, shifts, num_rows, b_row, y_row,
-    scale_row, shift_row, NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr,
-    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, HAS_EXTRAS: tl.constexpr,
+    h, b, y, slots, row_starts, ranks, num_rows, b_row, y_row,
+    NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr, START_1: tl.constexpr,
+    START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_RANK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """y[t, tile] += B_n h[t, n], n the slice the tile lies in; scale and shift. Grid: (tiles of all slices, T)."""
+    """y[t, tile] += B_n h[t, n], n the slice the tile lies in. Grid: (tiles of all slices, T)."""
     tile = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
     n, column, end = slice_of_tile(tile, TILES_0, TILES_1, START_1, START_2, WIDTH, BLOCK_COLUMNS)
     adapter = tl.load(slots + t).to(tl.int64)
     rank = tl.load(ranks + adapter * NUM_SLICES + n)
-    extra = rank * 0
-    if HAS_EXTRAS:
-        extra = tl.load(extra_rows + adapter)
-    if (rank == 0) & (extra == 0):
+    if rank == 0:
         return
     first_row = tl.load(row_starts + adapter).to(tl.int64)
     columns = column + tl.arange(0, BLOCK_COLUMNS)
@@ -176,10 +169,6 @@ def _expand_rows(
         b_part = tl.load(b_start[:, None] + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         delta += tl.sum(b_part.to(tl.float32) * shrunk[:, None], axis=0)
     out = tl.load(y + t * y_row + columns, mask=inside, other=0.0).to(tl.float32) + delta
-    if HAS_EXTRAS:
-        if extra != 0:
-            scale = tl.load(scales + extra.to(tl.int64) * scale_row + columns, mask=inside, other=0.0)
-            out = out * scale + tl.load(shifts + extra.to(tl.int64) * shift_row + columns, mask=inside, other=0.0)
     tl.store(y + t * y_row + columns, out.to(y.dtype.element_ty), mask=inside)
 
 

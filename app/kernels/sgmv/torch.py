@@ -67,8 +67,3 @@ def add_lora(
                 else:
                     target.copy_(target + (part.float() @ a.float().T) @ b.float())
             column += width
-        own = int(rows.extra_rows[slot]) if rows.extra_rows is not None else 0
-        if own:
-            assert rows.scales is not None
-            assert rows.shifts is not None
-            out.copy_(out * rows.scales[own] + rows.shifts[own])

@@ -153,14 +153,10 @@ def add_lora(
     )  # fmt: skip
     tiles = [ceil_div(w, c.block_columns) for w in rows.widths] + [0, 0]
     starts = [sum(rows.widths[:n]) for n in range(num_slices)] + [width, width]
-    extras = rows.extra_rows is not None
     _expand_segments[(sum(tiles), num_segments)](
-        h, rows.b, y, segments, places, rows.row_starts, rows.ranks, rows.extra_rows if extras else segments,
-        rows.scales if extras else h, rows.shifts if extras else h, num_rows, rows.b.stride(0),
-        y.stride(0), rows.scales.stride(0) if rows.scales is not None else 0,
-        rows.shifts.stride(0) if rows.shifts is not None else 0, NUM_SLICES=num_slices,
-        TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width, CAPACITY=capacity,
-        HAS_EXTRAS=extras, HAS_ORDER=order is not None, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank,
+        h, rows.b, y, segments, places, rows.row_starts, rows.ranks, num_rows, rows.b.stride(0), y.stride(0),
+        NUM_SLICES=num_slices, TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width,
+        CAPACITY=capacity, HAS_ORDER=order is not None, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank,
         BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits, PRECISION=precision, num_warps=c.expand_warps,
         num_stages=1, enable_fp_fusion=True,  # the loop runs once for most ranks: nothing to prefetch
     )  # fmt: skip
@@ -212,13 +208,13 @@ def _shrink_segments(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_segments(
-    h, b, y, segments, order, row_starts, ranks, extra_rows, scales, shifts, num_rows, b_row, y_row,
-    scale_row, shift_row, NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr,
-    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, HAS_EXTRAS: tl.constexpr,
+    h, b, y, segments, order, row_starts, ranks, num_rows, b_row, y_row,
+    NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr,
+    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
     HAS_ORDER: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y[row, tile] += B_n h[place, n], n the slice of the tile; scale and shift. Grid: (tiles of all slices, G)."""
+    """y[row, tile] += B_n h[place, n], n the slice of the tile. Grid: (tiles of all slices, G)."""
     tile = tl.program_id(0)
     g = tl.program_id(1)
     count = tl.load(segments + 3 * g + 1)
@@ -227,10 +223,7 @@ def _expand_segments(
     n, column, end = slice_of_tile(tile, TILES_0, TILES_1, START_1, START_2, WIDTH, BLOCK_COLUMNS)
     adapter = tl.load(segments + 3 * g + 2).to(tl.int64)
     rank = tl.load(ranks + adapter * NUM_SLICES + n)
-    extra = rank * 0
-    if HAS_EXTRAS:
-        extra = tl.load(extra_rows + adapter)
-    if (rank == 0) & (extra == 0):
+    if rank == 0:
         return
     first_row = tl.load(row_starts + adapter).to(tl.int64)
     token = tl.arange(0, BLOCK_TOKENS)
@@ -256,9 +249,4 @@ def _expand_segments(
     at = y + row[:, None] * y_row + columns[None, :]
     written = mine[:, None] & inside[None, :]
     out = tl.load(at, mask=written, other=0.0).to(tl.float32) + delta
-    if HAS_EXTRAS:
-        if extra != 0:
-            scale = tl.load(scales + extra.to(tl.int64) * scale_row + columns, mask=inside, other=0.0)
-            shift = tl.load(shifts + extra.to(tl.int64) * shift_row + columns, mask=inside, other=0.0)
-            out = out * scale[None, :] + shift[None, :]
     tl.store(at, out.to(y.dtype.element_ty), mask=written)

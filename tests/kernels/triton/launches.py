@@ -29,8 +29,8 @@ Launch = Callable[[], None]
 
 def launches() -> Iterator[tuple[str, Launch]]:
     """(name, call), in bfloat16."""
-    yield "bgmv, decode", partial(_bgmv, 64, QKV, extras=True)
-    yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), deterministic=True, extras=True)
+    yield "bgmv, decode", partial(_bgmv, 64, QKV)
+    yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), deterministic=True, with_order=True)
     yield "sgmv, prefill", partial(_sgmv, 2048, QKV)
     yield "attention, decode", partial(_attention, 16, 1)
     yield "attention, deterministic", partial(_attention, 4, 1, deterministic=True)
@@ -39,27 +39,25 @@ def launches() -> Iterator[tuple[str, Launch]]:
     yield "matmul", _matmul
 
 
-def _tables(widths: tuple[int, ...], extras: bool) -> RankRows:
+def _tables(widths: tuple[int, ...]) -> RankRows:
     def integers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32)
 
     a = torch.empty(256, len(widths), HIDDEN, dtype=BF16).transpose(0, 1)
-    found = RankRows(a, torch.empty(256, sum(widths), dtype=BF16), widths, integers(9), integers(9, len(widths)))
-    vectors = torch.empty(4, sum(widths))
-    return found._replace(extra_rows=integers(9), scales=vectors, shifts=vectors) if extras else found
+    return RankRows(a, torch.empty(256, sum(widths), dtype=BF16), widths, integers(9), integers(9, len(widths)))
 
 
-def _bgmv(num_rows: int, widths: tuple[int, ...], *, extras: bool = False) -> None:
+def _bgmv(num_rows: int, widths: tuple[int, ...]) -> None:
     x, y = torch.empty(num_rows, HIDDEN, dtype=BF16), torch.empty(num_rows, sum(widths), dtype=BF16)
-    bgmv.add_lora(x, y, _tables(widths, extras), torch.empty(num_rows, dtype=torch.int32), max_rank=64)
+    bgmv.add_lora(x, y, _tables(widths), torch.empty(num_rows, dtype=torch.int32), max_rank=64)
 
 
-def _sgmv(num_rows: int, widths: tuple[int, ...], *, deterministic: bool = False, extras: bool = False) -> None:
+def _sgmv(num_rows: int, widths: tuple[int, ...], *, deterministic: bool = False, with_order: bool = False) -> None:
     x, y = torch.empty(num_rows, HIDDEN, dtype=BF16), torch.empty(num_rows, sum(widths), dtype=BF16)
     sgmv.add_lora(
-        x, y, _tables(widths, extras), torch.empty(48, 3, dtype=torch.int32), max_rank=64,
+        x, y, _tables(widths), torch.empty(48, 3, dtype=torch.int32), max_rank=64,
         block_tokens=sgmv.block_tokens(num_rows, deterministic=deterministic), deterministic=deterministic,
-        order=torch.empty(num_rows, dtype=torch.int32) if extras else None,
+        order=torch.empty(num_rows, dtype=torch.int32) if with_order else None,
     )  # fmt: skip
 
 

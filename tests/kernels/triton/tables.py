@@ -35,10 +35,8 @@ class Tables(NamedTuple):
         )
 
 
-def random_tables(
-    generator: np.random.Generator, depth: int, widths: tuple[int, ...], dtype: torch.dtype, extras: bool = False
-) -> Tables:
-    """Adapters of `RANKS`, each leaving a slice alone now and then; rows nobody owns hold NaN, as does extra row 0."""
+def random_tables(generator: np.random.Generator, depth: int, widths: tuple[int, ...], dtype: torch.dtype) -> Tables:
+    """Adapters of `RANKS`, each leaving a slice alone now and then; rows nobody owns hold NaN."""
     starts = np.cumsum([0, 3, *(rank + int(generator.integers(0, 9)) for rank in RANKS)])
     num_rows = int(starts[-1])
     row_starts = np.array([0, *starts[1:-1]], np.int32)
@@ -62,12 +60,4 @@ def random_tables(
         "ranks": ranks,
     }
     rows = RankRows(*tensors, widths, tensor(row_starts), tensor(ranks))
-    if extras:
-        extra_rows = np.zeros(NUM_SLOTS, np.int32)
-        extra_rows[[2, 3]] = [2, 1]
-        scales, shifts = normal(generator, 3, sum(widths)), normal(generator, 3, sum(widths))
-        scales[0] = shifts[0] = np.nan
-        ranks[3] = 0  # extras without rank rows: a bias alone
-        arrays |= {"extra_rows": extra_rows, "scales": scales, "shifts": shifts}
-        rows = RankRows(*rows[:4], tensor(ranks), tensor(extra_rows), tensor(scales), tensor(shifts))
     return Tables(arrays, rows)

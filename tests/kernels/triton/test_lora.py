@@ -83,12 +83,12 @@ ALL_FORMS = FORMS | {
 @pytest.mark.parametrize("form", ALL_FORMS)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(form: str, name: str) -> None:
-    """Type, slices and extras are drawn: all of them together take minutes in the interpreter."""
+    """Type and slices are drawn: all of them together take minutes in the interpreter."""
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
     case = [(min(count, 2) if form.startswith("bgmv") else count, s) for count, s in CASES[name]]  # bgmv knows no runs
     shape = str(generator.choice(list(SHAPES)))
-    tables = random_tables(generator, DEPTH, SHAPES[shape], dtype, extras=bool(generator.integers(2)))
+    tables = random_tables(generator, DEPTH, SHAPES[shape], dtype)
     slots = slots_of(case)
     x = tensor(normal(generator, len(slots), DEPTH), dtype)
     # Rows and columns beyond the operands, which must stay as they are.
@@ -110,7 +110,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(module: ModuleType) -> N
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
     run = partial(run_sgmv, module=module, deterministic=True)
-    tables = random_tables(generator, DEPTH, SHAPES["gate/up"], dtype, extras=True)
+    tables = random_tables(generator, DEPTH, SHAPES["gate/up"], dtype)
     width = sum(SHAPES["gate/up"])
     for adapter in generator.permutation(np.arange(1, NUM_SLOTS))[:2].tolist():
         row, base = tensor(normal(generator, 1, DEPTH), dtype), tensor(normal(generator, 1, width), dtype)
@@ -141,7 +141,6 @@ def test_operands_that_do_not_fit_are_refused(form: object) -> None:
         (x.half(), y, tables.rows),
         (x.T.contiguous().T, y, tables.rows),
         (x, y, tables.rows._replace(b=tables.rows.b[1:])),
-        (x, y, tables.rows._replace(extra_rows=tables.rows.row_starts)),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             form(wrong_x, wrong_y, rows, work, max_rank=MAX_RANK, **further)  # type: ignore[operator]
