@@ -28,9 +28,9 @@ from app.engine.cuda.decoder import GpuDecoder, KvMemory
 from app.engine.cuda.extras import ExtraRows, GpuExtras
 from app.engine.cuda.graphs import Bucket, DecodeGraphs, batch_sizes, rank_bounds
 from app.engine.cuda.kernels import KernelForm, load_kernels
-from app.engine.cuda.memory import RANK_ALIGNMENT, MemoryPlan, plan_memory
+from app.engine.cuda.memory import RANK_ALIGNMENT, plan_memory
 from app.engine.cuda.sampling import sample
-from app.engine.cuda.step import Inbox, Step, StepShape
+from app.engine.cuda.step import Step, StepShape, StepVector
 from app.engine.cuda.weights import Weights, load_weights
 from app.engine.errors import AdapterTooLarge, OutOfDeviceMemory
 from app.engine.models.products import uniform_products
@@ -88,7 +88,7 @@ class GpuBackend:
             most = self._kernels.max_segments(max(tokens, sizes[-1]), max(tokens, sizes[-1]), 1)
             largest = StepShape(max(tokens, sizes[-1]), max(sequences, sizes[-1]), most, self._table_width)
             num_kv_slots = self.plan.num_kv_blocks * config.block_size
-            self._inbox = Inbox(device, largest, num_kv_slots)
+            self._vector = StepVector(device, largest, num_kv_slots)
             self._decode_tables = torch.zeros(sizes[-1], self._table_width, dtype=torch.int32, device=device)
             self.graphs = DecodeGraphs(sizes, rank_bounds(self.plan.adapter_rank_rows), self._run_bucket, device)
             self._bucket_logits = torch.zeros(sizes[-1], spec.vocab_size, device=device)
@@ -176,7 +176,7 @@ class GpuBackend:
             "_weights",
             "_kv",
             "_tables",
-            "_inbox",
+            "_vector",
             "_logits",
             "_bucket_logits",
             "_decode_tables",
@@ -193,8 +193,8 @@ class GpuBackend:
     def _replay(self, bucket: Bucket, batch: ForwardBatch) -> torch.Tensor:
         """A decode step through its graph; [P, V]."""
         num_sequences, width = batch.block_tables.shape
-        shape = self._decode_shape(bucket, width)
-        views = self._inbox.send(batch, shape, self._segments(batch, bucket.num_sequences, bucket.max_rank))
+        shape, block_tokens = self._bucket_shape(bucket, width)
+        views = self._vector.send(batch, shape, self._segments(batch, block_tokens))
         self._decode_tables[:num_sequences, :width].copy_(views["block_tables"][:num_sequences])
         self.graphs.replay(bucket)
         if len(batch.sample_rows) == num_sequences:
@@ -202,25 +202,25 @@ class GpuBackend:
         return self._bucket_logits[torch.from_numpy(batch.sample_rows).to(self._device)]
 
     def _run_bucket(self, bucket: Bucket) -> None:
-        """What a graph captures: a decode step over the inbox and the decode tables."""
+        """What a graph captures: a decode step over the step vector and the decode tables."""
         with torch.inference_mode():
-            views = self._inbox.views(self._decode_shape(bucket, 0))
+            shape, block_tokens = self._bucket_shape(bucket, 0)
+            views = self._vector.views(shape)
             views["block_tables"] = self._decode_tables[: bucket.num_sequences]
-            cut = self._cut(bucket.num_sequences, bucket.max_rank, is_decode=True)
-            step = Step(**views, max_query_len=1, max_rank=bucket.max_rank, block_tokens=cut)
+            step = Step(**views, max_query_len=1, max_rank=bucket.max_rank, block_tokens=block_tokens)
             self._decoder.logits(self._decoder.hidden_states(step), self._bucket_logits[: bucket.num_sequences])
 
     def _launch(self, batch: ForwardBatch, max_rank: int, runs: list[tuple[int, int, Any]]) -> torch.Tensor:
         """A step of any kind, launched operation by operation; [P, V]."""
         num_tokens = len(batch.token_ids)
-        is_decode = num_tokens == len(batch.seq_lens)
-        segments = self._segments(batch, num_tokens, max_rank, is_decode=is_decode)
+        block_tokens = self._block_tokens(num_tokens, max_rank, is_decode=num_tokens == len(batch.seq_lens))
+        segments = self._segments(batch, block_tokens)
         shape = StepShape(num_tokens, len(batch.seq_lens), len(segments), batch.block_tables.shape[1])
         step = Step(
-            **self._inbox.send(batch, shape, segments),
+            **self._vector.send(batch, shape, segments),
             max_query_len=int(np.diff(batch.query_starts).max()),
             max_rank=max_rank,
-            block_tokens=self._cut(num_tokens, max_rank, is_decode=is_decode),
+            block_tokens=block_tokens,
         )
         extras = ExtraRows(runs, batch.sample_rows, self._products, self._decoder.product) if runs else None
         hidden = self._decoder.hidden_states(step, extras)
@@ -230,24 +230,24 @@ class GpuBackend:
             self._decoder.logits(sampled, logits, extras)
         return logits
 
-    def _decode_shape(self, bucket: Bucket, table_width: int) -> StepShape:
+    def _bucket_shape(self, bucket: Bucket, table_width: int) -> tuple[StepShape, int]:
+        """The shape of a bucket's step, and its rows per segment."""
         size = bucket.num_sequences
-        cut = self._cut(size, bucket.max_rank, is_decode=True)
-        return StepShape(size, size, self._kernels.max_segments(size, size, cut) if cut else 0, table_width)
+        block_tokens = self._block_tokens(size, bucket.max_rank, is_decode=True)
+        num_segments = self._kernels.max_segments(size, size, block_tokens) if block_tokens else 0
+        return StepShape(size, size, num_segments, table_width), block_tokens
 
-    def _cut(self, num_tokens: int, max_rank: int, *, is_decode: bool) -> int:
+    def _block_tokens(self, num_tokens: int, max_rank: int, *, is_decode: bool) -> int:
         """Rows per segment, or 0 where rows are taken one by one (or have no adapters at all)."""
         if not max_rank or (is_decode and not self._deterministic):
             return 0
         return self._kernels.block_tokens(num_tokens, deterministic=self._deterministic)
 
-    def _segments(
-        self, batch: ForwardBatch, num_tokens: int, max_rank: int, *, is_decode: bool = True
-    ) -> NDArray[np.int32]:
-        cut = self._cut(num_tokens, max_rank, is_decode=is_decode)
-        if not cut:
+    def _segments(self, batch: ForwardBatch, block_tokens: int) -> NDArray[np.int32]:
+        """[G, 3]: the batch's runs cut into pieces of `block_tokens` rows; none where rows are taken one by one."""
+        if not block_tokens:
             return np.zeros((0, 3), np.int32)
-        found: NDArray[np.int32] = self._kernels.segments(batch.run_starts, batch.run_adapter_slots, cut)
+        found: NDArray[np.int32] = self._kernels.segments(batch.run_starts, batch.run_adapter_slots, block_tokens)
         return found
 
     def _out_of_memory(self, error: Exception) -> OutOfDeviceMemory:
@@ -268,6 +268,3 @@ def _kv_memory(spec: ModelSpec, num_blocks: int, block_size: int, device: torch.
         ]  # fmt: skip
 
     return KvMemory(empty(), empty())
-
-
-__all__ = ["GpuBackend", "MemoryPlan"]

@@ -68,8 +68,8 @@ class Step(NamedTuple):
     block_tokens: int
 
 
-class Inbox:
-    """The vector on both sides."""
+class StepVector:
+    """A step's packed vector, once in the host's memory and once in the device's."""
 
     def __init__(self, device: torch.device, max_shape: StepShape, num_kv_slots: int) -> None:
         """`num_kv_slots`: the first place that KV memory does not have; padding is sent there."""

@@ -238,7 +238,7 @@ def simulated_cuda(
 def _watch(patch: pytest.MonkeyPatch, simulated: Simulated) -> None:
     """Note who uses what beside copies: threads pinned memory, steps their arrays and adapters, writes the rows."""
     round_rows, views = gpu_adapters.round_rows, gpu_step._views
-    send, send_all = gpu_step.Inbox.send, gpu_adapters.AdapterTables._send_all
+    send, send_all = gpu_step.StepVector.send, gpu_adapters.AdapterTables._send_all
     hidden_states, run_bucket = gpu_backend.GpuDecoder.hidden_states, gpu_backend.GpuBackend._run_bucket
 
     def watched_round_rows(tasks: Any, first: int, end: int, row_size: int, bits: Any) -> None:
@@ -275,7 +275,7 @@ def _watch(patch: pytest.MonkeyPatch, simulated: Simulated) -> None:
 
     patch.setattr(gpu_adapters, "round_rows", watched_round_rows)
     patch.setattr(gpu_step, "_views", watched_views)
-    patch.setattr(gpu_step.Inbox, "send", watched_send)
+    patch.setattr(gpu_step.StepVector, "send", watched_send)
     patch.setattr(gpu_adapters.AdapterTables, "_send_all", watched_send_all)
     patch.setattr(gpu_backend.GpuDecoder, "hidden_states", watched_hidden_states)
     patch.setattr(gpu_backend.GpuBackend, "_run_bucket", watched_run_bucket)
