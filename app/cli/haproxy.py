@@ -8,8 +8,9 @@ What changes, and why:
 
 - Bodies are not spliced. With `option splice-request` HAProxy 2.8 does not see that a client has left whose body came
   in a later packet than its head, as every Python client's does, and the answer was computed to its end.
-- While no ingress is up, HAProxy answers at once: 503, JSON, Retry-After. Ray would answer 404, or hold the connection
-  in a second proxy (port 8500) until an ingress is there. `/livez` says that the door stands, whoever is behind it.
+- While no ingress is there, HAProxy answers at once: 503, JSON, Retry-After. Ray would answer 404, or hold the
+  connection in a second proxy (port 8500) until an ingress is there; that one is kept for the moment in which ingresses
+  take each other's place, but `/health` does not wait for it. `/livez` says that the door stands, whoever is behind it.
 - `X-Forwarded-For` is the address that HAProxy sees, unless it comes from `POLYLORA_TRUSTED_PROXIES` (addresses or
   networks, separated by commas). Ray's template leaves it to the client what the audit says of it.
 - Its control socket is open to its own user only, not to every user of the machine.
@@ -65,10 +66,11 @@ def haproxy_binary() -> str:
     return path
 
 
-def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str]) -> str:
+def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str], *, was_up: bool = False) -> str:
     """Ray's configuration with the lines of the module's docstring changed.
 
-    errors: files of whole HTTP answers by status (502, 503, 504). Raises UnknownConfiguration, or ValueError for a
+    errors: files of whole HTTP answers by status (502, 503, 504). was_up: whether an ingress was announced before.
+    Raises UnknownConfiguration, or ValueError for a
     trusted proxy that is no address.
     """
     sections = _sections(text)
@@ -85,10 +87,14 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str])
     has_app = any(re.match(r"\s*use_backend ", line) for section in kept for line in section)
     _change(kept, "global", lambda lines: [line.replace(" mode 666 ", " mode 600 ") for line in lines])
     _change(kept, "defaults", lambda lines: _defaults(lines, errors))
-    _change(kept, "frontend http_frontend", lambda lines: _frontend(lines, environ.get(TRUSTED_PROXIES, "")))
+    servers = [f"{section[0].split()[1]}/{name}" for section in kept for name in _ingresses(section)]
+    trusted = environ.get(TRUSTED_PROXIES, "")
+    _change(kept, "frontend http_frontend", lambda lines: _frontend(lines, servers, trusted))
     if not has_app:
         _change(kept, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
-    return "\n".join(_without_fallback(line) for section in kept for line in section) + "\n"
+    if not was_up:
+        kept = [_without_lone_fallback(section) for section in kept]
+    return "\n".join(line for section in kept for line in section) + "\n"
 
 
 def error_answer(status: int) -> str:
@@ -113,7 +119,10 @@ def _rewrite(path: Path, environ: Mapping[str, str]) -> None:
     for status, file in errors.items():
         file.write_text(error_answer(status))
     changed = path.with_name(f"{path.name}.{os.getpid()}")
-    changed.write_text(f"{_MARK}\n{rewritten(text, errors, environ)}")
+    was_up = path.with_name("was_up")  # the folder is this Ray node's own: it is not there at the next start
+    changed.write_text(f"{_MARK}\n{rewritten(text, errors, environ, was_up=was_up.exists())}")
+    if any(_ingresses(section) for section in _sections(text)):
+        was_up.touch()
     changed.replace(path)
 
 
@@ -146,7 +155,8 @@ def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:
     return [*left, *(f"    errorfile {status} {path}" for status, path in errors.items())]
 
 
-def _frontend(lines: Sequence[str], trusted: str) -> _Section:
+def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str) -> _Section:
+    """servers: ingresses, as backend/name."""
     binds = [index for index, line in enumerate(lines) if line.strip().startswith("bind ")]
     if not binds:
         raise UnknownConfiguration("Ray's HAProxy configuration binds no port for HTTP")
@@ -156,6 +166,8 @@ def _frontend(lines: Sequence[str], trusted: str) -> _Section:
         f"    http-request set-header X-Forwarded-For %[src]{unless}",
         '    http-request return status 200 content-type application/json string \'{"status": "alive"}\''
         " if { path /livez }",
+        *(f"    acl an_ingress_is_up srv_is_up({server})" for server in servers),
+        *([f"    {_not_ready()} if {{ path /health }} !an_ingress_is_up"] if servers else []),
     ]
     at = binds[-1] + 1
     return [*lines[:at], *rules, *lines[at:]]
@@ -172,9 +184,18 @@ def _error_body(code: str, message: str) -> str:
     return f'{{"error": {{"message": "{message}", "type": "server_error", "param": null, "code": "{code}"}}}}'
 
 
-def _without_fallback(line: str) -> str:
-    """A second proxy of Serve's holds requests for an ingress that is not there: without it they are answered."""
-    return "" if re.match(r"\s*server .* backup$", line) else line
+def _ingresses(section: Sequence[str]) -> list[str]:
+    """The names of a backend's servers beside Serve's own proxy, which is the backup."""
+    servers = (re.match(r"\s*server (\S+) .*?( backup)?$", line) for line in section)
+    return [server[1] for server in servers if server and not server[2]]
+
+
+def _without_lone_fallback(section: _Section) -> _Section:
+    """While ingresses take each other's place, Serve's second proxy holds requests for a moment. Before any ingress was
+    announced it would hold them for as long as none is there: without it they are answered."""
+    if not section[0].startswith("backend ") or _ingresses(section):
+        return section
+    return [line for line in section if not re.match(r"\s*server .* backup$", line)]
 
 
 if __name__ == "__main__":

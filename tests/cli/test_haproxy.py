@@ -138,11 +138,38 @@ async def test_while_no_ingress_is_up_every_request_is_answered_at_once(write: W
         assert (await http.get("/livez")).status_code == 200
 
 
-async def test_an_ingress_that_is_announced_and_away_is_no_open_connection(write: Write) -> None:
+async def test_health_of_an_ingress_that_is_announced_and_away_is_no_open_connection(write: Write) -> None:
     async with haproxy(write, free_port()) as door, httpx.AsyncClient(base_url=door.url, timeout=20) as http:
-        answer = await http.get("/health")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        async with asyncio.timeout(20):
+            while (answer := await http.get("/health")).status_code != 503:
+                await asyncio.sleep(0.1)
+        assert answer.json()["error"]["code"] == "not_ready"
         assert answer.headers["retry-after"] == "2"
+        answer = await http.get("/v1/models")  # the fallback of this test is not there either
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+
+
+def test_the_fallback_is_kept_once_an_ingress_was_there(write: Write) -> None:
+    text = write(8000, 30_000).read_text()
+    assert " backup" in rewritten(text, {}, {})
+    alone = re.sub(r"    server s30000 .*\n", "", text)
+    assert " backup" in alone
+    assert " backup" not in rewritten(alone, {}, {})
+    assert " backup" in rewritten(alone, {}, {}, was_up=True)
+
+
+def test_that_an_ingress_was_there_is_remembered_beside_the_file(write: Write) -> None:
+    def started_with(*ports: int) -> str:
+        path = write(8000, *ports)
+        if not ports:  # an application without ingresses, as Ray announces it
+            path.write_text(re.sub(r"    server s30000 .*\n", "", write(8000, 30_000).read_text()))
+        command = [sys.executable, "-m", "app.cli.haproxy", "-c", "-f", str(path)]
+        assert subprocess.run(command, check=False).returncode == 0
+        return path.read_text()
+
+    assert " backup" not in started_with()
+    assert " backup" in started_with(30_000)
+    assert " backup" in started_with()
 
 
 @pytest.mark.parametrize(
@@ -212,10 +239,10 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     before, after = text.splitlines(), rewritten(text, {503: tmp_path / "503.http"}, {}).splitlines()
     gone = {line.strip() for line in before} - {line.strip() for line in after}
     added = {line.strip() for line in after} - {line.strip() for line in before}
-    assert all(re.match(r"option splice|errorfile|server fallback|bind |stats|http-request use-serv", line) or
-               line in ("frontend prometheus", "listen stats", "no log") for line in gone), gone  # fmt: skip
-    assert all(re.match(r"errorfile 503|http-request set-header X-For|http-request return|stats socket", line)
-               for line in added), added  # fmt: skip
+    left_out = r"option splice|errorfile|bind |stats|http-request use-serv|frontend prometheus|listen stats|no log"
+    put_in = r"errorfile 503|http-request set-header X-For|http-request return|acl an_ingress|stats socket"
+    assert all(re.match(left_out, line) for line in gone), gone
+    assert all(re.match(put_in, line) for line in added), added
 
 
 async def test_it_is_started_again_with_the_same_file(write: Write, tmp_path: Path) -> None:
