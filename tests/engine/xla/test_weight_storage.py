@@ -20,6 +20,8 @@ from tests.engine.xla.making import tiny_backend
 from tests.engine.xla.test_adapter_extras import jax_backend, jax_config
 
 PRODUCTS = {"head", "qkv", "o", "gate_up", "down"}
+#: What docs/jax.md says of the two engines. Adapters are large here: their deltas outweigh the base.
+TOLERANCE = 1e-4
 
 
 def in_8_bits(backend: JaxBackend) -> set[str]:
@@ -43,7 +45,7 @@ def test_either_storage_has_the_cpu_engines_logits(
     adapters = [None, *(random_adapter(backend.spec, rank, seed=rank, size=0.3) for rank in (3, 16))]
     tokens = random_tokens(model, 2, 37)
     served, theirs = (served_logits(one, adapters, tokens) for one in (backend, cpu_backend))
-    np.testing.assert_allclose(served, theirs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(served, theirs, rtol=0, atol=TOLERANCE)
     assert all(np.ptp(logits) > 0.1 for logits in served)
     for one in (backend, cpu_backend):
         one.close()
