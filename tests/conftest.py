@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
-from tests.workers import NUM_WORKERS, group_of, turn_of
+from tests.workers import NUM_WORKERS, GroupScheduling, group_of, turn_of
 
 #: Workers side by side share the cores. Our kernels' bits do not depend on the number of threads, nor may a test.
 if NUM_WORKERS > 1:
@@ -54,16 +55,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave nightly tests to `--long`. Where workers share tests, say which stay together and which begin."""
+    """Leave nightly tests to `--long`. Where workers share tests, say which begin."""
     if not config.getoption("--long"):
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     if NUM_WORKERS > 1:
-        groups = group_of(items)
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(groups[item.path]))
-        items.sort(key=lambda item: turn_of(groups[item.path]))
+        items.sort(key=lambda item: turn_of(group_of(item.path)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """Files that belong together are run by one worker."""
+    return GroupScheduling(config, log)
 
 
 def pytest_report_header() -> list[str]:

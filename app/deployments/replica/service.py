@@ -66,7 +66,7 @@ class EngineService:
         self._end: ReplicaGone | None = None
         self._active: dict[str, str] = {}  # request id -> adapter digest
         self._used_s: dict[str, float] = {}  # adapter digest -> when a request last entered with it
-        self._last_used_s: dict[str, float] = {}  # the same, of those that are resident
+        self._last_used_s: dict[str, float] = {}  # the same, of those that are resident or active
         self.changed = asyncio.Event()  # set when adapters may have moved: a report is due
 
     def start(self, engine: RunningEngine) -> None:
@@ -191,10 +191,12 @@ class EngineService:
 
     def report(self, replica_id: str, num_running: int, num_waiting: int, resident: tuple[str, ...]) -> ReplicaReport:
         """The report for placement, from the engine's counts and what is known of requests here."""
-        self._last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in resident}
         active = dict(Counter(self._active.values()))
+        here = {*resident, *active}  # an active one may become resident only after this report
+        self._last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in here}
+        last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in resident}
         num_waiting += len(self._waiting) + self._trials.num_waiting
-        return ReplicaReport(replica_id, num_running, num_waiting, resident, active, dict(self._last_used_s))
+        return ReplicaReport(replica_id, num_running, num_waiting, resident, active, last_used_s)
 
     async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
         try:
