@@ -163,6 +163,13 @@ def test_a_device_brings_in_no_other_ones_libraries(device: str, libraries: tupl
             assert not reaches(module, (library,)), f"{module} reaches {library}"
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_comes_back_to_itself(module: str) -> None:
+    imported = {module_of(name) for name in imports(MODULES[module])} - {None, module}
+    back = [name for name in imported if name is not None and module in reached(name)]
+    assert not back, f"{module} imports {back}, which import it again"
+
+
 def test_the_walk_sees_what_it_should() -> None:
     assert DEVICES == ("app.engine.cpu", "app.engine.cuda", "app.engine.xla")
     assert "app.engine.pools.kv_blocks.BlockPool" in imports(MODULES["app.engine.scheduling.scheduler"])

@@ -28,7 +28,7 @@ from app.engine.xla import sharding
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows
 from app.engine.xla.arrays import TENSOR_AXIS, KvMemory, StepResult
 from app.engine.xla.decoder import forward
-from app.engine.xla.operations import operations_of
+from app.engine.xla.forms import operations_of
 from app.engine.xla.programs import Programs, ladder
 from app.engine.xla.sampling import sample
 from app.engine.xla.sizes import sizes_of

@@ -1,8 +1,8 @@
-"""The table of operations: what the decoder leaves to a form of its own, and which forms there are.
+"""The table of operations: what the decoder leaves to a form of its own.
 
-In: the configured form and the device's platform. Out: an `Operations`: products, LoRA deltas and paged attention, and
-how the arrays that they read lie in memory. Everything else is plain JAX (`decoder`), the same in every form. A form
-decides nothing and knows no model: it is given arrays.
+In: arrays. Out: products, LoRA deltas and paged attention, and how the arrays that they read lie in memory. Everything
+else is plain JAX (`decoder`), the same in every form. A form decides nothing and knows no model. Which forms there are
+is said in `forms`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from jax import Array
 from numpy.typing import NDArray
 
 from app.engine.config import WeightStorage
-from app.engine.errors import ConfigError
 from app.engine.xla.arrays import KvMemory
 from app.kernels.machine.team import Team
 from app.kernels.paged_attention.xla import Queries
@@ -100,16 +99,3 @@ class Operations(Protocol):
     def close(self) -> None:
         """End the threads, if there are any."""
         ...
-
-
-def operations_of(form: str, platform: str) -> Operations:
-    """The form called `form`, or with "auto" the platform's own; ConfigError for one that the platform cannot run."""
-    if form == "cpu" and platform != "cpu":
-        raise ConfigError(f"engine.xla.form is 'cpu' but the device is a {platform}; set auto")
-    if form == "cpu" or (form == "auto" and platform == "cpu"):
-        from app.engine.xla.cpu_operations import CpuOperations
-
-        return CpuOperations()
-    from app.engine.xla.xla_operations import XlaOperations
-
-    return XlaOperations()

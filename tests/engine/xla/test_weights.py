@@ -15,7 +15,8 @@ from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.arrays import XlaWeights
 from app.engine.xla.cpu_operations import CpuOperations
-from app.engine.xla.operations import FormName, Operations, operations_of
+from app.engine.xla.forms import operations_of
+from app.engine.xla.operations import FormName, Operations
 from app.engine.xla.sizes import XlaSizes, sizes_of
 from app.engine.xla.weights import read_weights
 from app.engine.xla.xla_operations import XlaOperations

@@ -12,6 +12,7 @@ import pytest
 from app.config import HttpConfig
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.registry.entries import DEFAULT_TENANT
 from app.engine.errors import ConfigError
 from tests.deployments.http_service import Service
 
@@ -29,7 +30,7 @@ async def client_of(
 
 
 def digest_of_sql(service: Service) -> str:
-    ref = service.registry.resolve("sql", "")
+    ref = service.registry.resolve("sql", "", tenant_id=DEFAULT_TENANT)
     assert ref is not None
     return ref.digest
 
