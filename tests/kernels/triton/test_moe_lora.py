@@ -15,6 +15,7 @@ from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
 from tests.seeds import rng
 
+Ranks = NDArray[np.int64]
 HIDDEN, INNER, EXPERTS, CHOICES, SLOTS, MAX_RANK = 40, 24, 4, 2, 5, 20
 
 
@@ -25,11 +26,20 @@ class Paged(NamedTuple):
     rows: RankRows
 
 
-def paged(generator: np.random.Generator, depth: int, widths: tuple[int, ...], dtype: torch.dtype) -> Paged:
-    """Adapters with a rank per expert, some experts and slices left alone; rows nobody owns are NaN."""
-    ranks = generator.choice([0, 1, 5, 16, MAX_RANK], (SLOTS, EXPERTS, 1)).repeat(len(widths), axis=2)
+def random_ranks(generator: np.random.Generator, num_slices: int) -> Ranks:
+    """[SLOTS, EXPERTS, num_slices]: a rank per expert, some experts and slices left alone."""
+    ranks = generator.choice([0, 1, 5, 16, MAX_RANK], (SLOTS, EXPERTS, 1)).repeat(num_slices, axis=2)
     ranks[generator.random(ranks.shape) < 0.2] = 0
     ranks[0] = 0
+    return ranks
+
+
+def paged(
+    generator: np.random.Generator, depth: int, widths: tuple[int, ...], dtype: torch.dtype, ranks: Ranks | None = None
+) -> Paged:
+    """Adapters of these or of random ranks; rows nobody owns are NaN."""
+    if ranks is None:
+        ranks = random_ranks(generator, len(widths))
     ends = np.cumsum(ranks.max(axis=2) + 3)
     row_starts = (ends - ranks.max(axis=2).flatten()).reshape(SLOTS, EXPERTS)
     row_starts[0] = 0
@@ -52,17 +62,15 @@ def silu(gate: NDArray[np.float64]) -> NDArray[np.float64]:
     return gate / (1 + np.exp(-gate))
 
 
-@pytest.mark.parametrize(("grouped", "deterministic"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("slots", [[], [0, 0, 0], [3], [2] * 11, [1, 2, 3, 4, 0, 4, 1, 4, 2]])
-def test_equals_the_mixture(slots: list[int], grouped: bool, deterministic: bool) -> None:
+def check_mixture(
+    generator: np.random.Generator, slots: list[int], first: Paged, second: Paged, experts: NDArray[np.int64], *,
+    grouped: bool, deterministic: bool,
+) -> None:  # fmt: skip
     """The base products are torch's here, in float32, and rounded once, like the kernels' own output."""
-    generator, num_tokens = rng(), len(slots)
-    dtype = DTYPES[int(generator.integers(len(DTYPES)))]
-    first, second = paged(generator, HIDDEN, (INNER, INNER), dtype), paged(generator, INNER, (HIDDEN,), dtype)
+    num_tokens, dtype = len(slots), first.rows.a.dtype
     x = tensor(normal(generator, num_tokens, HIDDEN), dtype)
     gate_up = tensor(normal(generator, EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5, dtype)
     down = tensor(normal(generator, EXPERTS, HIDDEN, INNER) / INNER**0.5, dtype)
-    experts = np.array([generator.permutation(EXPERTS)[:CHOICES] for _ in slots], np.int64).reshape(-1, CHOICES)
     weights = generator.random((num_tokens, CHOICES)).astype(np.float32)
     arguments = {"max_rank": MAX_RANK, "grouped": grouped, "deterministic": deterministic}
     on_device = tensor(np.array(slots, np.int32)), tensor(experts)
@@ -77,7 +85,10 @@ def test_equals_the_mixture(slots: list[int], grouped: bool, deterministic: bool
     gate, up = both.float().chunk(2, dim=1)
     hidden = (torch.nn.functional.silu(gate) * up).to(dtype)
     pairs = torch.einsum("pi,phi->ph", hidden.float(), down.float()[of_pair]).to(dtype)
+    before = pairs.clone()
     triton.add_lora(hidden, pairs, second.rows, *on_device, per_pair=True, **arguments)
+    untouched = (second.arrays.ranks[np.repeat(slots, CHOICES).astype(int), experts.flatten()] == 0).all(axis=1)
+    assert torch.equal(pairs[torch.from_numpy(untouched).to(DEVICE)], before[torch.from_numpy(untouched).to(DEVICE)])
     out = (pairs.float().view(num_tokens, CHOICES, HIDDEN) * tensor(weights)[:, :, None]).sum(1)
 
     expected = reference.mixture(
@@ -85,6 +96,94 @@ def test_equals_the_mixture(slots: list[int], grouped: bool, deterministic: bool
         second.arrays, silu,
     )  # fmt: skip
     assert error(out, expected) < TOLERANCE[dtype], dtype
+
+
+def chosen(generator: np.random.Generator, num_tokens: int) -> NDArray[np.int64]:
+    """[T, CHOICES], different experts of each token."""
+    rows = [generator.permutation(EXPERTS)[:CHOICES] for _ in range(num_tokens)]
+    return np.array(rows, np.int64).reshape(-1, CHOICES)
+
+
+WAYS = pytest.mark.parametrize(("grouped", "deterministic"), [(False, False), (True, False), (True, True)])
+
+
+@WAYS
+@pytest.mark.parametrize("slots", [[], [0, 0, 0], [3], [2] * 11, [1, 2, 3, 4, 0, 4, 1, 4, 2]])
+def test_equals_the_mixture(slots: list[int], grouped: bool, deterministic: bool) -> None:
+    generator = rng()
+    dtype = DTYPES[int(generator.integers(len(DTYPES)))]
+    first, second = paged(generator, HIDDEN, (INNER, INNER), dtype), paged(generator, INNER, (HIDDEN,), dtype)
+    experts = chosen(generator, len(slots))
+    check_mixture(generator, slots, first, second, experts, grouped=grouped, deterministic=deterministic)
+
+
+def _ranks(which: str) -> tuple[Ranks, Ranks]:
+    """Of gate/up [SLOTS, EXPERTS, 2] and of down [SLOTS, EXPERTS, 1]; the base has none."""
+    gate_up, down = np.zeros((SLOTS, EXPERTS, 2), np.int64), np.zeros((SLOTS, EXPERTS, 1), np.int64)
+    if which == "one expert of one adapter":
+        gate_up[2, 1], down[2, 1] = 5, 5
+    elif which == "a rank of its own per expert":
+        gate_up[1:], down[1:] = np.array([1, MAX_RANK, 7, 16])[:, None], np.array([MAX_RANK, 1, 16, 2])[:, None]
+    elif which == "down only":
+        down[1:] = 9
+    elif which == "gate only":
+        gate_up[1:, :, 0] = 6
+    elif which == "up only":
+        gate_up[1:, :, 1] = 6
+    return gate_up, down
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "which",
+    ["one expert of one adapter", "a rank of its own per expert", "down only", "gate only", "up only", "nothing"],
+)
+def test_an_adapter_may_leave_alone_what_it_likes(which: str, grouped: bool, deterministic: bool) -> None:
+    """Adapters all at once and the base between them; every expert is chosen, one of them by every token."""
+    generator = rng()
+    dtype = DTYPES[int(generator.integers(len(DTYPES)))]
+    slots = [2, 1, 0, 2, 3, 4, 2]
+    experts = np.array([[1, other] for other in (0, 2, 3, 0, 2, 3, 0)], np.int64)
+    experts[::2] = experts[::2, ::-1]
+    ranks = _ranks(which)
+    first = paged(generator, HIDDEN, (INNER, INNER), dtype, ranks[0])
+    second = paged(generator, INNER, (HIDDEN,), dtype, ranks[1])
+    check_mixture(generator, slots, first, second, experts, grouped=grouped, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_wrong_adapter_or_a_wrong_expert_would_be_seen(grouped: bool) -> None:
+    """Ranks are alike, so only the rows themselves differ."""
+    generator, ranks = rng(), np.full((SLOTS, EXPERTS, 2), 4)
+    ranks[0] = 0
+    given = paged(generator, HIDDEN, (INNER, INNER), torch.float32, ranks)
+    x = tensor(normal(generator, 1, HIDDEN), torch.float32)
+    for adapter_slot, pair in ((1, (0, 1)), (2, (0, 1)), (1, (1, 0)), (4, (3, 2))):
+        out = torch.zeros(CHOICES, 2 * INNER, device=DEVICE)
+        on_device = tensor(np.array([adapter_slot], np.int32)), tensor(np.array([pair], np.int64))
+        triton.add_lora(x, out, given.rows, *on_device, max_rank=MAX_RANK, per_pair=False, grouped=grouped)
+        for k, expert in enumerate(pair):
+            right = given.arrays.delta(numpy(x)[0], adapter_slot, expert)
+            assert error(out[k], right) < TOLERANCE[torch.float32]
+            for wrong in ((adapter_slot, pair[1 - k]), (adapter_slot % 4 + 1, expert)):
+                assert error(out[k], given.arrays.delta(numpy(x)[0], *wrong)) > 0.1
+
+
+def test_few_pairs_are_computed_one_by_one_and_many_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the caller says, or bits must not depend on how many they are."""
+    generator = rng()
+    rows = paged(generator, HIDDEN, (INNER,), torch.float32).rows
+    calls: list[str] = []
+    for name in ("bgmv", "sgmv"):
+        monkeypatch.setattr(getattr(triton, name), "add_lora", lambda *_, name=name, **__: calls.append(name))
+    for num_tokens, deterministic in ((3, False), (3, True), (511, False), (512, False)):
+        x = torch.zeros(num_tokens, HIDDEN, device=DEVICE)
+        y = torch.zeros(num_tokens * CHOICES, INNER, device=DEVICE)
+        slots, experts = tensor(np.ones(num_tokens, np.int32)), tensor(chosen(generator, num_tokens))
+        triton.add_lora(
+            x, y, rows, slots, experts, max_rank=MAX_RANK, per_pair=False, deterministic=deterministic
+        )  # fmt: skip
+    assert calls == ["bgmv", "sgmv", "bgmv", "sgmv"]
 
 
 @pytest.mark.usefixtures("rows_of_products_alike")
