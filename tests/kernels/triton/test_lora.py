@@ -161,3 +161,43 @@ def test_segments_cover_the_runs_of_adapters(module: ModuleType) -> None:
             assert not slots[first : first + count].any()
             slots[first : first + count] = adapter
         assert np.array_equal(slots, np.repeat(adapters, lengths))
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_an_adapter_may_end_where_the_tables_end(form: str) -> None:
+    """Its rank is less than the step's bound: nothing behind the tables is read, and no row of a neighbour's."""
+    generator = rng()
+    tables = random_tables(generator, DEPTH, SHAPES["one"], torch.float32)
+    last = int(tables.rows.row_starts[-1] + tables.rows.ranks[-1].max())
+    cut = tables._replace(rows=tables.rows._replace(a=tables.rows.a[:, :last], b=tables.rows.b[:last]))
+    case: Case = [(1, NUM_SLOTS - 1), (1, 1), (1, NUM_SLOTS - 1)]
+    x, y = tensor(normal(generator, 3, DEPTH)), tensor(normal(generator, 3, 33))
+    before = y.clone()
+    ALL_FORMS[form](x, y, cut.rows, case)
+    assert error(y, tables.expected(x, before, slots_of(case))) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("module", [bgmv, plain_bgmv], ids=["triton", "torch"])
+@pytest.mark.parametrize("x_divisor", [1, 2, 3])
+def test_neighbouring_rows_may_share_their_input(module: ModuleType, x_divisor: int) -> None:
+    """As the chosen experts of a token do; the last input may have fewer rows than the others."""
+    generator = rng()
+    tables = random_tables(generator, DEPTH, SHAPES["q/k/v"], torch.float32)
+    slots = np.array([1, 4, 0, 2, 5, 5, 3], np.int32)
+    x = tensor(normal(generator, -(-len(slots) // x_divisor), DEPTH))
+    y = tensor(normal(generator, len(slots), sum(SHAPES["q/k/v"])))
+    before = y.clone()
+    module.add_lora(x, y, tables.rows, tensor(slots), max_rank=MAX_RANK, x_divisor=x_divisor)
+    assert error(y, tables.expected(x, before, slots, x_divisor)) < TOLERANCE[torch.float32]
+    assert torch.equal(y[2], before[2])
+
+
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_another_adapters_delta_would_be_seen(form: str) -> None:
+    generator = rng()
+    tables = random_tables(generator, DEPTH, SHAPES["one"], torch.float32)
+    x, y = tensor(normal(generator, 2, DEPTH)), tensor(normal(generator, 2, 33))
+    before = y.clone()
+    ALL_FORMS[form](x, y, tables.rows, [(1, 2), (1, 3)])
+    for wrong in ([3, 2], [2, 2], [0, 3], [2, 0]):
+        assert error(y, tables.expected(x, before, np.array(wrong))) > 100 * TOLERANCE[torch.float32]
