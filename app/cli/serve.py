@@ -3,7 +3,7 @@
 In: a Serve application file and perhaps another host and port. Out: a running service until a signal, and
 an exit status. Everything that can be checked is checked before anything starts: the file, the port, the
 model. The service is the one that `serve run` with the same file starts, with Ray's switches set
-(`serve_environment`) and without its dashboard unless it is asked for. What can start side by side does: the
+(`ray_switches`) and without its dashboard unless it is asked for. What can start side by side does: the
 store and placement beside Serve's controller, proxies beside the deployments.
 """
 

@@ -1,8 +1,8 @@
 """The CPU engine's backend: owns weights, KV memory and adapter tables.
 
 In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. It
-moves bytes and calls `cpu_decoder.forward`; which rows and blocks are used is decided elsewhere, and how
-weights lie in memory by `cpu_weights`.
+moves bytes and calls `decoder.forward`; which rows and blocks are used is decided elsewhere, and how
+weights lie in memory by `weights`.
 """
 
 from __future__ import annotations

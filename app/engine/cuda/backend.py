@@ -1,8 +1,8 @@
-"""The GPU form of the torch engine's backend: owns a device's memory, sends steps to it and reads tokens back.
+"""The CUDA engine's backend: owns a device's memory, sends steps to it and reads tokens back.
 
 In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend`. Steps in which every
 sequence has one token are replayed graphs; the others, and those whose adapters have more than rank rows, are
-launched operation by operation. Adapters are written in the background (`gpu_adapters`).
+launched operation by operation. Adapters are written in the background (`adapters`).
 
 `device` may be any device torch has: on the CPU, where the tests run it, the kernels are plain torch or Triton's
 interpreter, streams are absent, and everything else is the same code.
