@@ -47,7 +47,7 @@ def _deltas(generator: np.random.Generator) -> Iterator[Floats]:
         x, shrunk = normal(generator, num_rows + 1, _DEPTH), np.zeros((num_rows + 1, 1, _RANK), np.float32)
         out = normal(generator, num_rows + 1, _WIDTH)
         team.run(lora.shrink, 1, x, (a,), ranks, lora.shrink_tasks(runs), _RANK, places, shrunk)
-        team.run(lora.expand, 1, shrunk, 0, (b,), ranks, runs, places, out)
+        team.run(lora.expand, 1, shrunk, (b,), ranks, runs, places, out)
         yield out
 
 

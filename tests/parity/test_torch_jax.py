@@ -52,7 +52,7 @@ def cases(engines: tuple[LLM, LLM], tmp_path_factory: pytest.TempPathFactory) ->
 def _logits(llm: LLM, prompt: list[int], adapter: Path | None) -> np.ndarray:
     """Of the prompt's last position."""
     llm.generate([prompt], [adapter], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
-    logits: np.ndarray = llm._backend.logits(1)[0].copy()  # type: ignore[attr-defined]  # both backends show it to tests
+    logits: np.ndarray = llm._engine._backend.logits(1)[0].copy()  # both backends show it to tests
     return logits
 
 

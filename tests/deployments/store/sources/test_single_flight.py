@@ -6,6 +6,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,7 +50,7 @@ async def test_two_hundred_first_requests_over_two_ingresses_are_one_fetch(
         return served[-1]
 
     for replica in fleet.replicas.values():
-        replica.service._fetch = fetch
+        replica.service._adapters = SimpleNamespace(fetch=fetch)
     ingresses = [fleet.dispatcher(), fleet.dispatcher()]
     requests = [replace(make_request(f"r{i}", [i % 61, 5, 7], max_tokens=4), adapter=ref) for i in range(200)]
     answers = [asyncio.create_task(collect(ingresses[index % 2], request)) for index, request in enumerate(requests)]
