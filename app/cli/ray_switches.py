@@ -70,15 +70,21 @@ def set_ray_switches(environ: MutableMapping[str, str] = os.environ) -> bool:
         environ.setdefault(name, value)
     if environ.get(HA_PROXY) != "1":
         return False
+    # Ray would let everybody enter it, and sockets of frames (`links/sockets`) lie only where nobody else can.
+    _user_folder().mkdir(mode=0o700, exist_ok=True)
     for name, value in ha_proxy_places().items():
         environ.setdefault(name, value)
     return True
 
 
+def _user_folder() -> Path:
+    return Path(f"/tmp/polylora-{os.getuid()}")
+
+
 def ha_proxy_places() -> dict[str, str]:
     """Where HAProxy's program and files are, and the port of the proxy that Ray starts beside it, which must differ
     between services of one machine. Unix sockets have short paths, so files lie in /tmp."""
-    folder = Path(f"/tmp/polylora-{os.getuid()}/ha")
+    folder = _user_folder() / "ha"
     places = {name: str(folder / file) for name, file in _HA_PROXY_FILES}
     script = Path(sysconfig.get_path("scripts"), HA_PROXY_SCRIPT)
     with socket.socket() as probe:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from app.cli import ray_switches
 from app.cli import serve as serving
 from app.cli.ray_switches import (
     HA_PROXY,
@@ -45,6 +46,16 @@ def test_switches_are_added_and_never_overruled() -> None:
     assert set_ray_switches(own) is False
     assert own == before
     assert set_ray_switches({HA_PROXY: "1"}) is True
+
+
+def test_the_folder_that_ha_proxy_shares_with_frames_is_made_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_switches, "_user_folder", lambda: tmp_path / "own")
+    environ = {HA_PROXY: "1"}
+    assert set_ray_switches(environ) is True
+    assert (tmp_path / "own").stat().st_mode & 0o077 == 0
+    assert environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] == str(tmp_path / "own" / "ha" / "admin.sock")
 
 
 @pytest.mark.parametrize("name", [*(name for name, _, _ in RAY_SWITCHES + HA_PROXY_SWITCHES), *ha_proxy_places()])
