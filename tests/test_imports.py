@@ -154,6 +154,14 @@ def test_a_deployment_imports_only_what_is_below_it(module: str) -> None:
             assert layer_of[other] < layer_of[home], f"{module} imports {imported}"
 
 
+def test_the_door_imports_the_ingress_and_never_the_reverse() -> None:
+    """Only the deployment, which wires a process, opens the door (`http`); what ingress decides it knows without."""
+    door = "app.deployments.ingress.http"
+    inside = [module for module in folder("app.deployments.ingress") if not is_in(module, door)]
+    users = {module for module in inside if any(is_in(name, door) for name in imports(MODULES[module]))}
+    assert users == {"app.deployments.ingress.deployment"}
+
+
 @pytest.mark.parametrize(
     ("device", "libraries"), [("cpu", ("torch", "triton", "jax")), ("cuda", ("jax",)), ("xla", ())]
 )

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
-from app.deployments.ingress.http.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
 from app.deployments.ingress.job import Job, StreamSource
+from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
 from app.engine.adapters.card import AdapterRef

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ray.util.metrics import Counter, Histogram
 
-from app.deployments.ingress.http.errors import TABLE, ClientGone
+from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.links.gauges import SECONDS, SteadyGauge
 from app.engine.request import Usage
 

@@ -11,12 +11,12 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
 from app.deployments.ingress.frontend import Frontend
-from app.deployments.ingress.http.app import generate_result
-from app.deployments.ingress.http.errors import TABLE, ClientGone, error_answer
-from app.deployments.ingress.http.management_bodies import adapter_body, unloaded_body
-from app.deployments.ingress.http.schema import GenerateBody, parse_body
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.management import Management
+from app.deployments.ingress.management_bodies import adapter_body, unloaded_body
+from app.deployments.ingress.results import generate_result
+from app.deployments.ingress.schema import GenerateBody, parse_body
+from app.deployments.ingress.status import TABLE, ClientGone, error_answer
 from app.deployments.ingress.tenants import handle_caller
 from app.deployments.registry.entries import CatalogEntry, LoadRequest
 from app.deployments.registry.view import RegistryView

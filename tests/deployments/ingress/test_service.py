@@ -87,7 +87,7 @@ async def test_an_adapter_of_one_tenant_is_nothing_to_another(service: Service) 
 
 
 async def test_a_request_is_its_caller_s(service: Service) -> None:
-    from app.deployments.ingress.http.schema import CompletionRequest
+    from app.deployments.ingress.schema import CompletionRequest
     from app.deployments.ingress.tenants import Caller
 
     caller = Caller("acme", "ada")

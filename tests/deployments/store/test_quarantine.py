@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from app.deployments.ingress.http.errors import error_answer
+from app.deployments.ingress.status import error_answer
 from app.deployments.store import quarantine
 from app.deployments.store.quarantine import Quarantine
 from app.engine.errors import AdapterQuarantined

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from app.deployments.ingress.job import Answer
+from app.deployments.ingress.results import usage_body
 from app.deployments.ingress.text import TextDelta
 from app.engine.request import TokenLogprobs, Usage
 
@@ -20,20 +21,6 @@ from app.engine.request import TokenLogprobs, Usage
 TokenText = Callable[[int], str]
 #: The bytes of a single token id, or what it adds to an answer's text: a special token has the former only.
 TokenBytes = Callable[[int], bytes]
-
-
-def usage_body(usages: Sequence[Usage | None], num_per_prompt: int = 1) -> dict[str, Any]:
-    """Token counts of a request. Each prompt is counted once, however many answers it has (n)."""
-    known = [usage for usage in usages if usage is not None]
-    prompts = known[::num_per_prompt]
-    num_prompt = sum(usage.prompt_tokens for usage in prompts)
-    num_completion = sum(usage.completion_tokens for usage in known)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
-    }
 
 
 class TokenOffsets:

@@ -1,7 +1,7 @@
 """The HTTP surface: routes, bodies, streams and nothing else.
 
 In: an `HttpService` (the ingress). Out: a FastAPI application. Bodies are read with a limit and parsed
-strictly; every error leaves through `http_errors`. The first event of a stream is waited for before
+strictly; every error leaves through `status`. The first event of a stream is waited for before
 the status line is sent, so that a refused request has its proper code. A client that goes away cancels
 its work, streaming or not.
 """
@@ -20,19 +20,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets, usage_body
+from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets
 from app.deployments.ingress.http.bodies import PageQuery, page_body, page_query, read_json
-from app.deployments.ingress.http.errors import ClientGone, error_answer
 from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.guard import DoorRules, Guard
 from app.deployments.ingress.http.management_routes import ManagedService, add_management_routes
-from app.deployments.ingress.http.schema import (
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.results import generate_result
+from app.deployments.ingress.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
     parse_body,
 )
-from app.deployments.ingress.job import Answer, Job
+from app.deployments.ingress.status import ClientGone, error_answer
 from app.deployments.ingress.tenants import Caller, http_caller
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import Entry
@@ -177,23 +178,6 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1
         return JSONResponse(results[0] if is_single else results)
-
-
-def generate_result(job: Job, index: int, answer: Answer) -> dict[str, Any]:
-    """One answer of /generate and of the Python handle."""
-    adapter = job.requests[index].adapter
-    usage = usage_body([answer.usage])
-    return {
-        "text": answer.text,
-        "meta_info": {
-            "id": job.requests[index].request_id,
-            "lora": adapter.name if adapter is not None else None,
-            "finish_reason": answer.finish_reason,
-            "prompt_tokens": usage["prompt_tokens"],
-            "completion_tokens": usage["completion_tokens"],
-            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-        },
-    }
 
 
 def model_page(service: HttpService, page: PageQuery, caller: Caller) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from app.deployments.ingress.http.errors import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
+from app.deployments.ingress.status import BodyTooLarge, ClientGone, InvalidJson, UnknownEncoding
 from app.engine.errors import InvalidRequest
 
 #: Entries of a page: unless the client says how many, and at most.

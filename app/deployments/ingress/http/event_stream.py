@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.deployments.ingress.http.errors import TABLE, ClientGone, error_answer
+from app.deployments.ingress.status import TABLE, ClientGone, error_answer
 
 
 def sse(body: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.config import MANAGEMENT_TOKEN, HttpConfig, ManagementAccess
-from app.deployments.ingress.http.errors import (
+from app.deployments.ingress.status import (
     CrossSite,
     ManagementRefused,
     NotAuthenticated,

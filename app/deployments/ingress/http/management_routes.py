@@ -17,15 +17,15 @@ from starlette.responses import JSONResponse, Response
 from app.config import TrafficWeight
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.bodies import int_query, page_body, page_query, read_json
-from app.deployments.ingress.http.management_bodies import (
+from app.deployments.ingress.management import Management
+from app.deployments.ingress.management_bodies import (
     adapter_body,
     alias_body,
     description_body,
     job_body,
     unloaded_body,
 )
-from app.deployments.ingress.http.schema import Body, BodyT, parse_body
-from app.deployments.ingress.management import Management
+from app.deployments.ingress.schema import Body, BodyT, parse_body
 from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, LoadRequest
 from app.deployments.registry.view import RegistryView

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from app.config import LimitsConfig
 from app.deployments.ingress.frontend import derived_seed
 from app.deployments.ingress.http.answers import AnswerFormat
-from app.deployments.ingress.http.schema import (
+from app.deployments.ingress.schema import (
     INERT,
     NEUTRAL,
     ChatCompletionRequest,

@@ -13,8 +13,8 @@ import pytest
 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
-from app.deployments.ingress.http.schema import CompletionRequest
 from app.deployments.ingress.job import Job
+from app.deployments.ingress.schema import CompletionRequest
 from app.deployments.ingress.tenants import Caller
 from app.engine.errors import AdapterWriteFailed
 from tests.deployments.http_service import Service

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from app.deployments.ingress.http.errors import error_answer
+from app.deployments.ingress.status import error_answer
 from app.engine import errors
 
 

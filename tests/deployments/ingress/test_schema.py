@@ -17,7 +17,7 @@ from app.deployments.ingress.http.management_routes import (
     RegisterAdapterBody,
     RollbackBody,
 )
-from app.deployments.ingress.http.schema import (
+from app.deployments.ingress.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,

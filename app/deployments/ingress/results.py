@@ -1,0 +1,43 @@
+"""What a finished generation is told as, by POST /generate and by the Python handle alike.
+
+In: a job and its answers. Out: plain dictionaries. Rule: an answer's tokens are counted once, however it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.deployments.ingress.job import Answer, Job
+from app.engine.request import Usage
+
+
+def generate_result(job: Job, index: int, answer: Answer) -> dict[str, Any]:
+    """One answer of /generate and of the Python handle."""
+    adapter = job.requests[index].adapter
+    usage = usage_body([answer.usage])
+    return {
+        "text": answer.text,
+        "meta_info": {
+            "id": job.requests[index].request_id,
+            "lora": adapter.name if adapter is not None else None,
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        },
+    }
+
+
+def usage_body(usages: Sequence[Usage | None], num_per_prompt: int = 1) -> dict[str, Any]:
+    """Token counts of a request. Each prompt is counted once, however many answers it has (n)."""
+    known = [usage for usage in usages if usage is not None]
+    prompts = known[::num_per_prompt]
+    num_prompt = sum(usage.prompt_tokens for usage in prompts)
+    num_completion = sum(usage.completion_tokens for usage in known)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+    }
