@@ -111,6 +111,7 @@ def add_management_routes(routes: APIRouter, service: ManagedService) -> None:
     """All of them."""
     _add_load_routes(routes, service)
     _add_adapter_routes(routes, service)
+    _add_journal_routes(routes, service)
     _add_alias_routes(routes, service)
 
 
@@ -242,6 +243,8 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
         ]
         return JSONResponse(page_body(data, has_more=False))
 
+
+def _add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
     @routes.get("/v1/jobs/{job_id}")
     async def job(job_id: str, request: Request) -> Response:
         tenant_id = http_caller(request).tenant_id
