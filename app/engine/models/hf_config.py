@@ -38,7 +38,8 @@ _INERT = """
     early_stopping diversity_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens return_dict_in_generate output_scores decoder_start_token_id transformers.js_config
-    unsloth_version unsloth_fixed _attn_implementation_autoset _attn_implementation tie_encoder_decoder
+    unsloth_version unsloth_fixed _attn_implementation_autoset _attn_implementation tie_encoder_decoder num_labels
+    attn_implementation _flash_attn_2_enabled use_flash_attn max_sequence_length
 """
 # These must have one of the values given.
 _FIXED: dict[str, tuple[object, ...]] = {
@@ -49,12 +50,17 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "pruned_heads": (None, {}),
     "is_llama_config": (True,),
     "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "is_causal": (True,),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How a family departs from Llama. Each function reads the config; `keys` are those it reads."""
+    """How a family departs from Llama. Each function reads the config; `keys` are those it reads.
+
+    `off` are keys of other families: transformers reads nothing of them here, and they are accepted as false alone.
+    """
 
     keys: frozenset[str]
     qkv_bias: Callable[[Mapping[str, Any]], bool]
@@ -62,6 +68,7 @@ class _Family:
     mlp_bias: Callable[[Mapping[str, Any]], bool]
     windows: Callable[[Mapping[str, Any], int], list[int | None]]
     qk_norm: bool = False
+    off: frozenset[str] = frozenset()
     default_head_dim: int | None = None
     default_kv_heads: int | None = None
 
@@ -83,7 +90,7 @@ def spec_from_config(
     hidden_size = _positive(config, "hidden_size")
     num_layers = checked_num_layers(_positive(config, "num_hidden_layers"))
     num_heads = _positive(config, "num_attention_heads")
-    num_kv_heads = _positive(config, "num_key_value_heads", family.default_kv_heads or num_heads)
+    num_kv_heads = _num_kv_heads(config, family, num_heads)
     head_dim = _head_dim(config, family, hidden_size, num_heads)
     max_positions = _positive(config, "max_position_embeddings")
     if num_heads % num_kv_heads:
@@ -128,8 +135,19 @@ def _check_keys(config: Mapping[str, Any], family: _Family, model_type: str) -> 
         if key in _FIXED:
             if value not in _FIXED[key]:
                 raise CheckpointError(f"config key {key!r} is {value!r}; only {_FIXED[key][0]!r} is supported")
+        elif key in family.off:
+            if value not in (None, False):
+                raise CheckpointError(f"config key {key!r} is {value!r}; for model_type {model_type!r} only false is")
+        elif key == "activation" and config.get("hidden_act") is not None:
+            continue  # older names of what hidden_act says
         elif value is not None and key not in known:
             raise CheckpointError(f"config key {key!r} ({value!r}) is not understood for model_type {model_type!r}")
+
+
+def _num_kv_heads(config: Mapping[str, Any], family: _Family, num_heads: int) -> int:
+    """null is one per query head; an absent key is the family's own number, as in transformers."""
+    is_null = "num_key_value_heads" in config and config["num_key_value_heads"] is None
+    return _positive(config, "num_key_value_heads", num_heads if is_null else family.default_kv_heads or num_heads)
 
 
 def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> int:
@@ -202,12 +220,30 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def _no_windows(_config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+def _no_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """A window is accepted where it reaches over the whole context, and so changes nothing."""
+    positions = _positive(config, "max_position_embeddings")
+    if config.get("sliding_window") is not None and _positive(config, "sliding_window") < positions:
+        raise CheckpointError(
+            f"config key 'sliding_window' is {config['sliding_window']}; models of this type have no window, so only "
+            f"null or at least max_position_embeddings ({positions}) is accepted"
+        )
+    _check_layer_types(config, ["full_attention"] * num_layers)
     return [None] * num_layers
 
 
 def _mistral_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    return [_window(config)] * num_layers
+    window = _window(config)
+    _check_layer_types(config, ["full_attention" if window is None else "sliding_attention"] * num_layers)
+    return [window] * num_layers
+
+
+def _check_layer_types(config: Mapping[str, Any], kinds: list[str]) -> None:
+    """`layer_types`, where it is given to a family that does not read it, says what is computed anyway."""
+    if config.get("layer_types") not in (None, kinds):
+        raise CheckpointError(
+            f"config key 'layer_types' is {config['layer_types']!r}; every layer of this model has {kinds[0]!r}"
+        )
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
@@ -248,26 +284,29 @@ def _never(_config: Mapping[str, Any]) -> bool:
 _QWEN_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 _FAMILIES = {
     "llama": _Family(
-        keys=frozenset({"attention_bias", "mlp_bias"}),
+        keys=frozenset({"attention_bias", "mlp_bias", "sliding_window", "layer_types"}),
         qkv_bias=_attention_bias,
         o_bias=_attention_bias,
         mlp_bias=lambda config: _flag(config, "mlp_bias"),
         windows=_no_windows,
+        off=frozenset({"use_sliding_window"}),
     ),
     "mistral": _Family(
-        keys=frozenset({"sliding_window"}),
+        keys=frozenset({"sliding_window", "layer_types"}),
         qkv_bias=_never,
         o_bias=_never,
         mlp_bias=_never,
         windows=_mistral_windows,
+        off=frozenset({"attention_bias", "mlp_bias", "use_sliding_window"}),
         default_kv_heads=8,
     ),
     "qwen2": _Family(
-        keys=_QWEN_KEYS,
+        keys=_QWEN_KEYS | {"attention_bias"},  # read by nobody: q, k and v have biases, and o has none
         qkv_bias=lambda _config: True,
         o_bias=_never,
         mlp_bias=_never,
         windows=_qwen_windows,
+        off=frozenset({"mlp_bias"}),
         default_kv_heads=32,
     ),
     "qwen3": _Family(
@@ -276,6 +315,7 @@ _FAMILIES = {
         o_bias=_attention_bias,
         mlp_bias=_never,
         windows=_qwen_windows,
+        off=frozenset({"mlp_bias"}),
         qk_norm=True,
         default_head_dim=128,
         default_kv_heads=32,

@@ -38,7 +38,11 @@ _KEYS = {
     ),
 }
 _COMMON_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-_INERT_KEYS = {"linear": frozenset({"original_max_position_embeddings"}), "default": frozenset({"factor"})}
+_INERT_KEYS = {
+    "linear": frozenset({"original_max_position_embeddings"}),
+    "default": frozenset({"factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"finetuned"}),
+}
 
 
 def rope_spec(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:

@@ -227,6 +227,77 @@ def test_what_would_change_the_result_is_refused_by_name(key: str, value: object
         spec_from_config(config, "tiny", "00")
 
 
+#: Keys that transformers does not read for a family, at values that it loads.
+WITHOUT_EFFECT: list[tuple[type[Any], dict[str, Any]]] = [
+    (Qwen2Config, {"use_mrope": False}),
+    (Qwen2Config, {"attention_bias": True}),
+    (Qwen2Config, {"attention_bias": False}),
+    (Qwen2Config, {"mlp_bias": False}),
+    (LlamaConfig, {"max_sequence_length": 2048}),
+    (LlamaConfig, {"activation": "swiglu", "hidden_act": "silu"}),
+    (LlamaConfig, {"_flash_attn_2_enabled": True}),
+    (LlamaConfig, {"attn_implementation": "sdpa"}),
+    (LlamaConfig, {"use_flash_attn": True}),
+    (LlamaConfig, {"is_causal": True}),
+    (LlamaConfig, {"num_labels": 3}),
+    (LlamaConfig, {"layer_types": ["full_attention"] * 4}),
+    (LlamaConfig, {"sliding_window": 512}),
+    (LlamaConfig, {"sliding_window": None, "use_sliding_window": False}),
+    (MistralConfig, {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}),
+    (MistralConfig, {"layer_types": ["sliding_attention"] * 4}),
+    (MistralConfig, {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys"), WITHOUT_EFFECT, ids=str)
+def test_keys_that_change_nothing_are_accepted(kind: type[Any], keys: dict[str, Any]) -> None:
+    plain = saved(kind(**SIZES)) | {"sliding_window": keys.get("sliding_window", 7)}
+    if kind is LlamaConfig:
+        del plain["sliding_window"]
+    assert spec_from_config(plain | keys, "t", "00") == spec_from_config(plain, "t", "00")
+    AutoConfig.for_model(**plain | keys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        (Qwen2Config, "use_mrope", True),
+        (LlamaConfig, "is_causal", False),
+        (LlamaConfig, "sliding_window", 511),
+        (LlamaConfig, "layer_types", ["sliding_attention"] * 4),
+        (LlamaConfig, "use_sliding_window", True),
+        (MistralConfig, "attention_bias", True),
+        (MistralConfig, "layer_types", ["full_attention"] * 4),
+        (Qwen3Config, "mlp_bias", True),
+    ],
+)
+def test_the_same_keys_at_other_values_are_refused(kind: type[Any], key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        spec_from_config(saved(kind(**SIZES)) | {key: value}, "tiny", "00")
+
+
+def test_an_activation_without_hidden_act_is_refused() -> None:
+    config = {key: value for key, value in saved(LlamaConfig(**SIZES)).items() if key != "hidden_act"}
+    with pytest.raises(CheckpointError, match="activation"):
+        spec_from_config(config | {"activation": "swiglu"}, "tiny", "00")
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("heads", [8, 32])
+def test_kv_heads_that_are_null_are_as_many_as_heads(kind: type[Any], heads: int) -> None:
+    config = saved(kind(**SIZES)) | {"num_key_value_heads": None, "num_attention_heads": heads, "hidden_size": 64}
+    wanted = AutoConfig.for_model(**config).num_key_value_heads
+    assert spec_from_config(config, "tiny", "00").layers[0].attention.num_kv_heads == wanted == heads
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("default", "original_max_position_embeddings", 64), ("yarn", "finetuned", True)],
+)
+def test_rope_parameters_that_are_notes_change_nothing(name: str, key: str, value: object) -> None:
+    assert rope_spec(ROPES[name] | {key: value}, 16, 256) == rope_spec(ROPES[name], 16, 256)
+
+
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"])
 def test_a_missing_size_is_named(key: str) -> None:
     config = {name: value for name, value in saved(LlamaConfig(**SIZES)).items() if name != key}
