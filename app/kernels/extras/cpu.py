@@ -23,8 +23,8 @@ from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import count_pieces, leave, piece, take
 from app.kernels.matmul.cpu import NO_FETCH, PANEL, multiply_columns, panels_per_piece
 from app.kernels.matmul.quantised import multiply_any_panels, num_panels_of
-from app.kernels.norms.cpu import NORM_ROWS, normalise_row
-from app.kernels.rotary.cpu import rotate_and_store_token
+from app.kernels.norms.cpu import NORM_ROWS, gather_normed, normalise_row, rms_norm
+from app.kernels.rotary.cpu import rotate_and_store, rotate_and_store_token
 
 Addresses = NDArray[np.int64]
 
@@ -99,16 +99,17 @@ def _panels(num_columns):
 
 @compiled
 def _weight_of(addresses, slots, t, weight):
-    """The weight at addresses[slots[t]], or the base's where that is 0 and where there are no slots."""
-    address = addresses[slots[t]] if slots.shape[0] > 0 else np.int64(0)
+    """The weight at addresses[slots[t]], or the base's where that is 0."""
+    address = addresses[slots[t]]
     return weight if address == 0 else _floats(address, weight.shape[0])
 
 
 @compiled
 def rms_norm_with_extras(team, phase, x, weight, eps, addresses, slots, out):
-    """As `rms_norm`, with the weight at addresses[slots[t]] where that is not 0. addresses: [S]; slots: [T] or [0].
-
-    One phase."""
+    """As `rms_norm`, with the weight at addresses[slots[t]] where that is not 0. addresses: [S]; slots: [T], or [0] for
+    the base's alone. One phase."""
+    if slots.shape[0] == 0:
+        return rms_norm(team, phase, x, weight, eps, out)
     num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
     index = take(team, phase)
     while index < num_pieces:
@@ -125,8 +126,13 @@ def rotate_and_store_with_extras(
     team, phase, norms, slots, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads,
     num_kv_heads, head_dim, q_size, kv_size,
 ):  # fmt: skip
-    """As `rotate_and_store`, with the norms at norms[slots[t]] where those are not 0. norms: [S, 4]; slots: [T] or [0].
-    One phase."""
+    """As `rotate_and_store`, with the norms at norms[slots[t]] where those are not 0. norms: [S, 4]; slots: [T], or [0]
+    for the base's alone. One phase."""
+    if slots.shape[0] == 0:
+        return rotate_and_store(
+            team, phase, qkv, positions, kv_slots, cos, sin, q_norm, k_norm, eps, k_memory, v_memory, num_heads,
+            num_kv_heads, head_dim, q_size, kv_size,
+        )  # fmt: skip
     num_tokens, done = qkv.shape[0], 0
     t = take(team, phase)
     while t < num_tokens:
@@ -256,9 +262,10 @@ def change_embeddings(team, phase, token_ids, tables, slots, out):
 
 @compiled
 def gather_normed_with_extras(team, phase, x, rows, weight, eps, addresses, slots, out):
-    """As `gather_normed`, with the weight at addresses[slots[rows[p]]] where that is not 0. slots: [T] or [0].
-
-    One phase."""
+    """As `gather_normed`, with the weight at addresses[slots[rows[p]]] where that is not 0. slots: [T], or [0] for the
+    base's alone. One phase."""
+    if slots.shape[0] == 0:
+        return gather_normed(team, phase, x, rows, weight, eps, out)
     num_rows, done = rows.shape[0], 0
     p = take(team, phase)
     while p < num_rows:
