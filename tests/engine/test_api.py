@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,7 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend = tokenizers.Tokenizer(WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w2"}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

@@ -44,7 +44,8 @@ class ChatTemplate:
         variables = {
             **self._special_tokens,
             **(extra or {}),
-            "messages": messages,
+            # As in transformers: a key that is null is not there, so that no template writes "None".
+            "messages": [{key: value for key, value in message.items() if value is not None} for message in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,

@@ -2,8 +2,9 @@
 
 In: ids as they are generated. Out: the text that is certain so far; `flush` gives the rest. The pieces
 joined are the text of decoding all ids at once. Each id costs O(1), whatever came before: byte-level
-vocabularies go through a table of bytes and an incremental UTF-8 decoder; other decoders decode
-a window of bounded length.
+vocabularies go through a table of bytes and an incremental UTF-8 decoder; other decoders decode a window of the last
+tokens. Where tokens may stand for single bytes ("<0x0A>"), a run of them has no text before it ends: one broken byte
+changes the text of the whole run.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ class WindowDecoder:
     """For any other decoder: text is certain when it no longer ends in a replacement character.
 
     The window starts one certain group back, because decoders treat a first token differently (they
-    strip its space). A run of broken bytes longer than 16 tokens is released as it stands.
+    strip its space). byte_ids: tokens that stand for one byte each; text is certain when the last token is none of
+    them. Without any, a run of broken bytes longer than 16 tokens is released as it stands.
     """
 
-    __slots__ = ("_certain", "_certain_text", "_decode", "_hidden", "_ids")
+    __slots__ = ("_byte_ids", "_certain", "_certain_text", "_decode", "_hidden", "_ids")
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int]) -> None:
-        self._decode, self._hidden = decode, hidden
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int], byte_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._decode, self._hidden, self._byte_ids = decode, hidden, byte_ids
         self._ids: list[int] = []
         self._certain = 0  # how many of _ids have had their text sent
         self._certain_text = ""
@@ -73,9 +77,12 @@ class WindowDecoder:
 
     def _push_one(self, token_id: int) -> str:
         self._ids.append(token_id)
+        if token_id in self._byte_ids:
+            return ""
         text = self._decode(self._ids)
         pending = len(self._ids) - self._certain
-        if pending < _MAX_PENDING and (text.endswith(_REPLACEMENT) or len(text) <= len(self._certain_text)):
+        is_cut = text.endswith(_REPLACEMENT) and not self._byte_ids
+        if pending < _MAX_PENDING and (is_cut or len(text) <= len(self._certain_text)):
             return ""
         new = text[len(self._certain_text) :]
         self._ids = self._ids[self._certain :]

@@ -1,8 +1,8 @@
 """Text to token ids and back, for one base model.
 
-In: what `Checkpoint.tokenizer_source` names, a GGUF file or a folder with tokenizer.json. Out: a
-`Tokenizer` giving transformers' ids for the same files. Text that spells a special token becomes that
-token only where the caller allows it. Which prompt a conversation makes is `chat`'s.
+In: what `Checkpoint.tokenizer_source` names, a GGUF file or a folder with tokenizer.json. Out: a `Tokenizer` giving
+transformers' ids for the same files, also where transformers builds parts of it anew (`tokenizer_classes`). Text that
+spells a special token becomes that token only where the caller allows it. Which prompt a chat makes is `chat`'s.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders
+from tokenizers import decoders
 
 from app.engine.errors import CheckpointError, InvalidRequest
 from app.engine.models.chat import ChatTemplate
 from app.engine.models.gguf_file import read_gguf
 from app.engine.models.gguf_tokenizer import byte_of_char, gguf_token_id, tokenizer_from_gguf
 from app.engine.models.incremental import ByteDecoder, IncrementalDecoder, WindowDecoder
-from app.engine.models.safetensors_folder import read_json
+from app.engine.models.tokenizer_folder import read_tokenizer_folder
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 #: Some milliseconds of work; for less, threads cost more than they give.
 _LONG_CHARS = 4096
 
@@ -31,8 +30,9 @@ class Tokenizer:
     """Immutable after construction; threads may share it."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
     ) -> None:
+        """special_tokens: name → text. chat_templates: "default" is the usual one, "tool_use" the one with tools."""
         self._backend = backend
         self._literal = tokenizers.Tokenizer.from_str(backend.to_str())
         self._literal.encode_special_tokens = True
@@ -41,10 +41,11 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
-        self.chat_template = ChatTemplate(chat_template, special_tokens) if chat_template is not None else None
+        self._templates = {name: ChatTemplate(source, special_tokens) for name, source in chat_templates.items()}
         #: One more than the largest id, added tokens included.
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self._token_bytes = _token_bytes(backend) if isinstance(backend.decoder, decoders.ByteLevel) else None
+        self._byte_ids = _byte_ids(backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
         """Token ids. `add_special_tokens` adds what the model's template adds (a bos, say).
@@ -71,7 +72,7 @@ class Tokenizer:
         hidden = self.special_ids if skip_special else frozenset[int]()
         if self._token_bytes is not None:
             return ByteDecoder(self._token_bytes, hidden)
-        return WindowDecoder(lambda ids: self.decode(ids, skip_special=False), hidden)
+        return WindowDecoder(lambda ids: self.decode(ids, skip_special=False), hidden, self._byte_ids)
 
     def token_text(self, token_id: int) -> str:
         """One token's own text, as a logprobs entry shows it; U+FFFD where it is part of a character."""
@@ -92,11 +93,11 @@ class Tokenizer:
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation; encode it with add_special_tokens=False."""
-        if self.chat_template is None:
+        template = self._templates.get("tool_use") if tools is not None else None
+        template = template or self._templates.get("default")
+        if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        return self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra
-        )
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -111,7 +112,7 @@ class Tokenizer:
 def load_tokenizer(source: Path | str) -> Tokenizer:
     """CheckpointError names what is missing or not understood."""
     source = Path(source)
-    return _from_folder(source) if source.is_dir() else _from_gguf(source)
+    return Tokenizer(*read_tokenizer_folder(source)) if source.is_dir() else _from_gguf(source)
 
 
 def _from_gguf(path: Path) -> Tokenizer:
@@ -119,66 +120,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     backend = tokenizer_from_gguf(file)
     tokens = file.metadata["tokenizer.ggml.tokens"]
     special = {}
-    for name, key in zip(_SPECIAL_NAMES, ("bos", "eos", "unknown", "padding"), strict=True):
+    for name, key in _GGUF_SPECIAL.items():
         token_id = gguf_token_id(file, key)
         if token_id is not None:
             special[name] = tokens[token_id]
-    return Tokenizer(backend, special, file.metadata.get("tokenizer.chat_template"))
-
-
-def _from_folder(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no tokenizer.json; save the model with its fast tokenizer")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the binding raises bare Exception
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    _add_listed_tokens(backend, config)
-    special = {}
-    for name in _SPECIAL_NAMES:
-        value = config.get(name)
-        token = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(token, str):
-            special[name] = token
-    return Tokenizer(backend, special, _folder_template(folder, config))
-
-
-def _add_listed_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tokens that only tokenizer_config.json has (`added_tokens_decoder`: id to token), as transformers adds them."""
-    listed = config.get("added_tokens_decoder") or {}
-    try:
-        tokens = {
-            int(token_id): AddedToken(entry["content"], **{flag: entry[flag] for flag in _TOKEN_FLAGS if flag in entry})
-            for token_id, entry in listed.items()
-        }
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"added_tokens_decoder in tokenizer_config.json is not understood: {error!r}") from error
-    for token_id, token in sorted(tokens.items()):
-        if backend.token_to_id(token.content) is not None:
-            continue
-        backend.add_tokens([token])
-        if backend.token_to_id(token.content) != token_id:
-            raise CheckpointError(
-                f"tokenizer_config.json has {token.content!r} as id {token_id}, but tokenizer.json lacks it and ends "
-                f"before id {backend.token_to_id(token.content)}; save the tokenizer again with transformers"
-            )
-
-
-def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja where it exists, else tokenizer_config.json's (a list has one named 'default')."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"chat_template in {folder}/tokenizer_config.json is {type(template).__name__}, not text")
-    return template
+    template = file.metadata.get("tokenizer.chat_template")
+    return Tokenizer(backend, special, {} if template is None else {"default": template})
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
@@ -186,9 +133,19 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     alphabet = byte_of_char()
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (1 + max(vocab.values(), default=-1))
-    for token, index in vocab.items():
+    # An added token that the normaliser changes is decoded as what it becomes.
+    added = {str(backend.id_to_token(index)): index for index in backend.get_added_tokens_decoder()}
+    for token, index in (*vocab.items(), *added.items()):
         try:
             table[index] = bytes([alphabet[char] for char in token])
         except KeyError:
             table[index] = token.encode()
     return table
+
+
+def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """The tokens that the decoder reads as one byte each; none where it has no ByteFallback."""
+    if backend.decoder is None or b'"ByteFallback"' not in backend.decoder.__getstate__():
+        return frozenset()
+    found = (backend.token_to_id(spelled % byte) for byte in range(256) for spelled in ("<0x%02X>", "<0x%02x>"))
+    return frozenset(token_id for token_id in found if token_id is not None)

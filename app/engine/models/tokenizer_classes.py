@@ -1,0 +1,208 @@
+"""Which parts of a tokenizer transformers builds from its class instead of reading them from tokenizer.json.
+
+In: a folder's tokenizer.json, tokenizer_config.json and config.json. Out: a `tokenizers.Tokenizer` with the normaliser,
+pre-tokenizer, model settings and decoder of the class that transformers' `AutoTokenizer` (5.x) chooses, or those of
+tokenizer.json where it chooses none. Adapters are trained through that class, so their prompts must have its ids. A
+class that transformers rebuilds in a way that is not followed here is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from app.engine.errors import CheckpointError
+
+PLAIN = "TokenizersBackend"
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: The class that belongs to a model_type, where transformers has one; a class that a file names wins, but not over
+#: `_ALWAYS`.
+_OF_MODEL_TYPE = {
+    "mistral": PLAIN,
+    "mixtral": PLAIN,
+    "qwen2": "Qwen2Tokenizer",
+    "qwen2_moe": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+    "gemma": "GemmaTokenizer",
+    "gemma2": "GemmaTokenizer",
+    "gemma3": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "olmoe": "GPTNeoXTokenizer",
+}
+_ALWAYS = frozenset({"qwen2"})
+#: Classes that transformers rebuilds, or computes without the tokenizers library, in ways that are not followed here.
+_OTHERS = """
+    AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BertGenerationTokenizer BertJapaneseTokenizer
+    BertTokenizer BertTokenizerLegacy BertweetTokenizer BigBirdTokenizer BioGptTokenizer BlenderbotSmallTokenizer
+    BlenderbotTokenizer ByT5Tokenizer CLIPTokenizer CTRLTokenizer CamembertTokenizer CanineTokenizer ClvpTokenizer
+    CodeGenTokenizer CohereTokenizer CpmAntTokenizer CpmTokenizer DPRContextEncoderTokenizer DPRQuestionEncoderTokenizer
+    DPRReaderTokenizer DebertaTokenizer DebertaV2Tokenizer DiaTokenizer DistilBertTokenizer EsmTokenizer EsmcTokenizer
+    FSMTTokenizer FastSpeech2ConformerTokenizer FlaubertTokenizer FunnelTokenizer GPTNeoXJapaneseTokenizer
+    GPTNeoXTokenizer GPTSw3Tokenizer HerbertTokenizer LEDTokenizer LasrTokenizer LayoutLMv2Tokenizer LayoutLMv3Tokenizer
+    LayoutXLMTokenizer LukeTokenizer LxmertTokenizer M2M100Tokenizer MBart50Tokenizer MBartTokenizer MLukeTokenizer
+    MPNetTokenizer MarianTokenizer MarkupLMTokenizer MgpstrTokenizer MobileBertTokenizer MvpTokenizer MyT5Tokenizer
+    NllbTokenizer NougatTokenizer OpenAIGPTTokenizer PLBartTokenizer PegasusTokenizer PerceiverTokenizer
+    PhobertTokenizer Pop2PianoTokenizer ProphetNetTokenizer Qwen3_5Tokenizer RagTokenizer ReformerTokenizer
+    RemBertTokenizer RoCBertTokenizer RoFormerTokenizer RobertaTokenizer SeamlessM4TTokenizer Siglip2Tokenizer
+    SiglipTokenizer Speech2TextTokenizer SpeechT5Tokenizer SplinterTokenizer SqueezeBertTokenizer T5Tokenizer
+    TapasTokenizer Tipsv2Tokenizer UdopTokenizer VideoPrismTokenizer VitsTokenizer Wav2Vec2CTCTokenizer
+    Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer XLMTokenizer XLNetTokenizer
+"""
+NOT_FOLLOWED = frozenset(_OTHERS.split())
+
+
+class TokenizerClass(NamedTuple):
+    """What a class brings: its special tokens where tokenizer_config.json does not name them, and the building.
+
+    build: (BPE's vocabulary, its merges, tokenizer_config.json with the special tokens) → tokenizer without added ones.
+    extra: further special tokens. flags_all: whether every special token is added once more, without its flags.
+    adds_bos: whether a bos goes before a text, whatever tokenizer.json says.
+    """
+
+    named: Mapping[str, str]
+    build: Callable[[dict[str, int], list[tuple[str, str]], Mapping[str, Any]], tokenizers.Tokenizer]
+    extra: tuple[str, ...] = ()
+    flags_all: bool = False
+    adds_bos: bool = False
+
+
+def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], is_byte_level: bool) -> str:
+    """The name of the class that `AutoTokenizer` would use, a key of `CLASSES` or `PLAIN`; CheckpointError for others.
+
+    is_byte_level: whether tokenizer.json has a ByteLevel part.
+    """
+    model_type = model_config.get("model_type")
+    registered = _OF_MODEL_TYPE.get(str(model_type))
+    named = config.get("tokenizer_class") or model_config.get("tokenizer_class")
+    name = named.removesuffix("Fast") if isinstance(named, str) else None
+    if name is None:
+        chosen = registered or PLAIN
+    elif registered == PLAIN:
+        chosen = PLAIN
+    elif model_type in _ALWAYS and registered is not None:
+        chosen = registered
+    elif name == "LlamaTokenizer" and is_byte_level:
+        chosen = PLAIN
+    else:
+        chosen = name
+    if chosen in NOT_FOLLOWED:
+        raise CheckpointError(
+            f"tokenizer_class {chosen!r} is rebuilt by transformers in a way that is not followed here; followed are "
+            f"{', '.join(CLASSES)}. If tokenizer.json is right, save it with tokenizer_class PreTrainedTokenizerFast"
+        )
+    return chosen if chosen in CLASSES else PLAIN
+
+
+def rebuilt(
+    name: str, content: Mapping[str, Any], backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
+    """The tokenizer of class `name` over the vocabulary and merges of tokenizer.json's `content`.
+
+    backend: tokenizer.json as it is, of which the post-processor is kept. CheckpointError if its model is not BPE.
+    """
+    model = content.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise CheckpointError(
+            f"tokenizer_class {name!r} is byte-pair encoding but tokenizer.json has a model of type {kind!r}; "
+            "save the tokenizer with tokenizer_class PreTrainedTokenizerFast if tokenizer.json is right"
+        )
+    merges = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges", []))
+    pairs = [(str(left), str(right)) for left, right in merges]
+    built = CLASSES[name].build(model["vocab"], pairs, config)
+    if backend.post_processor is not None:
+        built.post_processor = backend.post_processor
+    return built
+
+
+def _llama(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    built = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
+    has_prefix = config.get("add_prefix_space") is not False
+    scheme = "never" if not has_prefix else "always" if config.get("legacy", False) else "first"
+    built.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    built.decoder = decoders.Sequence([*_spaces_and_bytes(), *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
+    return built
+
+
+def _code_llama(
+    vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
+    unknown = str(config["unk_token"])
+    model = models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token=unknown)
+    built = tokenizers.Tokenizer(model)
+    scheme = "never" if config.get("add_prefix_space") is False else "first"
+    built.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    built.decoder = decoders.Sequence([*_spaces_and_bytes(), decoders.Strip(" ", 1, 0)])
+    return built
+
+
+def _gemma(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    unknown = str(config["unk_token"])
+    model = models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token=unknown)
+    built = tokenizers.Tokenizer(model)
+    built.normalizer = normalizers.Replace(" ", "▁")
+    built.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous", invert=False)
+    built.decoder = decoders.Sequence(_spaces_and_bytes())
+    return built
+
+
+def _gpt2(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    built = tokenizers.Tokenizer(_byte_level_model(vocab, merges))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")))
+    built.decoder = decoders.ByteLevel()
+    return built
+
+
+def _qwen2(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    built = tokenizers.Tokenizer(_byte_level_model(vocab, merges))
+    built.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated", invert=False)
+    has_prefix = bool(config.get("add_prefix_space"))
+    built.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=has_prefix, use_regex=False)]
+    )
+    built.decoder = decoders.ByteLevel()
+    return built
+
+
+def _byte_level_model(vocab: dict[str, int], merges: list[tuple[str, str]]) -> models.BPE:
+    return models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+
+
+def _spaces_and_bytes() -> list[decoders.Decoder]:
+    return [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+_SENTENCE = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+_INFILLING = {
+    "prefix_token": "▁<PRE>",
+    "middle_token": "▁<MID>",
+    "suffix_token": "▁<SUF>",
+    "eot_token": "▁<EOT>",
+    "fill_token": "<FILL_ME>",
+}
+_END = "<|endoftext|>"
+CLASSES: Mapping[str, TokenizerClass] = {
+    "LlamaTokenizer": TokenizerClass(_SENTENCE, _llama),
+    "CodeLlamaTokenizer": TokenizerClass(
+        _SENTENCE | _INFILLING, _code_llama, extra=tuple(_INFILLING.values()), adds_bos=True
+    ),
+    "GPT2Tokenizer": TokenizerClass({"unk_token": _END, "bos_token": _END, "eos_token": _END}, _gpt2),
+    "Qwen2Tokenizer": TokenizerClass({"unk_token": _END, "eos_token": _END, "pad_token": _END}, _qwen2, flags_all=True),
+    "GemmaTokenizer": TokenizerClass(
+        {
+            "unk_token": "<unk>",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "mask_token": "<mask>",
+        },
+        _gemma,
+    ),
+}
