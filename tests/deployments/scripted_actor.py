@@ -42,10 +42,8 @@ class Scripted(NamedActor):
         self.answers = list(answers)
         self.num_handles = 0
 
-    def _actor(self) -> Any:
-        if self._handle is None:
-            self.num_handles += 1
-            self._handle = self
+    def _look_up(self) -> Any:
+        self.num_handles += 1
         return self
 
     @property

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -71,10 +72,10 @@ class Ingress(AsgiIngress):
         self._rules = DoorRules.of(config.http, os.environ)
         self._tasks = Tasks()
         self._tasks.run_forever(
-            registry.follow(),
-            placed.follow(),
-            repeat_gauges(metrics.gauges),
-            self._service.management.keep_taking_up(),
+            registry.follow,
+            placed.follow,
+            partial(repeat_gauges, metrics.gauges),
+            self._service.management.keep_taking_up,
         )
         await store.preload()
         await registry.complete.wait()  # or the first requests would find no adapter

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from app.deployments.links.tasks import Tasks
+from app.deployments.links.tasks import Tasks, Troubles
 from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
@@ -64,13 +64,16 @@ class Management:
         return await asyncio.shield(drain) if wait else unload.job, entry
 
     async def keep_taking_up(self) -> None:
-        """`take_up` until cancelled."""
+        """`take_up` until cancelled, whatever the store does."""
+        troubles = Troubles("asking for unloads that nobody sees to")
         while True:
             await asyncio.sleep(TAKE_UP_INTERVAL_S)  # first: a new ingress does not know the replicas yet
             try:
                 await self.take_up()
-            except NotReady as error:
-                logger.info("unloads that nobody sees to are asked for again: %s", error)
+            except Exception as error:
+                troubles.met(error)
+            else:
+                troubles.over()
 
     async def take_up(self) -> None:
         """Go on with unloads whose ingress has ended, and with those that could not be ended."""

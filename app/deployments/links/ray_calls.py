@@ -3,17 +3,21 @@
 In: awaitables of Ray, and names of actors. Out: results, or the exception that the callee raised; Ray wraps it in a
 class of its own, which carries a remote traceback and loses attributes. Whoever asks first creates a named actor, and
 Ray restarts it without limit; the next call renews a handle to an actor that has left. However an actor or its answer
-was lost, the caller hears `ActorAway`.
+was lost, the caller hears `ActorAway`. Rule: nothing here holds up an event loop. Ray looks an actor up with a
+synchronous question to the head node, which takes a minute when that is down: a thread asks it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from app.deployments.links.protocol import PROTOCOL
+from app.deployments.links.tasks import Tasks
 from app.engine.errors import NotReady
 
 T = TypeVar("T")
@@ -24,6 +28,8 @@ NAMESPACE = "polylora"
 
 #: An actor that restarts needs about this long.
 RESTART_S = 2.0
+#: A caller waits this long for an actor to be looked up, or made. The question goes on; nobody else asks it meanwhile.
+LOOK_UP_TIMEOUT_S = 5.0
 
 
 class ActorAway(NotReady):
@@ -64,17 +70,22 @@ class Callee(Protocol):
 
 
 class NamedActor:
-    """A detached actor, by name. `kind` is a class, `args` what it is made with when it is not there."""
+    """A detached actor, by name. `kind` is a class, `args` what it is made with when it is not there.
+
+    Its name in Ray ends with the protocol's number: code that speaks another makes, or finds, an actor of its own.
+    """
 
     def __init__(self, name: str, kind: type, *args: Any) -> None:
-        self._name = name
+        self._name = f"{name}.v{PROTOCOL}"
         self._kind = kind
         self._args = args
         self._handle: Any = None
+        self._looking: asyncio.Task[Any] | None = None
+        self._tasks = Tasks()
 
     def start(self) -> None:
-        """Have the actor made now if it is not there; nobody waits for it."""
-        self._actor()
+        """Have the actor made now if it is not there; nobody waits for it. Not for an event loop."""
+        self._handle = self._look_up()
 
     async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
         """Call a method of the actor's class, by its name. Raises ActorAway while the actor is away.
@@ -82,33 +93,49 @@ class NamedActor:
         Ray has a dozen errors for that, by what died (the actor, its node, the raylet, the memory of its answer).
         """
         try:
-            answer: T = await getattr(self._actor(), method.__name__).remote(*args, **options)
+            answer: T = await getattr(await self._actor(), method.__name__).remote(*args, **options)
         except RayTaskError as error:
             raise _own(error) from None
         except RayError as error:
-            self._handle = None  # it may have been removed on purpose: the next call looks it up again
+            if not isinstance(error, ActorUnavailableError):  # one that is out of reach is still the same actor
+                self._handle = None  # it may have been removed on purpose: the next call looks it up again
             reason = f"{self._name} does not answer ({type(error).__name__}); ask again"
             raise ActorAway(reason, retry_after_s=RESTART_S) from error
         return answer
 
-    def kill(self) -> None:
-        """Remove the actor for good."""
-        ray.kill(self._actor(), no_restart=True)
-        self._handle = None
-
-    def _actor(self) -> Any:
-        if self._handle is None:
-            remote: Any = ray.remote(self._kind).options(
-                name=self._name,
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                max_restarts=-1,
-                max_concurrency=1000,
-                num_cpus=0,
-            )
-            self._handle = remote.remote(*self._args)
+    async def _actor(self) -> Any:
+        """The actor's handle. One question at a time, however many wait for its answer."""
+        if self._handle is not None:
+            return self._handle
+        if self._looking is None or self._looking.done():
+            self._looking = self._tasks.start(asyncio.to_thread(self._find))
+        try:
+            async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
+                self._handle = await asyncio.shield(self._looking)
+        except TimeoutError:
+            reason = f"{self._name} was not found within {LOOK_UP_TIMEOUT_S:g} s: Ray's head node may be down"
+            raise ActorAway(f"{reason}; ask again", retry_after_s=RESTART_S) from None
         return self._handle
+
+    def _find(self) -> Any:
+        try:
+            return self._look_up()
+        except Exception as error:  # Ray has as many errors for this as ways to fail
+            reason = f"{self._name} cannot be found ({type(error).__name__}: {error}); ask again"
+            raise ActorAway(reason, retry_after_s=RESTART_S) from error
+
+    def _look_up(self) -> Any:
+        """Blocks, for up to a minute if Ray's head node does not answer."""
+        remote: Any = ray.remote(self._kind).options(
+            name=self._name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=1000,
+            num_cpus=0,
+        )
+        return remote.remote(*self._args)
 
 
 class FoundActor(NamedActor):
@@ -117,10 +144,5 @@ class FoundActor(NamedActor):
     def __init__(self, name: str) -> None:
         super().__init__(name, type(None))
 
-    def _actor(self) -> Any:
-        if self._handle is None:
-            try:
-                self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
-            except ValueError as error:
-                raise ActorAway(f"there is no actor {self._name}", retry_after_s=RESTART_S) from error
-        return self._handle
+    def _look_up(self) -> Any:
+        return ray.get_actor(self._name, namespace=NAMESPACE)

@@ -2,7 +2,8 @@
 
 In: coroutines. Out: tasks that run whether or not anybody waits for them. The owner holds them, or they could be
 collected while they run. Each has an empty context: Serve cancels every task that carries the context of a request when
-that request ends. A failure is logged, so that none is lost. Rule: when `close` has returned, none of them runs.
+that request ends. A failure is logged, so that none is lost. Work that should run for ever is begun again when it
+fails: an error of another process must not end this one. Rule: when `close` has returned, no task runs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from app.engine.errors import PolyloraError
@@ -18,6 +20,48 @@ from app.engine.errors import PolyloraError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: Work that has failed is begun again after this long; after twice as long each time, up to the second number.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+
+
+class Troubles:
+    """What goes wrong again and again, each kind of error logged once until all is well again."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told: set[type[BaseException]] = set()
+
+    def met(self, error: Exception) -> None:
+        """Log an error of a new kind: with its trace unless it is one of ours, which say all there is to know."""
+        if type(error) in self._told:
+            return
+        self._told.add(type(error))
+        trace = None if isinstance(error, PolyloraError) else error
+        logger.warning("%s: %s: %s; trying again", self._what, type(error).__name__, error, exc_info=trace)
+
+    def over(self) -> None:
+        """All is well again: the next error is news."""
+        if self._told:
+            self._told.clear()
+            logger.info("%s: all is well again", self._what)
+
+
+async def persist(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run work that should not end, and begin it again whenever it raises. Returns when it returns, or is cancelled."""
+    troubles, pause_s = Troubles(_work_name(work)), FIRST_PAUSE_S
+    loop = asyncio.get_running_loop()
+    while True:
+        began_s = loop.time()
+        try:
+            return await work()
+        except Exception as error:
+            if loop.time() - began_s > LONGEST_PAUSE_S:
+                troubles.over()
+                pause_s = FIRST_PAUSE_S
+            troubles.met(error)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 class Tasks:
@@ -37,16 +81,17 @@ class Tasks:
         task.add_done_callback(self._end)
         return task
 
-    def run_forever(self, *works: Coroutine[Any, Any, Any]) -> None:
-        """Run work that ends only with its owner; `check` tells when one has ended before."""
+    def run_forever(self, *works: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run work that ends only with its owner. It is begun again when it raises; `check` tells when it has ended."""
         for work in works:
-            self.start(work).add_done_callback(self._end_early)
+            task = self.start(persist(work))
+            task.set_name(_work_name(work))
+            task.add_done_callback(self._end_early)
 
     def check(self) -> None:
-        """Raise RuntimeError if work that should run for ever has ended: a health check."""
+        """Raise RuntimeError if work that should run for ever was cancelled, or has returned: a health check."""
         if self._ended is not None:
-            error = None if self._ended.cancelled() else self._ended.exception()
-            raise RuntimeError(f"{_name(self._ended)} has ended; it should run as long as the process") from error
+            raise RuntimeError(f"{self._ended.get_name()} has ended; it should run as long as the process")
 
     def cancel(self) -> None:
         """Have every task end; nobody waits for it."""
@@ -70,6 +115,11 @@ class Tasks:
 
     def _end_early(self, task: asyncio.Task[Any]) -> None:
         self._ended = self._ended or task
+
+
+def _work_name(work: Callable[[], Coroutine[Any, Any, None]]) -> str:
+    function = work.func if isinstance(work, partial) else work
+    return getattr(function, "__qualname__", repr(function))
 
 
 def _name(task: asyncio.Task[Any]) -> str:

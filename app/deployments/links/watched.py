@@ -7,24 +7,21 @@ away the last value stands: that costs freshness, never an answer.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from app.deployments.links.published import Version
-from app.engine.errors import NotReady
-
-logger = logging.getLogger(__name__)
+from app.deployments.links.tasks import Troubles
 
 T = TypeVar("T")
 
-#: (version that is held, who asks, longest wait in seconds) -> news, or None when nothing came in time. Raises NotReady
-#: while the owner, or its database, is away.
+#: (version that is held, who asks, longest wait in seconds) -> news, or None when nothing came in time. It may raise
+#: anything: the owner may be away, or its database, or it may be of another version.
 Watch = Callable[[Version | None, str, float], Awaitable[tuple[Version, T] | None]]
 
 #: A watcher asks again after this long without news.
 WATCH_TIMEOUT_S = 10.0
-#: An actor that is away is asked again after this long.
+#: An owner that did not answer is asked again after this long.
 AWAY_S = 0.5
 
 
@@ -35,18 +32,27 @@ class Follower(Generic[T]):
         self._watch = watch
         self._watcher_id = watcher_id
         self._held: Version | None = None
+        self._troubles = Troubles(f"{type(self).__name__} keeps what it has")
 
     async def follow(self) -> None:
-        """Runs until cancelled."""
+        """Runs until cancelled, whatever the owner does."""
         while True:
             try:
                 news = await self._watch(self._held, self._watcher_id, WATCH_TIMEOUT_S)
-            except NotReady as error:
-                logger.warning("%s; keeping the last table", error)
+                if news is not None:
+                    self._take_all(*news)
+            except Exception as error:  # an owner that misbehaves must not end those who read what it said before
+                self._troubles.met(error)
                 await asyncio.sleep(AWAY_S)
-                continue
-            if news is not None:
-                self._take(*news)
+            else:
+                self._troubles.over()
+
+    def _take_all(self, version: Version, news: T) -> None:
+        try:
+            self._take(version, news)
+        except Exception:
+            self._held = None  # part of it may be missing: the next answer is to be the whole
+            raise
 
     def _take(self, version: Version, news: T) -> None:
         raise NotImplementedError

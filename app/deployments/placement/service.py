@@ -84,7 +84,7 @@ class PlacementService:
     def _be_called(self) -> None:
         self._called()
         if not self._tasks:
-            self._tasks.run_forever(self._run_clock())
+            self._tasks.run_forever(self._run_clock)
 
     def _publish_if(self, changed: bool) -> None:
         if changed:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -19,7 +20,7 @@ from ray import serve
 from app.config import AppConfig
 from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.tasks import Tasks
-from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
+from app.deployments.links.watched import Watched
 from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.client import PlacementClient
 from app.deployments.registry.pins import Pins
@@ -28,7 +29,7 @@ from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.reports import Reports
 from app.deployments.replica.service import EngineService
-from app.deployments.replica.warm_up import WarmUp
+from app.deployments.replica.warm_up import WarmUp, first_pins
 from app.deployments.store.actor import store_actor, store_name
 from app.deployments.store.client import StoreClient
 from app.deployments.store.metrics import TierMetrics
@@ -60,9 +61,7 @@ class EngineReplica:
         service.start(self._engine)
         self._engine.start()
         pinned = Watched(store.watch_pins, replica_id, Pins())
-        news = await store.watch_pins(None, replica_id, WATCH_TIMEOUT_S)
-        assert news is not None, "there is always news for whoever holds nothing"
-        pinned.take(*news)
+        await first_pins(store, pinned, replica_id)
         for adapter in reversed(await WarmUp(self._engine, config.engine, adapters, store).run(pinned.value)):
             service.keep(adapter)
         self._socket = FrameSocket(replica_id)
@@ -80,9 +79,9 @@ class EngineReplica:
         )
         self._tasks = Tasks()
         self._tasks.run_forever(
-            self._reports.run(),
-            self._pins.follow(pinned),
-            pinned.follow(),
+            self._reports.run,
+            partial(self._pins.follow, pinned),
+            pinned.follow,
         )
 
     async def frames(

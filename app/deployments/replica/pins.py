@@ -15,7 +15,6 @@ from app.deployments.links.watched import Watched
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import Pins
 from app.deployments.replica.service import AdapterSource, EngineService
-from app.engine.errors import PolyloraError
 from app.engine.interface import RunningEngine
 
 logger = logging.getLogger(__name__)
@@ -75,9 +74,10 @@ class PinKeeper:
             await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
             self._service.brought(adapter)
             self._told.pop(digest, None)
-        except PolyloraError as error:
-            if self._told.get(digest) != str(error):
-                self._told[digest] = str(error)
-                logger.warning("pinned adapter %s is not on the device: %s", entry.name, error)
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            if self._told.get(digest) != reason:
+                self._told[digest] = reason
+                logger.warning("pinned adapter %s is not on the device: %s", entry.name, reason)
         finally:
             self._bringing.discard(digest)

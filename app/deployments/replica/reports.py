@@ -2,32 +2,30 @@
 
 In: the engine's counts and what its service knows of requests. Out: one loop of reports. Placement hears at once when
 adapters may have moved, and at intervals otherwise; the registry hears at most once a second, and only news. Rule: a
-registry that is slow or away delays nothing else, and hears later what it has missed. When the engine has failed,
-placement is told that the replica is gone, or the failed engine's adapters would keep their homes here.
+registry that is slow, away or broken delays nothing else, and hears later what it has missed. When the engine has
+failed, placement is told that the replica is gone, or the failed engine's adapters would keep their homes here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
-from app.deployments.links.ray_calls import ActorAway
-from app.deployments.links.tasks import Tasks
+from app.deployments.links.tasks import Tasks, Troubles
 from app.deployments.placement.table import ReplicaReport
 from app.deployments.replica.service import EngineService
-from app.engine.errors import NotReady
 from app.engine.interface import RunningEngine
 from app.engine.stats import EngineStats
-
-logger = logging.getLogger(__name__)
 
 #: Reports are at least this far apart, however fast adapters move.
 MIN_REPORT_INTERVAL_S = 0.05
 #: How often the registry hears of use: a hot set that is this old after a crash is as good.
 OBSERVE_INTERVAL_S = 1.0
+#: Placement that has not taken a report by then is told the next one instead.
+REPORT_TIMEOUT_S = 5.0
+#: So many adapters' use is remembered for a registry that is away, the last that were used.
+MAX_UNTOLD = 4096
 
 
 class Placement(Protocol):
@@ -79,6 +77,8 @@ class Reports:
         self._known_resident: set[str] = set()  # as the registry knows it
         self._untold_s: dict[str, float] = {}  # adapters in use, and when, that the registry has not heard of
         self._observing = Tasks()
+        self._placement_troubles = Troubles("reporting to placement")
+        self._registry_troubles = Troubles("telling the registry of use")
 
     async def run(self) -> None:
         """Report until the engine has failed, or the task is cancelled."""
@@ -94,8 +94,10 @@ class Reports:
                     metrics.update(stats)
                 self._observing.start(self._observe({item.digest for item in stats.residents}))
             is_due = await self._has_changed(min(self._interval_s, OBSERVE_INTERVAL_S))
-        with suppress(ActorAway):  # whoever is away hears no more reports, and forgets us
+        try:
             await self._placement.gone(self._replica_id)
+        except Exception as error:  # it hears no more reports, and forgets us
+            self._placement_troubles.met(error)
 
     def close(self) -> None:
         """Tell the registry nothing more."""
@@ -115,19 +117,26 @@ class Reports:
         resident = tuple(sorted(item.digest for item in stats.residents))
         report = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, resident)
         try:
-            await self._placement.report(report)
-        except ActorAway as error:
-            logger.warning("%s; reporting again", error)
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                await self._placement.report(report)
+        except Exception as error:  # nothing that placement does may end a replica
+            self._placement_troubles.met(error)
+        else:
+            self._placement_troubles.over()
 
     async def _observe(self, resident: set[str]) -> None:
         """Tell what came to and left the device since the last time that was heard, and what requests used."""
         self._untold_s |= self._service.take_used()
+        if len(self._untold_s) > MAX_UNTOLD:
+            newest = sorted(self._untold_s, key=self._untold_s.__getitem__)[-MAX_UNTOLD:]
+            self._untold_s = {digest: self._untold_s[digest] for digest in newest}
         if resident == self._known_resident and not self._untold_s:
             return
         loaded, unloaded = sorted(resident - self._known_resident), sorted(self._known_resident - resident)
         try:
             await self._registry.observe(self._replica_id, loaded, unloaded, self._untold_s)
-        except NotReady as error:
-            logger.warning("the registry is away (%s); telling it later", type(error).__name__)
+        except Exception as error:  # nothing that the registry does may end a replica; it is told later
+            self._registry_troubles.met(error)
         else:
+            self._registry_troubles.over()
             self._known_resident, self._untold_s = resident, {}

@@ -2,7 +2,8 @@
 
 In: an engine that runs, and what is registered. Out: the engine with what is pinned, and then what was used most. Rule:
 an adapter that cannot be had, or that this engine cannot hold (its settings may have been lowered), is left out, with
-the reason in the log: its requests will ask for it, or `PinKeeper`.
+the reason in the log: its requests will ask for it, or `PinKeeper`. The same goes for all of them when the registry
+does not answer: the base model is served without it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from app.deployments.links.published import Version
+from app.deployments.links.watched import WATCH_TIMEOUT_S, Watched
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import Pins
 from app.deployments.replica.service import AdapterSource
@@ -26,6 +29,16 @@ logger = logging.getLogger(__name__)
 
 #: How long a new replica waits for the sources of pinned adapters and of the hot set.
 WARM_TIMEOUT_S = 60.0
+#: How long it waits for the registry to say what those are, and how long it leaves one alone that was away.
+REGISTRY_TIMEOUT_S, REGISTRY_AWAY_S = 30.0, 0.5
+
+
+class PinWatch(Protocol):
+    """The part of `StoreClient` that says what is pinned."""
+
+    async def watch_pins(
+        self, held: Version | None, watcher_id: str, timeout_s: float
+    ) -> tuple[Version, Pins] | None: ...
 
 
 class HotSet(Protocol):
@@ -66,9 +79,11 @@ class WarmUp:
         max_adapters = self._config.max_adapter_slots - 1
         hot: list[CatalogEntry] = []
         try:
-            hot = await self._store.hot(max_adapters)
-        except NotReady as error:
-            logger.warning("nobody knows what was used last (%s); starting without it", error)
+            async with asyncio.timeout(REGISTRY_TIMEOUT_S):
+                hot = await self._store.hot(max_adapters)
+        except Exception as error:  # whatever is wrong with the registry, the base model can be served
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("nobody knows what was used last (%s); starting without it", reason)
         return hottest_that_fit(
             [*pins.entries, *(entry for entry in hot if entry.ref.digest not in pins.digests)],
             num_adapters=max_adapters,
@@ -93,6 +108,28 @@ class WarmUp:
             else:
                 read.append((entry.ref, fetch.result()))
         return read
+
+
+async def first_pins(store: PinWatch, pinned: Watched[Pins], replica_id: str) -> None:
+    """Let `pinned` have what is pinned, or leave it empty where the registry does not say so in time."""
+    reason: object = "no answer"
+    try:
+        async with asyncio.timeout(REGISTRY_TIMEOUT_S):
+            while True:
+                try:
+                    news = await store.watch_pins(None, replica_id, WATCH_TIMEOUT_S)
+                except NotReady as error:  # it restarts, or its database does
+                    reason = error
+                    await asyncio.sleep(REGISTRY_AWAY_S)
+                    continue
+                assert news is not None, "there is always news for whoever holds nothing"
+                pinned.take(*news)
+                return
+    except TimeoutError:
+        pass
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning("nobody knows what is pinned (%s); starting without it", reason)
 
 
 def hottest_that_fit(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
-from ray.exceptions import ObjectStoreFullError, OwnerDiedError
+from ray.exceptions import ActorUnavailableError, ObjectStoreFullError, OwnerDiedError
 
+from app.deployments.links import ray_calls
+from app.deployments.links.protocol import PROTOCOL
 from app.deployments.links.published import Version
-from app.deployments.links.ray_calls import ActorAway, held
+from app.deployments.links.ray_calls import ActorAway, FoundActor, held
 from app.deployments.links.watched import Watched
-from app.engine.errors import NotReady
+from app.engine.errors import ConfigError, NotReady
 from tests.deployments.scripted_actor import LOST, Scripted, raised
 
 
@@ -20,7 +24,55 @@ async def test_whatever_is_lost_the_next_call_looks_for_the_actor_again(error: E
     with pytest.raises(ActorAway, match=type(error).__name__):
         await actor.ask()
     assert await actor.ask() == "here"
-    assert actor.num_handles == 2
+    assert actor.num_handles == (1 if isinstance(error, ActorUnavailableError) else 2), "out of reach is not gone"
+
+
+class Slow(Scripted):
+    """An actor whose look-up blocks its thread, as Ray's does while the head node is down."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__(*answers)
+        self.found = threading.Event()
+
+    def _look_up(self) -> Any:
+        assert self.found.wait(60)
+        return super()._look_up()
+
+
+async def test_a_look_up_that_blocks_holds_up_nobody_and_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_calls, "LOOK_UP_TIMEOUT_S", 0.01)
+    actor = Slow("here", "and here")
+    try:
+        for _ in range(3):  # this loop goes on: each wait comes to its end
+            with pytest.raises(ActorAway, match="head node may be down"):
+                await actor.ask()
+    finally:
+        actor.found.set()
+    monkeypatch.setattr(ray_calls, "LOOK_UP_TIMEOUT_S", 60.0)
+    assert await asyncio.gather(actor.ask(), actor.ask()) == ["here", "and here"]
+    assert actor.num_handles == 1
+
+
+async def test_a_look_up_that_fails_is_made_again() -> None:
+    class Missing(Scripted):
+        def _look_up(self) -> Any:
+            if super()._look_up().num_handles == 1:
+                raise RuntimeError("the GCS is away")
+            return self
+
+    actor = Missing("here")
+    with pytest.raises(ActorAway, match="the GCS is away"):
+        await actor.ask()
+    assert await actor.ask() == "here"
+
+
+def test_actors_of_another_protocol_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(ray_calls.ray, "get_actor", lambda name, **_: asked.append(name))
+    FoundActor("placement")._look_up()
+    monkeypatch.setattr(ray_calls, "PROTOCOL", PROTOCOL + 1)
+    FoundActor("placement")._look_up()
+    assert len(set(asked)) == 2
 
 
 @pytest.mark.parametrize("cause", [NotReady("not yet"), ObjectStoreFullError("full"), ValueError("a bug")])
@@ -42,7 +94,9 @@ async def test_a_lost_object_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [*LOST, raised(NotReady("the database does not answer"))], ids=lambda error: type(error).__name__
+    "error",
+    [*LOST, *map(raised, (NotReady("no database"), ConfigError("damaged"), TypeError("no such argument")))],
+    ids=lambda error: type(getattr(error, "cause", error)).__name__,
 )
 async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.deployments.links.watched.AWAY_S", 0.0)
@@ -56,3 +110,28 @@ async def test_a_follower_outlives_every_loss(error: Exception, monkeypatch: pyt
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following
+
+
+async def test_a_follower_that_could_not_take_a_table_asks_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.deployments.links.watched.AWAY_S", 0.0)
+    asked: list[Version | None] = []
+    taken = asyncio.Event()
+
+    async def watch(held: Version | None, *_: Any) -> tuple[Version, str]:
+        asked.append(held)
+        await asyncio.sleep(0)
+        return Version("a life", len(asked)), str(len(asked))
+
+    class Clumsy(Watched[str]):
+        def _take(self, version: Version, news: str) -> None:
+            super()._take(version, news)
+            if news == "2":
+                raise ValueError("half of it is taken")
+            if news == "3":
+                taken.set()
+
+    following = asyncio.create_task(Clumsy(watch, "me", "").follow())
+    async with asyncio.timeout(60):
+        await taken.wait()
+    following.cancel()
+    assert asked[:3] == [None, Version("a life", 1), None]

@@ -6,11 +6,12 @@ import asyncio
 import contextvars
 import gc
 import logging
+from functools import partial
 
 import pytest
 
-from app.deployments.links.tasks import Tasks
-from app.engine.errors import NotFound
+from app.deployments.links.tasks import Tasks, Troubles
+from app.engine.errors import ConfigError, NotFound
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("REQUEST", default="none")
 
@@ -76,25 +77,57 @@ async def test_close_ends_all_and_logs_nothing(caplog: pytest.LogCaptureFixture)
     assert (len(ended), len(tasks), caplog.records) == (3, 0, [])
 
 
-async def test_work_that_should_run_for_ever_and_does_not_fails_the_check() -> None:
+async def test_work_for_ever_is_begun_again_whatever_it_meets(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.deployments.links.tasks.FIRST_PAUSE_S", 0.0)
+    tasks, began, lasts = Tasks(), 0, asyncio.Event()
+
+    async def work() -> None:
+        nonlocal began
+        began += 1
+        if began <= 6:
+            raise (ValueError, ConfigError)[began % 2](f"number {began}")
+        lasts.set()
+        await asyncio.Event().wait()
+
+    with caplog.at_level(logging.WARNING):
+        tasks.run_forever(work)
+        async with asyncio.timeout(60):
+            await lasts.wait()
+    tasks.check()
+    assert [record.exc_info is not None for record in caplog.records] == [False, True], "each kind is told once"
+    await tasks.close()
+
+
+@pytest.mark.parametrize("way", ["returns", "is cancelled"])
+async def test_work_for_ever_that_ends_fails_the_check(way: str) -> None:
     tasks, gate = Tasks(), asyncio.Event()
 
     async def work() -> None:
         await gate.wait()
-        raise ValueError("a bug")
+        if way == "is cancelled":
+            raise asyncio.CancelledError
 
-    async def ends() -> None:
-        await gate.wait()
+    async def lasts() -> None:
+        await asyncio.Event().wait()
 
-    for early, cause in ((work(), ValueError), (ends(), type(None))):
-        tasks, gate = Tasks(), asyncio.Event()
-        tasks.run_forever(asyncio.Event().wait(), early)
+    tasks.run_forever(lasts, partial(work))
+    await asyncio.sleep(0)
+    tasks.check()
+    gate.set()
+    for _ in range(4):
         await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="work has ended"):
         tasks.check()
-        gate.set()
+    await tasks.close()
+
+
+def test_a_trouble_is_news_again_once_it_was_over(caplog: pytest.LogCaptureFixture) -> None:
+    troubles = Troubles("asking")
+    with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="has ended") as caught:
-            tasks.check()
-        assert isinstance(caught.value.__cause__, cause)
-        await tasks.close()
+            troubles.met(ValueError("1"))
+        troubles.over()
+        troubles.met(ValueError("2"))
+    assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; trying again"[-19:] for n in "12"]

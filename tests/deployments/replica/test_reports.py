@@ -14,7 +14,7 @@ from app.deployments.placement.table import ReplicaReport
 from app.deployments.replica import reports as module
 from app.deployments.replica.reports import Reports
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.errors import NotReady
+from app.engine.errors import ConfigError, NotReady
 from app.engine.stats import EngineStats
 from tests.deployments.fleet import FakeReplica, Fleet
 from tests.fakes import fake_adapter, fake_request
@@ -176,3 +176,46 @@ async def test_a_failed_engine_is_said_to_be_gone(bench: Bench) -> None:
     await asyncio.wait([bench.running])
     assert bench.running.exception() is None
     assert bench.listeners.gone_ids == ["replica-0"]
+
+
+@pytest.mark.parametrize("error", [ConfigError("a damaged table"), TypeError("of another version"), TimeoutError()])
+async def test_no_error_of_placement_or_the_registry_ends_the_reports(bench: Bench, error: Exception) -> None:
+    adapter = fake_adapter("a", 8)
+    bench.listeners.placement_error = bench.listeners.registry_error = error
+    bench.start(interval_s=0.01)
+    await bench.use("r", adapter)
+    num_updates = bench.listeners.num_updates
+    await until(lambda: bench.listeners.num_updates > num_updates + 3)
+    assert (bench.listeners.reports, bench.listeners.observed) == ([], [])
+    bench.listeners.placement_error = bench.listeners.registry_error = None
+    await until(lambda: bool(bench.listeners.reports) and bool(bench.listeners.observed))
+    assert bench.listeners.observed[0][0] == [adapter.card.digest], "nothing was forgotten"
+
+
+async def test_placement_that_does_not_answer_delays_one_report_only(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPORT_TIMEOUT_S", 0.01)
+    answers = asyncio.Event()
+
+    async def report(_: ReplicaReport) -> None:
+        await answers.wait()
+
+    monkeypatch.setattr(bench.listeners, "report", report)
+    bench.start(interval_s=0.01)
+    await until(lambda: bench.listeners.num_updates > 2)
+
+
+async def test_of_use_that_nobody_hears_the_newest_is_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNTOLD", 2)
+    bench.listeners.registry_error = NotReady("away")
+    bench.start(interval_s=0.01)
+    adapters = [fake_adapter(name, 8) for name in "abc"]
+    for adapter in adapters:
+        await bench.use(f"r-{adapter.card.digest}", adapter)
+        await asyncio.sleep(0.002)  # Unix times of their own
+    num_updates = bench.listeners.num_updates
+    await until(lambda: bench.listeners.num_updates > num_updates + 2)
+    bench.listeners.registry_error = None
+    await until(lambda: bool(bench.listeners.observed))
+    assert set(bench.listeners.observed[0][2]) == {adapter.card.digest for adapter in adapters[1:]}

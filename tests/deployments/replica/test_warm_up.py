@@ -7,15 +7,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from app.deployments.links.published import Version
+from app.deployments.links.watched import Watched
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import Pins
-from app.deployments.replica.warm_up import WarmUp, bring_adapters, hottest_that_fit
+from app.deployments.replica import warm_up as module
+from app.deployments.replica.warm_up import WarmUp, bring_adapters, first_pins, hottest_that_fit
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge, EngineFailure, NotReady
+from app.engine.errors import (
+    AdapterFormatError,
+    AdapterMismatch,
+    AdapterTooLarge,
+    ConfigError,
+    EngineFailure,
+    NotReady,
+)
 from app.engine.worker import EngineThread
 from tests.fakes import FakeBackend, fake_adapter
 
@@ -177,10 +187,49 @@ async def test_what_cannot_be_read_is_left_out(bench: Bench, caplog: pytest.LogC
     assert "was not read within 0.05 s" in caplog.text
 
 
+@pytest.mark.parametrize("error", [NotReady("the database is away"), ConfigError("is damaged"), TypeError("no such")])
 async def test_a_replica_starts_though_nobody_knows_what_was_used(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     sources = Sources()
-    sources.hot_error = NotReady("the database is away")
+    sources.hot_error = error
     assert await WarmUp(bench.thread, CONFIG, sources, sources).run(Pins()) == []
-    assert "the database is away" in caplog.text
+    assert str(error) in caplog.text
+
+
+class PinTable:
+    """The store's answers about pins, the last one for ever; None: it does not answer."""
+
+    def __init__(self, *answers: Exception | Pins | None) -> None:
+        self.answers = list(answers)
+
+    async def watch_pins(self, *_: object) -> tuple[Version, Pins]:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if answer is None:
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
+        return Version("a life", 1), answer
+
+
+async def test_pins_are_waited_for_while_the_registry_restarts_and_no_longer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REGISTRY_AWAY_S", 0.0)
+    pins = Pins((entry(8),))
+
+    async def found(*answers: Exception | Pins | None) -> Pins:
+        table = PinTable(*answers)
+        pinned: Watched[Pins] = Watched(table.watch_pins, "me", Pins())
+        await first_pins(table, pinned, "me")
+        return pinned.value
+
+    assert await found(NotReady("it restarts"), NotReady("it restarts"), pins) == pins
+    assert caplog.records == []
+    assert await found(ConfigError("damaged")) == Pins()
+    monkeypatch.setattr(module, "REGISTRY_TIMEOUT_S", 0.02)
+    assert await found(NotReady("the database is away")) == Pins()
+    assert await found(None) == Pins()
+    told = [record.getMessage() for record in caplog.records]
+    assert ["damaged" in told[0], "is away" in told[1], "no answer" in told[2]] == [True] * 3

@@ -10,6 +10,7 @@ import ray
 
 from app.config import AppConfig
 from app.deployments.links import attendance
+from app.deployments.links.protocol import PROTOCOL
 from app.deployments.links.published import Version
 from app.deployments.links.ray_calls import NAMESPACE, ActorAway, NamedActor
 from app.deployments.placement.actor import PlacementActor
@@ -32,7 +33,7 @@ class Impatient(PlacementActor):
 
 
 def is_named() -> bool:
-    return {"name": NAME, "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True)
+    return {"name": f"{NAME}.v{PROTOCOL}", "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True)
 
 
 async def version(actor: NamedActor) -> Version:
