@@ -24,13 +24,17 @@ MAX_INGRESS_CALLS = 2000
 #: Shares of Ray's count of CPUs, which bound how many replicas start on a machine and nothing else: one engine and one
 #: ingress fit on each core, two of each on two.
 ENGINE_CPUS, INGRESS_CPUS = 0.9, 0.1
-#: How long a replica that is being replaced may finish its streams.
+#: How long an engine replica that is being replaced may finish its streams; what it does not finish goes on elsewhere.
 DRAIN_TIMEOUT_S = 120.0
+#: An ingress that is being replaced may finish whatever it has accepted: nobody else holds its connections. It may
+#: last this much longer than the longest request.
+INGRESS_DRAIN_MARGIN_S = 30.0
 
 
 def build(args: dict[str, Any]) -> Application:
     """Check the settings and describe the application. Raises ConfigError."""
-    config_json = load_config(args).model_dump_json()
+    config = load_config(args)
+    config_json = config.model_dump_json()
     engine = serve.deployment(
         name="EngineReplica",
         num_replicas=1,
@@ -48,7 +52,7 @@ def build(args: dict[str, Any]) -> Application:
         num_replicas=1,
         max_ongoing_requests=MAX_INGRESS_CALLS,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.limits.request_timeout_s + INGRESS_DRAIN_MARGIN_S,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
     )(Ingress)
     return ingress.bind(config_json, engine.bind(config_json))

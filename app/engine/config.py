@@ -8,6 +8,7 @@ sections are one, and so is a key where it stood in earlier versions.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -173,6 +174,12 @@ class EngineConfig(BaseModel):
         ge=1,
         description="Adapter bytes written per step while sequences run: a burst of cold ones cannot stall streams.",
     )
+    max_step_s: float = Field(
+        30.0,
+        gt=0,
+        description="A step that lasts longer than this, and 50 times longer than usual, hangs: its replica is "
+        "replaced. Not with skip_precompile, where a step may compile.",
+    )
     prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
 
     @property
@@ -186,6 +193,11 @@ class EngineConfig(BaseModel):
     def rank_alignment(self) -> int:
         """Runs of rank rows are multiples of it on this device."""
         return self.device.rank_alignment
+
+    @property
+    def step_limit_s(self) -> float:
+        """`max_step_s`, or none where a step may compile."""
+        return math.inf if getattr(self.device, "skip_precompile", False) else self.max_step_s
 
     def section(self, kind: type[_SectionT]) -> _SectionT:
         """The section of this kind, for the engine that needs it; ConfigError if another one is set."""

@@ -99,6 +99,7 @@ class Engine:
         self._orders = AdapterOrders(self._adapters)
         self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
         self._failure: EngineFailure | None = None
+        self._plan: Schedule | None = None  # of the present step, or of the last one
 
     # -- any thread ---------------------------------------------------------------------------
 
@@ -180,6 +181,12 @@ class Engine:
         """Why the engine stopped computing, or None while it works."""
         return self._failure
 
+    @property
+    def computing(self) -> list[str]:
+        """Ids of the requests in the present step, or in the last one."""
+        plan = self._plan
+        return [] if plan is None else [sequence.request_id for sequence, _ in plan.items]
+
     def stats(self) -> EngineStats:
         """What the engine holds and has done, as of about now."""
         meter, blocks, adapters = self._meter, self._blocks, self._adapters
@@ -216,15 +223,15 @@ class Engine:
         """Take in what has arrived, compute one batch, and return what it produced."""
         if self._failure is not None:
             return self._refuse_all(self._failure)
-        plan: Schedule | None = None
+        self._plan = None
         try:
             chunks = self._drain_inbox()
-            plan = self._scheduler.schedule()
-            plan, refused = self._writer.perform(plan)
-            output = self._forward(plan)
-            chunks += refused + self._scheduler.commit(plan, output)
+            self._plan = self._scheduler.schedule()
+            self._plan, refused = self._writer.perform(self._plan)
+            output = self._forward(self._plan)
+            chunks += refused + self._scheduler.commit(self._plan, output)
         except Exception as error:
-            return self._fail(error, plan)
+            return self._fail(error)
         for chunk in chunks:
             if chunk.finish_reason is not None:
                 self._live_ids.pop(chunk.request_id, None)
@@ -283,10 +290,9 @@ class Engine:
         self._pace.observe(num_decoding, sum(prompt_counts), self._clock() - started_s)
         return output
 
-    def _fail(self, error: Exception, plan: Schedule | None) -> list[TokenChunk]:
+    def _fail(self, error: Exception) -> list[TokenChunk]:
         """Stop for good. The state of the device and of the books is unknown: nothing here can be trusted any more."""
-        computing = [] if plan is None else [sequence.request_id for sequence, _ in plan.items]
-        failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}", computing=computing)
+        failure = EngineFailure(f"the engine stopped: {type(error).__name__}: {error}", computing=self.computing)
         failure.__cause__ = error
         self._failure = failure
         return self._refuse_all(failure)

@@ -2,8 +2,8 @@
 
 In: requests with their adapters' weights, aborts and orders about adapters, from any thread. Out: lists of chunks
 through the callback that the engine was opened with. Rule: every submitted request gets a last chunk and every order
-an answer, also when the engine fails or is stopped. `app.engine.open.open_engine` makes one from a checkpoint;
-`app.engine.worker.EngineThread` is this project's own.
+an answer, also when the engine fails or is stopped; unless a step hangs (`check_progress`).
+`app.engine.open.open_engine` makes one from a checkpoint; `app.engine.worker.EngineThread` is this project's own.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ class RunningEngine(Protocol):
         """End all requests with an EngineFailure, and release the memory once the current step has ended.
 
         Returns whether that happened within `timeout_s`; None waits for as long as it takes.
+        """
+        ...
+
+    def check_progress(self, max_step_s: float) -> bool:
+        """Notice a step that hangs; to be called every second, always by the same thread.
+
+        A step that has lasted over `max_step_s`, and many times longer than usual, is the engine's failure from then
+        on. Returns whether this call found that out. Nothing computes any more, and what waits is not answered: its
+        owner moves the requests, and the process has to end.
         """
         ...
 

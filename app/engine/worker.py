@@ -2,13 +2,15 @@
 
 In: the engine's submits, aborts and adapter orders, from any thread. Out: each step's chunks, in one call of
 `on_chunks` made from this thread, and at most one call of `on_failure`. Rule: every submitted request gets
-a last chunk and every adapter order an answer, also when the engine fails or the thread is stopped.
+a last chunk and every adapter order an answer, also when the engine fails or the thread is stopped. Only a step that
+hangs answers nobody: nothing can end it, so it is told as a failure, and the process has to be replaced.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 from app.engine.adapters.card import AdapterRef
@@ -18,13 +20,23 @@ from app.engine.errors import EngineFailure
 from app.engine.interface import OnChunks, OnFailure
 from app.engine.request import GenerateRequest
 from app.engine.stats import EngineStats
+from app.engine.step_clock import StepClock
 from app.engine.warm_up import warm_up
+
+#: A step that takes this many times as long as usual may have hung.
+HUNG_FACTOR = 50
 
 
 class EngineThread:
     """Runs one engine: `app.engine.interface.RunningEngine` says what each method promises."""
 
-    def __init__(self, engine: Engine, on_chunks: OnChunks, on_failure: OnFailure | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        on_chunks: OnChunks,
+        on_failure: OnFailure | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine = engine
         self._on_chunks = on_chunks
         self._on_failure = on_failure
@@ -32,6 +44,8 @@ class EngineThread:
         self._stopping = False
         self._is_closed = False
         self._failure: EngineFailure | None = None
+        self._failing = threading.Lock()
+        self._steps = StepClock(clock)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def warm_up(self) -> None:
@@ -64,6 +78,14 @@ class EngineThread:
     def failure(self) -> EngineFailure | None:
         """The engine's failure, or that of this thread."""
         return self._failure or self._engine.failure
+
+    def check_progress(self, max_step_s: float) -> bool:
+        """Declare the engine failed if its present step hangs; whether that is so, and was not known before."""
+        age_s, usual_s = self._steps.age_s(), self._steps.usual_s
+        if age_s <= max(max_step_s, HUNG_FACTOR * usual_s):
+            return False
+        reason = f"a step has lasted for {age_s:.0f} s, and usually one lasts for {usual_s:.3g} s: it hangs"
+        return self._fail(EngineFailure(reason, computing=self._engine.computing))
 
     def submit(self, request: GenerateRequest, adapter: LoraAdapter | None = None) -> None:
         """As `Engine.submit`, and wakes the thread."""
@@ -103,10 +125,14 @@ class EngineThread:
                     self._wake.wait()
                     self._wake.clear()
                     continue
+                self._steps.begin()
                 chunks = engine.step()
+                self._steps.end()
+                if self._failure is not None and engine.failure is None:  # the step came back after all: too late
+                    chunks += engine.shut_down(self._failure)
                 if chunks:
                     self._on_chunks(chunks)
-                if engine.failure is not None and self._failure is None:
+                if engine.failure is not None:
                     self._fail(engine.failure)
             self._shut_down()
         except Exception as error:  # a callback broke its promise: report it, answer nobody through it again
@@ -120,7 +146,12 @@ class EngineThread:
         if chunks:
             self._on_chunks(chunks)
 
-    def _fail(self, failure: EngineFailure) -> None:
-        self._failure = failure
+    def _fail(self, failure: EngineFailure) -> bool:
+        """Whether this is the first failure."""
+        with self._failing:
+            if self._failure is not None:
+                return False
+            self._failure = failure
         if self._on_failure is not None:
             self._on_failure(failure)
+        return True

@@ -10,6 +10,7 @@ import pytest
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.backend import BackendLimits
+from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import EngineFailure
@@ -162,3 +163,66 @@ def test_a_thread_that_never_ran_leaves_nothing_unanswered() -> None:
     for order in orders:
         with pytest.raises(EngineFailure, match="was stopped"):
             order.result(timeout=0)
+
+
+class StuckBackend(FakeBackend):
+    """Its second step does not return before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(BackendLimits(64, 8, 64, 8, 8))
+        self.stuck, self.resumed = threading.Event(), threading.Event()
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        if self.num_forwards == 1:
+            self.stuck.set()
+            assert self.resumed.wait(timeout=120)
+        return super().forward(batch)
+
+
+def test_a_step_that_hangs_is_the_engines_failure() -> None:
+    listener, backend, now_s = Listener(), StuckBackend(), 0.0
+    thread = EngineThread(Engine(backend, EngineConfig()), listener.on_chunks, listener.failures.append, lambda: now_s)
+    thread.start()
+    try:
+        thread.submit(fake_request("r", [1, 2], sampling=endless()))
+        assert backend.stuck.wait(timeout=120)
+        found = []
+        for _ in range(34):
+            found.append(thread.check_progress(30.0))
+            now_s += 1.0
+        assert found == [False] * 31 + [True, False, False], "it is found after 30 s, and once"
+        failure = thread.failure
+        assert failure is not None
+        assert failure.computing == {"r"}
+        with pytest.raises(EngineFailure, match="hangs"):
+            thread.submit(fake_request("late", [1]))
+    finally:
+        backend.resumed.set()
+    listener.wait(lambda: listener.ended("r"))  # the step has come back, and nothing goes on behind its owner's back
+    assert listener.chunks["r"][-1].error is failure
+    assert thread.stop(timeout_s=120)
+    assert listener.failures == [failure]
+
+
+def test_a_step_that_takes_long_where_steps_do_does_not_hang() -> None:
+    listener, backend, now_s = Listener(), StuckBackend(), 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        if threading.current_thread() is not threading.main_thread():
+            now_s += 2.0  # the beginning and the end of a step, on the engine's thread
+        return now_s
+
+    thread = EngineThread(Engine(backend, EngineConfig()), listener.on_chunks, listener.failures.append, clock)
+    thread.start()
+    try:
+        thread.submit(fake_request("r", [1, 2], sampling=endless(3)))
+        assert backend.stuck.wait(timeout=120)
+        for _ in range(90):  # 45 times as long as usual
+            assert not thread.check_progress(30.0)
+            now_s += 1.0
+    finally:
+        backend.resumed.set()
+    listener.wait(lambda: listener.ended("r"))
+    assert thread.stop(timeout_s=120)
+    assert listener.failures == []

@@ -1,19 +1,32 @@
 """The chunks of an engine step, sorted into one frame per reader, and the form in which a frame travels.
 
 In: a step's chunks, from the event loop. Out: an endless sequence of frames for every attached link, which is one
-reader of one ingress. A reader that is behind gets its frames merged; nothing is dropped. A link that has had no
-request for a while ends by itself, so that a draining replica runs out of readers. When a reader is gone, `detach`
-returns the requests that it waited for, and the caller aborts them.
+reader of one ingress. A reader that is behind gets its frames merged; nothing is dropped. While there is nothing to
+say, an empty frame a second says that the replica is there: a reader that hears nothing gives the link up (`heard`). A
+link that has had no request for a while ends by itself, so that a draining replica runs out of readers. When a reader
+is gone, `detach` returns the requests that it waited for, and the caller aborts them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from app.deployments.links.transport import ReplicaUnreachable
 from app.engine.request import TokenChunk
+
+T = TypeVar("T")
+
+_END: Any = object()
+
+#: A link carries something at least this often.
+HEARTBEAT_S = 1.0
+#: A link on which nothing came for so many heartbeats is given up. They are counted by the reader's own clock: one that
+#: was stopped itself has missed nothing.
+SILENT_BEATS = 5
 
 
 def pack_frame(chunks: Iterable[TokenChunk]) -> bytes:
@@ -95,14 +108,20 @@ class FrameHub:
     async def frames(self, link_id: str, idle_s: float) -> AsyncGenerator[list[TokenChunk]]:
         """Frames of one link, an empty one first. Ends after `idle_s` without a request, or as `end` or `leave` say."""
         reader = self._readers[link_id] = _Reader()
+        now_s = asyncio.get_running_loop().time
+        idle_from_s = now_s()
         yield []
         while True:
             try:
-                await asyncio.wait_for(reader.news.wait(), idle_s)
+                await asyncio.wait_for(reader.news.wait(), min(HEARTBEAT_S, idle_from_s + idle_s - now_s()))
             except TimeoutError:
-                if not reader.request_ids and not reader.chunks:
+                if reader.request_ids or reader.chunks:
+                    idle_from_s = now_s()
+                elif now_s() - idle_from_s >= idle_s:
                     return
+                yield []
                 continue
+            idle_from_s = now_s()
             if reader.left:
                 return
             frame, reader.chunks = reader.chunks, []
@@ -125,3 +144,51 @@ class FrameHub:
         for request_id in orphans:
             self.forget(request_id)
         return orphans
+
+
+class Silence:
+    """Counts the heartbeats of a link that were not heard, on the event loop of its reader."""
+
+    def __init__(self, is_silent: Callable[[], None]) -> None:
+        """`is_silent` is called once, when nothing was heard for `SILENT_BEATS`."""
+        self._is_silent = is_silent
+        self._num_missed = 0
+        self._alarm = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+
+    def heard(self) -> None:
+        """Something came."""
+        self._num_missed = 0
+
+    def close(self) -> None:
+        self._alarm.cancel()
+
+    def _beat(self) -> None:
+        self._num_missed += 1
+        if self._num_missed > SILENT_BEATS:
+            self._is_silent()
+        else:
+            self._alarm = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+
+
+async def heard(items: AsyncIterator[T]) -> AsyncGenerator[T]:
+    """The same items. Raises ReplicaUnreachable if, after the first, none came for `SILENT_BEATS`."""
+    timeout_s = None
+    while True:
+        following = asyncio.ensure_future(anext(items, _END))
+        try:
+            num_missed = 0
+            while not (await asyncio.wait([following], timeout=timeout_s))[0]:
+                num_missed += 1
+                if num_missed > SILENT_BEATS:
+                    raise silent()
+        finally:
+            following.cancel()
+        if (item := following.result()) is _END:
+            return
+        yield item
+        timeout_s = HEARTBEAT_S
+
+
+def silent() -> ReplicaUnreachable:
+    """What a link ends with that is given up."""
+    return ReplicaUnreachable(f"nothing came from it for {SILENT_BEATS * HEARTBEAT_S:g} s, not even a heartbeat")

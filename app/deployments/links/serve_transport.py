@@ -13,7 +13,8 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from app.deployments.links.frames import unpack_frame
+from app.deployments.links.frames import heard, unpack_frame
+from app.deployments.links.protocol import PROTOCOL
 from app.deployments.links.ray_calls import unwrapped
 from app.deployments.links.sockets import connect, frames_beside
 from app.deployments.links.transport import Frame, ReplicaGone
@@ -31,12 +32,15 @@ class ServeTransport:
     async def frames(self, replica_id: str, link_id: str) -> AsyncIterator[Frame]:
         connection = await connect(replica_id)
         by_socket = connection is not None
-        call: Any = self._engines.frames.options(stream=True).remote(link_id, by_socket, target_replica_id=replica_id)
+        call: Any = self._engines.frames.options(stream=True).remote(
+            link_id, by_socket, protocol=PROTOCOL, target_replica_id=replica_id
+        )
         logger.info("frames of replica %s come through %s", replica_id, "a socket" if by_socket else "Ray")
         try:
             if connection is None:
-                async for packed in call:
-                    yield unpack_frame(packed)
+                async with aclosing(heard(call)) as items:
+                    async for packed in items:
+                        yield unpack_frame(packed)
             else:
                 async with aclosing(frames_beside(call, link_id, connection)) as items:
                     async for packed in items:

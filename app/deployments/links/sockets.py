@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from app.deployments.links.frames import pack_frame
+from app.deployments.links.frames import Silence, pack_frame, silent
 from app.deployments.links.transport import Frame, ReplicaUnreachable
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,8 @@ async def connect(replica_id: str) -> Connection | None:
 async def frames_beside(call: AsyncIterator[bytes], link_id: str, connection: Connection) -> AsyncGenerator[bytes]:
     """The packed frames of a link with a connection, an empty one first. Ends, or raises, as the call does.
 
-    `call` is what `FrameSocket.carry` yields. Raises ReplicaUnreachable if it goes on though the connection has ended.
+    `call` is what `FrameSocket.carry` yields. Raises ReplicaUnreachable if it goes on though the connection has ended,
+    or if nothing comes, not even a heartbeat.
     """
     reader, writer = connection
     end = None
@@ -152,11 +153,19 @@ async def frames_beside(call: AsyncIterator[bytes], link_id: str, connection: Co
 
 
 async def _received(reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
-    """Frames until the other side closes the connection, or dies; half a frame is dropped."""
-    with suppress(asyncio.IncompleteReadError, ConnectionError):
-        while True:
-            (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-            yield await reader.readexactly(size)
+    """Frames until the other side closes the connection, or dies; half a frame is dropped.
+
+    Raises ReplicaUnreachable if nothing comes: the other side hangs, or was stopped.
+    """
+    silence = Silence(lambda: reader.set_exception(silent()))
+    try:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                yield await reader.readexactly(size)
+                silence.heard()
+    finally:
+        silence.close()
 
 
 def _retrieve(call: asyncio.Future[Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from ray import serve
 
 from app.config import AppConfig
+from app.deployments.links.protocol import check_protocol
 from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import Watched
@@ -82,13 +83,18 @@ class EngineReplica:
             self._reports.run,
             partial(self._pins.follow, pinned),
             pinned.follow,
+            partial(service.watch_steps, config.engine.step_limit_s),
         )
 
     async def frames(
-        self, link_id: str, by_socket: bool = False, target_replica_id: str | None = None
+        self, link_id: str, by_socket: bool = False, protocol: int = 0, target_replica_id: str | None = None
     ) -> AsyncGenerator[bytes]:
-        """A reader attaches; its first frame is empty. `by_socket`: the others go through its connection to ours."""
+        """A reader attaches; its first frame is empty. `by_socket`: the others go through its connection to ours.
+
+        Raises ReplicaUnreachable if the reader's code speaks another protocol: it is for replicas of its own release.
+        """
         self._must_be(target_replica_id)
+        check_protocol(protocol)
         async with aclosing(self._service.packed_frames(link_id, self._socket if by_socket else None)) as items:
             async for item in items:
                 yield item

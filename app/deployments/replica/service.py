@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Adapters kept mapped in this process. They are views of shared memory: this bounds what they pin there.
 MAX_MAPPED_BYTES = 256 << 20
+#: How often a step is looked at that may hang.
+LOOK_INTERVAL_S = 1.0
 #: A link without requests ends after this long.
 IDLE_S = 2.0
 
@@ -89,6 +91,13 @@ class EngineService:
     def on_step(self, chunks: list[TokenChunk]) -> None:
         """The engine's callback: any thread."""
         self._loop.call_soon_threadsafe(self._deliver, chunks)
+
+    async def watch_steps(self, max_step_s: float) -> None:
+        """Notice a step that hangs, until cancelled: its requests go on elsewhere."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            if self.engine.check_progress(max_step_s) and self.engine.failure is not None:
+                self._hub.end(self._ended(self.engine.failure))
 
     async def frames(self, link_id: str) -> AsyncGenerator[list[TokenChunk]]:
         """Frames for one reader until it leaves or has been idle for a while. Raises ReplicaGone if it fails."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+import time
+from collections.abc import AsyncGenerator
 
 import numpy as np
+import pytest
 
-from app.deployments.links.frames import pack_frame, unpack_frame
+from app.deployments.links import frames as module
+from app.deployments.links.frames import FrameHub, Silence, heard, pack_frame, unpack_frame
+from app.deployments.links.protocol import PROTOCOL, check_protocol
+from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
 from app.engine.errors import NotReady
 from app.engine.request import TokenChunk, TokenLogprobs, Usage
 from tests import seeds
@@ -42,3 +49,73 @@ def test_tokens_alone_travel_as_plain_tuples() -> None:
 
 def test_ray_need_not_read_a_frame() -> None:
     assert type(pack_frame([TokenChunk("a/1", (5, 6))])) is bytes
+
+
+async def test_a_link_without_news_carries_heartbeats_and_ends_when_it_was_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+    hub = FrameHub()
+    frames = hub.frames("link", idle_s=0.05)
+    assert await anext(frames) == []
+    hub.expect("link", "a/1")
+    for _ in range(20):  # for as long as a request waits
+        assert await anext(frames) == []
+    hub.deliver([TokenChunk("a/1", finish_reason="stop")])
+    assert [chunk.finish_reason for chunk in await anext(frames)] == ["stop"]
+    rest = [frame async for frame in frames]
+    assert rest == [[] for _ in rest]
+
+
+async def test_a_link_on_which_nothing_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.005)
+    ended = asyncio.Event()
+
+    async def items() -> AsyncGenerator[int]:
+        try:
+            await asyncio.sleep(0.05)  # attaching takes what it takes: the first is not missed
+            for number in range(3):
+                yield number
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    reader = heard(items())
+    assert [await anext(reader) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ReplicaUnreachable, match="not even a heartbeat"):
+        await anext(reader)
+    async with asyncio.timeout(60):
+        await ended.wait()
+
+
+async def test_what_is_heard_ends_and_fails_as_it_does() -> None:
+    async def items(error: Exception | None) -> AsyncGenerator[int]:
+        yield 1
+        if error is not None:
+            raise error
+
+    assert [item async for item in heard(items(None))] == [1]
+    with pytest.raises(ReplicaGone, match="dead"):
+        [item async for item in heard(items(ReplicaGone("dead")))]
+
+
+async def test_a_reader_that_was_stopped_itself_has_missed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.01)
+    calls: list[int] = []
+    silence = Silence(lambda: calls.append(1))
+    for _ in range(3):
+        time.sleep(0.1)  # the loop does not run: ten heartbeats
+        await asyncio.sleep(0)
+        silence.heard()
+    assert calls == []
+    async with asyncio.timeout(60):
+        while not calls:
+            await asyncio.sleep(0.01)
+    silence.close()
+
+
+def test_a_reader_of_another_protocol_is_refused_as_its_own_trouble() -> None:
+    check_protocol(PROTOCOL)
+    for other in (0, PROTOCOL + 1):
+        with pytest.raises(ReplicaUnreachable, match=f"protocol {other} and the replica {PROTOCOL}"):
+            check_protocol(other)

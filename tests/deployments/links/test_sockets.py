@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from app.deployments.links import frames as frames_module
 from app.deployments.links import sockets as frame_sockets
 from app.deployments.links.frames import FrameHub, unpack_frame
 from app.deployments.links.sockets import FOLDER_VARIABLE, Connection, FrameSocket, connect, frames_beside
@@ -194,6 +195,31 @@ async def test_a_replica_that_dies_in_a_frame_ends_the_link_as_its_call_does() -
     assert [await anext(reader), await anext(reader)] == [b"attached", b"full"]
     with pytest.raises(ConnectionResetError, match="found dead"):
         await anext(reader)
+    server.close()
+
+
+async def test_a_replica_that_hangs_is_given_up_though_its_connection_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames_module, "HEARTBEAT_S", 0.005)
+    ended = asyncio.Event()
+
+    async def call() -> AsyncGenerator[bytes]:
+        yield b"attached"
+        await asyncio.Event().wait()
+
+    async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(frame_sockets._LENGTH.pack(4) + b"full" + frame_sockets._LENGTH.pack(100) + b"half")
+        assert await reader.read() == b"", "the ingress closes its end: its requests are aborted when the replica wakes"
+        writer.close()
+        ended.set()
+
+    server = await asyncio.start_unix_server(hangs, str(frame_sockets._path("replica")))
+    reader = frames_beside(call(), LINK, await connected())
+    assert [await anext(reader), await anext(reader)] == [b"attached", b"full"]
+    with pytest.raises(ReplicaUnreachable, match="not even a heartbeat"):
+        await anext(reader)
+    async with asyncio.timeout(60):
+        await ended.wait()
     server.close()
 
 
