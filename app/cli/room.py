@@ -19,7 +19,7 @@ _LEAST = 1e-4
 #: Something that waits for so long is told: Ray needs less to place what it has room for.
 PATIENCE_S = 5.0
 #: In a cluster of our own nothing changes any more; the command ends after so long.
-OWN_CLUSTER_LIMIT_S = 60.0
+OWN_CLUSTER_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)

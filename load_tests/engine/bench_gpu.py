@@ -24,7 +24,7 @@ import torch
 
 from app.engine.batch import ForwardBatch
 from app.engine.config import CudaConfig, EngineConfig
-from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.graphs import Bucket
 from app.engine.cuda.memory import kv_block_bytes, rank_row_bytes
 from app.engine.models.products import DENSE_TARGETS, target_shape
@@ -71,7 +71,7 @@ class Bench:
         self.engine = self._backend("engine", rows=RANK * (sizes.num_adapters + 4))
         self._write_all(self.engine)
 
-    def _write_all(self, backend: GpuBackend, targets: Sequence[str] = DENSE_TARGETS) -> None:
+    def _write_all(self, backend: CudaBackend, targets: Sequence[str] = DENSE_TARGETS) -> None:
         for index in range(self.sizes.num_adapters):
             backend.write_adapter(index + 1, RANK * index, self._adapters.adapter(index, targets))
 
@@ -86,7 +86,7 @@ class Bench:
         rows = RANK * num_adapters * sum(d_in + d_out for target in targets for d_in, d_out in shapes[target])
         return (base + rows) / base
 
-    def _backend(self, title: str, *, rows: int, deterministic: bool = False) -> GpuBackend:
+    def _backend(self, title: str, *, rows: int, deterministic: bool = False) -> CudaBackend:
         """Built, and timed: with its graphs, which are captured at start."""
         config = EngineConfig(
             num_kv_blocks=self.sizes.num_streams * self._table_width,
@@ -100,7 +100,7 @@ class Bench:
         )
         started = time.perf_counter()
         tensors = random_tensors(self.spec, self.device)
-        backend = GpuBackend(self.spec, tensors, config, self.device, self._form)
+        backend = CudaBackend(self.spec, tensors, config, self.device, self._form)
         self.found[f"{title}: start s"] = round(time.perf_counter() - started, 2)
         self.found[f"{title}: memory"] = str(backend.plan)
         return backend
@@ -117,7 +117,7 @@ class Bench:
         length = self.sizes.prefill_tokens // count
         return batch_of([length] * count, [0] * count, sorted(slots), self._table_width, self.spec.vocab_size)
 
-    def step_s(self, backend: GpuBackend, batch: ForwardBatch) -> float:
+    def step_s(self, backend: CudaBackend, batch: ForwardBatch) -> float:
         """Median wall time of a step."""
         times = []
         for _ in range(self.sizes.num_steps):
@@ -126,7 +126,7 @@ class Bench:
             times.append(time.perf_counter() - started)
         return spread(times).median
 
-    def device_s(self, backend: GpuBackend, batch: ForwardBatch) -> float:
+    def device_s(self, backend: CudaBackend, batch: ForwardBatch) -> float:
         """Mean time of a replayed graph on the device; the batch was sent by a step before."""
         backend.forward(batch)
         max_rank = RANK if batch.run_adapter_slots.any() else 0
@@ -304,7 +304,7 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"| {line} | failed | |" for line in failed)])
 
 
-def _replay(backend: GpuBackend, bucket: Bucket) -> None:
+def _replay(backend: CudaBackend, bucket: Bucket) -> None:
     backend.graphs.replay(bucket)
 
 

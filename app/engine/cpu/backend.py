@@ -40,9 +40,9 @@ class CpuBackend:
 
         Raises CheckpointError for a missing tensor or a spec this decoder cannot run.
         """
-        self._spec = spec
+        self.spec = spec
         self._config = config
-        self._limits = BackendLimits(
+        self.limits = BackendLimits(
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
             adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
@@ -56,7 +56,7 @@ class CpuBackend:
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
         cpu = config.section(CpuConfig)
         self._team = Team(cpu.num_threads or len(os.sched_getaffinity(0)))
-        self._rows = RankRowMemory(spec, self._limits.adapter_rank_rows, self._limits.max_adapter_slots)
+        self._rows = RankRowMemory(spec, self.limits.adapter_rank_rows, self.limits.max_adapter_slots)
         # The first adapter needs all pages. They come while weights are unpacked.
         pages_of_rows = PageTaker(self._rows.memory)
         self._weights = WeightPacker(spec, max_positions, cpu.weight_storage, self._team).pack_all(tensors)
@@ -69,14 +69,6 @@ class CpuBackend:
         base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
         self._warm_up()
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def limits(self) -> BackendLimits:
-        return self._limits
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
         """See `Backend.prepare_adapter`."""
@@ -128,11 +120,11 @@ class CpuBackend:
             cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._rows.tables, self._extras.tables,
             self._k_memory, self._v_memory, step, work,
         )  # fmt: skip
-        return sample(work.logits[: len(batch.sample_rows), : self._spec.vocab_size], batch.sampling, self._team)
+        return sample(work.logits[: len(batch.sample_rows), : self.spec.vocab_size], batch.sampling, self._team)
 
     def logits(self, num_rows: int) -> Floats:
         """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
-        return self._work.logits[:num_rows, : self._spec.vocab_size]
+        return self._work.logits[:num_rows, : self.spec.vocab_size]
 
     def close(self) -> None:
         """End the threads and drop every array."""
@@ -170,19 +162,19 @@ class CpuBackend:
                 sampling=sampling,
             )
         )
-        if self._limits.adapter_rank_rows and self._limits.adapter_extra_bytes:
+        if self.limits.adapter_rank_rows and self.limits.adapter_extra_bytes:
             self._extras.warm_up()
-        if self._limits.adapter_rank_rows:
+        if self.limits.adapter_rank_rows:
             self._rows.warm_up(self._team)
 
     def _new_kv_memory(self) -> tuple[Floats, Floats]:
-        first = self._spec.layers[0].attention
+        first = self.spec.layers[0].attention
         width, block_size = padded(first.head_dim), self._config.block_size
-        blocks = (len(self._spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
+        blocks = (len(self.spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
         return np.zeros((*blocks, width, block_size), np.float32), np.zeros((*blocks, block_size, width), np.float32)
 
     def _new_workspace(self) -> cpu_decoder.Workspace:
-        spec, sizes = self._spec, self._sizes
+        spec, sizes = self.spec, self._sizes
         tokens, sequences = self._config.max_batch_tokens, self._config.max_batch_sequences
         mlp_width = spec.layers[0].mlp.intermediate_size
         return cpu_decoder.Workspace(

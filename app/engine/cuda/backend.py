@@ -24,8 +24,8 @@ from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.adapters import AdapterTables
-from app.engine.cuda.decoder import GpuDecoder, KvMemory
-from app.engine.cuda.extras import ExtraRows, GpuExtras
+from app.engine.cuda.decoder import CudaDecoder, KvMemory
+from app.engine.cuda.extras import CudaExtras, ExtraRows
 from app.engine.cuda.graphs import Bucket, DecodeGraphs, batch_sizes, rank_bounds
 from app.engine.cuda.kernels import KernelForm, load_kernels
 from app.engine.cuda.memory import RANK_ALIGNMENT, plan_memory
@@ -41,7 +41,7 @@ _LOGGER = logging.getLogger(__name__)
 _UNBOUNDED = 1 << 44
 
 
-class GpuBackend:
+class CudaBackend:
     """Weights, KV blocks and rank rows in one device's memory."""
 
     def __init__(
@@ -54,7 +54,7 @@ class GpuBackend:
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
         self._products = uniform_products(spec)
-        self._spec = spec
+        self.spec = spec
         self._device = device
         cuda = config.section(CudaConfig)
         self._deterministic = cuda.deterministic
@@ -62,7 +62,7 @@ class GpuBackend:
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (_UNBOUNDED, _UNBOUNDED)
         self.plan = plan_memory(spec, config, device_bytes=total, free_bytes=free, element_bytes=dtype.itemsize)
         _LOGGER.info("%s on %s: %s", spec.name, device, self.plan)
-        self._limits = BackendLimits(
+        self.limits = BackendLimits(
             num_kv_blocks=self.plan.num_kv_blocks,
             block_size=config.block_size,
             adapter_rank_rows=self.plan.adapter_rank_rows,
@@ -78,11 +78,11 @@ class GpuBackend:
             self._weights = load_weights(spec, tensors, max_positions, device, dtype)
             self._tables = AdapterTables(spec, self.plan.adapter_rank_rows, config.max_adapter_slots, device, dtype)
             self._kv = _kv_memory(spec, self.plan.num_kv_blocks, config.block_size, device, dtype)
-            self._decoder = GpuDecoder(
+            self._decoder = CudaDecoder(
                 spec, self._weights, self._tables, self._kv, self._kernels, max_positions,
                 deterministic=cuda.deterministic,
             )  # fmt: skip
-            self._extras = GpuExtras(spec, self._weights)
+            self._extras = CudaExtras(spec, self._weights)
             sizes = batch_sizes(min(config.max_batch_sequences, config.max_batch_tokens))
             tokens, sequences = config.max_batch_tokens, min(config.max_batch_sequences, config.max_batch_tokens)
             most = self._kernels.max_segments(max(tokens, sizes[-1]), max(tokens, sizes[-1]), 1)
@@ -97,14 +97,6 @@ class GpuBackend:
                 self.graphs.capture_all()
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def limits(self) -> BackendLimits:
-        return self._limits
 
     @property
     def weights(self) -> Weights:
@@ -225,7 +217,7 @@ class GpuBackend:
         extras = ExtraRows(runs, batch.sample_rows, self._products, self._decoder.product) if runs else None
         hidden = self._decoder.hidden_states(step, extras)
         sampled = hidden[torch.from_numpy(batch.sample_rows).to(self._device)]
-        logits = torch.empty(len(sampled), self._spec.vocab_size, device=self._device)
+        logits = torch.empty(len(sampled), self.spec.vocab_size, device=self._device)
         if len(sampled):
             self._decoder.logits(sampled, logits, extras)
         return logits

@@ -32,7 +32,7 @@ class KvMemory:
     values: list[Tensor]
 
 
-class GpuDecoder:
+class CudaDecoder:
     """All layers of one model over its memory."""
 
     def __init__(

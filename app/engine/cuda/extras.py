@@ -31,7 +31,7 @@ Parts = Mapping[tuple[str, int | None, str | None], Tensor]
 _FLOAT32 = {"scale", "shift", "final_norm", *LAYER_NORMS}
 
 
-class GpuExtras:
+class CudaExtras:
     """Parts by adapter slot."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:

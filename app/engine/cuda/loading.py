@@ -6,7 +6,7 @@ import torch
 
 from app.engine.backend import Backend
 from app.engine.config import CudaConfig, EngineConfig
-from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import ConfigError
 from app.engine.models.checkpoint import Checkpoint
 
@@ -15,7 +15,7 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """Read the weights, plan and take memory, capture graphs. ConfigError for a device or setting not to be had."""
     device = cuda_device(config.section(CudaConfig).index)
     torch.cuda.set_device(device)
-    return GpuBackend(checkpoint.spec, checkpoint.tensors(), config, device)
+    return CudaBackend(checkpoint.spec, checkpoint.tensors(), config, device)
 
 
 def cuda_device(index: int) -> torch.device:

@@ -47,11 +47,11 @@ class JaxBackend:
         """Raises CheckpointError for tensors that do not fit the spec, ConfigError for sizes that do not fit `mesh` and
         for a weight storage that the form does not have."""
         xla = config.section(XlaConfig)
-        self._spec, self._mesh = spec, mesh
+        self.spec, self._mesh = spec, mesh
         self._operations = operations_of(xla.form, mesh.devices.flat[0].platform)
         self._operations.check_storage(xla.weight_storage)
         self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], self._operations.column_multiple)
-        self._limits = BackendLimits(
+        self.limits = BackendLimits(
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,
             adapter_rank_rows=config.adapter_rank_rows // RANK_CHUNK * RANK_CHUNK,
@@ -70,7 +70,7 @@ class JaxBackend:
         self._weights = self._put(weights, sharding.weight_specs(weights, self._sizes))
         self._kv = self._new_kv_memory(config)
         self._adapters = XlaAdapters(
-            self._sizes, self._operations, self._weights, config.max_adapter_slots, self._limits.adapter_rank_rows,
+            self._sizes, self._operations, self._weights, config.max_adapter_slots, self.limits.adapter_rank_rows,
             config.adapter_extra_bytes > 0, mesh,
         )  # fmt: skip
         self._row_specs = self._adapters.specs()
@@ -78,7 +78,7 @@ class JaxBackend:
         num_blocks = min(-(-max_positions // config.block_size), config.num_kv_blocks)
         per_group = blocks_per_group(config.block_size)
         table_width = -(-num_blocks // per_group) * per_group
-        self._classes = rank_classes(self._limits.adapter_rank_rows)
+        self._classes = rank_classes(self.limits.adapter_rank_rows)
         self._writers: dict[int, Any] = {}
         start = time.perf_counter()
         if not xla.skip_precompile:
@@ -89,14 +89,6 @@ class JaxBackend:
         self._given = jax.tree.map(_shape_of, (self._weights, self._tables, self._adapters.places(), self._kv))
         self.programs = Programs(ladder(config, table_width), self._compile, skip_precompile=xla.skip_precompile)
         self._last: StepResult | None = None
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def limits(self) -> BackendLimits:
-        return self._limits
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
         """See `Backend.prepare_adapter`. Raises AdapterMismatch for a feature that this engine does not serve, too."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from app.engine.config import CudaConfig, EngineConfig
-from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.kernels import KernelForm
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.models.spec import ModelSpec
@@ -43,16 +43,16 @@ def gpu_config(**settings: Any) -> EngineConfig:
 
 def gpu_backend(
     spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig, form: KernelForm = FORM
-) -> GpuBackend:
+) -> CudaBackend:
     """`form` "torch" is always on the CPU: it looks at values on the host, which a graph cannot."""
-    return GpuBackend(spec, tensors, config, DEVICE if form == FORM else torch.device("cpu"), form)
+    return CudaBackend(spec, tensors, config, DEVICE if form == FORM else torch.device("cpu"), form)
 
 
-def gpu_backend_of_checkpoint(checkpoint: Checkpoint, config: EngineConfig, form: KernelForm = FORM) -> GpuBackend:
+def gpu_backend_of_checkpoint(checkpoint: Checkpoint, config: EngineConfig, form: KernelForm = FORM) -> CudaBackend:
     return gpu_backend(checkpoint.spec, checkpoint.tensors(), config, form)
 
 
-def gpu_backend_of_model(model: Any, folder: Path, config: EngineConfig, form: KernelForm = FORM) -> GpuBackend:
+def gpu_backend_of_model(model: Any, folder: Path, config: EngineConfig, form: KernelForm = FORM) -> CudaBackend:
     """For a transformers model, through its files."""
     model.save_pretrained(folder)
     return gpu_backend_of_checkpoint(load_checkpoint(folder), config, form)

@@ -239,7 +239,7 @@ def _watch(patch: pytest.MonkeyPatch, simulated: Simulated) -> None:
     """Note who uses what beside copies: threads pinned memory, steps their arrays and adapters, writes the rows."""
     round_rows, views = gpu_adapters.round_rows, gpu_step._views
     send, send_all = gpu_step.StepVector.send, gpu_adapters.AdapterTables._send_all
-    hidden_states, run_bucket = gpu_backend.GpuDecoder.hidden_states, gpu_backend.GpuBackend._run_bucket
+    hidden_states, run_bucket = gpu_backend.CudaDecoder.hidden_states, gpu_backend.CudaBackend._run_bucket
 
     def watched_round_rows(tasks: Any, first: int, end: int, row_size: int, bits: Any) -> None:
         name = simulated.pinned.get(bits.ctypes.data, "memory that is not pinned")
@@ -277,8 +277,8 @@ def _watch(patch: pytest.MonkeyPatch, simulated: Simulated) -> None:
     patch.setattr(gpu_step, "_views", watched_views)
     patch.setattr(gpu_step.StepVector, "send", watched_send)
     patch.setattr(gpu_adapters.AdapterTables, "_send_all", watched_send_all)
-    patch.setattr(gpu_backend.GpuDecoder, "hidden_states", watched_hidden_states)
-    patch.setattr(gpu_backend.GpuBackend, "_run_bucket", watched_run_bucket)
+    patch.setattr(gpu_backend.CudaDecoder, "hidden_states", watched_hidden_states)
+    patch.setattr(gpu_backend.CudaBackend, "_run_bucket", watched_run_bucket)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from app.engine.config import CudaConfig, EngineConfig
-from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.backend import CudaBackend
 from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
 from tests.engine.company import disturbed
@@ -56,7 +56,7 @@ def test_without_a_gpu_no_order_of_sums_is_a_librarys(dtype: str, monkeypatch: p
     """Steps, draws and writes of a round of the fuzz, on the CPU: torch is asked for exact operations only."""
     mode = ExactOperations()
 
-    def watched(spec: ModelSpec, tensors: Iterator[tuple[str, np.ndarray]], config: EngineConfig) -> GpuBackend:
+    def watched(spec: ModelSpec, tensors: Iterator[tuple[str, np.ndarray]], config: EngineConfig) -> CudaBackend:
         backend = gpu_backend(spec, tensors, config, "torch")
         for name in ("forward", "write_adapter"):
             monkeypatch.setattr(backend, name, _inside(mode, getattr(backend, name)))

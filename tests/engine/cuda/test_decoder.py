@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.backend import CudaBackend
 from app.engine.models.checkpoint import Checkpoint
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
@@ -28,7 +28,7 @@ LENGTHS = (1, 37, 70)
 def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, deterministic: bool, tmp_path: Path) -> None:
     config = gpu_config(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=64, deterministic=deterministic)
 
-    def make_backend(checkpoint: Checkpoint) -> GpuBackend:
+    def make_backend(checkpoint: Checkpoint) -> CudaBackend:
         return gpu_backend_of_checkpoint(checkpoint, config)
 
     def chunk_end(generator: np.random.Generator, start: int) -> int:

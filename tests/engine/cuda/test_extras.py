@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.lora import FEATURES, LoraAdapter
-from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.backend import CudaBackend
 from tests.engine.adapters.formats.test_peft_parity import ALL, BEYOND, OPTIONS, PEFT_WARNINGS, TOLERANCE
 from tests.engine.adapters.parity import peft_logits, random_tokens, save_random_adapter, tiny_model
 from tests.engine.checkpoints import tiny_model as checkpoint_model
@@ -23,7 +23,7 @@ from tests.seeds import rng
 pytestmark = PEFT_WARNINGS
 
 
-def _read(model: Any, backend: GpuBackend, folder: Path, options: dict[str, Any]) -> LoraAdapter:
+def _read(model: Any, backend: CudaBackend, folder: Path, options: dict[str, Any]) -> LoraAdapter:
     config = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 2} | options
     save_random_adapter(model, folder, LoraConfig(**config))
     return read_peft(folder, backend.spec, served=FEATURES)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.graphs import batch_sizes, rank_bounds
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
@@ -33,7 +33,7 @@ def test_the_last_bound_is_all_rows() -> None:
     assert rank_bounds(512) == [0, 16, 64, 512]
 
 
-def _decode(backend: GpuBackend, slots: list[int], tables: np.ndarray, seed: int) -> np.ndarray:
+def _decode(backend: CudaBackend, slots: list[int], tables: np.ndarray, seed: int) -> np.ndarray:
     """Logits of one decode step at position 5 of sequences whose blocks hold a prompt of 5 tokens."""
     generator = np.random.default_rng(seed)
     prompts = generator.integers(3, 60, (len(slots), 6))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from app.engine.cuda import adapters as gpu_adapters
-from app.engine.cuda.backend import GpuBackend
+from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import OutOfDeviceMemory
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
@@ -26,17 +26,17 @@ TENSORS = dict(random_tensors(SPEC))
 
 
 @contextmanager
-def _backend(patch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[GpuBackend, Simulated]]:
+def _backend(patch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[CudaBackend, Simulated]]:
     """Rounding buffers hold a few rows, so that every write goes around them."""
     patch.setattr(gpu_adapters, "_PIECE_BYTES", 1)
     config = gpu_config(max_batch_sequences=2, adapter_rank_rows=64, **settings)
     with simulated_cuda(patch) as simulated:
-        backend = GpuBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
+        backend = CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
         yield backend, simulated
         backend.close()
 
 
-def _step(backend: GpuBackend, slots: list[int], start: int, count: int = 1) -> np.ndarray:
+def _step(backend: CudaBackend, slots: list[int], start: int, count: int = 1) -> np.ndarray:
     """Tokens from `start` on of a sequence per slot; the logits."""
     pieces = [
         Piece((np.arange(start, start + count) * 7 + slot) % 50, start, np.array([index]), slot)
@@ -53,7 +53,7 @@ def test_steps_and_writes_are_in_order_and_give_the_cpus_logits(
     """Prompts, decoding by graphs, and slots that are written anew between and right behind steps that read them."""
     adapters = [random_adapter(SPEC, rank) for rank in (8, 5, 16)]
 
-    def answers(backend: GpuBackend) -> list[np.ndarray]:
+    def answers(backend: CudaBackend) -> list[np.ndarray]:
         found = []
         for round_ in range(3):
             for slot in (1, 2):
@@ -102,8 +102,8 @@ def test_a_device_that_runs_out_at_the_start_is_an_error_with_the_numbers(monkey
     with simulated_cuda(monkeypatch, free_bytes=3 << 30) as simulated:
         simulated.limit_bytes = 100_000  # somebody else was faster
         with pytest.raises(OutOfDeviceMemory, match=r"cuda:0 ran out of memory .*tried to allocate") as caught:
-            GpuBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
+            CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
         assert re.search(r"256 KV blocks .* of 2.00 GiB; lower engine.cuda.memory_fraction", str(caught.value))
     numbers = r"budget is 2.00 GiB but 1.00 GiB"
     with simulated_cuda(monkeypatch, free_bytes=1 << 30), pytest.raises(OutOfDeviceMemory, match=numbers):
-        GpuBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
+        CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")
