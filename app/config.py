@@ -4,8 +4,8 @@ In: a mapping (YAML). Out: a frozen `AppConfig`, checked before anything loads; 
 error. How many replicas there are and what each may use is Ray Serve's own configuration
 (`deployments:` in the same file) and is not repeated here. Environment variables carry secrets and paths only:
 `LORA_PATH` adds a folder that adapters may be loaded from, `POLYLORA_STATE_DIR` moves the registry and
-`POLYLORA_REGISTRY_URL` (which may hold a password) puts it into another database. `POLYLORA_MANAGEMENT_TOKEN` is read
-where an ingress runs and nowhere else.
+`POLYLORA_REGISTRY_URL` (which may hold a password) puts it into another database. `POLYLORA_MANAGEMENT_TOKEN` and
+`POLYLORA_ADMIN_KEY` are read where an ingress runs and nowhere else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ DEFAULT_MODEL_URI = sources.DEFAULT_MODEL_URI
 #: The environment variable that holds the token of `http.management: token`.
 MANAGEMENT_TOKEN = "POLYLORA_MANAGEMENT_TOKEN"
 
+#: The environment variable that holds an admin key, beside those that are in the database.
+ADMIN_KEY = "POLYLORA_ADMIN_KEY"
+
 ManagementAccess = Literal["loopback", "token", "open"]
+AuthMode = Literal["auto", "keys", "open"]
 
 #: Engine settings that the adapter store depends on, beside the kind of device.
 _STORE_ENGINE_FIELDS = ("adapter_rank_rows", "max_adapter_slots", "adapter_extra_bytes")
@@ -174,6 +178,11 @@ class HttpConfig(_Settings):
         default="loopback",
         description="Who may manage adapters: loopback, requests from the service's own machine; token, who sends "
         "Authorization: Bearer with what POLYLORA_MANAGEMENT_TOKEN holds; open, everybody.",
+    )
+    auth: AuthMode = Field(
+        default="auto",
+        description="When a request needs an API key: auto, once there is any key, and before that requests come from "
+        "the service's own machine only; keys, always; open, never (a key that is sent is used all the same).",
     )
     allowed_origins: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+$")], ...] = Field(
         default=(),

@@ -6,6 +6,7 @@
     polylora inspect sql.lora.arrow               show an adapter's ranks, targets, norms and size
     polylora check adapters/sql --base URI        would it load on that base, and if not, why not
     polylora keygen signing.pem                   make a key for signing adapters
+    polylora keygen --admin                       make the first key that manages tenants
     polylora sign adapters/sql --key signing.pem --base URI
     polylora apply configs/adapters.yaml          make a running service's adapters what the file says
 

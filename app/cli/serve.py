@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from app.cli.keys import OPEN_NOTICE, check_open_door, is_open
 from app.cli.ray_switches import HA_PROXY_PORTS, set_ray_switches
 from app.cli.room import OWN_CLUSTER_LIMIT_S, Actor, RoomWatch, no_room
 from app.cli.settings_file import IMPORT_PATH, read_settings
@@ -44,6 +45,7 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
     host, port = _address(document, host, port)
     url = f"http://{_reachable(host)}:{port}"
     _check_port(host, port, "choose another --port")
+    check_open_door(settings, host, os.environ)
     if not set_ray_switches():
         _say("HAProxy is not used; Serve's own proxy costs more CPU per token")
     elif not os.environ.get("RAY_ADDRESS"):
@@ -60,6 +62,8 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
             _wait_until_ready(app_names, _health_url(document, url))
             adapters = [adapter.name for adapter in settings.adapters.preload]
             print(_greeting(url, settings.model.name, adapters, time.monotonic() - started_s), flush=True)
+            if settings.http.auth == "auto" and is_open(url):
+                _say(OPEN_NOTICE)
             _wait_for_signal()
             _say("stopping when running requests have ended; ctrl-C again to end them now")
             _drain(app_names)

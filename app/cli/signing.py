@@ -1,6 +1,7 @@
 """`polylora keygen` and `polylora sign`: vouch for an adapter.
 
-In: arguments. Out: a key file and its public half, or a signature beside the adapter. The adapter is read on
+In: arguments. Out: a key file and its public half, or a signature beside the adapter; `keygen --admin` is about another
+kind of key (`keys`). The adapter is read on
 the base model it is for, as a server would: what cannot be served is not signed.
 """
 
@@ -12,12 +13,15 @@ from typing import Any
 
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import FEATURES
+from app.engine.errors import ConfigError
 
 
 def add_signing_commands(commands: Any) -> None:
     """Add the two to `argparse.ArgumentParser.add_subparsers()`."""
-    keygen = commands.add_parser("keygen", help="make a key for signing adapters; prints its public half")
-    keygen.add_argument("key", type=Path, help="file to write the private key to")
+    keygen = commands.add_parser("keygen", help="make a key: for signing adapters, or with --admin the first admin key")
+    keygen.add_argument("key", type=Path, nargs="?", help="file to write the private key to; prints its public half")
+    keygen.add_argument("--admin", action="store_true", help="make an API key that manages tenants; prints it once")
+    keygen.add_argument("--config", type=Path, default=Path("configs/serve.yaml"), help="whose service, with --admin")
     keygen.set_defaults(run=_keygen)
 
     sign = commands.add_parser("sign", help="sign an adapter for a base model")
@@ -28,6 +32,14 @@ def add_signing_commands(commands: Any) -> None:
 
 
 def _keygen(arguments: argparse.Namespace) -> int:
+    if arguments.admin == (arguments.key is not None):
+        raise ConfigError("keygen takes the file of a signing key, or --admin, and not both")
+    if arguments.admin:
+        from app.cli.keys import make_admin_key
+        from app.cli.settings_file import read_settings
+
+        print(make_admin_key(read_settings(arguments.config)))
+        return 0
     from app.engine.adapters.signing.signing import new_private_key, public_key
 
     print(public_key(new_private_key(arguments.key)))

@@ -10,6 +10,7 @@ from typing import Any
 from app.config import AppConfig
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.service import IngressService, Parts
+from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.links.transport import Frame
 from app.engine.request import GenerateRequest, Usage
 from tests.deployments.fleet import Fleet, Unbatched
@@ -93,6 +94,7 @@ class Service(IngressService):
         parts = Parts(
             text=Letters(),
             registry=managed.view,
+            tenancy=Tenancy(managed.tenants, managed.tenants_client, managed.clock),
             store=managed.client,
             placer=fleet,
             policy=fleet.policy,

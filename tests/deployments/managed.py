@@ -18,6 +18,10 @@ from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.store.service import StoreParts, StoreService
+from app.deployments.tenants.books import TenantBooks
+from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.service import TenantsService
+from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource
 
@@ -91,7 +95,10 @@ class ManagedStore:
         self.lifecycle = Lifecycle(registry, store, self.events, reserved_names=("base",), clock=clock)
         self.client = StoreClient(Here(StoreService(StoreParts(registry, self.lifecycle, store, ()), lambda: None)))
         self.view = RegistryView()
-        self.follower = asyncio.create_task(self._follow())
+        self.clock = clock
+        self.tenants_client = TenantsClient(Here(TenantsService(TenantBooks(registry.database), lambda: None)))
+        self.tenants = TenantView()
+        self.followers = [asyncio.create_task(work) for work in (self._follow(), self._follow_tenants())]
         self.dropped: list[tuple[str, str]] = []
         self.drop_errors: dict[str, Exception] = {}  # replica id -> what dropping there raises
         self.drop_gate = asyncio.Event()
@@ -110,8 +117,9 @@ class ManagedStore:
         return 8
 
     async def close(self) -> None:
-        self.follower.cancel()
-        await asyncio.gather(self.follower, return_exceptions=True)
+        for follower in self.followers:
+            follower.cancel()
+        await asyncio.gather(*self.followers, return_exceptions=True)
         self.registry.close()
 
     async def _follow(self) -> None:
@@ -121,6 +129,14 @@ class ManagedStore:
             if news is not None:
                 held, changes = news
                 self.view.take(changes)
+
+    async def _follow_tenants(self) -> None:
+        held: Version | None = None
+        while True:
+            news = await self.tenants_client.watch(held, "ingress", 10.0)
+            if news is not None:
+                held, changes = news
+                self.tenants.take(changes)
 
 
 async def fails(work: Any) -> PolyloraError:

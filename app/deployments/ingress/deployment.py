@@ -26,6 +26,7 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.service import IngressService, Parts
+from app.deployments.ingress.tenancy import Tenancy, WatchedTenants
 from app.deployments.ingress.text_model import open_text
 from app.deployments.ingress.watching import WatchedRegistry
 from app.deployments.links.gauges import repeat_gauges
@@ -38,8 +39,9 @@ from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.placer import ServePlacer
 from app.deployments.placement.policies.choosing import make_policy
 from app.deployments.placement.table import PlacementTable
-from app.deployments.store.actor import store_actor, store_name
+from app.deployments.store.actor import TenantsCallee, store_actor, store_name
 from app.deployments.store.client import StoreClient
+from app.deployments.tenants.client import TenantsClient
 
 
 @serve.ingress()
@@ -52,13 +54,16 @@ class Ingress(AsgiIngress):
         ingress_id = context.replica_id.unique_id
         route_in_this_loop(engines)
         store = StoreClient(store_actor(config))
+        owner = TenantsClient(TenantsCallee(store_actor(config)))
         placement = PlacementClient(placement_actor(config, context.app_name), store_name(config))
         metrics = IngressMetrics(time.time)
         registry = WatchedRegistry(store.watch, ingress_id, metrics.adapters)
+        tenants = WatchedTenants(owner, ingress_id)
         placed = Watched(placement.watch, ingress_id, PlacementTable())
         parts = Parts(
             text=await asyncio.to_thread(open_text, config),
             registry=registry.view,
+            tenancy=Tenancy(tenants.view, owner, time.time),
             store=store,
             placer=ServePlacer(placement, placed),
             policy=make_policy(config.placement),
@@ -73,12 +78,15 @@ class Ingress(AsgiIngress):
         self._tasks = Tasks()
         self._tasks.run_forever(
             registry.follow,
+            tenants.follow,
+            parts.tenancy.keep_telling,
             placed.follow,
             partial(repeat_gauges, metrics.gauges),
             self._service.management.keep_taking_up,
         )
         await store.preload()
         await registry.complete.wait()  # or the first requests would find no adapter
+        await tenants.complete.wait()  # or the door would let everybody in
 
     def make_asgi_app(self) -> ASGIApp:
         return make_app(self._service, self._rules)

@@ -92,12 +92,13 @@ class Frontend:
         return self._model
 
     def find_adapter(
-        self, model: str, tenant_id: str, lora_path: str | None = None, user: str | None = None
+        self, model: str, caller: Caller, lora_path: str | None = None, user: str | None = None
     ) -> AdapterRef | None:
         """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>") and `lora_path`.
 
         `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
-        the same one, and a request without a user to any. None is the base. Raises NotFound, InvalidRequest.
+        the same one, and a request without a user to any. None is the base. Raises InvalidRequest, and NotFound in the
+        same words for a name that there is not, another tenant's, and one that the caller may not use.
         """
         base, colon, adapter_name = model.partition(":")
         if model == self._base_name:
@@ -109,10 +110,12 @@ class Frontend:
                     f"model names adapter {chosen[:80]!r} but lora_path names {lora_path[:80]!r}; use one of them",
                     param="lora_path",
                 )
-        if chosen is None:
+        if chosen is None and caller.tenant.may_use(self._base_name):
             return None
         sticky_key = secrets.token_hex(8) if user is None else f"user {user}"
-        ref = self._names.resolve(chosen, sticky_key, tenant_id)
+        owners = () if chosen is None else caller.owners(chosen)
+        refs = (self._names.resolve(str(chosen), sticky_key, owner_id) for owner_id in owners)
+        ref = next((ref for ref in refs if ref is not None), None)
         if ref is None:
             raise NotFound(
                 f"there is no model or adapter {(model if lora_path is None else lora_path)[:160]!r}; "
@@ -123,7 +126,7 @@ class Frontend:
     async def chat(self, body: ChatCompletionRequest, caller: Caller) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
         arrival_s = self._clock()
-        ref = self.find_adapter(body.model, caller.tenant_id, body.lora_path, body.user)
+        ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
         messages = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in body.messages
@@ -137,7 +140,7 @@ class Frontend:
     async def completion(self, body: CompletionRequest, caller: Caller) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
         arrival_s = self._clock()
-        ref = self.find_adapter(body.model, caller.tenant_id, body.lora_path, body.user)
+        ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
         prompts = body.prompts
         names = _Fields("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
@@ -149,7 +152,7 @@ class Frontend:
     async def generate(self, body: GenerateBody, caller: Caller) -> Job:
         """Raises NotFound, InvalidRequest, ContextOverflow."""
         arrival_s = self._clock()
-        refs = [self.find_adapter(self._base_name, caller.tenant_id, name) for name in body.adapters]
+        refs = [self.find_adapter(self._base_name, caller, name) for name in body.adapters]
         params = body.sampling_params
         names = _Fields("text", params.limit_field, "logprobs", "sampling_params.n")
         self._check_sequences(len(refs), params.n, names)
@@ -211,6 +214,8 @@ class Frontend:
                     num_logprobs,
                 ),
                 adapter=ref,
+                weight=caller.tenant.weight,
+                cache_salt=caller.tenant.salt,
                 arrival_s=arrival_s,
             )
             for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True))

@@ -18,6 +18,7 @@ from app.deployments.ingress.frontend import Frontend, TextModel
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.management import AdapterDropper, Management
+from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.links.transport import Transport
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policies.policy import PlacementPolicy
@@ -57,6 +58,7 @@ class Parts(NamedTuple):
 
     text: TextModel
     registry: RegistryView
+    tenancy: Tenancy
     store: StoreClient
     placer: Placer
     policy: PlacementPolicy
@@ -77,6 +79,7 @@ class IngressService:
         self._metrics = parts.metrics
         self.base_name = config.model.name
         self.registry = parts.registry
+        self.tenancy = parts.tenancy
         self._links = Links(parts.replicas, parts.placer, parts.steady_clock)
         self._assigner = Assigner(
             self._links, parts.placer, parts.policy, parts.steady_clock, config.limits.replica_wait_s

@@ -52,6 +52,14 @@ class NotAuthenticated(errors.PolyloraError):
     """The request lacks the token that it needs, or has another."""
 
 
+class InvalidApiKey(NotAuthenticated):
+    """The request lacks the API key that it needs, or has one that is wrong, expired or revoked."""
+
+
+class WrongKey(errors.PolyloraError):
+    """An inference key where administrators are asked for, or the reverse."""
+
+
 class ClientGone(errors.PolyloraError):
     """The client closed the connection; nobody reads the answer."""
 
@@ -64,6 +72,8 @@ TABLE: dict[type[Exception], HttpError] = {
     CrossSite: HttpError(403, "permission_error", "cross_site_request"),
     ManagementRefused: HttpError(403, "permission_error", "management_refused"),
     NotAuthenticated: HttpError(401, "authentication_error", "invalid_management_token"),
+    InvalidApiKey: HttpError(401, "invalid_request_error", "invalid_api_key"),
+    WrongKey: HttpError(403, "insufficient_permissions", "insufficient_permissions"),
     InvalidJson: HttpError(400, "invalid_request_error", "invalid_json"),
     errors.ContextOverflow: HttpError(400, "invalid_request_error", "context_length_exceeded"),
     errors.UnsupportedField: HttpError(400, "invalid_request_error", "unsupported_field"),

@@ -8,17 +8,23 @@ database and the adapters' sources. When nobody watches any more, it ends (`atte
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
 from app.config import AppConfig
 from app.deployments.links.attendance import Attendance
 from app.deployments.links.gauges import repeat_gauges
-from app.deployments.links.ray_calls import NamedActor, leave
+from app.deployments.links.ray_calls import Callee, NamedActor, leave
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
+from app.deployments.tenants.service import TenantsService
 from app.engine.adapters.isolation.packing import PackedAdapter
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class AdapterStoreActor(StoreService[SharedAdapter]):
@@ -26,17 +32,36 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
     def __init__(self, config_json: str) -> None:
         from app.deployments.store.opening import open_store  # heavy: only this process needs it
+        from app.deployments.tenants.books import TenantBooks
 
         counts = TierMetrics()
-        super().__init__(open_store(AppConfig.model_validate_json(config_json), _put, counts), self._stay)
+        parts = open_store(AppConfig.model_validate_json(config_json), _put, counts)
+        super().__init__(parts, self._stay)
+        self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay)
         self._attendance = Attendance(leave)
         self._gauges = counts.gauges
         self._repeating: asyncio.Task[None] | None = None
+
+    async def tenants(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """A call of `TenantsService`, which lives here beside the registry and its database."""
+        return await getattr(self._tenants, method)(*args, **options)
 
     def _stay(self) -> None:
         self._attendance.here()
         if self._repeating is None:
             self._repeating = asyncio.create_task(repeat_gauges(self._gauges))
+
+
+class TenantsCallee:
+    """`TenantsService` as it is called: through the actor that it lives in."""
+
+    def __init__(self, actor: Callee) -> None:
+        self._actor = actor
+
+    async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
+        """Raises what the method raises, and ActorAway while the actor is away."""
+        answer: T = await self._actor.call(AdapterStoreActor.tenants, method.__name__, args, options)
+        return answer
 
 
 def store_actor(config: AppConfig) -> NamedActor:

@@ -59,14 +59,14 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
             raise NotReady("the store restarts")
 
     monkeypatch.setattr(service.managed.client, "expect", expect)
-    tenant_id = handle_caller().tenant_id
-    refs = {service.frontend.find_adapter("sql", tenant_id) for _ in range(3)}
+    caller = handle_caller()
+    refs = {service.frontend.find_adapter("sql", caller) for _ in range(3)}
     await until(lambda: bool(expected))
     assert refs == set(expected)
     assert len(expected) == 1, "one read is enough for three requests"
     gate.set()
     await until(lambda: not service._names._expected)
-    assert service.frontend.find_adapter("sql", tenant_id) in refs
+    assert service.frontend.find_adapter("sql", caller) in refs
     await until(lambda: len(expected) == 2)
 
 
@@ -78,7 +78,7 @@ async def test_an_adapter_that_is_on_a_device_is_not_read_ahead(
     assert ref is not None
     replica = service.fleet.replicas["replica-0"]
     await asyncio.wrap_future(replica.thread.bring_adapter(service.fleet.adapters[ref.digest], ref))
-    assert service.frontend.find_adapter("sql", handle_caller().tenant_id) == ref
+    assert service.frontend.find_adapter("sql", handle_caller()) == ref
 
 
 async def test_an_adapter_of_one_tenant_is_nothing_to_another(service: Service) -> None:

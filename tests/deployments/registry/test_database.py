@@ -18,7 +18,7 @@ from sqlalchemy import event, inspect, text
 
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.registry.tables import metadata
+from app.deployments.tenants.tables import metadata
 from app.engine.errors import ConfigError, NotReady
 from tests.deployments.managed import ADA, MINE
 

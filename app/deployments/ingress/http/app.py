@@ -20,8 +20,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.deployments.ingress.http.admin_routes import admin_router
 from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets
 from app.deployments.ingress.http.bodies import PageQuery, page_body, page_query, read_json
+from app.deployments.ingress.http.door import Door, Gate
 from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.guard import DoorRules, Guard
 from app.deployments.ingress.http.management_routes import ManagedService, add_management_routes
@@ -34,8 +36,9 @@ from app.deployments.ingress.schema import (
     parse_body,
 )
 from app.deployments.ingress.status import ClientGone, error_answer
-from app.deployments.ingress.tenants import Caller, http_caller
-from app.deployments.registry.entries import AliasEntry, CatalogEntry
+from app.deployments.ingress.tenancy import Tenancy
+from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
+from app.deployments.registry.entries import AliasEntry
 from app.deployments.registry.view import Entry
 from app.engine.errors import NotFound, NotReady, PolyloraError
 
@@ -48,6 +51,9 @@ ADAPTER_HEADER = "X-Polylora-Adapter"
 class HttpService(ManagedService, Protocol):
     """What the routes need of the ingress."""
 
+    @property
+    def tenancy(self) -> Tenancy: ...
+
     def is_ready(self) -> bool: ...
 
     def observe(self, route: str, status: int, job: Job | None) -> None: ...
@@ -56,6 +62,7 @@ class HttpService(ManagedService, Protocol):
 def make_app(service: HttpService, rules: DoorRules) -> FastAPI:
     """All routes over one service, for those whom the rules let in."""
     app = FastAPI(title="polylora", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(Door, gate=Gate(service.tenancy, rules))  # innermost: the last one added is the first asked
     app.add_middleware(_WithoutLastSlash)
     if rules.allowed_origins:
         app.add_middleware(
@@ -78,6 +85,7 @@ def make_app(service: HttpService, rules: DoorRules) -> FastAPI:
     management = APIRouter(dependencies=[Depends(rules.check_management)])
     add_management_routes(management, service)
     app.include_router(management)
+    app.include_router(admin_router(service))
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
@@ -95,23 +103,23 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
 
     @app.get("/v1/models/{name}")
     async def model(request: Request, name: str) -> Response:
-        entry = service.registry.find(name.removeprefix(f"{service.base_name}:"), http_caller(request).tenant_id)
+        entry = visible(service.registry, http_caller(request), name.removeprefix(f"{service.base_name}:"))
         if entry is not None:
-            return JSONResponse(model_of(service, entry))
-        if name == service.base_name:
+            return JSONResponse(model_of(service, entry, http_caller(request)))
+        if name == service.base_name and http_caller(request).tenant.may_use(name):
             return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = parse_body(ChatCompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await service.frontend.chat(body, http_caller(request))
+        job = await service.frontend.chat(body, inference_caller(request))
         return await _respond(request, service, body, job, want_logprobs=body.logprobs)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = parse_body(CompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await service.frontend.completion(body, http_caller(request))
+        job = await service.frontend.completion(body, inference_caller(request))
         return await _respond(request, service, body, job, want_logprobs=body.logprobs is not None)
 
 
@@ -172,7 +180,7 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = request.state.job = await service.frontend.generate(body, http_caller(request))
+        job = request.state.job = await service.frontend.generate(body, inference_caller(request))
         answers = await while_connected(request, job.answers())
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
@@ -181,12 +189,11 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
 
 
 def model_page(service: HttpService, page: PageQuery, caller: Caller) -> dict[str, Any]:
-    """The base, then adapters and aliases by name."""
-    data = [base_model(service)] if page.after is None else []
+    """The base, then adapters and aliases by name: those that the caller may use."""
+    data = [base_model(service)] if page.after is None and caller.tenant.may_use(service.base_name) else []
     after = None if page.after == service.base_name else page.after
-    kinds, limit = (CatalogEntry, AliasEntry), page.limit - len(data)
-    found = service.registry.page(kinds, limit=limit, after=after, tenant_id=caller.tenant_id)
-    data += [model_of(service, entry) for entry in found.entries]
+    found = visible_page(service.registry, caller, limit=page.limit - len(data), after=after)
+    data += [model_of(service, entry, caller) for entry in found.entries]
     return page_body(data, has_more=found.has_more)
 
 
@@ -202,15 +209,17 @@ def base_model(service: HttpService) -> dict[str, Any]:
     }
 
 
-def model_of(service: HttpService, entry: Entry) -> dict[str, Any]:
+def model_of(service: HttpService, entry: Entry, caller: Caller) -> dict[str, Any]:
     """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
 
-    A place on this server is no client's business: the root of an adapter from there is its name.
+    A place on this server is no client's business, nor is where another tenant's adapter comes from: the root of such
+    an adapter is its name.
     """
     if isinstance(entry, AliasEntry):
         created, root = entry.updated_s, max(entry.targets, key=lambda target: target.weight).name
     else:
-        created, root = entry.registered_s, entry.source if "://" in entry.source else entry.name
+        is_told = "://" in entry.source and entry.tenant_id == caller.tenant_id
+        created, root = entry.registered_s, entry.source if is_told else entry.name
     return {
         "id": entry.name,
         "object": "model",

@@ -1,4 +1,4 @@
-"""Who may ask at all, before API keys exist: no web page of another site, and management only where it is allowed.
+"""Who may ask at all, before anybody looks at keys: no page of another site, and management only where it is allowed.
 
 In: requests, before any route sees them, and the rules (`http:` of the settings). Out: the same requests, or a refusal.
 Rule: what a browser sends by itself, without asking first, changes nothing here. Whose adapter a request may use is
@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.config import MANAGEMENT_TOKEN, HttpConfig, ManagementAccess
+from app.config import ADMIN_KEY, MANAGEMENT_TOKEN, AuthMode, HttpConfig, ManagementAccess
 from app.deployments.ingress.status import (
     CrossSite,
     ManagementRefused,
@@ -30,6 +30,8 @@ from app.deployments.ingress.status import (
     UnknownContentType,
     error_answer,
 )
+from app.deployments.ingress.tenants import http_caller
+from app.deployments.tenants.key_material import is_key, key_digest
 from app.engine.errors import ConfigError, PolyloraError
 
 #: What a browser sends to another site without asking it first (Fetch standard, "CORS-safelisted").
@@ -41,6 +43,7 @@ _READING = ("GET", "HEAD", "OPTIONS")
 class DoorRules:
     """`allowed_origins`, `allowed_hosts`: beside the service's own. `token`: what management asks for.
 
+    `auth`: when a request needs an API key. `admin_digest`: the SHA-256 of the admin key of the environment.
     `sees_clients`: whether a client's address is what our own proxy, or this process, has seen. It is not behind a
     HAProxy that was started without `polylora-haproxy`: everybody comes from this machine then.
     """
@@ -50,17 +53,30 @@ class DoorRules:
     allowed_hosts: Sequence[str] = ()
     token: str | None = None
     sees_clients: bool = True
+    auth: AuthMode = "auto"
+    admin_digest: str | None = None
 
     @classmethod
     def of(cls, config: HttpConfig, environ: Mapping[str, str]) -> DoorRules:
-        """Raises ConfigError if a token is asked for and none is set."""
+        """Raises ConfigError if a token is asked for and none is set, or for an admin key that is none."""
         token = environ.get(MANAGEMENT_TOKEN) or None
         if config.management == "token" and token is None:
             raise ConfigError(f"http.management is 'token' but {MANAGEMENT_TOKEN} is not set where an ingress runs")
         has_ha_proxy = environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
         is_ours = environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "").endswith("polylora-haproxy")
         hosts = tuple(host.lower() for host in config.allowed_hosts)
-        return cls(config.management, config.allowed_origins, hosts, token, is_ours or not has_ha_proxy)
+        admin_key = environ.get(ADMIN_KEY) or None
+        if admin_key is not None and not is_key(admin_key):
+            raise ConfigError(f"{ADMIN_KEY} is not written as a key; polylora keygen --admin makes one")
+        return cls(
+            config.management,
+            config.allowed_origins,
+            hosts,
+            token,
+            is_ours or not has_ha_proxy,
+            config.auth,
+            None if admin_key is None else key_digest(admin_key),
+        )
 
     def check_site(self, scope: Scope) -> None:
         """Raises CrossSite, or UnknownContentType for a body that a page of another site could have sent."""
@@ -84,20 +100,30 @@ class DoorRules:
             raise UnknownContentType(f"the body's Content-Type is {kind!r}; send Content-Type: application/json")
 
     def check_management(self, request: Request) -> None:
-        """Raises ManagementRefused or NotAuthenticated if this client may not manage adapters."""
-        if self.management == "loopback" and not self._is_local(request.scope):
+        """Raises ManagementRefused or NotAuthenticated if this client may not manage adapters.
+
+        Whoever has a key manages what is its own.
+        """
+        if http_caller(request).kind != "open":
+            return
+        if self.management == "loopback" and not self.is_local(request.scope):
             raise ManagementRefused(
                 "adapters are managed from the service's own machine only; http.management: token "
                 f"(with {MANAGEMENT_TOKEN}) or open lets others do it"
             )
         if self.management == "token":
             kind, _, given = request.headers.get("authorization", "").partition(" ")
-            assert self.token is not None, "checked when the rules were made"
-            is_right = hmac.compare_digest(given.strip().encode(), self.token.encode())
-            if kind.lower() != "bearer" or not is_right:
+            if kind.lower() != "bearer" or not self.is_management_token(given.strip()):
                 raise NotAuthenticated("managing adapters needs the header Authorization: Bearer <management token>")
 
-    def _is_local(self, scope: Scope) -> bool:
+    def is_management_token(self, value: str) -> bool:
+        """Whether this is the token of `http.management: token`."""
+        if self.management != "token" or self.token is None:
+            return False
+        return hmac.compare_digest(value.encode(), self.token.encode())
+
+    def is_local(self, scope: Scope) -> bool:
+        """Whether a request comes from the service's own machine."""
         return _is_loopback(scope.get("client")) and (self.sees_clients or _is_loopback(scope.get("server")))
 
 

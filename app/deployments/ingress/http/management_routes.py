@@ -26,14 +26,21 @@ from app.deployments.ingress.management_bodies import (
     unloaded_body,
 )
 from app.deployments.ingress.schema import Body, BodyT, parse_body
-from app.deployments.ingress.tenants import http_caller
-from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, LoadRequest
+from app.deployments.ingress.tenants import check_settings, http_caller, load_request
+from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event
 from app.deployments.registry.view import RegistryView
 from app.engine.errors import InvalidRequest, NotFound
 
 EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
 #: Numbers of events and audit records.
 _MAX_ID = 2**53
+#: What an adapter's description says of memory. Equal contents of two tenants share it, and neither is to notice.
+SHARED_FACTS = ("last_used", "residency")
+#: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
+OWN_EVENTS = frozenset({
+    "requested", "routable", "failed", "registered", "draining", "removed",
+    "put alias", "promote alias", "roll back alias", "remove alias",
+})  # fmt: skip
 
 
 class LoadAdapterBody(Body):
@@ -135,7 +142,7 @@ def _add_load_routes(routes: APIRouter, service: ManagedService) -> None:
     async def load_adapter(request: Request) -> Response:
         body = await _body(LoadAdapterBody, request, service)
         caller = http_caller(request)
-        load = LoadRequest(caller.tenant_id, body.lora_name, body.lora_path, caller.who)
+        load = load_request(caller, body.lora_name, body.lora_path)
         job, entry = await service.management.store.load_and_wait(load)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
@@ -149,9 +156,7 @@ def _add_load_routes(routes: APIRouter, service: ManagedService) -> None:
         body = await _body(LoadLoraBody, request, service)
         _check_base(service, body.base_model)
         caller = http_caller(request)
-        load = LoadRequest(
-            caller.tenant_id, body.lora_model, body.lora_path, caller.who, body.pin_lora, body.traffic_weight
-        )
+        load = load_request(caller, body.lora_model, body.lora_path, body.pin_lora, body.traffic_weight)
         job, entry = await service.management.store.load_and_wait(load)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
@@ -193,7 +198,7 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
     async def register(request: Request) -> Response:
         body = await _body(RegisterAdapterBody, request, service)
         caller = http_caller(request)
-        load = LoadRequest(caller.tenant_id, body.name, body.path, caller.who, body.pinned, body.traffic_weight)
+        load = load_request(caller, body.name, body.path, body.pinned, body.traffic_weight)
         if _wants_to_wait(request, body.wait):
             job, entry = await service.management.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
@@ -207,12 +212,16 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
     @routes.get("/v1/loras/{name}")
     async def adapter(name: str, request: Request) -> Response:
         description = await service.management.store.describe(name, tenant_id=http_caller(request).tenant_id)
-        return JSONResponse(description_body(name, description, service.management))
+        whole = description_body(name, description, service.management)
+        if http_caller(request).kind == "project":
+            whole = {field: value for field, value in whole.items() if field not in SHARED_FACTS}
+        return JSONResponse(whole)
 
     @routes.patch("/v1/loras/{name}")
     async def configure(name: str, request: Request) -> Response:
         body = await _body(ConfigureAdapterBody, request, service)
         caller = http_caller(request)
+        check_settings(caller, body.pinned, body.traffic_weight)
         entry = await service.management.store.configure(
             name,
             tenant_id=caller.tenant_id,
@@ -256,6 +265,9 @@ def _add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
         records = await service.management.store.events(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
         )
+        if http_caller(request).kind == "project":  # a page may be shorter than was asked for
+            kept = [record for record in records if record.event in OWN_EVENTS]
+            return JSONResponse(page_body([asdict(each) for each in kept], has_more=len(records) > query.limit))
         return _journal_page(records, query.limit)
 
     @routes.get("/v1/audit")

@@ -111,25 +111,27 @@ MANAGED = ("/v1/loras", "/v1/events", "/v1/audit", "/v1/aliases", "/v1/loras/sql
 async def test_adapters_are_managed_from_this_machine_unless_told_otherwise(
     service: Service, client: str, status: int
 ) -> None:
-    async with client_of(service, DoorRules(), host="models.example", client=client) as http:
+    async with client_of(service, DoorRules(auth="open"), host="models.example", client=client) as http:
         for path in MANAGED:
             assert (await http.get(path)).status_code == status
         assert (await http.post(**LOAD)).status_code == status
         assert (await http.get("/v1/models")).status_code == 200, "inference is open"
-    async with client_of(service, DoorRules(management="open"), host="models.example", client=client) as http:
+    rules = DoorRules(management="open", auth="open")
+    async with client_of(service, rules, host="models.example", client=client) as http:
         assert (await http.get("/v1/loras")).status_code == 200
 
 
 async def test_behind_a_proxy_that_is_not_ours_nobody_is_known_to_be_local(service: Service) -> None:
     """HAProxy without our program: everybody's address is 127.0.0.1, or what they write."""
     environ = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-    rules = DoorRules.of(HttpConfig(), environ)
+    config = HttpConfig(auth="open")
+    rules = DoorRules.of(config, environ)
     async with client_of(service, rules, host="models.example") as http:
         assert (await http.get("/v1/loras")).status_code == 403
     async with client_of(service, rules) as http:  # it listens on loopback: who reaches it is local
         assert (await http.get("/v1/loras")).status_code == 200
     ours = environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": "/x/bin/polylora-haproxy"}
-    async with client_of(service, DoorRules.of(HttpConfig(), ours), host="models.example") as http:
+    async with client_of(service, DoorRules.of(config, ours), host="models.example") as http:
         assert (await http.get("/v1/loras")).status_code == 200
 
 
@@ -158,15 +160,24 @@ async def test_a_token_is_asked_for_also_on_this_machine(
         assert (await http.get("/v1/models")).status_code == 200
 
 
+async def test_with_the_token_adapters_are_managed_from_elsewhere_and_nothing_is_asked(service: Service) -> None:
+    rules = DoorRules.of(HttpConfig(management="token"), {"POLYLORA_MANAGEMENT_TOKEN": "right-token"})
+    headers = {"Authorization": "Bearer right-token"}
+    async with client_of(service, rules, host="models.example", client="10.0.0.9") as http:
+        assert (await http.get("/v1/loras", headers=headers)).status_code == 200
+        asked = await http.post("/v1/completions", headers=headers, json={"model": "base", "prompt": "a"})
+        assert (asked.status_code, asked.json()["error"]["code"]) == (403, "insufficient_permissions")
+        assert (await http.get("/v1/loras")).status_code == 401
+
+
 def test_a_token_that_is_not_set_is_named() -> None:
     with pytest.raises(ConfigError, match="POLYLORA_MANAGEMENT_TOKEN is not set"):
         DoorRules.of(HttpConfig(management="token"), {})
 
 
 async def test_the_audit_names_addresses_and_nothing_else(service: Service) -> None:
-    async with client_of(
-        service, DoorRules(management="open"), host="h", client="10.0.0.1 approved by the CISO"
-    ) as http:
+    rules = DoorRules(management="open", auth="open")
+    async with client_of(service, rules, host="h", client="10.0.0.1 approved by the CISO") as http:
         assert (await http.post(**LOAD)).status_code == 200
         who = {record["who"] for record in (await http.get("/v1/audit")).json()["data"]}
     assert "http, from no address" in who

@@ -1,4 +1,4 @@
-"""The registry of the first release: names, what they have meant, jobs, aliases, events, audit and the hot set."""
+"""The first release's schema: names, what they have meant, jobs, aliases, events, audit, the hot set, and tenants."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ def upgrade() -> None:
     _aliases()
     _journal()
     _hot_set()
+    _tenants()
+    _tenant_rights()
+    _tenant_usage()
 
 
 def _names() -> None:
@@ -120,6 +123,125 @@ def _hot_set() -> None:
         sa.Column("position", sa.Integer, primary_key=True),
         sa.Column("digest", sa.String(64), nullable=False),
     )
+
+
+def _tenants() -> None:
+    op.create_table(
+        "projects",
+        *_id(),
+        sa.Column("name", sa.String(256), nullable=False),
+        sa.Column("created_s", sa.Double, nullable=False),
+        sa.Column("archived_s", sa.Double),
+        sa.Column("weight", sa.Double, nullable=False),
+        sa.Column("enforce", sa.Boolean, nullable=False),
+        sa.Column("salt_secret", sa.String(64), nullable=False),
+        sa.Column("salt_version", sa.Integer, nullable=False),
+        sa.Column("model_mode", sa.String(16)),
+        sa.Column("model_ids", sa.Text, nullable=False),
+        sa.Column("max_concurrent", sa.Integer),
+        sa.Column("max_adapters", sa.Integer),
+        sa.Column("max_adapter_bytes", sa.BigInteger),
+        sa.Column("spend_cents", sa.BigInteger),
+    )
+    op.create_index("projects_by_time", "projects", ["base_digest", "created_s", "id"])
+    op.create_table(
+        "service_accounts",
+        *_id(),
+        sa.Column("project_id", sa.String(64), nullable=False),
+        sa.Column("name", sa.String(256), nullable=False),
+        sa.Column("role", sa.String(16), nullable=False),
+        sa.Column("created_s", sa.Double, nullable=False),
+        sa.Column("deleted_s", sa.Double),
+    )
+    op.create_index("service_accounts_by_project", "service_accounts", ["base_digest", "project_id", "created_s", "id"])
+    op.create_table(
+        "api_keys",
+        *_id(),
+        sa.Column("digest", sa.String(64), nullable=False),
+        sa.Column("is_admin", sa.Boolean, nullable=False),
+        sa.Column("project_id", sa.String(64)),
+        sa.Column("service_account_id", sa.String(64)),
+        sa.Column("name", sa.String(256), nullable=False),
+        sa.Column("redacted", sa.String(64), nullable=False),
+        sa.Column("created_s", sa.Double, nullable=False),
+        sa.Column("expires_s", sa.Double),
+        sa.Column("revoked_s", sa.Double),
+        sa.Column("last_used_s", sa.Double),
+    )
+    op.create_index("api_keys_by_digest", "api_keys", ["base_digest", "digest"], unique=True)
+    op.create_index("api_keys_by_project", "api_keys", ["base_digest", "project_id", "created_s", "id"])
+
+
+def _tenant_rights() -> None:
+    op.create_table(
+        "rate_limits",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("project_id", sa.String(64), primary_key=True),
+        sa.Column("model", sa.String(128), primary_key=True),
+        sa.Column("requests_per_min", sa.BigInteger),
+        sa.Column("tokens_per_min", sa.BigInteger),
+        sa.Column("requests_per_day", sa.BigInteger),
+    )
+    op.create_table(
+        "adapter_shares",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("owner_id", sa.String(64), primary_key=True),
+        sa.Column("name", sa.String(128), primary_key=True),
+        sa.Column("project_id", sa.String(64), primary_key=True),
+    )
+    op.create_table(
+        "tenant_audit",
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("base_digest", sa.String(64), nullable=False),
+        sa.Column("event", sa.String(64), nullable=False),
+        sa.Column("actor", sa.String(64), nullable=False),
+        sa.Column("project_id", sa.String(64)),
+        sa.Column("target", sa.String(128), nullable=False),
+        sa.Column("detail", sa.Text, nullable=False),
+        sa.Column("time_s", sa.Double, nullable=False),
+        sqlite_autoincrement=True,
+    )
+    op.create_index("tenant_audit_by_base", "tenant_audit", ["base_digest", "id"])
+    op.create_table(
+        "tenant_revisions",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("number", sa.BigInteger, nullable=False),
+    )
+
+
+def _tenant_usage() -> None:
+    op.create_table(
+        "ledger",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("minute", sa.Integer, primary_key=True),
+        sa.Column("project_id", sa.String(64), primary_key=True),
+        sa.Column("key_id", sa.String(64), primary_key=True),
+        sa.Column("model", sa.String(128), primary_key=True),
+        sa.Column("digest", sa.String(64), primary_key=True),
+        sa.Column("route_kind", sa.String(16), primary_key=True),
+        sa.Column("num_requests", sa.BigInteger, nullable=False),
+        sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+        sa.Column("cached_tokens", sa.BigInteger, nullable=False),
+        sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+        sa.Column("repeated_tokens", sa.BigInteger, nullable=False),
+        sa.Column("num_loads", sa.BigInteger, nullable=False),
+        sa.Column("load_bytes", sa.BigInteger, nullable=False),
+        sa.Column("cost_nanos", sa.BigInteger, nullable=False),
+    )
+    op.create_table(
+        "ledger_writers",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("writer_id", sa.String(64), primary_key=True),
+        sa.Column("number", sa.BigInteger, nullable=False),
+        sa.Column("time_s", sa.Double, nullable=False),
+    )
+
+
+def _id() -> list[sa.Column]:  # type: ignore[type-arg]
+    return [
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("id", sa.String(64), primary_key=True),
+    ]
 
 
 def _key() -> list[sa.Column]:  # type: ignore[type-arg]

@@ -1,0 +1,72 @@
+"""The first admin key, and whether a service would be open to everybody.
+
+In: the settings of a service. Out: a key, printed once; or the refusal to listen on a network without any. What is read
+and written is the registry's database, so the service need not run; one that runs knows the key within seconds.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+
+from app.config import ADMIN_KEY, AppConfig
+from app.engine.errors import ConfigError
+
+#: What is said at start of a service that lets everybody in who can reach it.
+OPEN_NOTICE = (
+    "there are no API keys: whoever is on this machine is let in. `polylora keygen --admin` makes the first admin key"
+)
+
+
+def make_admin_key(settings: AppConfig) -> str:
+    """An admin key that the services of these settings take from now on. Raises ConfigError, NotReady."""
+    from app.deployments.registry.books import open_registry
+    from app.deployments.tenants.books import TenantBooks
+    from app.engine.models.checkpoint import open_model
+
+    registry = open_registry(settings, open_model(settings.model.uri, settings.model.name).spec.digest)
+    try:
+        return TenantBooks(registry.database).keys.create_admin_key("keygen", None, actor="shell").value
+    finally:
+        registry.close()
+
+
+def check_open_door(settings: AppConfig, host: str, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError if a network could reach a service that asks nobody for a key."""
+    if settings.http.auth != "auto" or environ.get(ADMIN_KEY) or _is_loopback(host) or _has_keys(settings):
+        return
+    raise ConfigError(
+        f"the service would listen on {host} without any API key; make one with `polylora keygen --admin`, set "
+        f"{ADMIN_KEY}, or let everybody in with http.auth: open"
+    )
+
+
+def is_open(url: str) -> bool:
+    """Whether a service that runs answers without a key."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{url}/v1/models?limit=1", timeout=30):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _has_keys(settings: AppConfig) -> bool:
+    from app.deployments.registry.books import open_registry
+    from app.deployments.tenants.books import TenantBooks
+    from app.engine.models.checkpoint import open_model
+
+    registry = open_registry(settings, open_model(settings.model.uri, settings.model.name).spec.digest)
+    try:
+        return bool(TenantBooks(registry.database).everything().keys)
+    finally:
+        registry.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

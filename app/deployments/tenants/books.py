@@ -1,0 +1,82 @@
+"""All that the database knows of tenants, opened.
+
+In: the registry's database. Out: the parts, which share it and nothing else, and everything there is at once, to be
+published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sqlalchemy import select
+
+from app.deployments.registry.database import Database
+from app.deployments.tenants.entries import ApiKey, Tenant, TenantChange
+from app.deployments.tenants.key_books import KeyBooks
+from app.deployments.tenants.project_books import ProjectBooks
+from app.deployments.tenants.tables import tenant_audit, tenant_revisions
+
+
+class Everything(NamedTuple):
+    """All tenants and keys as of one revision."""
+
+    revision: int
+    tenants: Sequence[Tenant]
+    keys: Sequence[ApiKey]
+
+
+class TenantBooks:
+    """Calls may come from several threads; each is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.projects = ProjectBooks(database)
+        self.keys = KeyBooks(database)
+
+    def revision(self) -> int:
+        """Rises with each change, whichever process makes it."""
+        place = tenant_revisions.c.base_digest == self._database.base_digest
+        with self._database.read() as connection:
+            return connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
+
+    def everything(self) -> Everything:
+        place = tenant_revisions.c.base_digest == self._database.base_digest
+        with self._database.read() as connection:
+            number = connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
+            return Everything(number, self.projects.all(connection), self.keys.all(connection))
+
+    def changes(
+        self,
+        limit: int,
+        *,
+        before: int | None = None,
+        after: int | None = None,
+        project_ids: Sequence[str] = (),
+        events: Sequence[str] = (),
+    ) -> list[TenantChange]:
+        """The audit, newest first: up to `limit` lines, older than the one `before` and newer than `after`."""
+        columns = tenant_audit.c
+        query = select(tenant_audit).where(columns.base_digest == self._database.base_digest)
+        if before is not None:
+            query = query.where(columns.id < before)
+        if after is not None:
+            query = query.where(columns.id > after)
+        if project_ids:
+            query = query.where(columns.project_id.in_(project_ids))
+        if events:
+            query = query.where(columns.event.in_(events))
+        with self._database.read() as connection:
+            rows = connection.execute(query.order_by(columns.id.desc()).limit(limit)).mappings().all()
+        return [
+            TenantChange(
+                row["id"],
+                row["event"],
+                row["actor"],
+                row["project_id"],
+                row["target"],
+                row["detail"],
+                row["time_s"],
+            )
+            for row in rows
+        ]

@@ -1,0 +1,75 @@
+"""What an ingress knows of tenants and keys: a copy that is read without asking anybody.
+
+In: changes, as their owner publishes them, and keys as clients send them. Out: whose key it is. Rule: a key is looked
+up by its SHA-256, so that how long a look-up takes says nothing about any key, and what is found is compared in
+constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import NamedTuple
+
+from app.deployments.links.published import Changes
+from app.deployments.tenants.entries import ApiKey, Tenant, TenantKey, TenantRow
+from app.deployments.tenants.key_material import key_digest
+
+
+class KnownKey(NamedTuple):
+    """A valid key; `tenant` None: it administers."""
+
+    key: ApiKey
+    tenant: Tenant | None
+
+
+class TenantView:
+    """One event loop. 100,000 keys are a dictionary of 100,000."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._keys: dict[str, ApiKey] = {}
+        self._unconfirmed: set[TenantKey] | None = None  # of a copy that is coming: what it has not mentioned so far
+        self.has_keys = False  # once true, for as long as the process lives: losing the table opens no door
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._tenants)
+
+    def take(self, news: Changes[TenantKey, TenantRow]) -> None:
+        """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""
+        if news.is_first:
+            self._unconfirmed = {("tenant", each) for each in self._tenants} | {("key", each) for each in self._keys}
+        for place, row in news.rows:
+            self._apply(place, row)
+        if self._unconfirmed is not None:
+            self._unconfirmed.difference_update(place for place, _ in news.rows)
+            if news.is_last:
+                for place in self._unconfirmed:
+                    self._apply(place, None)
+                self._unconfirmed = None
+
+    def tenant(self, tenant_id: str) -> Tenant | None:
+        return self._tenants.get(tenant_id)
+
+    def find(self, value: str, now_s: float) -> KnownKey | None:
+        """Whose key this is, if it is one that is valid now."""
+        digest = key_digest(value)
+        key = self._keys.get(digest)
+        if key is None or not hmac.compare_digest(key.digest, digest) or not key.is_valid(now_s):
+            return None
+        if key.project_id is None:
+            return KnownKey(key, None)
+        tenant = self._tenants.get(key.project_id)
+        return None if tenant is None or tenant.archived_s is not None else KnownKey(key, tenant)
+
+    def _apply(self, place: TenantKey, row: TenantRow | None) -> None:
+        kind, name = place
+        if isinstance(row, Tenant):
+            self._tenants[name] = row
+        elif isinstance(row, ApiKey):
+            self._keys[name] = row
+            self.has_keys = True
+        elif kind == "tenant":
+            self._tenants.pop(name, None)
+        else:
+            self._keys.pop(name, None)

@@ -1,0 +1,67 @@
+"""The first admin key, and a service that would be open to a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from app.cli.keys import check_open_door
+from app.cli.main import main
+from app.config import ADMIN_KEY, AppConfig
+from app.deployments.registry.books import open_registry
+from app.deployments.tenants.books import TenantBooks
+from app.deployments.tenants.key_material import is_key, key_digest
+from app.engine.errors import ConfigError
+from app.engine.models import checkpoint
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AppConfig:
+    opened = SimpleNamespace(spec=SimpleNamespace(digest="d" * 64))
+    monkeypatch.setattr(checkpoint, "open_model", lambda *_: opened)
+    return AppConfig.model_validate({"adapters": {"state_dir": str(tmp_path / "state")}})
+
+
+def test_the_first_admin_key_is_printed_once_and_only_its_hash_is_kept(
+    settings: AppConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "serve.yaml"
+    args = {"adapters": {"state_dir": settings.adapters.state_dir}}
+    config.write_text(yaml.safe_dump({"applications": [{"import_path": "app.main:build", "args": args}]}))
+    assert main(["keygen", "--admin", "--config", str(config)]) == 0
+    value = capsys.readouterr().out.strip()
+    assert is_key(value)
+    registry = open_registry(settings, "d" * 64)
+    (key,) = TenantBooks(registry.database).everything().keys
+    registry.close()
+    assert key.is_admin
+    assert key.digest == key_digest(value)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and value[15:].encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("arguments", [["keygen"], ["keygen", "signing.pem", "--admin"]])
+def test_keygen_makes_one_kind_of_key(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    assert "not both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "models.example"])
+def test_a_network_is_not_let_in_without_keys(settings: AppConfig, host: str) -> None:
+    with pytest.raises(ConfigError, match=r"keygen --admin.*http\.auth: open"):
+        check_open_door(settings, host, {})
+    for auth in ("open", "keys"):
+        chosen = settings.model_copy(update={"http": settings.http.model_copy(update={"auth": auth})})
+        check_open_door(chosen, host, {})
+    check_open_door(settings, host, {ADMIN_KEY: "some"})
+    registry = open_registry(settings, "d" * 64)
+    TenantBooks(registry.database).keys.create_admin_key("first", None, actor="test")
+    registry.close()
+    check_open_door(settings, host, {})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
+def test_this_machine_is_let_in_without_keys(host: str) -> None:
+    check_open_door(AppConfig(), host, {})

@@ -1,0 +1,132 @@
+"""The owner of tenants: what it publishes, who else may change it, and 100,000 keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.deployments.links.published import Changes, Version
+from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.tenants.books import TenantBooks
+from app.deployments.tenants.entries import ApiKey, Tenant, TenantKey, TenantRow
+from app.deployments.tenants.key_material import derived_salt, is_key, key_digest, new_key
+from app.deployments.tenants.service import TenantsService
+from app.deployments.tenants.view import TenantView
+from app.engine.errors import InvalidRequest
+
+
+class Clock:
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(sqlite_url(tmp_path / "registry.sqlite"), "base", Clock())
+    yield database
+    database.close()
+
+
+async def caught_up(service: TenantsService, view: TenantView, held: Version | None = None) -> Version | None:
+    while (news := await service.watch(held, "ingress", 0.0)) is not None:
+        held, changes = news
+        view.take(changes)
+    return held
+
+
+async def test_what_a_call_changes_is_published(database: Database) -> None:
+    service, view = TenantsService(TenantBooks(database), lambda: None), TenantView()
+    held = await caught_up(service, view)
+    assert not view.has_keys
+    project = await service.create_project("acme", actor="test")
+    _, issued = await service.create_account(project.id, "app", with_key=True, expires_in_s=None, actor="test")
+    assert issued is not None
+    held = await caught_up(service, view, held)
+    known = view.find(issued.value, 0.0)
+    assert known is not None
+    assert known.tenant == project
+    await service.configure_project(project.id, {"weight": 2.0}, actor="test")
+    held = await caught_up(service, view, held)
+    tenant = view.tenant(project.id)
+    assert tenant is not None
+    assert tenant.weight == 2.0
+    await service.revoke_key(project.id, issued.key.id, actor="test")
+    await caught_up(service, view, held)
+    assert view.find(issued.value, 0.0) is None
+    assert view.has_keys
+
+
+async def test_what_another_process_changes_is_seen(database: Database) -> None:
+    """A shell that makes the first key, or a second service on the same database."""
+    service, view = TenantsService(TenantBooks(database), lambda: None), TenantView()
+    held = await caught_up(service, view)
+    elsewhere = TenantBooks(database)
+    made = elsewhere.keys.create_admin_key("first", None, actor="shell")
+    project = await service.create_project("acme", actor="test")  # any call that changes something sees all
+    await caught_up(service, view, held)
+    known = view.find(made.value, 0.0)
+    assert known is not None
+    assert known.key.is_admin
+    assert view.tenant(project.id) is not None
+
+
+def test_a_new_copy_forgets_what_is_no_more() -> None:
+    view = TenantView()
+    old, new = (ApiKey(f"key_{name}", name, "", name, 0.0, "proj") for name in ("old", "new"))
+    rows: list[tuple[TenantKey, TenantRow]] = [(("key", "old"), old), (("tenant", "proj"), Tenant("proj", "p", 0.0))]
+    view.take(Changes(tuple(rows), is_first=True, is_last=True))
+    view.take(Changes(((("key", "new"), new),), is_first=True, is_last=False))
+    assert view.tenant("proj") is not None, "it may be yet to come"
+    view.take(Changes((), is_first=False, is_last=True))
+    assert view.tenant("proj") is None
+    assert set(view._keys) == {"new"}
+
+
+def test_a_hundred_thousand_keys_are_looked_up_in_microseconds() -> None:
+    view = TenantView()
+    rows: list[tuple[TenantKey, TenantRow]] = [(("tenant", "proj"), Tenant("proj", "p", 0.0))]
+    values = [new_key(is_admin=False).value for _ in range(100_000)]
+    rows += [
+        (("key", key_digest(value)), ApiKey(f"key_{index}", key_digest(value), "", "k", 0.0, "proj"))
+        for index, value in enumerate(values)
+    ]
+    view.take(Changes(tuple(rows), is_first=True, is_last=True))
+    started_s = time.process_time()
+    assert all(view.find(value, 1.0) is not None for value in values[:20_000])
+    per_look_up_s = (time.process_time() - started_s) / 20_000
+    assert per_look_up_s < 50e-6
+
+
+def test_keys_and_salts() -> None:
+    made = {new_key(is_admin=False).value for _ in range(100)}
+    assert len(made) == 100
+    assert all(is_key(value) and len(value) == 51 for value in made)
+    assert not any(is_key(value) for value in ("", "sk-poly-", "sk-poly-short", "sk-proj-" + 43 * "a"))
+    salts = {derived_salt(secret, version) for secret in (b"a", b"b") for version in (1, 2)}
+    assert len(salts) == 4
+
+
+def test_limits_that_cannot_be_are_refused(database: Database) -> None:
+    projects = TenantBooks(database).projects
+    project = projects.create("acme", actor="test")
+    with pytest.raises(InvalidRequest, match="weight"):
+        projects.configure(project.id, {"weight": float("nan")}, actor="test")
+    with pytest.raises(InvalidRequest, match="max_concurrent"):
+        projects.configure(project.id, {"max_concurrent": -1}, actor="test")
+    with pytest.raises(InvalidRequest, match="no setting"):
+        projects.configure(project.id, {"salt": "mine"}, actor="test")
+    with pytest.raises(InvalidRequest, match="name"):
+        projects.permit_models(project.id, "allow_list", ["../etc"], actor="test")
+
+
+def test_the_secret_of_a_project_leaves_the_database_as_a_salt_only(database: Database) -> None:
+    project = TenantBooks(database).projects.create("acme", actor="test")
+    with database.read() as connection:
+        secret = str(connection.exec_driver_sql("SELECT salt_secret FROM projects").scalar())
+    assert secret not in repr(project)
+    assert project.salt == derived_salt(bytes.fromhex(secret), 1)
