@@ -23,6 +23,7 @@ from app.engine.adapters.signing.trusted_keys import PUBLIC_KEY_PATTERN, Trusted
 from app.engine.config import EngineConfig, EvictionPolicy
 from app.engine.errors import ConfigError
 from app.engine.models import sources
+from app.spelling import did_you_mean, fields_at
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -242,7 +243,7 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
     try:
         config = AppConfig.model_validate(values)
     except ValidationError as error:
-        lines = (f"{'.'.join(map(str, item['loc'])) or 'args'}: {item['msg']}" for item in error.errors())
+        lines = (_complaint(item["loc"], item["type"], item["msg"]) for item in error.errors())
         raise ConfigError("bad service configuration; " + "; ".join(lines)) from error
     roots = [_absolute(root) for root in config.adapters.roots]
     if lora_path := environ.get("LORA_PATH"):
@@ -259,6 +260,13 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
         }
     )
     return config.model_copy(update={"adapters": adapters})
+
+
+def _complaint(place: tuple[int | str, ...], kind: str, message: str) -> str:
+    where = ".".join(map(str, place)) or "args"
+    if kind == "extra_forbidden":
+        return f"{where} is an unknown key{did_you_mean(str(place[-1]), fields_at(AppConfig, place[:-1]))}"
+    return f"{where}: {message}"
 
 
 def _absolute(path: str) -> Path:

@@ -19,6 +19,7 @@ ROLES: tuple[tuple[str, str], ...] = (
     ("AdapterStoreActor", "store"),
     ("PlacementActor", "placement"),
     ("bin/haproxy", "haproxy"),
+    ("polylora-haproxy", "haproxy"),
     ("HAProxyManager", "proxies"),
     ("ProxyActor", "proxies"),
     ("ServeController", "controller"),

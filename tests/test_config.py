@@ -15,7 +15,7 @@ from app.engine.errors import ConfigError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"modle": {}}, "modle: Extra inputs"),
+        ({"modle": {}}, "modle is an unknown key; did you mean 'model'"),
         ({"engine": {"max_lora_rank": 8}}, r"engine\.max_lora_rank"),
         ({"engine": {"block_size": 7}}, r"engine\.block_size"),
         ({"placement": {"policy": "random"}}, r"placement\.policy"),

@@ -1,8 +1,8 @@
 """The program that Ray starts as HAProxy: HAProxy itself, with a few lines of Ray's configuration changed.
 
-In: HAProxy's command line as Ray 2.60 writes it, `-f FILE` among it. Out: FILE rewritten in place, and this process
-becomes HAProxy (the same process id, which Ray asks for). Rule: a configuration that is not Ray's is refused in words;
-it is never served half changed. Ray finds this program by `RAY_SERVE_HAPROXY_BINARY_PATH` (`ray_switches`).
+In: HAProxy's command line as Ray 2.60 writes it, `-f FILE` among it. Out: a HAProxy that runs with FILE's contents
+changed, and is started again when it ends (`haproxy_supervisor`). Rule: a configuration that is not Ray's is refused in
+words; it is never served half changed. Ray finds this program by `RAY_SERVE_HAPROXY_BINARY_PATH` (`ray_switches`).
 
 What changes, and why:
 
@@ -20,12 +20,16 @@ What changes, and why:
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from app.cli.haproxy_supervisor import Supervisor, socket_of
 
 TRUSTED_PROXIES = "POLYLORA_TRUSTED_PROXIES"
 #: The ports of the two sections that are left out: section, environment variable.
@@ -35,8 +39,6 @@ LISTENERS = (
 )
 RETRY_AFTER_S = 2
 
-#: The first line of a file that has been changed.
-_MARK = "# Changed by polylora-haproxy"
 _Section = list[str]
 
 
@@ -45,16 +47,21 @@ class UnknownConfiguration(Exception):
 
 
 def main() -> None:
-    """Rewrite the file that `-f` names and become HAProxy."""
+    """Run HAProxy with the file that `-f` names, changed; without a file, become HAProxy."""
     arguments = sys.argv[1:]
     try:
-        if "-f" in arguments:
-            _rewrite(Path(arguments[arguments.index("-f") + 1]), os.environ)
         binary = haproxy_binary()
+        if "-f" not in arguments:
+            os.execv(binary, [binary, *arguments])
+        file = Path(arguments[arguments.index("-f") + 1])
+        changed = _changed(file, os.environ)
+        if "-c" in arguments:  # only to be checked
+            os.execv(binary, [binary, *(str(changed.file) if word == str(file) else word for word in arguments)])
+        supervisor = Supervisor(binary, arguments, changed.file, changed.admin, str(file))
     except (UnknownConfiguration, ImportError, OSError, ValueError) as error:
         print(f"polylora-haproxy: {error}", file=sys.stderr)
         raise SystemExit(1) from error
-    os.execv(binary, [binary, *arguments])
+    raise SystemExit(asyncio.run(supervisor.run()))
 
 
 def haproxy_binary() -> str:
@@ -111,19 +118,30 @@ def error_answer(status: int) -> str:
     )
 
 
-def _rewrite(path: Path, environ: Mapping[str, str]) -> None:
+class _Changed(NamedTuple):
+    """The file for HAProxy, and where Ray expects its control socket."""
+
+    file: Path
+    admin: Path
+
+
+def _changed(path: Path, environ: Mapping[str, str]) -> _Changed:
+    """Ray's file, changed, beside it. Raises UnknownConfiguration, OSError, ValueError."""
     text = path.read_text()
-    if text.startswith(_MARK):  # Ray starts HAProxy again with the file that it wrote before
-        return
     errors = {status: path.with_name(f"{status}.http") for status in (502, 503, 504)}
     for status, file in errors.items():
         file.write_text(error_answer(status))
-    changed = path.with_name(f"{path.name}.{os.getpid()}")
     was_up = path.with_name("was_up")  # the folder is this Ray node's own: it is not there at the next start
-    changed.write_text(f"{_MARK}\n{rewritten(text, errors, environ, was_up=was_up.exists())}")
+    changed = rewritten(text, errors, environ, was_up=was_up.exists())
     if any(_ingresses(section) for section in _sections(text)):
         was_up.touch()
-    changed.replace(path)
+    found = re.search(r"^\s*stats socket (\S+)", changed, re.MULTILINE)
+    if found is None:
+        raise UnknownConfiguration("Ray's HAProxy configuration names no control socket")
+    admin = Path(found[1])
+    own = path.with_name(f"{os.getpid()}.cfg")
+    own.write_text(changed.replace(str(admin), str(socket_of(admin.parent, os.getpid())), 1))
+    return _Changed(own, admin)
 
 
 def _sections(text: str) -> list[_Section]:

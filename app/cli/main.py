@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -27,6 +28,7 @@ from app.cli.adapters import add_commands
 from app.cli.apply import add_apply
 from app.cli.signing import add_signing_commands
 from app.engine.errors import PolyloraError
+from app.release import version
 
 DEFAULT_CONFIG = "configs/serve.yaml"
 
@@ -34,20 +36,37 @@ DEFAULT_CONFIG = "configs/serve.yaml"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status."""
     parser = argparse.ArgumentParser(prog="polylora", description="One base model, many LoRA adapters.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"polylora {version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_serve(commands)
     _add_fetch(commands)
     add_commands(commands)
     add_signing_commands(commands)
     add_apply(commands)
+    for command in commands.choices.values():
+        command.add_argument("--verbose", action="store_true", help="show where an error comes from")
     arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
         return int(arguments.run(arguments))
     except PolyloraError as error:
-        print(f"polylora {arguments.command}: {error}", file=sys.stderr)
-        return 1
+        return _failed(arguments, str(error), getattr(error, "details", ""))
     except KeyboardInterrupt:
         return 130
+    except Exception as error:  # a bug, ours or another's: its trace is for who asks
+        said = str(error).strip().partition("\n")[0]
+        return _failed(arguments, f"{type(error).__name__}: {said}; --verbose shows where it comes from")
+
+
+def _failed(arguments: argparse.Namespace, message: str, details: str = "") -> int:
+    """Say why a command ends, in one line, and the whole of it to who asks. Called while the error is handled."""
+    if arguments.verbose:
+        traceback.print_exc()
+        print(details, file=sys.stderr)
+    print(f"polylora {arguments.command}: {message}", file=sys.stderr)
+    return 1
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,13 +7,19 @@ A cluster that is joined (RAY_ADDRESS) was started with its own; only what this 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import shutil
 import socket
+import stat
 import sys
 import sysconfig
+import time
 from collections.abc import MutableMapping
 from pathlib import Path
+
+from app.engine.errors import ConfigError
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 
@@ -54,6 +60,8 @@ _HA_PROXY_FILES: tuple[tuple[str, str], ...] = (
     ("RAY_SERVE_HAPROXY_SERVER_STATE_FILE", "server-state"),
     ("RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH", "metrics.sock"),
 )
+#: A Ray node that was started before, and has no HAProxy by now, has ended.
+ABANDONED_AFTER_S = 600.0
 
 
 def has_ha_proxy() -> bool:
@@ -71,7 +79,8 @@ def set_ray_switches(environ: MutableMapping[str, str] = os.environ) -> bool:
     if environ.get(HA_PROXY) != "1":
         return False
     # Ray would let everybody enter it, and sockets of frames (`links/sockets`) lie only where nobody else can.
-    _user_folder().mkdir(mode=0o700, exist_ok=True)
+    _make_own(_user_folder())
+    _remove_abandoned(ha_proxy_folder())
     for name, value in ha_proxy_places().items():
         environ.setdefault(name, value)
     return True
@@ -81,10 +90,15 @@ def _user_folder() -> Path:
     return Path(f"/tmp/polylora-{os.getuid()}")
 
 
+def ha_proxy_folder() -> Path:
+    """HAProxy's files, in a folder inside for each Ray node."""
+    return _user_folder() / "ha"
+
+
 def ha_proxy_places() -> dict[str, str]:
     """Where HAProxy's program and files are, and the port of the proxy that Ray starts beside it, which must differ
     between services of one machine. Unix sockets have short paths, so files lie in /tmp."""
-    folder = _user_folder() / "ha"
+    folder = ha_proxy_folder()
     places = {name: str(folder / file) for name, file in _HA_PROXY_FILES}
     script = Path(sysconfig.get_path("scripts"), HA_PROXY_SCRIPT)
     with socket.socket() as probe:
@@ -94,3 +108,22 @@ def ha_proxy_places() -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(script),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(port),
     }
+
+
+def _make_own(folder: Path) -> None:
+    """Raises ConfigError if somebody else has it, or may enter it."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder} ({error.strerror}), where this user's sockets lie") from error
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not a folder of this user alone; remove it, or give it back (chmod 700, chown)")
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Folders of Ray nodes that were killed: on their sockets nobody listens, and they are no longer being made."""
+    for node in folder.glob("*/"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if time.time() - node.stat().st_mtime > ABANDONED_AFTER_S and probe.connect_ex(str(node / "admin.sock")):
+                shutil.rmtree(node)

@@ -10,61 +10,69 @@ store and placement beside Serve's controller, proxies beside the deployments.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import logging
 import os
+import shutil
 import signal
-import socket
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from app.cli.checks import check_folders, check_ha_proxy_ports, check_port, check_preloaded
 from app.cli.keys import OPEN_NOTICE, check_open_door, is_open
-from app.cli.ray_switches import HA_PROXY_PORTS, set_ray_switches
-from app.cli.room import OWN_CLUSTER_LIMIT_S, Actor, RoomWatch, no_room
-from app.cli.settings_file import IMPORT_PATH, read_settings
+from app.cli.ray_switches import ha_proxy_folder, set_ray_switches
+from app.cli.settings_file import IMPORT_PATH, read_document, settings_of
+from app.cli.waiting import StartFailed, check_actors, check_ha_proxy, reason_in, wait_until_ready
+from app.cli.watching import ReplicaWatch
 from app.config import AppConfig
-from app.engine.errors import ConfigError, EngineFailure
+from app.engine.errors import ConfigError
 
-#: A first start compiles kernels for most of a minute; a large model takes its time to load.
-START_TIMEOUT_S = 900.0
+if TYPE_CHECKING:  # Ray is imported when its switches are set
+    from ray.serve.schema import ServeDeploySchema
+
+#: How often the running service is looked at for replicas that were lost.
+LOOK_INTERVAL_S = 2.0
 
 
 def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *, dashboard: bool) -> int:
     """Run the service in the foreground. Raises PolyloraError when it cannot start."""
-    settings = read_settings(config_path)
-    if not os.environ.get("RAY_ADDRESS"):  # another cluster has environments of its own
+    document = read_document(config_path)
+    settings = settings_of(document, config_path)
+    is_joined = bool(os.environ.get("RAY_ADDRESS"))
+    if not is_joined:  # another cluster has environments of its own
         settings.engine.check_installed()
-    document = yaml.safe_load(config_path.read_text(encoding="utf-8"))
     host, port = _address(document, host, port)
     url = f"http://{_reachable(host)}:{port}"
-    _check_port(host, port, "choose another --port")
+    check_port(host, port, "choose another --port")
     check_open_door(settings, host, os.environ)
-    if not set_ray_switches():
+    check_folders(settings, os.environ)
+    if not is_joined:
+        check_preloaded(settings)
+    has_ha_proxy = set_ray_switches()
+    if not has_ha_proxy:
         _say("HAProxy is not used; Serve's own proxy costs more CPU per token")
-    elif not os.environ.get("RAY_ADDRESS"):
-        _check_ha_proxy_ports()
+    elif not is_joined:
+        check_ha_proxy_ports(os.environ)
+    schema = _schema(document, config_path)
     started_s = time.monotonic()
     _say("starting Ray")
     _start_ray(dashboard)
     with _stop_on_signals():
-        app_names: Sequence[str] = ()
+        app_names = [application.name for application in schema.applications]
+        folder = _own_ha_proxy_folder() if has_ha_proxy and not is_joined else None
         try:
             _say("starting the service")
-            app_names = _deploy(document, settings)
+            look = _deploy(schema, settings, folder)
             _say("loading the model (the first start on a machine also compiles kernels: about a minute)")
-            _wait_until_ready(app_names, _health_url(document, url))
+            wait_until_ready(app_names, _health_url(document, url), _say, look)
             adapters = [adapter.name for adapter in settings.adapters.preload]
             print(_greeting(url, settings.model.name, adapters, time.monotonic() - started_s), flush=True)
             if settings.http.auth == "auto" and is_open(url):
                 _say(OPEN_NOTICE)
-            _wait_for_signal()
+            _wait_for_signal(app_names)
             _say("stopping when running requests have ended; ctrl-C again to end them now")
             _drain(app_names)
             return 0
@@ -73,6 +81,9 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
             return 0
         finally:
             _stop(app_names)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            _say("stopped")
 
 
 def _address(document: dict[str, Any], host: str | None, port: int | None) -> tuple[str, int]:
@@ -102,29 +113,42 @@ def _start_ray(dashboard: bool) -> None:
         return
     # Inherited: workers that Ray starts ahead have no runtime environment, and only such can be used then.
     os.environ["PYTHONPATH"] = python_path
-    ray.init(**quiet, include_dashboard=dashboard)
+    try:
+        ray.init(**quiet, include_dashboard=dashboard)
+    except Exception as error:  # whatever Ray raises: it has a dozen kinds
+        raise StartFailed(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
 
 
-def _deploy(document: dict[str, Any], settings: AppConfig) -> Sequence[str]:
+def _schema(document: dict[str, Any], path: Path) -> ServeDeploySchema:
+    from app.cli.serve_part import serve_schema
+
+    return serve_schema(document, path)
+
+
+def _deploy(schema: ServeDeploySchema, settings: AppConfig, ha_proxy: Path | None) -> Callable[[], None]:
     """What `serve run` does with a file, without waiting for one part before starting the next.
 
-    Returns the applications' names.
+    ha_proxy: the folder of this cluster's HAProxy, if there is one. Returns what to call while the start is waited for.
     """
-    from ray.serve.schema import ServeDeploySchema
-
     from app.deployments.links import ray_private
     from app.deployments.placement.actor import placement_actor
     from app.deployments.store.actor import store_actor
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    schema = ServeDeploySchema.model_validate(document)
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
+    made: list[tuple[str, Any]] = []
     if not is_joined:
         ours = next(application.name for application in schema.applications if application.import_path == IMPORT_PATH)
-        for actor in (store_actor(settings), placement_actor(settings, ours)):
-            actor.start()
+        made.append(("the adapter store", store_actor(settings).start()))
+        made.append(("placement", placement_actor(settings, ours).start()))
     ray_private.deploy(ray_private.start_serve(schema, wait_for_proxies=is_joined), schema)
-    return [application.name for application in schema.applications]
+
+    def look() -> None:
+        check_actors(made)
+        if ha_proxy is not None:
+            check_ha_proxy(ha_proxy)
+
+    return look
 
 
 def _health_url(document: dict[str, Any], url: str) -> str | None:
@@ -136,58 +160,25 @@ def _health_url(document: dict[str, Any], url: str) -> str | None:
     return f"{url}{prefix.rstrip('/')}/health"
 
 
-def _wait_until_ready(app_names: Sequence[str], health_url: str | None) -> None:
-    """Return when every application runs and ours answers. Raises EngineFailure with Serve's words when one cannot."""
+def _own_ha_proxy_folder() -> Path:
+    """Where the HAProxy of this node, which is all of the cluster, has its files."""
     import ray
+
+    return ha_proxy_folder() / ray.get_runtime_context().get_node_id()
+
+
+def _wait_for_signal(app_names: Sequence[str]) -> None:
     from ray import serve
 
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    room = RoomWatch(_say, START_TIMEOUT_S if os.environ.get("RAY_ADDRESS") else OWN_CLUSTER_LIMIT_S)
-    next_look_s = 0.0
-    while True:
-        applications = serve.status().applications
-        states = [applications[name] for name in app_names if name in applications]
-        for state in states:
-            if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise EngineFailure(f"the service does not start: {_last_words(state)}")
-        is_running = len(states) == len(app_names) and all(state.status == "RUNNING" for state in states)
-        if is_running and (health_url is None or _answers(health_url)):
-            return
-        if time.monotonic() > next_look_s:
-            room.look(_without_room(app_names))
-            next_look_s = time.monotonic() + 1.0
-        if time.monotonic() > deadline_s:
-            logs = ray.get_runtime_context().get_session_name()
-            raise EngineFailure(f"not ready after {START_TIMEOUT_S:g} s; the logs are in Ray's session {logs}")
-        time.sleep(0.1)
-
-
-def _without_room(app_names: Sequence[str]) -> str | None:
-    """Which replicas fit on no machine of the cluster, as a sentence."""
-    import ray
-
-    from app.deployments.links.ray_private import actor_places
-
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    machines = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
-    actors = [Actor(place.name, place.resources, place.node_id or None) for place in actor_places()]
-    return no_room(machines, actors, app_names)
-
-
-def _answers(health_url: str) -> bool:
-    """The way a client comes: an application may run before the proxies know of it."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(health_url, timeout=30) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
-
-
-def _wait_for_signal() -> None:
+    watch = ReplicaWatch(_say)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            time.sleep(3600)
+            with contextlib.suppress(Exception):  # Serve's controller may be away for a moment, or Ray be stopping
+                applications = serve.status().applications
+                for name in app_names:
+                    states = {title: d.replica_states for title, d in applications[name].deployments.items()}
+                    watch.look({title: {state.value: n for state, n in of.items()} for title, of in states.items()})
+            time.sleep(LOOK_INTERVAL_S)
 
 
 def _drain(app_names: Sequence[str]) -> None:
@@ -206,11 +197,6 @@ def _drain(app_names: Sequence[str]) -> None:
             break
 
 
-def _last_words(state: Any) -> str:
-    messages = [deployment.message for deployment in state.deployments.values() if deployment.message]
-    return "\n".join([state.message, *messages]).strip()
-
-
 def _stop(app_names: Sequence[str]) -> None:
     """Remove our applications; a Ray that was started here ends with this process."""
     import ray
@@ -227,24 +213,6 @@ def _stop(app_names: Sequence[str]) -> None:
         ray_private.end_serve()
         serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
-
-
-def _check_ha_proxy_ports() -> None:
-    """Two services on one machine may have all else in common: HAProxy would be started again and again."""
-    for name, what in HA_PROXY_PORTS:
-        if name in os.environ:
-            _check_port("127.0.0.1", int(os.environ[name]), f"{what} would be there; set {name} to another")
-
-
-def _check_port(host: str, port: int, way_out: str) -> None:
-    """Fail early and in words: Serve would only log it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); {way_out}") from error
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -85,27 +87,44 @@ class Door:
         return f"http://127.0.0.1:{self.port}"
 
 
+async def running_pid(folder: Path) -> int | None:
+    """The process that answers the control socket, as Ray asks for it."""
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_unix_connection(folder / "admin.sock")
+        writer.write(b"show info\n")
+        found = re.search(rb"^Pid: (\d+)", await reader.read(), re.MULTILINE)
+        writer.close()
+        return int(found[1]) if found else None
+    return None
+
+
 @contextlib.asynccontextmanager
-async def haproxy(write: Write, *ingress_ports: int, environment: dict[str, str] | None = None) -> AsyncIterator[Door]:
-    port = free_port()
+async def haproxy(
+    write: Write,
+    *ingress_ports: int,
+    environment: dict[str, str] | None = None,
+    port: int | None = None,
+    takes_over: Door | None = None,
+) -> AsyncIterator[Door]:
+    port = port or free_port()
     path = write(port, *ingress_ports)
+    takeover = () if takes_over is None else ("-sf", str(takes_over.process.pid), "-x", str(path.parent / "admin.sock"))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "app.cli.haproxy", "-db", "-f", str(path), "-dR"),
+        *(sys.executable, "-m", "app.cli.haproxy", "-db", "-f", str(path), "-dR", *takeover),
         env=os.environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": sys.executable} | (environment or {}),
         stderr=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
     )
     try:
         async with httpx.AsyncClient() as http:
-            while True:
+            while await running_pid(path.parent) != process.pid:
                 assert process.returncode is None, "HAProxy ended"
-                with contextlib.suppress(httpx.TransportError):
-                    await http.get(f"http://127.0.0.1:{port}/livez")
-                    break
                 await asyncio.sleep(0.05)
+            await http.get(f"http://127.0.0.1:{port}/livez")
         yield Door(port, process)
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
 
 
@@ -165,7 +184,10 @@ def test_that_an_ingress_was_there_is_remembered_beside_the_file(write: Write) -
             path.write_text(re.sub(r"    server s30000 .*\n", "", write(8000, 30_000).read_text()))
         command = [sys.executable, "-m", "app.cli.haproxy", "-c", "-f", str(path)]
         assert subprocess.run(command, check=False).returncode == 0
-        return path.read_text()
+        (changed,) = path.parent.glob("[0-9]*.cfg")
+        text = changed.read_text()
+        changed.unlink()
+        return text
 
     assert " backup" not in started_with()
     assert " backup" in started_with(30_000)
@@ -245,12 +267,78 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     assert all(re.match(put_in, line) for line in added), added
 
 
-async def test_it_is_started_again_with_the_same_file(write: Write, tmp_path: Path) -> None:
-    async with haproxy(write):
-        text = (tmp_path / "haproxy.cfg").read_text()
-    command = [sys.executable, "-m", "app.cli.haproxy", "-c", "-f", str(tmp_path / "haproxy.cfg")]
-    assert subprocess.run(command, check=False).returncode == 0
-    assert (tmp_path / "haproxy.cfg").read_text() == text
+def child_of(folder: Path, door: Door) -> int:
+    """The HAProxy that a supervisor runs."""
+    return int((folder / f"{door.process.pid}.pid").read_text())
+
+
+async def test_a_haproxy_that_is_killed_is_back_at_once(write: Write, tmp_path: Path) -> None:
+    async with haproxy(write) as door, httpx.AsyncClient(base_url=door.url, timeout=5) as http:
+        for _ in range(2):
+            first = child_of(tmp_path, door)
+            os.kill(first, signal.SIGKILL)
+            async with asyncio.timeout(2):
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        assert (await http.get("/livez")).status_code == 200
+                        break
+                    await asyncio.sleep(0.02)
+            assert child_of(tmp_path, door) != first
+            assert await running_pid(tmp_path) == door.process.pid, "Ray sees nothing of it"
+        assert len((tmp_path / "failures").read_text().splitlines()) == 2
+
+
+async def test_a_new_one_takes_an_old_ones_place_without_a_refused_connection(write: Write, tmp_path: Path) -> None:
+    port = free_port()
+    stop = asyncio.Event()
+
+    async def ask(url: str) -> int:
+        num_answers = 0
+        while not stop.is_set():
+            async with httpx.AsyncClient(timeout=5) as http:
+                assert (await http.get(f"{url}/livez")).status_code == 200
+            num_answers += 1
+        return num_answers
+
+    async with haproxy(write, port=port) as old:
+        asking = asyncio.create_task(ask(old.url))
+        async with haproxy(write, port=port, takes_over=old) as new:
+            with contextlib.suppress(ProcessLookupError):
+                old.process.send_signal(signal.SIGUSR1)  # as Ray does then, too
+            assert await asyncio.wait_for(old.process.wait(), 10) == 0
+            stop.set()
+            assert await asking > 3
+            os.kill(child_of(tmp_path, new), signal.SIGKILL)  # the place that was taken is taken again
+            async with asyncio.timeout(2):
+                while await running_pid(tmp_path) != new.process.pid:
+                    await asyncio.sleep(0.02)
+
+
+async def test_one_that_was_left_behind_gives_its_place_to_the_next(write: Write) -> None:
+    port = free_port()
+    async with haproxy(write, port=port) as orphan, haproxy(write, port=port) as new:
+        assert await asyncio.wait_for(orphan.process.wait(), 10) == 0
+        async with httpx.AsyncClient(base_url=new.url, timeout=5) as http:
+            assert (await http.get("/livez")).status_code == 200
+
+
+async def test_a_supervisor_that_is_killed_takes_haproxy_with_it(write: Write, tmp_path: Path) -> None:
+    async with haproxy(write) as door:
+        child = child_of(tmp_path, door)
+        door.process.kill()
+        async with asyncio.timeout(5):
+            while Path(f"/proc/{child}").exists():
+                await asyncio.sleep(0.02)
+
+
+def test_one_that_cannot_run_says_why_and_leaves_it_to_ray(write: Write, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        path = write(taken.getsockname()[1])
+        command = [sys.executable, "-m", "app.cli.haproxy", "-db", "-f", str(path), "-dR"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot bind socket" in done.stderr.lower()
+    assert (tmp_path / "failures").read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize("anchor", ["frontend http_frontend", "defaults", "backend default_backend", "option splice-"])

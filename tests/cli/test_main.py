@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,37 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = write_config(tmp_path / "c.yaml", uri=str(tmp_path / "absent"))
     assert main(["fetch", "--config", str(config)]) == 1
     assert capsys.readouterr().err == f"polylora fetch: no base model at {tmp_path / 'absent'}\n"
+
+
+def test_a_trace_is_for_who_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "c.yaml", uri=str(tmp_path / "absent"))
+    assert main(["fetch", "--config", str(config), "--verbose"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.endswith(f"polylora fetch: no base model at {tmp_path / 'absent'}\n")
+
+
+def test_a_bug_is_one_line_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("of a table\nand more")
+
+    monkeypatch.setattr("app.cli.settings_file.read_settings", broken)
+    assert main(["fetch", "--config", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("polylora fetch: KeyError: ")
+    assert main(["fetch", "--config", str(tmp_path), "--verbose"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_bare_it_helps_and_its_version_is_the_projects(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "serve" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"polylora {project['version']}\n"
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
@@ -79,7 +111,14 @@ def test_the_shipped_configuration_is_read() -> None:
         ("[]", "no list of applications"),
         ("applications: []", "0 applications"),
         ("applications: [{import_path: x}, 3]", "0 applications"),
-        ("applications: [{import_path: 'app.main:build', args: {modle: {}}}]", "modle"),
+        (
+            "applications: [{import_path: 'app.main:build', args: {modle: {}}}]",
+            "modle is an unknown key; did you mean 'mod",
+        ),
+        (
+            "applications: [{import_path: 'app.main:build', args: {engine: {num_kv_block: 9}}}]",
+            "engine.num_kv_block is an unknown key; did you mean 'num_kv_blocks'",
+        ),
         ("applications: [{import_path: 'app.main:build'}, {import_path: 'app.main:build'}]", "2 applications"),
     ],
 )

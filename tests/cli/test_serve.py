@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from app.cli import ray_switches
+from app.cli import checks, ray_switches, waiting
 from app.cli import serve as serving
 from app.cli.ray_switches import (
     HA_PROXY,
@@ -77,12 +77,12 @@ def test_a_port_of_ha_proxy_that_is_taken_is_named_before_anything_starts(
 ) -> None:
     for other, _ in HA_PROXY_PORTS:
         monkeypatch.delenv(other, raising=False)  # it does not listen then
-    serving._check_ha_proxy_ports()
+    checks.check_ha_proxy_ports(os.environ)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv(name, str(port))
         with pytest.raises(ConfigError, match=rf":{port} .*set {name} to another"):
-            serving._check_ha_proxy_ports()
+            checks.check_ha_proxy_ports(os.environ)
 
 
 @pytest.fixture
@@ -148,12 +148,12 @@ def test_only_a_200_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         try:
             url = f"http://127.0.0.1:{server.server_port}/health"
-            assert not serving._answers(url)
-            assert serving._answers(url)
+            assert not waiting.answers(url)
+            assert waiting.answers(url)
         finally:
             server.shutdown()
             thread.join()
-    assert not serving._answers(url)
+    assert not waiting.answers(url)
 
 
 @pytest.mark.parametrize(

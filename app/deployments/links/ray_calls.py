@@ -83,9 +83,13 @@ class NamedActor:
         self._looking: asyncio.Task[Any] | None = None
         self._tasks = Tasks()
 
-    def start(self) -> None:
-        """Have the actor made now if it is not there; nobody waits for it. Not for an event loop."""
+    def start(self) -> Any:
+        """Have the actor made now if it is not there; nobody waits for it. Not for an event loop.
+
+        `ray.get` of what this returns waits until it is there, and raises why it could not be made.
+        """
         self._handle = self._look_up()
+        return self._handle.__ray_ready__.remote()
 
     async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
         """Call a method of the actor's class, by its name. Raises ActorAway while the actor is away.

@@ -51,6 +51,7 @@ def test_the_default_service_starts_answers_and_stops() -> None:
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.process.wait(300) == 0
         farewell = process.tail().partition("ctrl-C stops it.")[2].split("\n")
-        assert [line for line in farewell if line and not line.startswith("polylora: stopping")] == []
+        assert [line for line in farewell if line and not line.startswith("polylora: stop")] == []
+        assert farewell[-2] == "polylora: stopped"
     finally:
         process.stop()

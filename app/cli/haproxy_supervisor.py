@@ -1,0 +1,202 @@
+"""Keeps a HAProxy running in the place of one that ended, and stands for it before Ray.
+
+In: HAProxy's program, its command line as Ray writes it, and the configuration that Ray wrote. Out: this process's
+exit status, when HAProxy has ended on purpose or cannot run. Rule: for Ray this process is HAProxy: its id is the one
+that the control socket tells, a signal to it goes to HAProxy, and when it is killed HAProxy is killed with it.
+
+Ray itself notices after half a minute that its HAProxy has ended, and all that time nobody is answered. So it is
+started again here, within a tenth of a second; connections that it held are lost. Ray asks HAProxy through a Unix
+socket; it gets this process's, which hands the questions on to HAProxy's own, in the same folder. A reload is a new one
+of these processes whose command line names the old ones: their HAProxys are named to the new HAProxy in their place. A
+manager of Ray's that died has left its HAProxy behind, which goes on serving; the next one takes its place in the same
+way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+#: A HAProxy that lived for less has not really run; after so many in a row this gives up.
+SHORT_LIFE_S = 1.0
+MAX_SHORT_LIVES = 5
+#: How long to wait before the next start after a short life, times their number.
+PAUSE_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+def socket_of(folder: Path, pid: int) -> Path:
+    """The control socket of the HAProxy that a supervisor runs."""
+    return folder / f"{pid}.sock"
+
+
+class Supervisor:
+    """One process's. `config`: the file for HAProxy, whose control socket is `socket_of` this process; `admin`: where
+    Ray looks for one. Both lie in the folder of this node."""
+
+    def __init__(self, binary: str, arguments: Sequence[str], config: Path, admin: Path, ray_config: str) -> None:
+        self._folder = admin.parent
+        self._admin = admin
+        self._config = config
+        self._ray_config = ray_config
+        self._pid_file = self._folder / f"{os.getpid()}.pid"
+        self._left = [] if "-sf" in arguments else self._left_behind()
+        self._first = [binary, *self._translated(arguments)]
+        self._again = [binary, *_without_takeover(arguments, config)]
+        self._child: asyncio.subprocess.Process | None = None
+        self._is_stopping = False
+        self._last_words: deque[str] = deque(maxlen=1)
+
+    async def run(self) -> int:
+        """Until HAProxy has ended for good; its exit status."""
+        loop = asyncio.get_running_loop()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: everybody in its foreground gets it
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, number)
+        try:
+            return await self._keep_running()
+        finally:
+            loop.remove_signal_handler(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it may come while this process ends
+            for path in (self._pid_file, self._config, socket_of(self._folder, os.getpid())):
+                path.unlink(missing_ok=True)
+
+    async def _keep_running(self) -> int:
+        loop = asyncio.get_running_loop()
+        server, command, num_short = None, self._first, 0
+        while True:
+            started_s = loop.time()
+            await self._start(command)
+            assert self._child is not None
+            if server is None and await self._is_up():
+                server = await self._listen()
+                for pid in self._left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGUSR1)
+            status = await self._child.wait()
+            await self._reading
+            if self._is_stopping or status == 0:
+                return max(status, 0)
+            num_short = num_short + 1 if loop.time() - started_s < SHORT_LIFE_S else 0
+            self._note(status)
+            if server is None or num_short >= MAX_SHORT_LIVES:
+                return status if status > 0 else 1
+            print(f"polylora-haproxy: HAProxy ended with {status}; it is started again", file=sys.stderr, flush=True)
+            await asyncio.sleep(PAUSE_S * num_short)
+            command = self._again
+
+    async def _start(self, command: Sequence[str]) -> None:
+        self._child = await asyncio.create_subprocess_exec(
+            *command,
+            stderr=asyncio.subprocess.PIPE,
+            preexec_fn=_die_with_parent,
+            process_group=0,
+        )
+        self._pid_file.write_text(str(self._child.pid), encoding="utf-8")
+        self._reading = asyncio.create_task(self._pass_on(self._child))
+
+    async def _pass_on(self, child: asyncio.subprocess.Process) -> None:
+        """What HAProxy says, and the last of it kept."""
+        assert child.stderr is not None
+        async for line in child.stderr:
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+            self._last_words.append(line.decode(errors="replace").strip())
+
+    async def _is_up(self) -> bool:
+        """Whether HAProxy answers; waits until it does, or has ended."""
+        assert self._child is not None
+        while self._child.returncode is None:
+            with contextlib.suppress(OSError):
+                await self._asked(b"show info\n")
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    async def _listen(self) -> asyncio.Server:
+        """Take the path where Ray asks, from whoever had it."""
+        new = self._folder / f"{os.getpid()}.new"
+        new.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._hand_on, new)
+        new.chmod(0o600)
+        new.replace(self._admin)
+        return server
+
+    async def _hand_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One question, which HAProxy answers."""
+        with contextlib.suppress(OSError):
+            answer = await self._asked(await reader.readline())
+            writer.write(re.sub(rb"(?m)^Pid: \d+", b"Pid: %d" % os.getpid(), answer))
+            await writer.drain()
+        writer.close()
+
+    async def _asked(self, question: bytes) -> bytes:
+        reader, writer = await asyncio.open_unix_connection(socket_of(self._folder, os.getpid()))
+        try:
+            writer.write(question)
+            await writer.drain()
+            return await reader.read()
+        finally:
+            writer.close()
+
+    def _stop(self, number: int) -> None:
+        self._is_stopping = True
+        if self._child is not None and self._child.returncode is None:
+            self._child.send_signal(number)
+
+    def _note(self, status: int) -> None:
+        """Write down why HAProxy ended: `polylora serve` tells it when the start comes to nothing."""
+        said = self._last_words[-1] if self._last_words else f"its exit status is {status}"
+        with (self._folder / "failures").open("a", encoding="utf-8") as file:
+            file.write(f"{said}\n")
+
+    def _translated(self, arguments: Sequence[str]) -> list[str]:
+        """The command line with HAProxys in place of their supervisors."""
+        old = [int(word) for word in arguments if word.isdigit()] if "-sf" in arguments else self._left
+        children = [child for pid in old if (child := self._child_of(pid)) is not None]
+        sockets = [path for pid in old if (path := socket_of(self._folder, pid)).exists()]
+        takeover = ["-sf", *map(str, children)] if children else []
+        transfer = ["-x", str(sockets[0])] if sockets and ("-x" in arguments or self._left) else []
+        return [*_without_takeover(arguments, self._config), *transfer, *takeover]
+
+    def _child_of(self, pid: int) -> int | None:
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._folder / f"{pid}.pid").read_text(encoding="utf-8"))
+        return None
+
+    def _left_behind(self) -> list[int]:
+        """Supervisors of this folder that live, and that nobody names: their manager has died."""
+        pids = [int(path.stem) for path in self._folder.glob("*.pid") if path.stem.isdigit()]
+        return [pid for pid in pids if self._is_supervisor(pid)]
+
+    def _is_supervisor(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return self._ray_config.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return False
+
+
+def _without_takeover(arguments: Sequence[str], config: Path) -> list[str]:
+    """The command line for a HAProxy that takes nobody's place, with our configuration."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "-x":
+            next(words)
+        elif word == "-f":
+            next(words)
+            kept += ["-f", str(config)]
+        elif word != "-sf" and not word.isdigit():
+            kept.append(word)
+    return kept
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

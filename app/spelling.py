@@ -1,0 +1,45 @@
+"""What somebody may have meant who wrote a word that is not known.
+
+In: the word, and the words that are. Out: half a sentence for the end of a message, or nothing. Rule: a guess is said
+only where it is close; a wrong one is worse than none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+#: How alike two words have to be, from 0 to 1.
+_ALIKE = 0.7
+_MAX_CHARS = 80
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?', or an empty string."""
+    near = difflib.get_close_matches(word[:_MAX_CHARS], sorted(known), n=1, cutoff=_ALIKE)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def fields_at(model: type[BaseModel], path: Sequence[int | str]) -> set[str]:
+    """The fields of what lies at `path` (keys and indices) inside a model; none where that is no model."""
+    inner: type[BaseModel] | None = model
+    for part in path:
+        if inner is None or isinstance(part, int):
+            continue
+        field = inner.model_fields.get(part)
+        inner = None if field is None else model_in(field.annotation)
+    return set() if inner is None else set(inner.model_fields)
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds, however it is wrapped: optional, annotated, in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, list, tuple):
+        return next((found for part in typing.get_args(annotation) if (found := model_in(part))), None)
+    return None
