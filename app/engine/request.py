@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from app.engine.adapters.card import AdapterRef
+from app.engine.message import message
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen.
@@ -40,6 +42,7 @@ class SamplingParams:
     num_logprobs: int | None = None
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence to generate.
@@ -62,6 +65,7 @@ class GenerateRequest:
     num_failures: int = 0
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one output position, from the model's distribution before temperature."""
@@ -71,6 +75,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request. `cached_tokens` are prompt tokens whose KV was found in the cache."""
@@ -80,6 +85,7 @@ class Usage:
     completion_tokens: int
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """What one step produced for one request. The last chunk of a request has `finish_reason` set.

@@ -2,7 +2,9 @@
 
 In: nothing. Out: `PROTOCOL`, and the refusal of another. It is part of the names of actors and of the handshake of
 links, so that processes which do not understand each other never talk. Two releases with one number work side by side
-during an upgrade. Rule: raise it when a call or a message changes so that the other side would not understand it.
+during an upgrade: their messages travel by the names of their fields (`app.engine.message`). Rule: raise it when a call
+or a message changes in a way that `tests/deployments/links/test_messages.py` refuses, or when a field changes its
+meaning.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
+from app.engine.message import message
+
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
@@ -23,6 +25,7 @@ V = TypeVar("V")
 MAX_PAGE = 5000
 
 
+@message
 class Version(NamedTuple):
     """`epoch` differs between two lives of the owner, so that a restart is never mistaken for no news.
 
@@ -95,6 +98,7 @@ class Published(_Owner, Generic[T]):
         return self.current if await self._wait(held, watcher_id, timeout_s) else None
 
 
+@message
 class Changes(NamedTuple, Generic[K, V]):
     """Rows to take over; None stands for a row that was removed. `is_last`: there is no more for now.
 

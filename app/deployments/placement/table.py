@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from app.engine.message import message
 
+
+@message
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """What a replica says about itself. `active` counts requests in the engine by adapter digest.
@@ -29,6 +32,7 @@ class ReplicaReport:
         return self.num_running + self.num_waiting
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class PlacementTable:
     """What the ingresses hold. `homes` maps an adapter digest to the replicas that serve it, oldest first."""

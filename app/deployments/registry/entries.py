@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from app.config import NAME_PATTERN
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.errors import InvalidRequest, UnsafeSource
+from app.engine.message import message
 
 DEFAULT_TENANT = "default"
 MAX_SOURCE_CHARS = 4096
@@ -43,6 +44,7 @@ AHEAD: Mapping[State, Sequence[State]] = {state: _LOADING[place + 1 :] for place
 FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
     """One name and what it means now. `source` is how whoever loaded it called `ref.uri`.
@@ -71,6 +73,7 @@ class CatalogEntry:
         return self.ref.tenant_id
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """What is asked for when a name is to be loaded. `pinned` and `traffic_weight` None: as they were."""
@@ -90,6 +93,7 @@ class ReadAdapter(NamedTuple):
     card: AdapterCard
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One of the things a name has meant."""
@@ -101,6 +105,7 @@ class Generation:
     registered_by: str
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class AliasTarget:
     """An adapter's name and its share: weight over the sum of the alias's weights."""
@@ -109,6 +114,7 @@ class AliasTarget:
     weight: float
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class AliasEntry:
     """A name that stands for one or several adapters. A rollback returns to `previous_version`."""
@@ -121,6 +127,7 @@ class AliasEntry:
     tenant_id: str = field(kw_only=True)
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class RegistryJob:
     """Work on a name. `pinned` and `traffic_weight` None: as they are.
@@ -149,6 +156,7 @@ class RegistryJob:
         return self.state in FINAL_STATES
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something happened to an adapter; `replica_id` saw it, if it happened on a device."""
@@ -163,6 +171,7 @@ class Event:
     replica_id: str | None = None
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
     """Somebody asked for something."""
@@ -175,6 +184,7 @@ class AuditRecord:
     time_s: float
 
 
+@message
 class Unload(NamedTuple):
     """An unload that has begun. `is_shared`: another name means the same contents, so nothing is freed.
 
@@ -186,6 +196,7 @@ class Unload(NamedTuple):
     is_shared: bool
 
 
+@message
 class Description(NamedTuple):
     """All the registry knows of a name. `entry` is None for one that is not (or no longer) registered."""
 

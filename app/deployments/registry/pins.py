@@ -15,9 +15,11 @@ from app.config import AppConfig
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import Entry, Key
 from app.engine.errors import AdapterTooLarge
+from app.engine.message import message
 from app.engine.pools.adapter_pool import rows_of
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Pins:
     """The pinned adapters: each digest once, the one with the highest traffic weight first."""

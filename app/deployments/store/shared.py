@@ -12,7 +12,10 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from app.engine.message import message
 
+
+@message
 class SharedAdapter(NamedTuple):
     """`header` and `arrays` of a `PackedAdapter`."""
 

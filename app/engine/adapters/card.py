@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.engine.message import message
 
+
+@message
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
     """One generation of a named adapter. `digest` is hex SHA-256 of the canonical contents."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, TokenRows
+from app.engine.message import message_fields, with_known
 
 #: Every matrix starts at a multiple of so many bytes: a cache line, and what the widest vectors want.
 _ALIGNMENT = 64
@@ -34,7 +35,9 @@ class PackedAdapter(NamedTuple):
 
     @property
     def card(self) -> AdapterCard:
-        return AdapterCard(**self.header["card"] | {"targets": tuple(self.header["card"]["targets"])})
+        """Of a store of a newer release it may have facts that are not known here."""
+        values = self.header["card"] | {"targets": tuple(self.header["card"]["targets"])}
+        return with_known(AdapterCard, message_fields(AdapterCard), values)
 
 
 def _zeros(num_bytes: int) -> NDArray[np.uint8]:
