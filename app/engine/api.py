@@ -61,7 +61,7 @@ class LLM:
         self.spec = checkpoint.spec
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         self._engine = Engine(load_backend(checkpoint, config), config)
-        self._base_copies = BaseCopies(checkpoint)
+        self._base_copies = BaseCopies(checkpoint, served_features(config))
         self._served = served_features(config)
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()

@@ -132,6 +132,18 @@ def test_the_largest_logit_is_found_wherever_it_stands_and_ties_go_to_the_smalle
     assert cpu.row_maximum(np.full(vocab, -3.5, np.float32)) == (-3.5, 0)
 
 
+@pytest.mark.parametrize("vocab", [1, 7, 16, 17, 300])
+def test_what_is_no_number_is_found_wherever_it_stands(vocab: int) -> None:
+    generator = rng()
+    for at in {0, vocab - 1, *generator.integers(0, vocab, 5).tolist()}:
+        row = normal(generator, vocab)
+        row[at] = np.nan
+        row[at + 1 :] = np.where(generator.random(vocab - at - 1) < 0.3, np.nan, row[at + 1 :])
+        top, index = cpu.row_maximum(row)
+        assert np.isnan(top)
+        assert index == at == reference.draw(row, 0.0, 0, 1.0, 0.0, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [

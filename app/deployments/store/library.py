@@ -169,7 +169,7 @@ def open_library(
         served=served,
     )
     signatures = config.signing.trusted.matter
-    copies = BaseCopies(checkpoint)
+    copies = BaseCopies(checkpoint, served)
     return AdapterLibrary(
         open_sources(config), disk, validator, spec, counts, events, signatures=signatures, base_copies=copies
     )

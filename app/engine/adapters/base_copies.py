@@ -3,7 +3,7 @@
 In: an adapter that was read, and the base's checkpoint. Out: the adapter without embeddings and output matrices that
 equal the base's bit for bit in float32: PEFT saves them beside a LoRA on them, changed or not, and each would take
 hundreds of megabytes for nothing. The digest stays that of what was saved. The base's matrices are read and hashed
-once, when the first adapter brings one.
+once, when the first adapter brings one. What is no copy, and cannot be served, is refused here by name.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter, unpack_adapter
-from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.lora import LoraAdapter, check_served
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.names import EMBEDDING, LM_HEAD
 
 
 class BaseCopies:
-    """Called from any thread."""
+    """Called from any thread. `served` is `build_adapter`'s."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, served: frozenset[str]) -> None:
+        self._checkpoint, self._served = checkpoint, served
         self._lock = threading.Lock()
         self._hashes: dict[str, bytes] | None = None
 
     def dropped(self, adapter: LoraAdapter) -> LoraAdapter:
-        """The adapter without copies of the base; itself if it has none."""
+        """The adapter without copies of the base; itself if it has none. AdapterMismatch for what is not served."""
         copies = {name for name in (EMBEDDING, LM_HEAD) if self._is_copy(name, adapter.replaced.get(name))}
         if not copies:
+            check_served(adapter, self._served)
             return adapter
         rest = {name: values for name, values in adapter.replaced.items() if name not in copies}
         lighter = replace(adapter, replaced=MappingProxyType(rest))
+        check_served(lighter, self._served)
         gone = {id(adapter.replaced[name]): adapter.replaced[name].nbytes for name in copies}
         size_bytes = adapter.card.size_bytes - sum(gone.values())
         spec = self._checkpoint.spec

@@ -18,8 +18,18 @@ from numpy.typing import NDArray
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
-from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair, Matrix, TokenRows, widened
-from app.engine.adapters.modules import OUTER_MODULES, layer_modules
+from app.engine.adapters.lora import (
+    BFLOAT16,
+    MAY_BE_COPIES,
+    LoraAdapter,
+    LoraKey,
+    LoraPair,
+    Matrix,
+    TokenRows,
+    check_served,
+    widened,
+)
+from app.engine.adapters.modules import OUTER_MODULES, Module, layer_modules
 from app.engine.adapters.stored import EMBEDDING_PATH, StoredAdapter, StoredModule, StoredTensor, content_digest
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
@@ -37,21 +47,50 @@ def build_adapter(
     """The adapter ready to serve. `AdapterMismatch`, `AdapterFormatError`, `AdapterTooLarge`.
 
     served: those of `FEATURES` that the engine can apply. An adapter that needs another is refused
-    here, by name: without it the answers would be someone else's.
+    here, by name: without it the answers would be someone else's. Only of an embedding or output matrix that may be a
+    copy of the base's does `BaseCopies` decide.
     """
     if not stored.modules:
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
+    parts = _Parts()
     table = layer_modules(len(spec.layers))
-    weights: dict[LoraKey, LoraPair] = {}
-    magnitudes: dict[LoraKey, NDArray[np.float32]] = {}
-    delta_biases: dict[LoraKey, NDArray[np.float32]] = {}
-    outer: dict[str, LoraPair] = {}
     for module in stored.modules:
         place = table.get(module.path)
         if place is None:
             name, pair = _outer_pair(module, spec, limits)
-            outer[name] = pair
-            continue
+            parts.outer[name] = pair
+        else:
+            parts.add(module, place, spec, limits)
+    replaced, token_rows = _replaced(stored, spec), _token_rows(stored, spec)
+    for path, place in table.items():
+        if f"{path}.weight" in replaced and LoraKey(place.layer, place.targets[0]) in parts.weights:
+            raise AdapterFormatError(
+                f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
+            )
+    adapter = LoraAdapter(
+        _card(stored, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
+        MappingProxyType(dict(sorted(parts.weights.items()))),
+        MappingProxyType(dict(sorted(parts.magnitudes.items()))),
+        MappingProxyType(dict(sorted(parts.delta_biases.items()))),
+        MappingProxyType(parts.outer),
+        MappingProxyType(replaced),
+        MappingProxyType(token_rows),
+    )
+    check_served(adapter, served | MAY_BE_COPIES)
+    return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec)))
+
+
+class _Parts:
+    """What the modules of an adapter come to."""
+
+    def __init__(self) -> None:
+        self.weights: dict[LoraKey, LoraPair] = {}
+        self.magnitudes: dict[LoraKey, NDArray[np.float32]] = {}
+        self.delta_biases: dict[LoraKey, NDArray[np.float32]] = {}
+        self.outer: dict[str, LoraPair] = {}
+
+    def add(self, module: StoredModule, place: Module, spec: ModelSpec, limits: ReadLimits) -> None:
+        """One module of a layer."""
         d_in, d_outs = place.shape(spec)
         _check_shapes(module, d_in, d_outs, spec, limits)
         pairs = _fold(module, d_outs)
@@ -59,50 +98,31 @@ def build_adapter(
         bias = _slices(module.bias, d_outs, module.scale, f"{module.path}: lora_B.bias")
         for index, target in enumerate(place.targets):
             key = LoraKey(place.layer, target)
-            if key in weights:
+            if key in self.weights:
                 raise AdapterFormatError(
                     f"module {short(module.path)} changes {key.target} of layer {key.layer} a second time; "
                     "save it either fused or split"
                 )
-            weights[key] = pairs[index]
+            self.weights[key] = pairs[index]
             if magnitude:
-                magnitudes[key] = magnitude[index]
+                self.magnitudes[key] = magnitude[index]
             if bias:
-                delta_biases[key] = bias[index]
-    replaced = _replaced(stored, spec)
-    for path, place in table.items():
-        if f"{path}.weight" in replaced and LoraKey(place.layer, place.targets[0]) in weights:
-            raise AdapterFormatError(
-                f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
-            )
-    token_rows = _token_rows(stored, spec)
-    arrays = [array for pair in (*weights.values(), *outer.values()) for array in pair]
-    arrays += [*magnitudes.values(), *delta_biases.values(), *replaced.values()]
-    arrays += [rows.rows for rows in token_rows.values()]
-    card = AdapterCard(
+                self.delta_biases[key] = bias[index]
+
+
+def _card(stored: StoredAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[NDArray[np.float32], ...]) -> AdapterCard:
+    """The card; `whole` are the arrays that stand in place of the base's."""
+    arrays: list[Matrix] = [array for pair in (*parts.weights.values(), *parts.outer.values()) for array in pair]
+    arrays += [*parts.magnitudes.values(), *parts.delta_biases.values(), *whole]
+    return AdapterCard(
         digest=content_digest(stored, spec.digest),
         base_digest=spec.digest,
-        max_rank=max((pair.rank for pair in weights.values()), default=1),  # what is in `outer` has no rank rows
-        targets=tuple(sorted({key.target for key in weights} | set(outer))),
+        max_rank=max((pair.rank for pair in parts.weights.values()), default=1),  # `outer` has no rank rows
+        targets=tuple(sorted({key.target for key in parts.weights} | set(parts.outer))),
         dtype=",".join(sorted({tensor.dtype for module in stored.modules for tensor in (module.a, module.b)})),
         size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
         description=stored.description,
     )
-    adapter = LoraAdapter(
-        card,
-        MappingProxyType(dict(sorted(weights.items()))),
-        MappingProxyType(dict(sorted(magnitudes.items()))),
-        MappingProxyType(dict(sorted(delta_biases.items()))),
-        MappingProxyType(outer),
-        MappingProxyType(replaced),
-        MappingProxyType(token_rows),
-    )
-    missing = sorted(adapter.features - served)
-    if missing:
-        raise AdapterMismatch(
-            f"this engine cannot apply {' or '.join(missing)}; train the adapter without it, or use engine.cpu"
-        )
-    return replace(adapter, card=replace(card, extra_bytes=extra_bytes(adapter, spec)))
 
 
 def _outer_pair(module: StoredModule, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:

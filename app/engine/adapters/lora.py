@@ -78,6 +78,10 @@ FEATURES = frozenset(
 )
 
 
+#: Features that an adapter may only seem to need: PEFT saves embedding and output matrix along, changed or not.
+MAY_BE_COPIES = frozenset({"trained embedding", "trained lm_head"})
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
     """A validated adapter: its card, one `LoraPair` per touched module, and what goes beyond plain LoRA.
@@ -121,6 +125,15 @@ class LoraAdapter:
         if self.token_rows:
             found.add("trained token rows")
         return frozenset(found)
+
+
+def check_served(adapter: LoraAdapter, served: frozenset[str]) -> None:
+    """AdapterMismatch if the adapter needs one of `FEATURES` that is not served."""
+    missing = sorted(adapter.features - served)
+    if missing:
+        raise AdapterMismatch(
+            f"this engine cannot apply {' or '.join(missing)}; train the adapter without it, or use engine.cpu"
+        )
 
 
 def _replaced_feature(name: str) -> str:

@@ -21,7 +21,7 @@ from app.engine.adapters.lora import BFLOAT16, Matrix
 from app.engine.errors import AdapterFormatError
 
 #: Bytes per element of the types a trained tensor may have, by safetensors name.
-DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 #: Bits per element of quantised storage (Arrow cards only); see `app.engine.adapters.formats.quantize`.
 QUANTIZED_BITS = {"I8": 8, "I4": 4}
@@ -45,15 +45,19 @@ class StoredTensor:
     scales: memoryview | bytes = b""
 
     def to_float32(self) -> NDArray[np.float32]:
-        """The values as an own, aligned float32 array of `shape`; exact for every type that is not quantised."""
+        """The values as an own, aligned float32 array of `shape`; exact for F32, F16 and BF16, rounded from F64.
+
+        What float32 cannot hold becomes infinite.
+        """
         if self.dtype in QUANTIZED_BITS:
             return dequantize(self.data, self.scales, self.dtype, math.prod(self.shape)).reshape(self.shape)
         if self.dtype == "BF16":
             bits = np.frombuffer(self.data, dtype="<u2").astype(np.uint32)
             bits <<= np.uint32(16)
             return bits.view(np.float32).reshape(self.shape)
-        kind = {"F32": "<f4", "F16": "<f2"}[self.dtype]
-        return np.frombuffer(self.data, dtype=kind).astype(np.float32).reshape(self.shape)
+        kind = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[self.dtype]
+        with np.errstate(over="ignore"):  # whoever reads the values refuses what is not finite
+            return np.frombuffer(self.data, dtype=kind).astype(np.float32).reshape(self.shape)
 
     def as_saved(self) -> Matrix:
         """Aligned, and a view of the bytes if it can be, for BF16; `to_float32` for the others."""

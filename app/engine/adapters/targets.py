@@ -12,8 +12,11 @@ from app.engine.adapters.formats.patterns import full_matches, listed
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors
 from app.engine.adapters.modules import OUTER_MODULES, Module
+from app.engine.adapters.stored import StoredTensor
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch
+
+_OUTER_WEIGHTS = frozenset(f"{path}.weight" for path in OUTER_MODULES)
 
 
 def check_modules(config: PeftConfig, found: PeftTensors, table: Mapping[str, Module], base: str) -> None:
@@ -53,7 +56,7 @@ def check_modules(config: PeftConfig, found: PeftTensors, table: Mapping[str, Mo
 def check_parameters(config: PeftConfig, found: PeftTensors, base_names: Iterable[str] | None) -> None:
     """The whole parameters in the file are those that `bias` and `modules_to_save` ask for.
 
-    PEFT saves the weight of an embedding or lm_head beside their LoRA; it may be there or not.
+    The weights of embedding and lm_head may be there or not (`save_embedding_layers`, and beside a LoRA on them).
     `base_names`: every tensor of the base, or None where the base is not known.
     """
     for path, _ in found.wrapped.items():
@@ -61,19 +64,53 @@ def check_parameters(config: PeftConfig, found: PeftTensors, base_names: Iterabl
         allowed = module in OUTER_MODULES if kind == "weight" else config.bias != "none"
         if module not in found.modules or not allowed:
             raise AdapterFormatError(f"{WEIGHTS_NAME}: tensor '{module}.base_layer.{kind}' is not asked for")
+    for name in sorted({*found.originals, *found.twins}):
+        if not _is_saved(config, name.rpartition(".")[0]):
+            raise AdapterFormatError(f"{WEIGHTS_NAME}: {short(name)} is there twice, but modules_to_save names it not")
+    for path in found.row_bases:
+        if path not in found.token_rows:
+            raise AdapterFormatError(f"{WEIGHTS_NAME}: '{path}.token_adapter.base_layer.weight' has no rows beside it")
     present = {*found.parameters, *(name for name in found.wrapped if name.endswith(".bias"))}
     candidates = {*(present if base_names is None else base_names), "lm_head.weight"}
     wanted = {name for name in candidates if _is_trained(config, name, found)}
-    for name in sorted(present - wanted):
+    for name in sorted(present - wanted - _OUTER_WEIGHTS):
         raise AdapterFormatError(
             f"{WEIGHTS_NAME}: tensor {short(name)} is not selected by bias or modules_to_save, or does not exist "
-            "in the base; PEFT would drop it in silence"
+            "in the base; name its module in modules_to_save if it is meant"
         )
     for name in sorted(wanted - present):
         raise AdapterFormatError(
             f"{WEIGHTS_NAME}: tensor '{name}' is selected by bias or modules_to_save but is not there; "
             "the file is incomplete"
         )
+
+
+def whole_matrices(config: PeftConfig, found: PeftTensors, is_tied: bool | None) -> dict[str, StoredTensor]:
+    """Embedding and lm_head that stand in the file in place of the base's, by name.
+
+    PEFT loads them over the base's own, which is one matrix at both ends of a tied base (`is_tied` None: not known).
+    Of a module that modules_to_save trains it is the trained copy that counts, at its own end alone.
+    """
+    trained = {path for path in OUTER_MODULES if _is_saved(config, path)}
+    free = [path for path in OUTER_MODULES if path not in trained and path not in found.modules]
+    over = {path: found.parameters[f"{path}.weight"] for path in free if f"{path}.weight" in found.parameters}
+    over |= found.row_bases
+    found_all = list(over.values())
+    if is_tied is not False:
+        found_all += [found.originals[f"{path}.weight"] for path in trained if f"{path}.weight" in found.originals]
+    if is_tied is None and found_all and len(over) < len(free):
+        raise AdapterFormatError(
+            f"{WEIGHTS_NAME}: '{next(iter(over), 'original_module')}' is saved whole, and what that means depends on "
+            "whether the base's two ends are one; name the base with --base"
+        )
+    if is_tied and found_all:
+        if any(one.data != found_all[0].data or one.dtype != found_all[0].dtype for one in found_all):
+            raise AdapterFormatError(
+                f"{WEIGHTS_NAME}: {' and '.join(_OUTER_WEIGHTS)} are one matrix in this base, but the file holds two "
+                "that differ; save the adapter without save_embedding_layers"
+            )
+        over = dict.fromkeys(free, found_all[0])
+    return {f"{path}.weight": tensor for path, tensor in over.items()}
 
 
 def token_row_paths(config: PeftConfig, found: PeftTensors, is_tied: bool) -> dict[str, tuple[int, ...]]:
@@ -84,9 +121,12 @@ def token_row_paths(config: PeftConfig, found: PeftTensors, is_tied: bool) -> di
         if path is None:
             raise AdapterFormatError(f"{CONFIG_NAME}: trainable_token_indices names {short(name)}, not an embedding")
         wanted[path] = token_ids
-    if is_tied and wanted.get("lm_head") == wanted.get("model.embed_tokens") and "lm_head" not in found.token_rows:
+    rows = dict(found.token_rows)
+    if is_tied and wanted.get("lm_head") == wanted.get("model.embed_tokens") and "lm_head" not in rows:
         wanted.pop("lm_head", None)
-    for path in sorted(set(wanted) ^ set(found.token_rows)):
+    if is_tied and "lm_head" not in wanted and _are_equal(rows.get("lm_head"), rows.get("model.embed_tokens")):
+        del rows["lm_head"]  # the same rows under their second name
+    for path in sorted(set(wanted) ^ set(rows)):
         fault = "asks for rows that are missing" if path in wanted else "does not ask for the rows"
         raise AdapterFormatError(f"trainable_token_indices {fault}: '{path}.token_adapter.trainable_tokens_delta'")
     return wanted
@@ -96,9 +136,18 @@ def _is_trained(config: PeftConfig, name: str, found: PeftTensors) -> bool:
     module, _, kind = name.rpartition(".")
     if kind == "bias" and (config.bias == "all" or (config.bias == "lora_only" and module in found.modules)):
         return True
+    return _is_saved(config, module)
+
+
+def _is_saved(config: PeftConfig, module: str) -> bool:
+    """Whether modules_to_save names the module, or one that it lies in."""
     parts = module.split(".")
     ancestors = [".".join(parts[: count + 1]) for count in range(len(parts))]
     return any(path.endswith(saved) for path in ancestors for saved in config.modules_to_save)
+
+
+def _are_equal(one: StoredTensor | None, other: StoredTensor | None) -> bool:
+    return one is not None and other is not None and (one.dtype, one.data) == (other.dtype, other.data)
 
 
 def _selected(config: PeftConfig, names: Sequence[str]) -> list[str]:

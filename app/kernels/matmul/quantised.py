@@ -6,7 +6,7 @@ registers; with more the first of them leave what they expanded, a chunk at a ti
 added in the order of `app.kernels.machine.simd`, so bits are as independent of company as there, and equal to those of
 float32 storage of the expanded values.
 
-How weights come into this form, and which lose nothing by it: `_storing`.
+How weights come into this form, and which lose nothing by it: `app.kernels.matmul.storing`.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def rotate_and_write(
 ) -> None:
     """Normalise (Qwen3) and rotate q in place in qkv [T, (heads + 2 kv_heads) D]; write k and v to the caches.
 
-    cos, sin: [positions, D / 2] float32; caches: [blocks, kv_heads, block_size, D]; kv_slots: [T] int64, a slot
-    beyond the caches is not written.
+    cos, sin: [positions, half] float32, of which each head's first 2 * half elements rotate and the rest stays;
+    caches: [blocks, kv_heads, block_size, D]; kv_slots: [T] int64, a slot beyond the caches is not written.
     """
     num_tokens, dim = len(qkv), k_cache.shape[3]
     heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, dim)
@@ -47,6 +47,7 @@ def rotate_and_write(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split layout (Su et al. 2021). x: [T, heads, D]; cos, sin: [T, 1, D / 2]."""
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    """Half-split layout (Su et al. 2021). x: [T, heads, D]; cos, sin: [T, 1, half]."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

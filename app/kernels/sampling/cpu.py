@@ -34,21 +34,23 @@ def uniform(seed, position):
 
 @compiled
 def row_maximum(row):
-    """(maximum, first index that has it)."""
-    lanes = np.empty(16, np.float32)
+    """(maximum, first index that has it); NaN and its first index where there is one, as NumPy's max and argmax."""
+    lanes, is_number = np.empty(16, np.float32), np.ones(16, np.bool_)
     lanes[:] = row[0]
     whole = row.shape[0] // 16 * 16
     for i in range(0, whole, 16):
         for lane in range(16):
-            lanes[lane] = max(lanes[lane], row[i + lane])
-    top = lanes[0]
+            value = row[i + lane]
+            is_number[lane] &= value == value  # noqa: PLR0124  (false for NaN alone)
+            lanes[lane] = max(lanes[lane], value)
+    top, are_numbers = lanes[0], is_number[0]
     for lane in range(1, 16):
-        top = max(top, lanes[lane])
+        top, are_numbers = max(top, lanes[lane]), are_numbers and is_number[lane]
     for i in range(whole, row.shape[0]):
-        top = max(top, row[i])
+        top, are_numbers = max(top, row[i]), are_numbers and row[i] == row[i]
     for i in range(row.shape[0]):
-        if row[i] == top:
-            return top, i
+        if row[i] == top if are_numbers else row[i] != row[i]:
+            return row[i], i
     return top, 0
 
 

@@ -49,7 +49,7 @@ def test_copies_are_dropped_and_the_answers_stay(tmp_path: Path, is_tied: bool, 
     save_adapter(tmp_path / "it", model, base)
     adapter = read_peft(tmp_path / "it", checkpoint.spec, served=FEATURES)
     assert set(adapter.replaced) == {EMBEDDING, LM_HEAD}
-    copies = BaseCopies(checkpoint)
+    copies = BaseCopies(checkpoint, FEATURES)
     lighter = copies.dropped(adapter)
     assert not lighter.replaced
     assert lighter.card.digest == adapter.card.digest
@@ -76,6 +76,6 @@ def test_one_changed_value_is_kept(tmp_path: Path) -> None:
     save_adapter(tmp_path / "it", model, {EMBEDDING: model.model.embed_tokens.weight, LM_HEAD: changed})
     assert len(load_file(tmp_path / "it" / "adapter_model.safetensors")) == 6
     adapter = read_peft(tmp_path / "it", checkpoint.spec, served=FEATURES)
-    lighter = BaseCopies(checkpoint).dropped(adapter)
+    lighter = BaseCopies(checkpoint, FEATURES).dropped(adapter)
     assert set(lighter.replaced) == {LM_HEAD}
     np.testing.assert_array_equal(lighter.replaced[LM_HEAD], changed.numpy())

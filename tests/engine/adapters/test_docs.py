@@ -22,7 +22,7 @@ def options_table() -> str:
     lines += [f"| {option} | served{_by_whom(option)} |" for option in BEYOND]
     lines += [f"| `{key}` | refused unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]
     lines += [f"| {', '.join(f'`{key}`' for key in sorted(INERT_KEYS))} | ignored: no effect once trained |"]
-    lines += ["| any other key | refused |"]
+    lines += ["| any other key | refused unless it is `null` |"]
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.modules import OUTER_MODULES, layer_modules
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
 from app.engine.adapters.strict_json import short
-from app.engine.adapters.targets import check_modules, check_parameters, token_row_paths
+from app.engine.adapters.targets import check_modules, check_parameters, token_row_paths, whole_matrices
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
@@ -50,9 +50,10 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
     _check(config, found, spec)
     modules = _modules(config, found)
     token_ids = token_row_paths(config, found, is_tied=spec is None or spec.tie_embeddings)
+    whole = whole_matrices(config, found, None if spec is None else spec.tie_embeddings)
     return StoredAdapter(
         modules,
-        parameters=tuple(sorted((found.parameters | found.wrapped).items())),
+        parameters=tuple(sorted((found.parameters | found.wrapped | whole).items())),
         token_rows=tuple(StoredRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
     )
 

@@ -44,10 +44,8 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "arrow_config": ((None,), "Arrow routing is not served"),
     "corda_config": ((None, {}), _CONVERT),
     "ensure_weight_tying": ((False, None), "tied adapters are not served"),
-    "init_lora_weights": (
-        PLAIN_INITS,
-        _CONVERT,
-    ),
+    "enable_lora": ((None,), "merged projections are not served"),
+    "init_lora_weights": ((*PLAIN_INITS, None), _CONVERT),
     "kasa_config": ((None,), "KaSA is not served"),
     "layer_replication": ((None, []), "replicated layers are not served"),
     "loftq_config": ((None, {}), _CONVERT),
@@ -55,12 +53,13 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
         (None, {}),
         _CONVERT,
     ),
+    "merge_weights": ((None, False), "adapters are served unmerged"),
     "megatron_config": ((None,), "Megatron layers are not served"),
     "monteclora_config": ((None,), "MonteCLoRA is not served"),
     "target_parameters": ((None, []), "parameter targets are not served"),
     "task_type": ((None, "CAUSAL_LM"), "only causal language models are served"),
     "use_bdlora": ((None, False), "BD-LoRA is not served"),
-    "use_qalora": ((False,), "QALoRA is not served"),
+    "use_qalora": ((None, False), "QALoRA is not served"),
     "velora_config": ((None,), "VeLoRA is not served"),
 }
 
@@ -119,7 +118,7 @@ def parse_config(contents: bytes) -> PeftConfig:
             allowed, reason = OFF_VALUES[key]
             if not any(type(value) is type(one) and value == one for one in allowed):
                 raise _refused(key, value, reason)
-        elif key not in INERT_KEYS and key not in _USED_KEYS:
+        elif value is not None and key not in INERT_KEYS and key not in _USED_KEYS:
             raise _refused(key, value, "this key is not known, so its effect is not; update the server or remove it")
 
     target_modules = _names(config, "target_modules", default=None)
@@ -129,7 +128,7 @@ def parse_config(contents: bytes) -> PeftConfig:
         layers_pattern = (layers_pattern,) if layers_pattern else ()
     if isinstance(target_modules, str) and (layers_to_transform is not None or layers_pattern):
         raise _refused("layers_to_transform", config.get("layers_to_transform"), "needs target_modules to be a list")
-    if layers_pattern and layers_to_transform is None:
+    if layers_pattern and config.get("layers_to_transform") is None:
         raise _refused("layers_pattern", list(layers_pattern), "means nothing without layers_to_transform")
     for name in layers_pattern:
         if not name.replace(".", "_").isidentifier():
@@ -182,7 +181,10 @@ def _alpha(key: str, value: Any) -> float:
 
 
 def _boolean(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
+    """null is false, as in Python."""
+    value = config.get(key)
+    if value is None:
+        return False
     if type(value) is not bool:
         raise _refused(key, value, "must be true or false")
     return value

@@ -7,6 +7,7 @@ for the configuration to say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,19 +24,33 @@ EMBEDDING_HALVES = {".lora_embedding_A": "lora_A", ".lora_embedding_B": "lora_B"
 LORA_BIAS, MAGNITUDE = ".lora_B.bias", ".lora_magnitude_vector"
 _PARTS = {**HALVES, **EMBEDDING_HALVES, LORA_BIAS: "bias", MAGNITUDE: "magnitude"}
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
+_ROW_BASE = ".token_adapter.base_layer.weight"
+#: Spellings that PEFT reads as the names above: with the adapter's name left in, and DoRA's m before PEFT 0.11.
+_OTHER_SPELLINGS = (
+    (re.compile(r"\.(lora_[AB])\.default\.(weight|bias)$"), r".\1.\2"),
+    (re.compile(r"\.(lora_embedding_[AB])\.default$"), r".\1"),
+    (re.compile(r"\.lora_magnitude_vector(\.default)?\.weight$"), ".lora_magnitude_vector"),
+)
+#: What a module of modules_to_save has beside its own weight, under names that PEFT does not load into it.
+_UNUSED = re.compile(r"(?P<path>.+)\.(?P<part>modules_to_save|original_module)\.(?P<kind>weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class PeftTensors:
     """modules: path → part → tensor. parameters: name in the base → tensor. token_rows: path → tensor.
 
-    `wrapped` are parameters of a module that LoRA wraps, saved along with it (".base_layer.").
+    `wrapped` are parameters of a module that LoRA wraps, saved along with it (".base_layer."). row_bases: path → the
+    matrix under token_rows, saved along with them. originals: name in the base → the base's own tensor, beside the one
+    that modules_to_save trains; `twins` are second names of those.
     """
 
     modules: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
     parameters: dict[str, StoredTensor] = field(default_factory=dict)
     wrapped: dict[str, StoredTensor] = field(default_factory=dict)
     token_rows: dict[str, StoredTensor] = field(default_factory=dict)
+    row_bases: dict[str, StoredTensor] = field(default_factory=dict)
+    originals: dict[str, StoredTensor] = field(default_factory=dict)
+    twins: set[str] = field(default_factory=set)
 
 
 def sort_tensors(tensors: Mapping[str, StoredTensor]) -> PeftTensors:
@@ -43,27 +58,49 @@ def sort_tensors(tensors: Mapping[str, StoredTensor]) -> PeftTensors:
     found = PeftTensors()
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix(PREFIX)
-        suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
         if name == full_name:
             raise _not_understood(full_name)
-        if suffix is not None:
-            path = name.removesuffix(suffix)
-            if suffix in HALVES | EMBEDDING_HALVES and (path == EMBEDDING_PATH) != (suffix in EMBEDDING_HALVES):
-                raise _not_understood(full_name)
-            found.modules.setdefault(path, {})[_PARTS[suffix]] = tensor
-        elif name.endswith(TOKEN_ROWS):
-            found.token_rows[name.removesuffix(TOKEN_ROWS)] = tensor
-        elif name.endswith((".base_layer.weight", ".base_layer.bias")):
-            found.wrapped[name.replace(".base_layer.", ".")] = tensor
-        elif name.endswith((".weight", ".bias")) and ".lora_" not in name:
-            found.parameters[name] = tensor
-        else:
+        for spelling, plain in _OTHER_SPELLINGS:
+            name = spelling.sub(plain, name)
+        suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
+        if suffix is None:
+            _sort_whole(found, name, full_name, tensor)
+            continue
+        path = name.removesuffix(suffix)
+        if suffix in HALVES | EMBEDDING_HALVES and (path == EMBEDDING_PATH) != (suffix in EMBEDDING_HALVES):
             raise _not_understood(full_name)
+        parts = found.modules.setdefault(path, {})
+        if _PARTS[suffix] in parts:
+            raise AdapterFormatError(
+                f"{WEIGHTS_NAME}: {short(path)} has its {_PARTS[suffix]} twice, once as {short(full_name)}; keep one"
+            )
+        parts[_PARTS[suffix]] = tensor
     for path, parts in found.modules.items():
         missing = {"lora_A", "lora_B"} - set(parts)
         if missing:
             raise AdapterFormatError(f"{WEIGHTS_NAME}: module {short(path)} has no {missing.pop()}; save it whole")
     return found
+
+
+def _sort_whole(found: PeftTensors, name: str, full_name: str, tensor: StoredTensor) -> None:
+    """A tensor that is no part of a LoRA."""
+    unused = _UNUSED.fullmatch(name)
+    if unused is not None:
+        whole = f"{unused['path']}.{unused['kind']}"
+        if unused["part"] == "original_module":
+            found.originals[whole] = tensor
+        else:
+            found.twins.add(whole)
+    elif name.endswith(TOKEN_ROWS):
+        found.token_rows[name.removesuffix(TOKEN_ROWS)] = tensor
+    elif name.endswith(_ROW_BASE):
+        found.row_bases[name.removesuffix(_ROW_BASE)] = tensor
+    elif name.endswith((".base_layer.weight", ".base_layer.bias")):
+        found.wrapped[name.replace(".base_layer.", ".")] = tensor
+    elif name.endswith((".weight", ".bias")) and ".lora_" not in name:
+        found.parameters[name] = tensor
+    else:
+        raise _not_understood(full_name)
 
 
 def _not_understood(name: str) -> AdapterFormatError:
