@@ -25,6 +25,7 @@ from app.deployments.links.watched import Watched
 from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.client import PlacementClient
 from app.deployments.registry.pins import Pins
+from app.deployments.replica.demand import DEMAND_S, DemandMeter
 from app.deployments.replica.fetcher import AdapterFetcher
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
@@ -78,6 +79,7 @@ class EngineReplica:
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
         )
+        self._demand = DemandMeter(time.monotonic)
         self._tasks = Tasks()
         self._tasks.run_forever(
             self._reports.run,
@@ -121,6 +123,13 @@ class EngineReplica:
         self._must_be(target_replica_id)
         process = {"replica_id": self._replica_id, "pid": os.getpid()}
         return process | {"num_socket_links": self._socket.num_connections} | self._service.counts()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's autoscaler is told (`placement.autoscaling`); asked for only where there is one."""
+        service = self._service
+        return self._demand.sample(
+            self._engine.stats(), service.num_waiting_for_adapters, service.asked_within(DEMAND_S)
+        )
 
     def check_health(self) -> None:
         if self._engine.failure is not None:

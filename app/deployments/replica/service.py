@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Adapters kept mapped in this process. They are views of shared memory: this bounds what they pin there.
 MAX_MAPPED_BYTES = 256 << 20
+#: Adapters that are remembered as asked for, the last that were.
+MAX_ASKED = 65_536
 #: How often a step is looked at that may hang.
 LOOK_INTERVAL_S = 1.0
 #: A link without requests ends after this long.
@@ -69,6 +71,7 @@ class EngineService:
         self._active: dict[str, str] = {}  # request id -> adapter digest
         self._used_s: dict[str, float] = {}  # adapter digest -> when a request last entered with it
         self._last_used_s: dict[str, float] = {}  # the same, of those that are resident or active
+        self._asked_s: dict[str, float] = {}  # adapter digest -> when a request last asked for it, by last asked
         self.changed = asyncio.Event()  # set when adapters may have moved: a report is due
 
     def start(self, engine: RunningEngine) -> None:
@@ -134,6 +137,11 @@ class EngineService:
                 continue
             self._hub.expect(link_id, request.request_id)
             ref = request.adapter
+            if ref is not None:
+                self._asked_s.pop(ref.digest, None)
+                self._asked_s[ref.digest] = self._clock()
+                if len(self._asked_s) > MAX_ASKED:
+                    del self._asked_s[next(iter(self._asked_s))]
             if ref is None:
                 self._enter(request, None)
             elif (adapter := self._mapped.get(ref.digest)) is not None:
@@ -179,6 +187,15 @@ class EngineService:
         """Adapters that requests have used since this was last asked, and when (Unix time)."""
         used_s, self._used_s = self._used_s, {}
         return used_s
+
+    def asked_within(self, seconds: float) -> list[str]:
+        """Digests of the adapters that requests asked for in the last `seconds`; those before are forgotten."""
+        since_s = self._clock() - seconds
+        for digest, asked_s in list(self._asked_s.items()):
+            if asked_s >= since_s:
+                break
+            del self._asked_s[digest]
+        return list(self._asked_s)
 
     def counts(self) -> dict[str, Any]:
         """What the engine holds and has done, for tests and operators."""

@@ -1,0 +1,172 @@
+"""The number of replicas follows tokens, rank rows and KV blocks; spikes hold replicas, and let them go one by one."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+from app.deployments.placement import autoscaling
+from app.deployments.placement.autoscaling import (
+    AdapterDemand,
+    Demand,
+    Objective,
+    decide,
+    forecast,
+    latest_demands,
+    wanted,
+)
+
+IDLE = Demand(work_tokens=0, tokens_per_s=500, adapter_rows=0, num_rank_rows=1024, kv_used=0)
+
+
+def busy(**changes: float) -> Demand:
+    return Demand(**({name: getattr(IDLE, name) for name in IDLE.__dataclass_fields__} | changes))
+
+
+def test_nothing_to_do_asks_for_nothing() -> None:
+    assert wanted([], Objective()) == wanted([IDLE, IDLE], Objective())
+    assert wanted([IDLE], Objective()).replicas == 0
+
+
+@pytest.mark.parametrize(
+    ("demands", "replicas", "reason"),
+    [
+        ([busy(work_tokens=3000)], 3000 / (500 * 2), "tokens to compute"),
+        ([busy(work_tokens=3000), busy(work_tokens=1000, tokens_per_s=100)], 4000 / (500 * 2), "tokens to compute"),
+        ([busy(adapter_rows=1843.2)], 2.0, "rank rows in demand"),
+        ([busy(adapter_rows=921.6), IDLE, busy(adapter_rows=460.8)], 1.5, "rank rows in demand"),
+        ([busy(kv_used=0.85), busy(kv_used=0.425)], 1.5, "KV blocks in use"),
+        ([busy(kv_used=0.85, work_tokens=1500)], 1.5, "tokens to compute"),
+        ([busy(work_tokens=1, tokens_per_s=0)], 1.0, "tokens to compute"),
+        ([busy(num_rank_rows=0, work_tokens=1000)], 1.0, "tokens to compute"),
+    ],
+)
+def test_the_signal_that_asks_for_most_decides(demands: list[Demand], replicas: float, reason: str) -> None:
+    want = wanted(demands, Objective(drain_s=2.0, max_rows=0.9, max_kv=0.85))
+    assert want.replicas == pytest.approx(replicas)
+    assert want.reason == reason
+
+
+def test_adapters_that_do_not_fit_ask_for_replicas_though_no_token_waits() -> None:
+    """What a count of requests never shows: 200 adapters of 16 rows in demand, one after another, on 1,024 rows."""
+    churning = busy(adapter_rows=200 * 16, work_tokens=20)
+    assert math.ceil(wanted([churning], Objective()).replicas) == 4
+
+
+def test_a_rising_demand_is_read_ahead_and_a_falling_one_is_not() -> None:
+    assert forecast([(0, 1.0), (5, 1.5)], 5, 10) == pytest.approx(2.5)
+    assert forecast([(0, 1.0), (5, 4.0)], 5, 10) == pytest.approx(8.0)  # at most twice
+    assert forecast([(0, 3.0), (5, 1.0)], 5, 10) == 1.0
+    assert forecast([(5, 1.0)], 5, 10) == 1.0
+    assert forecast([(0, 1.0), (30, 2.0)], 30, 10) == 2.0  # what was before lately says nothing
+
+
+def test_a_spike_lets_its_replicas_go_one_by_one() -> None:
+    objective = Objective(hold_s=60, forecast_s=0, down_part=0.8)
+    counts, history, now, number = [], [(0.0, 4.0)], 0.0, 4
+    while number > 1:
+        now += 1.0
+        history.append((now, 0.4))
+        number = decide(history, number, now, objective)
+        counts.append(number)
+    assert sorted(set(counts), reverse=True) == [4, 3, 2, 1]
+    assert counts == sorted(counts, reverse=True)
+    assert 20 <= counts.index(3) < counts.index(2) < counts.index(1) <= 60
+
+
+def test_a_demand_that_wavers_about_a_border_moves_nothing() -> None:
+    """Two replicas' worth, a tenth more or less each second: Dynamo's alternating case."""
+    history, number, changes = [], 3, 0
+    for second in range(300):
+        history.append((float(second), 2.0 + 0.2 * (second % 2)))
+        before, number = number, decide(history[-60:], number, float(second), Objective())
+        changes += number != before
+    assert changes <= 1
+    assert number == 3
+
+
+@pytest.mark.parametrize(
+    "bad", [{"drain_s": 0}, {"max_kv": -1}, {"hold_s": math.inf}, {"down_part": 1.5}, {"max_rows": "1"}]
+)
+def test_an_objective_that_decides_nothing_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Objective(**bad)
+
+
+def context(num_replicas: int, now_s: float, state: dict[str, Any], num_requests: float = 0, **series: Any) -> Any:
+    raw = {
+        name: {replica: [SimpleNamespace(value=value)] for replica, value in values.items()}
+        for name, values in series.items()
+    }
+    return SimpleNamespace(
+        app_name="polylora",
+        deployment_name="EngineReplica",
+        current_num_replicas=num_replicas,
+        target_num_replicas=num_replicas,
+        total_num_requests=num_requests,
+        raw_metrics=raw,
+        policy_state=state,
+        current_time=now_s,
+    )
+
+
+def series_of(demands: dict[str, Demand]) -> dict[str, dict[str, float]]:
+    names = Demand.__dataclass_fields__
+    return {name: {replica: getattr(demand, name) for replica, demand in demands.items()} for name in names}
+
+
+def test_the_policy_counts_work_and_not_serves_calls(caplog: pytest.LogCaptureFixture) -> None:
+    policy = AdapterDemand(drain_s=2.0, forecast_s=0)
+    eight_readers = context(1, 100.0, {}, num_requests=8, **series_of({"a": IDLE}))
+    assert policy(eight_readers)[0] == 0
+    many = context(1, 101.0, {}, num_requests=1, **series_of({"a": busy(work_tokens=2900)}))
+    with caplog.at_level("INFO", "ray.serve"):
+        count, state = policy(many)
+    assert count == 3
+    assert "3 replicas are wanted, there are 1 to be: tokens to compute ask for 2.90" in caplog.text
+    assert policy(context(3, 102.0, state, **series_of({"a": IDLE})))[0] == 3  # held
+    assert policy(context(3, 200.0, state, **series_of({"a": IDLE})))[0] == 0
+
+
+def test_whoever_waits_where_nobody_is_wakes_one() -> None:
+    policy = AdapterDemand()
+    assert policy(context(0, 1.0, {}))[0] == 0
+    assert policy(context(0, 2.0, {}, num_requests=1))[0] == 1
+
+
+def test_a_replica_that_has_not_said_everything_does_not_count() -> None:
+    points = [SimpleNamespace(value=1.0)]
+    series = {name: {"a": points, "b": points} for name in Demand.__dataclass_fields__}
+    series["kv_used"] = {"a": points, "b": []}
+    assert latest_demands(series) == [Demand(1.0, 1.0, 1.0, 1.0, 1.0)]
+    assert latest_demands({}) == []
+
+
+def test_serve_takes_the_policy_by_its_name_and_refuses_other_options() -> None:
+    name = f"{autoscaling.__name__}:AdapterDemand"
+    config = AutoscalingConfig(
+        max_replicas=4, policy=AutoscalingPolicy(policy_function=name, policy_kwargs={"drain_s": 3})
+    )
+    made = config.policy.get_policy()
+    assert made(**config.policy.policy_kwargs)(context(0, 0.0, {}, num_requests=1))[0] == 1
+    with pytest.raises(TypeError, match="patience"):
+        made(patience=1)
+
+
+def test_the_policy_runs_where_the_package_is_not_installed() -> None:
+    """Serve's controller may run on a machine without this package: it is sent the module's source."""
+    policy = AutoscalingPolicy(policy_function=f"{autoscaling.__name__}:AdapterDemand")
+    code = (
+        "import sys; sys.modules['app'] = None\n"
+        "from ray import cloudpickle; from types import SimpleNamespace as N\n"
+        f"policy = cloudpickle.loads({policy.get_serialized_policy_def()!r})()\n"
+        "print(policy(N(app_name='a', deployment_name='d', target_num_replicas=0, total_num_requests=2.0))[0])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert answer.stdout.strip() == "1", answer.stderr
