@@ -21,6 +21,8 @@ from app.spelling import did_you_mean, model_in
 
 #: The deployments of our application (`app.main`).
 DEPLOYMENTS = ("EngineReplica", "Ingress")
+#: Serve's own policy counts open calls, of which each ingress keeps one per engine replica.
+_ENGINE_POLICY = "app.deployments.placement.autoscaling:AdapterDemand"
 #: What Serve's schema takes as any mapping, and reads as one of these later.
 _READ_LATER: Mapping[str, type[BaseModel]] = {
     "autoscaling_config": AutoscalingConfig,
@@ -30,9 +32,9 @@ _READ_LATER: Mapping[str, type[BaseModel]] = {
 
 def serve_schema(document: Mapping[str, Any], path: Path) -> ServeDeploySchema:
     """Raises ConfigError naming each unknown key, or each value that Serve refuses."""
-    unknown = [*_unknown_keys(document, ServeDeploySchema, ""), *_unknown_deployments(document)]
-    if unknown:
-        raise ConfigError(f"{path}: " + "; ".join(unknown))
+    wrong = [*_unknown_keys(document, ServeDeploySchema, ""), *_wrong_deployments(document)]
+    if wrong:
+        raise ConfigError(f"{path}: " + "; ".join(wrong))
     try:
         return ServeDeploySchema.model_validate(document)
     except ValidationError as error:
@@ -56,7 +58,7 @@ def _unknown_keys(value: Any, model: type[BaseModel], where: str) -> Iterator[st
             yield from _unknown_keys(inner_value, inner, place)
 
 
-def _unknown_deployments(document: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_deployments(document: Mapping[str, Any]) -> Iterator[str]:
     for application in document.get("applications") or ():
         if not isinstance(application, Mapping) or application.get("import_path") != IMPORT_PATH:
             continue
@@ -64,3 +66,15 @@ def _unknown_deployments(document: Mapping[str, Any]) -> Iterator[str]:
             name = deployment.get("name") if isinstance(deployment, Mapping) else deployment
             if name not in DEPLOYMENTS:
                 yield f"deployments: there is no {name!r}, only {' and '.join(DEPLOYMENTS)}"
+            elif name == "EngineReplica" and _counts_calls(deployment):
+                yield (
+                    "deployments: EngineReplica is scaled by Serve's own policy, which counts open calls and not work; "
+                    f"add policy: {{policy_function: '{_ENGINE_POLICY}'}} to its autoscaling_config"
+                )
+
+
+def _counts_calls(deployment: Mapping[str, Any]) -> bool:
+    scaling = deployment.get("autoscaling_config")
+    if scaling is None:
+        return deployment.get("num_replicas") == "auto"
+    return isinstance(scaling, Mapping) and "policy" not in scaling

@@ -26,7 +26,7 @@ def document(deployment: dict[str, Any] | None = None, **top: Any) -> dict[str, 
     return {"applications": [ours]} | top
 
 
-@pytest.mark.parametrize("name", ["serve.yaml", "serve-jax.yaml"])
+@pytest.mark.parametrize("name", ["serve.yaml", "serve-jax.yaml", "serve-autoscale.yaml"])
 def test_the_files_that_are_shipped_are_known(name: str) -> None:
     schema = serve_schema(read_document(ROOT / "configs" / name), PATH)
     assert [application.name for application in schema.applications] == ["polylora"]
@@ -35,7 +35,7 @@ def test_the_files_that_are_shipped_are_known(name: str) -> None:
 def test_options_of_every_kind_are_known() -> None:
     options = {
         "num_replicas": "auto",
-        "autoscaling_config": {"min_replicas": 1, "max_replicas": 2},
+        "autoscaling_config": {"min_replicas": 1, "max_replicas": 2, "policy": {"policy_function": "math:ceil"}},
         "ray_actor_options": {"num_cpus": 0.5},
         "max_replicas_per_node": 1,
         "user_config": {"max_sequences": 4},
@@ -56,6 +56,8 @@ def test_options_of_every_kind_are_known() -> None:
         (document(application=[]), r"^serve.yaml: application is an unknown key; did you mean 'applications'"),
         (document(http_options={"prot": 1}), r"http_options.prot is an unknown key; did you mean 'port'"),
         (document({"name": "Engine"}), r"there is no 'Engine', only EngineReplica and Ingress"),
+        (document({"num_replicas": "auto"}), r"counts open calls and not work; add policy: .*AdapterDemand"),
+        (document({"autoscaling_config": {"max_replicas": 4}}), r"counts open calls and not work; add policy"),
         (document({"num_replicas": "many"}), r"num_replicas.*auto"),
         (document({"max_ongoing_requests": 0}), r"max_ongoing_requests: .*greater than 0"),
     ],
