@@ -32,7 +32,7 @@ from app.deployments.ingress.management import Management
 from app.deployments.links.published import Version
 from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
-from app.deployments.registry.database import sqlite_url
+from app.deployments.registry.database import next_revision, sqlite_url
 from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tables import adapters
@@ -107,10 +107,13 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "registered_s": time.time(),
     }
     with registry.database.write() as connection:
+        revision = next_revision(connection, registry.database.base_digest)
         for start in range(0, num_adapters, _BATCH):
             names = [f"a{index:06d}" for index in range(start, min(start + _BATCH, num_adapters))]
             rows = [
-                common | {"name": name, "source": name, "uri": f"/adapters/{name}", "digest": secrets.token_hex(32)}
+                common
+                | {"name": name, "source": name, "uri": f"/adapters/{name}", "digest": secrets.token_hex(32)}
+                | {"revision": revision}
                 for name in names
             ]
             connection.execute(insert(adapters), rows)

@@ -95,6 +95,7 @@ class ManagedStore:
         self.lifecycle = Lifecycle(registry, store, self.events, reserved_names=("base",), clock=clock)
         self.client = StoreClient(Here(StoreService(StoreParts(registry, self.lifecycle, store, ()), lambda: None)))
         self.view = RegistryView()
+        self.lifecycle.start()
         self.clock = clock
         self.tenants_client = TenantsClient(Here(TenantsService(TenantBooks(registry.database), lambda: None)))
         self.tenants = TenantView()
@@ -116,7 +117,14 @@ class ManagedStore:
         self.dropped.append((replica_id, digest))
         return 8
 
+    async def kill(self) -> None:
+        """The process is gone, and so long ago that others know. What it left in the database stays readable here."""
+        await self.lifecycle._tasks.close()
+        await self.lifecycle.loads._work.close()
+        self.registry.stores.leave()
+
     async def close(self) -> None:
+        await self.lifecycle.close()
         for follower in self.followers:
             follower.cancel()
         await asyncio.gather(*self.followers, return_exceptions=True)

@@ -13,6 +13,9 @@ from app.deployments.links.published import Changes, Version
 from app.deployments.links.watched import Follower, Watch
 from app.deployments.registry.view import Entry, Key, RegistryView
 
+#: An ingress asks so often, news or none: one that has ended is waited for no longer than it takes to miss that.
+HEARTBEAT_S = 1.0
+
 
 class WatchedRegistry(Follower[Changes[Key, Entry]]):
     """The registry's table, copied by its changes into `view`. `complete` is set when there is nothing to catch up.
@@ -21,7 +24,7 @@ class WatchedRegistry(Follower[Changes[Key, Entry]]):
     """
 
     def __init__(self, watch: Watch[Changes[Key, Entry]], watcher_id: str, on_number: Callable[[int], None]) -> None:
-        super().__init__(watch, watcher_id)
+        super().__init__(watch, watcher_id, HEARTBEAT_S)
         self._on_number = on_number
         self.view = RegistryView()
         self.complete = asyncio.Event()

@@ -23,26 +23,39 @@ V = TypeVar("V")
 
 #: Rows of a table that are sent at once: some hundred kilobytes, so that a large table does not hold up its owner.
 MAX_PAGE = 5000
+#: A watcher whose wait has ended asks again within this time, or is gone.
+LATE_S = 1.0
 
 
 @message
 class Version(NamedTuple):
     """`epoch` differs between two lives of the owner, so that a restart is never mistaken for no news.
 
-    `floor` is a table's when this was sent (`PublishedTable`): it is no part of what is held.
+    `floor` is a table's when this was sent (`PublishedTable`): it is no part of what is held. `origin` and `revision`
+    say what the value was made from, where the owner keeps it elsewhere: they outlive the owner. Of an incomplete copy
+    of a table the revision is 0.
     """
 
     epoch: str
     number: int
     floor: int = 0
+    origin: str = ""
+    revision: int = 0
 
 
 class _Owner:
-    """Who holds which version, and waiting for either side. One event loop, no threads; `clock` gives seconds."""
+    """Who holds which version, and waiting for either side. One event loop, no threads; `clock` gives seconds.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    `revision` is the caller's to set, before it publishes what was made from it. For `grace_s` after it was made
+    nothing counts as held by everybody: watchers of the owner's last life may be on their way.
+    """
+
+    def __init__(self, clock: Callable[[], float], origin: str, grace_s: float = 0.0) -> None:
         self._now_s = clock
-        self._version = Version(uuid.uuid4().hex, 0)
+        self.origin = origin
+        self.revision = 0
+        self._grace_ends_s = clock() + grace_s
+        self._version = Version(uuid.uuid4().hex, 0, origin=origin)
         self._news = asyncio.Event()
         self._held: dict[str, tuple[Version, float]] = {}
 
@@ -50,26 +63,28 @@ class _Owner:
         """Wait until every living watcher holds the present version. False if one did not say so in time."""
         target, deadline_s = self._version, self._now_s() + timeout_s
         while self._now_s() < deadline_s:
-            if all(held.epoch != target.epoch or held.number >= target.number for held in self._living()):
+            if self._now_s() >= self._grace_ends_s and all(
+                held.epoch == target.epoch and held.number >= target.number for held in self._living()
+            ):
                 return True
             await asyncio.sleep(0.002)
         return False
 
     def _living(self) -> list[Version]:
-        """What each watcher held when it last asked; one that has not asked for long is gone."""
+        """What each watcher held when it last asked; one that should have asked again is gone."""
         now_s = self._now_s()
         self._held = {watcher: held for watcher, held in self._held.items() if held[1] > now_s}
         return [version for version, _ in self._held.values()]
 
     def _advance(self, by: int) -> None:
-        self._version = self._version._replace(number=self._version.number + by)
+        self._version = self._version._replace(number=self._version.number + by, revision=self.revision)
         self._news.set()
         self._news = asyncio.Event()
 
     async def _wait(self, held: Version | None, watcher_id: str, timeout_s: float) -> bool:
         """Whether there is something that the watcher does not hold."""
         if held is not None:
-            self._held[watcher_id] = (held, self._now_s() + 2 * timeout_s)
+            self._held[watcher_id] = (held, self._now_s() + timeout_s + LATE_S)
         if held is not None and (held.epoch, held.number) == (self._version.epoch, self._version.number):
             try:
                 await asyncio.wait_for(self._news.wait(), timeout_s)
@@ -81,8 +96,8 @@ class _Owner:
 class Published(_Owner, Generic[T]):
     """A value, sent whole."""
 
-    def __init__(self, value: T, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
+    def __init__(self, value: T, clock: Callable[[], float] = time.monotonic, *, origin: str = "") -> None:
+        super().__init__(clock, origin)
         self._value = value
 
     @property
@@ -120,8 +135,8 @@ class PublishedTable(_Owner, Generic[K, V]):
     what there is, and the numbers of its first pages are old.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, origin: str = "", grace_s: float = 0.0) -> None:
+        super().__init__(clock, origin, grace_s)
         self._rows: dict[K, tuple[int, V | None]] = {}
         self._log: list[tuple[int, K]] = []
         self._floor = 0
@@ -153,7 +168,7 @@ class PublishedTable(_Owner, Generic[K, V]):
             if newest != number:
                 continue  # changed again later
             if len(rows) == MAX_PAGE:
-                return version._replace(number=after), Changes(tuple(rows), is_first, False)
+                return version._replace(number=after, revision=0), Changes(tuple(rows), is_first, False)
             rows.append((key, value))
             after = number
         return version, Changes(tuple(rows), is_first, True)

@@ -28,9 +28,10 @@ AWAY_S = 0.5
 class Follower(Generic[T]):
     """Asks for news without end."""
 
-    def __init__(self, watch: Watch[T], watcher_id: str) -> None:
+    def __init__(self, watch: Watch[T], watcher_id: str, timeout_s: float = WATCH_TIMEOUT_S) -> None:
         self._watch = watch
         self._watcher_id = watcher_id
+        self._timeout_s = timeout_s
         self._held: Version | None = None
         self._troubles = Troubles(f"{type(self).__name__} keeps what it has")
 
@@ -38,7 +39,7 @@ class Follower(Generic[T]):
         """Runs until cancelled, whatever the owner does."""
         while True:
             try:
-                news = await self._watch(self._held, self._watcher_id, WATCH_TIMEOUT_S)
+                news = await self._watch(self._held, self._watcher_id, self._timeout_s)
                 if news is not None:
                     self._take_all(*news)
             except Exception as error:  # an owner that misbehaves must not end those who read what it said before

@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, and_, insert, select, update
+from sqlalchemy import Connection, Select, and_, insert, select, update
 
-from app.deployments.registry.database import Database
+from app.deployments.registry.database import Database, next_revision
 from app.deployments.registry.entries import AliasEntry, AliasTarget, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import adapters, alias_targets, aliases, named
+from app.deployments.registry.view import Entry, Key
 from app.engine.errors import InvalidRequest, NotFound
 
 MAX_TARGETS = 16
@@ -76,7 +77,7 @@ class Aliases:
             connection.execute(
                 update(aliases)
                 .where(*key)
-                .values(version=wanted, previous_version=old["version"], updated_s=self._database.clock())
+                .values(version=wanted, previous_version=old["version"], **self._change(connection))
             )
             self._record(connection, who, "roll back alias", name, tenant_id, {"from": old["version"], "to": wanted})
             return self._entry(connection, tenant_id, name)
@@ -88,7 +89,7 @@ class Aliases:
             if not is_alias(connection, self._base, tenant_id, name):
                 raise _absent(name)
             entry = self._entry(connection, tenant_id, name)
-            connection.execute(update(aliases).where(*key).values(removed=True, updated_s=self._database.clock()))
+            connection.execute(update(aliases).where(*key).values(removed=True, **self._change(connection)))
             self._record(connection, who, "remove alias", name, tenant_id, {"version": entry.version})
         return entry
 
@@ -99,23 +100,11 @@ class Aliases:
 
     def entries(self, *, tenant_id: str | None = None) -> list[AliasEntry]:
         """All aliases, in order: one tenant's, or everybody's."""
-        query = (
-            select(aliases, alias_targets.c.target, alias_targets.c.weight)
-            .join(alias_targets, _IN_FORCE)
-            .where(aliases.c.base_digest == self._base, aliases.c.removed.is_(False))
-            .order_by(aliases.c.tenant_id, aliases.c.name, alias_targets.c.target)
-        )
+        query = _with_targets(self._base).where(aliases.c.removed.is_(False))
         if tenant_id is not None:
             query = query.where(aliases.c.tenant_id == tenant_id)
         with self._database.read() as connection:
-            rows = connection.execute(query).mappings().all()
-        targets: dict[tuple[str, str], list[AliasTarget]] = defaultdict(list)
-        heads: dict[tuple[str, str], Mapping[Any, Any]] = {}
-        for row in rows:
-            key = (row["tenant_id"], row["name"])
-            heads[key] = row
-            targets[key].append(AliasTarget(row["target"], row["weight"]))
-        return [_alias(row, tuple(targets[key])) for key, row in heads.items()]
+            return [entry for _, entry in _read(connection, query)]
 
     def _put(
         self, connection: Connection, name: str, targets: Mapping[str, float], tenant_id: str, who: str
@@ -132,7 +121,7 @@ class Aliases:
             "previous_version": None if old is None or old["removed"] else old["version"],
             "last_version": version,
             "removed": False,
-            "updated_s": self._database.clock(),
+            **self._change(connection),
         }
         if old is None:
             connection.execute(insert(aliases).values(**place, **values))
@@ -142,6 +131,10 @@ class Aliases:
         connection.execute(insert(alias_targets), rows)
         self._record(connection, who, "put alias", name, tenant_id, {"version": version, "targets": dict(targets)})
         return self._entry(connection, tenant_id, name)
+
+    def _change(self, connection: Connection) -> dict[str, float]:
+        """What every change writes into its row."""
+        return {"updated_s": self._database.clock(), "revision": next_revision(connection, self._base)}
 
     def _entry(self, connection: Connection, tenant_id: str, name: str) -> AliasEntry:
         row = connection.execute(select(aliases).where(*named(aliases, self._base, tenant_id, name))).mappings().one()
@@ -170,6 +163,16 @@ class Aliases:
         record_events(connection, self._database, [NewEvent(action, name, tenant_id, detail=str(dict(detail)))])
 
 
+def changed_aliases(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:
+    """(revision, name, alias or None where it is gone) of changes after a revision; after 0 nothing that is gone."""
+    query = _with_targets(base_digest)
+    query = query.where(aliases.c.revision > after) if after else query.where(aliases.c.removed.is_(False))
+    return [
+        (row["revision"], (entry.tenant_id, entry.name), None if row["removed"] else entry)
+        for row, entry in _read(connection, query)
+    ]
+
+
 def is_alias(connection: Connection, base_digest: str, tenant_id: str, name: str) -> bool:
     query = select(aliases.c.name).where(*named(aliases, base_digest, tenant_id, name), aliases.c.removed.is_(False))
     return connection.scalar(query) is not None
@@ -189,6 +192,26 @@ def aliases_to(connection: Connection, base_digest: str, tenant_id: str, target:
         .order_by(aliases.c.name)
     )
     return connection.scalars(query).all()
+
+
+def _with_targets(base_digest: str) -> Select[Any]:
+    return (
+        select(aliases, alias_targets.c.target, alias_targets.c.weight)
+        .join(alias_targets, _IN_FORCE)
+        .where(aliases.c.base_digest == base_digest)
+        .order_by(aliases.c.tenant_id, aliases.c.name, alias_targets.c.target)
+    )
+
+
+def _read(connection: Connection, query: Select[Any]) -> list[tuple[Mapping[Any, Any], AliasEntry]]:
+    """Each alias's row and entry; `query` has a row per target."""
+    targets: dict[Key, list[AliasTarget]] = defaultdict(list)
+    heads: dict[Key, Mapping[Any, Any]] = {}
+    for row in connection.execute(query).mappings():
+        key = (row["tenant_id"], row["name"])
+        heads[key] = row
+        targets[key].append(AliasTarget(row["target"], row["weight"]))
+    return [(row, _alias(row, tuple(targets[key]))) for key, row in heads.items()]
 
 
 def _living(connection: Connection, base_digest: str, tenant_id: str, names: Sequence[str]) -> set[str]:

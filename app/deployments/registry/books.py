@@ -16,6 +16,8 @@ from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.registry.jobs import Jobs
 from app.deployments.registry.journal import Journal
 from app.deployments.registry.pins import PinLimits
+from app.deployments.registry.revisions import Revisions
+from app.deployments.registry.stores import Stores
 
 
 class Registry:
@@ -27,12 +29,16 @@ class Registry:
         base_digest: str,
         pin_limits: PinLimits = PinLimits(),  # noqa: B008  (frozen)
         clock: Callable[[], float] = time.time,
+        *,
+        actor: str = "",
     ) -> None:
-        """Raises ConfigError, NotReady."""
+        """`actor` names this process over restarts (`Stores`). Raises ConfigError, NotReady."""
         self.database = Database(url, base_digest, clock)
+        self.stores = Stores(self.database, actor)
+        self.revisions = Revisions(self.database)
         self.catalog = Catalog(self.database, pin_limits)
         self.aliases = Aliases(self.database)
-        self.jobs = Jobs(self.database)
+        self.jobs = Jobs(self.database, self.stores.id)
         self.journal = Journal(self.database)
 
     def close(self) -> None:

@@ -11,25 +11,29 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Table, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, and_, insert, select, update
 
 from app.deployments.registry.aliases import aliases_to, is_alias
-from app.deployments.registry.database import Database
+from app.deployments.registry.database import Database, next_revision
 from app.deployments.registry.entries import CatalogEntry, Generation, RegistryJob, State
-from app.deployments.registry.jobs import cancel_loads, check_wanted, insert_job, update_job
+from app.deployments.registry.jobs import cancel_loads, check_turn, insert_job, update_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.pins import PinLimits
-from app.deployments.registry.tables import adapters, generations, hot_set, named
+from app.deployments.registry.tables import adapters, generations, named, uses
 from app.deployments.registry.tier_events import Move
+from app.deployments.registry.use import forget_use, note_uses
+from app.deployments.registry.view import Entry, Key
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 
-#: Adapters whose order of use is remembered.
+#: A new replica is offered the last used of so many contents.
 MAX_HOT = 1024
+
+_SAME_CONTENTS = and_(uses.c.base_digest == adapters.c.base_digest, uses.c.digest == adapters.c.digest)
 
 
 class Drained(NamedTuple):
@@ -66,14 +70,15 @@ class Catalog:
     ) -> CatalogEntry:
         """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
 
-        `pinned` and `traffic_weight` None: as they were. `source` is how the caller called the place.
-        Raises InvalidRequest if an alias has the name, AdapterTooLarge if it would be pinned and does not fit,
-        AdapterUnloaded if `job`, the load that it is for, was cancelled.
+        `pinned` and `traffic_weight` None: as they were. `source` is how the caller called the place. Raises
+        InvalidRequest if an alias has the name, AdapterTooLarge if it would be pinned and does not fit, AdapterUnloaded
+        if `job`, the load that it is for, was cancelled, LoadsAhead if another comes before it, NotReady if another
+        process works on it by now.
         """
         key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
             if job is not None:
-                check_wanted(connection, job)
+                check_turn(connection, self._base, job)
             if is_alias(connection, self._base, tenant_id, name):
                 raise InvalidRequest(f"{name!r} is an alias; remove the alias or choose another name", param="name")
             old = connection.execute(select(adapters).where(*key)).mappings().first()
@@ -96,6 +101,7 @@ class Catalog:
                 "owner": before.get("owner", who),
                 "pinned": before.get("pinned", False) if pinned is None else pinned,
                 "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
+                "revision": next_revision(connection, self._base),
             }
             place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
             if old is None:
@@ -112,6 +118,8 @@ class Catalog:
             )
             self._check_pins(connection, name, bool(values["pinned"]))
             row = connection.execute(select(adapters).where(*key)).mappings().one()
+            if old is not None and old["digest"] != digest:
+                forget_use(connection, self._base, old["digest"])
         return _entry(row)
 
     def drain(self, name: str, *, tenant_id: str, who: str) -> Drained:
@@ -126,12 +134,14 @@ class Catalog:
             cancelled = cancel_loads(connection, self._database, tenant_id, name)
             query = select(adapters).where(*key, adapters.c.state == State.LOADED)
             row = connection.execute(query).mappings().first()
+            if row is None and not cancelled:
+                raise not_registered(name)
+            revision = next_revision(connection, self._base)
             if row is None:
-                if not cancelled:
-                    raise not_registered(name)
                 job = RegistryJob(
-                    uuid.uuid4().hex, name, "unload", "", State.REMOVED, who, now_s, now_s, tenant_id=tenant_id
-                )
+                    uuid.uuid4().hex, name, "unload", "", State.REMOVED, who, now_s, now_s,
+                    tenant_id=tenant_id, number=revision,
+                )  # fmt: skip
                 insert_job(connection, self._database, job)
                 record_audit(connection, self._database, who, "unload", name, tenant_id, {"cancelled": cancelled})
                 return Drained(None, job, cancelled)
@@ -140,11 +150,11 @@ class Catalog:
                 raise AdapterBusy(
                     f"alias {users[0]!r} sends requests to adapter {name!r}; promote or remove the alias first"
                 )
-            connection.execute(update(adapters).where(*key).values(state=State.DRAINING))
+            connection.execute(update(adapters).where(*key).values(state=State.DRAINING, revision=revision))
             generation, digest = row["generation"], row["digest"]
             job = RegistryJob(
                 uuid.uuid4().hex, name, "unload", row["uri"], State.DRAINING, who, now_s, now_s,
-                generation=generation, digest=digest, tenant_id=tenant_id,
+                generation=generation, digest=digest, tenant_id=tenant_id, number=revision,
             )  # fmt: skip
             insert_job(connection, self._database, job)
             record_audit(connection, self._database, who, "unload", name, tenant_id, {"generation": generation})
@@ -165,6 +175,7 @@ class Catalog:
             if done.rowcount:
                 event = NewEvent("removed", job.name, job.tenant_id, job.generation, job.digest)
                 record_events(connection, self._database, [event])
+                forget_use(connection, self._base, job.digest)
         return after
 
     def configure(
@@ -186,7 +197,8 @@ class Catalog:
         with self._database.write() as connection:
             old = self._living(connection, tenant_id, name)
             if changes:
-                connection.execute(update(adapters).where(*key).values(**changes))
+                revision = next_revision(connection, self._base)
+                connection.execute(update(adapters).where(*key).values(**changes, revision=revision))
                 self._check_pins(connection, name, bool(pinned))
                 record_audit(connection, self._database, who, "configure", name, tenant_id, changes)
             if pinned is not None and pinned != old["pinned"]:
@@ -196,10 +208,23 @@ class Catalog:
             return _entry(connection.execute(select(adapters).where(*key)).mappings().one())
 
     def get(self, name: str, *, tenant_id: str) -> CatalogEntry | None:
+        """What a name means, and when that was last used."""
+        query = (
+            select(adapters, uses.c.last_used_s)
+            .outerjoin(uses, _SAME_CONTENTS)
+            .where(*self._named(adapters, tenant_id, name), adapters.c.state == State.LOADED)
+        )
         with self._database.read() as connection:
-            query = select(adapters).where(*self._named(adapters, tenant_id, name), adapters.c.state == State.LOADED)
             row = connection.execute(query).mappings().first()
         return None if row is None else _entry(row)
+
+    def known(self, names: Collection[str], *, tenant_id: str) -> dict[str, str]:
+        """Those of these names that were ever an adapter's, each with the source of its last load."""
+        query = select(adapters.c.name, adapters.c.source).where(
+            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.name.in_(names)
+        )
+        with self._database.read() as connection:
+            return {row.name: row.source for row in connection.execute(query)}
 
     def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
         """All names with a meaning, in order: one tenant's, or everybody's."""
@@ -223,33 +248,9 @@ class Catalog:
         ]
 
     def note_use(self, last_used_s: Mapping[str, float]) -> None:
-        """Digests and when they were last used: remembered per name, and as the order of the hot set."""
-        if not last_used_s:
-            return
+        """When requests last used which contents (Unix time); an older time than is known changes nothing."""
         with self._database.write() as connection:
-            for digest, used_s in last_used_s.items():
-                connection.execute(
-                    update(adapters)
-                    .where(
-                        adapters.c.base_digest == self._base,
-                        adapters.c.digest == digest,
-                        func.coalesce(adapters.c.last_used_s, used_s) <= used_s,  # another may have told of a later one
-                    )
-                    .values(last_used_s=used_s)
-                )
-            held = connection.scalars(
-                select(hot_set.c.digest).where(hot_set.c.base_digest == self._base).order_by(hot_set.c.position)
-            ).all()
-            newest_first = sorted(last_used_s, key=lambda digest: -last_used_s[digest])
-            order = [*newest_first, *(digest for digest in held if digest not in last_used_s)][:MAX_HOT]
-            connection.execute(delete(hot_set).where(hot_set.c.base_digest == self._base))
-            connection.execute(
-                insert(hot_set),
-                [
-                    {"base_digest": self._base, "position": position, "digest": digest}
-                    for position, digest in enumerate(order)
-                ],
-            )
+            note_uses(connection, self._base, last_used_s)
 
     def note_residency(self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str]) -> None:
         """A replica's device holds these digests, or holds them no more: an event for each name that means them."""
@@ -288,21 +289,26 @@ class Catalog:
 
         Place n in the order of use counts as n over the traffic weight; weight 0 comes last.
         """
+        hottest = (
+            select(uses.c.digest, uses.c.last_used_s)
+            .where(uses.c.base_digest == self._base)
+            .order_by(uses.c.last_used_s.desc(), uses.c.digest)
+            .limit(MAX_HOT)
+            .subquery()
+        )
         query = (
-            select(adapters, hot_set.c.position)
-            .join(
-                hot_set,
-                (hot_set.c.base_digest == adapters.c.base_digest) & (hot_set.c.digest == adapters.c.digest),
-            )
+            select(adapters, hottest.c.last_used_s)
+            .join(hottest, hottest.c.digest == adapters.c.digest)
             .where(adapters.c.base_digest == self._base, adapters.c.state == State.LOADED)
-            .order_by(hot_set.c.position, adapters.c.tenant_id, adapters.c.name)
+            .order_by(hottest.c.last_used_s.desc(), adapters.c.tenant_id, adapters.c.name)
         )
         with self._database.read() as connection:
             rows = connection.execute(query).mappings().all()
+        places = {digest: place for place, digest in enumerate(dict.fromkeys(row["digest"] for row in rows))}
         weights: dict[str, float] = {}
         for row in rows:
             weights[row["digest"]] = max(weights.get(row["digest"], 0.0), row["traffic_weight"])
-        rows = sorted(rows, key=lambda row: _quotient(row["position"] + 1, weights[row["digest"]]))
+        rows = sorted(rows, key=lambda row: _quotient(places[row["digest"]] + 1, weights[row["digest"]]))
         entries: dict[str, CatalogEntry] = {}
         for row in rows:
             entries.setdefault(row["digest"], _entry(row))
@@ -334,6 +340,16 @@ class Catalog:
         return named(table, self._base, tenant_id, name)
 
 
+def changed_adapters(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:
+    """(revision, name, adapter or None where it is gone) of changes after a revision; after 0 nothing that is gone."""
+    query = select(adapters).where(adapters.c.base_digest == base_digest)
+    query = query.where(adapters.c.revision > after) if after else query.where(adapters.c.state == State.LOADED)
+    return [
+        (row["revision"], (row["tenant_id"], row["name"]), _entry(row) if row["state"] == State.LOADED else None)
+        for row in connection.execute(query.order_by(adapters.c.tenant_id, adapters.c.name)).mappings()
+    ]
+
+
 def not_registered(name: str) -> NotFound:
     """What to raise for a name that means nothing."""
     return NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
@@ -352,7 +368,7 @@ def _entry(row: Mapping[Any, Any]) -> CatalogEntry:
         row["owner"],
         row["pinned"],
         row["traffic_weight"],
-        row["last_used_s"],
+        row.get("last_used_s"),
         row["source"],
         row["extra_bytes"],
     )

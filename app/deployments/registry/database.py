@@ -1,15 +1,21 @@
 """The registry's database: where it is, its transactions, its schema.
 
-In: a URL (a file of SQLite, or PostgreSQL) and the base model whose registry this is. Out: transactions.
-Writers take turns in every database, so that what one has read is still true when it writes; readers wait
-for nobody. Missing revisions are applied when the object is made, in one transaction, once however many
-processes start together. What the rows mean is left to the modules beside this one.
+In: a URL (a file of SQLite, or PostgreSQL) and the base model whose registry this is. Out: transactions. Writers take
+turns in every database, so that what one has read is still true when it writes; readers wait for nobody, and everything
+ends in bounded time. Missing revisions are applied when the object is made, in one transaction, once however many
+processes start together. Whatever a database does that we did not ask for is `NotReady` in a fixed sentence: its own
+words, which may name hosts and users, are for the log. What the rows mean is left to the modules beside this one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import math
 import sqlite3
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,22 +25,31 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, create_engine, event, inspect
+from sqlalchemy import Connection, create_engine, event, insert, inspect, select, update
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, InternalError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from app.deployments.registry.tables import adapters
+from app.deployments.registry.tables import adapters, registries
 from app.engine.errors import ConfigError, InvalidRequest, NotReady
+
+logger = logging.getLogger(__name__)
 
 #: How long a call waits for another's transaction.
 LOCK_TIMEOUT_S = 30.0
+#: How long a call waits for a connection to PostgreSQL: for a new one, or for one of the pool to come free.
+CONNECT_TIMEOUT_S = 5
+#: How long one statement may take, and how long the server keeps a transaction whose client says nothing.
+STATEMENT_TIMEOUT_S = 60
+#: How long bytes may stay unacknowledged before a connection counts as lost; a quiet one is tried after half of it.
+SILENCE_TIMEOUT_S = 20
 #: Connections to PostgreSQL kept open. Calls come from a few threads of one process.
 POOL_SIZE = 4
 #: A reason may quote a file: this much of it is kept.
 MAX_TEXT = 2000
-#: "polylora" as a number: PostgreSQL's lock that writers of all our registries in one database take turns with.
-_WRITER_LOCK = 0x706F6C796C6F7261
+#: What PostgreSQL calls a text that it cannot keep: no character of the encoding, too long. None: psycopg itself said
+#: so.
+_NO_TEXT = (None, "22021", "22P05", "22001")
 
 
 class Database:
@@ -49,6 +64,7 @@ class Database:
         self.clock = clock
         parsed = _checked(url)
         self.address = parsed.render_as_string(hide_password=True)
+        self._num_open, self._idle = 0, threading.Condition()
         self._is_sqlite = parsed.get_backend_name() == "sqlite"
         options: dict[str, Any]
         if self._is_sqlite:
@@ -61,7 +77,12 @@ class Database:
                 "connect_args": {"timeout": LOCK_TIMEOUT_S},
             }
         else:
-            options = {"pool_size": POOL_SIZE, "pool_pre_ping": True}
+            options = {
+                "pool_size": POOL_SIZE,
+                "pool_timeout": CONNECT_TIMEOUT_S,
+                "pool_pre_ping": True,
+                "connect_args": _limits(parsed),
+            }
         try:
             self._engine = create_engine(parsed, **options)
         except ModuleNotFoundError as error:
@@ -72,6 +93,12 @@ class Database:
             event.listen(self._engine, "connect", _write_ahead)
         try:
             self._upgrade()
+            self.origin = self._enter()
+        except _Damaged as error:
+            self.close()
+            raise ConfigError(
+                f"the registry at {self.address} is damaged ({error.reason}); restore a copy of it"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -79,26 +106,39 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """One consistent view. Raises NotReady while the database does not answer, InvalidRequest for no text."""
-        with self._transaction(writes=False) as connection:
+        with self._transaction(lock=None) as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Nobody else writes meanwhile. Raises as `read`."""
-        with self._transaction(writes=True) as connection:
+        """Nobody else writes to this base model's registry meanwhile. Raises as `read`."""
+        with self._transaction(lock=self.base_digest) as connection:
             yield connection
 
     def close(self) -> None:
+        """Blocks until transactions in other threads have ended, for as long as one may take."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._num_open == 0, STATEMENT_TIMEOUT_S)
         self._engine.dispose()
 
     def _upgrade(self) -> None:
         config = Config()
         folder = Path(__file__).with_name("migrations")
         config.set_main_option("script_location", str(folder).replace("%", "%%"))
-        with self.write() as connection:
+        with self._transaction(lock="schema") as connection:
             self._check_revision(connection, config)
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
+
+    def _enter(self) -> str:
+        """What tells this registry from every other, one at the same place included: drawn when it was new."""
+        query = select(registries.c.id).where(registries.c.base_digest == self.base_digest)
+        with self.write() as connection:
+            origin: str | None = connection.scalar(query)
+            if origin is None:
+                origin = uuid.uuid4().hex
+                connection.execute(insert(registries).values(base_digest=self.base_digest, id=origin, revision=0))
+            return origin
 
     def _check_revision(self, connection: Connection, config: Config) -> None:
         """Raises ConfigError for a schema that no revision of ours made: it is left as it is."""
@@ -115,32 +155,44 @@ class Database:
             )
 
     @contextmanager
-    def _transaction(self, *, writes: bool) -> Iterator[Connection]:
+    def _transaction(self, *, lock: str | None) -> Iterator[Connection]:
+        """`lock`: what writers take turns at; None: it only reads. SQLite has one turn for all."""
         try:
-            with self._engine.connect() as connection:
+            with self._counted(), self._engine.connect() as connection:
                 if self._is_sqlite:
-                    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-                elif writes:
-                    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITER_LOCK})")
+                    connection.exec_driver_sql("BEGIN" if lock is None else "BEGIN IMMEDIATE")
+                elif lock is None:
+                    connection.execution_options(isolation_level="REPEATABLE READ")
+                else:
+                    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_lock_number(lock)})")
                 try:
                     yield connection
                 except BaseException:
                     self._end(connection, "ROLLBACK")
                     raise
                 self._end(connection, "COMMIT")
-        except (OperationalError, InternalError) as error:  # internal: PostgreSQL's, for a server that only reads
+        except UnicodeEncodeError as error:
+            raise _no_text() from error
+        except SQLAlchemyError as error:
+            if isinstance(error, DataError) and getattr(error.orig, "sqlstate", None) in _NO_TEXT:
+                raise _no_text() from error
+            logger.warning("the registry at %s: %s", self.address, getattr(error, "orig", None) or error)
+            if type(error) is DatabaseError:  # SQLite's, for a file that is not what it wrote
+                raise _Damaged(str(error.orig)) from error
             raise NotReady(
-                f"the registry's database at {self.address} does not answer: {error.orig}", retry_after_s=5
+                "the registry's database does not answer as it should; ask again", retry_after_s=5
             ) from error
-        except (DataError, UnicodeEncodeError) as error:
-            raise InvalidRequest("a text has characters that no database keeps (NUL, half a surrogate)") from error
-        except DatabaseError as error:
-            if type(error) is not DatabaseError:
-                raise
-            # SQLite's, for a file that is not what it wrote.
-            raise ConfigError(
-                f"the registry at {self.address} is damaged ({error.orig}); restore a copy of it"
-            ) from error
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._idle:
+            self._num_open += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._num_open -= 1
+                self._idle.notify_all()
 
     def _end(self, connection: Connection, how: str) -> None:
         if self._is_sqlite:
@@ -151,6 +203,25 @@ class Database:
             connection.commit()
         else:
             connection.rollback()
+
+
+def next_revision(connection: Connection, base_digest: str) -> int:
+    """The number of a change that the caller's transaction makes (`revisions`)."""
+    mine = update(registries).where(registries.c.base_digest == base_digest)
+    raised = mine.values(revision=registries.c.revision + 1).returning(registries.c.revision)
+    revision: int = connection.execute(raised).scalar_one()
+    return revision
+
+
+class _Damaged(NotReady):
+    """A file that is no database any more. Until it is restored there is no registry."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("the registry's database is damaged; its log says how", retry_after_s=60)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_Damaged, (self.reason,))
 
 
 def storable(text: str) -> str:
@@ -176,6 +247,36 @@ def _checked(url: str) -> URL:
         f"adapters.registry_url {parsed.render_as_string()} is neither a file of SQLite (sqlite:////path) nor "
         "PostgreSQL (postgresql://user@host/database)"
     )
+
+
+def _limits(url: URL) -> dict[str, Any]:
+    """libpq's arguments: no call waits without end for a server that is gone, or for another's transaction."""
+    milliseconds = {
+        "lock_timeout": LOCK_TIMEOUT_S,
+        "statement_timeout": STATEMENT_TIMEOUT_S,
+        "idle_in_transaction_session_timeout": STATEMENT_TIMEOUT_S,
+    }
+    given = url.query.get("options", "")
+    options = [*([given] if isinstance(given, str) else given)]
+    options += (f"-c {name}={math.ceil(seconds * 1000)}" for name, seconds in milliseconds.items())
+    return {
+        "options": " ".join(filter(None, options)),
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "keepalives": 1,
+        "keepalives_idle": SILENCE_TIMEOUT_S // 2,
+        "keepalives_interval": SILENCE_TIMEOUT_S // 4,
+        "keepalives_count": 2,
+        "tcp_user_timeout": SILENCE_TIMEOUT_S * 1000,
+    }
+
+
+def _lock_number(what: str) -> int:
+    """64 bits with a sign, as PostgreSQL's advisory locks have them."""
+    return int.from_bytes(hashlib.blake2b(f"polylora {what}".encode(), digest_size=8).digest(), signed=True)
+
+
+def _no_text() -> InvalidRequest:
+    return InvalidRequest("a text has characters that no database keeps (NUL, half a surrogate), or too many")
 
 
 def _make_folder_of(file: Path) -> None:

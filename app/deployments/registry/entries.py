@@ -50,7 +50,7 @@ class CatalogEntry:
     """One name and what it means now. `source` is how whoever loaded it called `ref.uri`.
 
     `size_bytes` is its size in host memory, `extra_bytes` what a device holds of it beside rank rows.
-    `last_used_s` is as of the last time the entry was read.
+    `last_used_s` is known of an entry that was asked for by name; lists and published tables do not have it.
     """
 
     ref: AdapterRef
@@ -133,7 +133,8 @@ class RegistryJob:
     """Work on a name. `pinned` and `traffic_weight` None: as they are.
 
     `generation` and `digest`, of what is loaded or unloaded, are known when a load is done; of an unload always, unless
-    there was but a load to cancel.
+    there was but a load to cancel. `owner` is the store that works on it, `number` its place in the order in which work
+    was asked for.
     """
 
     id: str
@@ -150,6 +151,8 @@ class RegistryJob:
     generation: int | None = None
     digest: str | None = None
     tenant_id: str = field(kw_only=True)
+    owner: str = field(default="", kw_only=True)
+    number: int = field(default=0, kw_only=True)
 
     @property
     def is_done(self) -> bool:

@@ -1,7 +1,7 @@
 """What happened to adapters, and who asked for what.
 
 In: events and requests, written in the transaction of what they tell of, so that neither is ever without
-the other. Out: pages of them, newest first. Events are kept up to `MAX_EVENTS`, the audit without limit.
+the other. Out: pages of them, newest first. What is too much or too old is forgotten by `trimming`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
-MAX_EVENTS = 100_000
 #: Moves are written down together, this long after the first.
 MOVES_DELAY_S = 0.2
 
@@ -56,9 +55,6 @@ def record_events(connection: Connection, database: Database, news: Sequence[New
         for item in news
     ]
     connection.execute(insert(events), rows)
-    newest = connection.scalar(select(events.c.id).order_by(events.c.id.desc()).limit(1))
-    assert newest is not None, "some were written a moment ago"
-    connection.execute(events.delete().where(events.c.id <= newest - MAX_EVENTS))
 
 
 def record_audit(

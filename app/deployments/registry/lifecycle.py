@@ -10,8 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
+from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import not_registered
 from app.deployments.registry.entries import (
@@ -24,12 +28,14 @@ from app.deployments.registry.entries import (
     check_name,
     is_name,
 )
+from app.deployments.registry.following import keep_books, keep_up
 from app.deployments.registry.journal import MoveWriter
 from app.deployments.registry.loading import Loads, Reader
 from app.deployments.registry.publishing import PublishedRegistry
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.unloading import HostCopies, Unloads
-from app.engine.errors import InvalidRequest, NotFound
+from app.deployments.registry.use import UseBook
+from app.engine.errors import InvalidRequest, NotFound, NotReady
 
 
 class Store(Reader, HostCopies, Protocol):
@@ -59,25 +65,37 @@ class Lifecycle:
         self._events = events
         self._reserved_names = frozenset(reserved_names)
         self._moves = MoveWriter(registry.catalog.note_moves)
+        self._use = UseBook(registry.catalog.note_use)
         self.published = PublishedRegistry(registry, store.pin)
         self.loads = Loads(registry, store, self.published, clock)
         self.unloads = Unloads(registry, store, self.published, self.loads, clock)
+        self._tasks = Tasks()
 
-    def resume(self) -> None:
-        """Follow the store's tiers, and begin the loads again that the last process left; once."""
+    def start(self) -> None:
+        """Follow the store's tiers and the database from now on; a second call changes nothing."""
+        if self._tasks:
+            return
         self._events.follow(self.loads.reached, self._moves.write_soon)
-        self.loads.resume()
+        self._tasks.run_forever(
+            partial(keep_up, self._registry, self.published, self.loads),
+            partial(keep_books, self._registry, self._use),
+        )
+
+    async def close(self) -> None:
+        """Follow nothing any more, and leave unfinished loads to other processes at once."""
+        await self._tasks.close()
+        with suppress(NotReady):  # then they wait until this process has been silent for long enough
+            await self._use.write()
+            await asyncio.to_thread(self._registry.stores.leave)
 
     async def load(self, request: LoadRequest) -> RegistryJob:
         """`Loads.load`. Raises InvalidRequest for a name that cannot be one, UnsafeSource for such a source."""
         self._check_name(request.name)
-        self.resume()
         return await self.loads.load(request)
 
     async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
         """`load`, and its end. Raises what made it fail."""
         self._check_name(request.name)
-        self.resume()
         return await self.loads.load_and_wait(request)
 
     async def configure(
@@ -117,7 +135,20 @@ class Lifecycle:
         """`Aliases.remove`."""
         self._check_name(name)
         aliases = self._registry.aliases
-        return await self.published.change(lambda: aliases.remove(name, tenant_id=tenant_id, who=who), is_gone=True)
+        return await self.published.change(lambda: aliases.remove(name, tenant_id=tenant_id, who=who))
+
+    async def observe(
+        self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
+    ) -> None:
+        """What came to and left a replica's device, and when requests last used which digests (Unix time)."""
+        if loaded or unloaded:
+            await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
+        self._use.note(used_s)  # last: what fails is told again
+
+    async def hot(self, limit: int) -> list[CatalogEntry]:
+        """`Catalog.hot`, of all use until now."""
+        await self._use.write()
+        return await asyncio.to_thread(self._registry.catalog.hot, limit)
 
     async def describe(self, name: str, *, tenant_id: str) -> Description:
         """Raises NotFound for a name that nobody ever asked for."""
@@ -129,6 +160,9 @@ class Lifecycle:
         )
         if entry is None and (job is None or job.state is State.REMOVED):
             raise not_registered(name)
+        if entry is not None:
+            times_s = (entry.last_used_s, self._use.last_s(entry.ref.digest))
+            entry = replace(entry, last_used_s=max((time_s for time_s in times_s if time_s is not None), default=None))
         is_on_host = entry is not None and entry.ref.digest in self._store.cached_digests
         return Description(entry, job and (self.loads.running(job.id) or job), is_on_host)
 

@@ -1,9 +1,9 @@
 """Loads: from a request to a name that every ingress serves.
 
 In: requests to load. Out: jobs that go through the states of `entries.State`. A job is written down before work on it
-begins, so the next process takes up what a crash cut short. Loads of one name take effect in the order they were asked
-for; while a new meaning is being read the old one serves, and if reading fails it stays. "LOADED" is written when every
-ingress holds the name. Reading is the store's; rows on devices are the replicas'.
+begins, so another process takes up what a crash cut short. Loads of one name take effect in the order they were asked
+for, whichever process works on them; while a new meaning is being read the old one serves, and if reading fails it
+stays. "LOADED" is written when every ingress holds the name. Reading is the store's; rows on devices are the replicas'.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -28,15 +29,21 @@ from app.deployments.registry.entries import (
     State,
     check_source,
 )
-from app.deployments.registry.jobs import unloaded
+from app.deployments.registry.jobs import LoadsAhead, unloaded
 from app.deployments.registry.publishing import PublishedRegistry
 from app.deployments.registry.view import Key
-from app.engine.errors import NotFound, NotReady, PolyloraError
+from app.engine.errors import NotFound, NotReady, PolyloraError, QueueFull
 
 logger = logging.getLogger(__name__)
 
 #: The end of a load that the database did not take is offered to it again after this long.
 RETRY_S = 5.0
+#: A load whose turn has not come, because another process works on one before it, asks again after this long.
+TURN_INTERVAL_S = 0.5
+#: Loads that one process works on at a time; more are refused, and those that a dead process left are always taken.
+MAX_LOADS = 10_000
+#: Loads that are begun before other work of the event loop gets its turn.
+_BEGUN_AT_ONCE = 50
 
 
 class Reader(Protocol):
@@ -61,30 +68,28 @@ class Loads:
         self._published = published
         self._clock = clock
         self._jobs: dict[str, RegistryJob] = {}  # being worked on
+        self._of_source: defaultdict[str, set[str]] = defaultdict(set)  # source -> ids of these
         self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
         self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
         self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
         self._last: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the job that was asked for last
         self._work, self._writing = Tasks(), Tasks()
-        self._resumed = False
 
-    def resume(self) -> None:
-        """Begin the loads again that the last process left, once. Raises NotReady while the database is away."""
-        if self._resumed:
-            return
-        unfinished = self._registry.jobs.unfinished()
-        self._resumed = True
-        for job in unfinished:
-            if job.kind == "load":
-                self._begin(job)
+    async def take_up(self, jobs: Sequence[RegistryJob]) -> None:
+        """Begin the loads that a dead process has left to this one, in their order."""
+        for number, job in enumerate(jobs):
+            self._begin(job)
+            if number % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
+                await asyncio.sleep(0)
 
     async def load(self, request: LoadRequest) -> RegistryJob:
         """Begin to load; returns the job. Its generation is the one that new contents would get.
 
-        Raises UnsafeSource for a source that cannot be one.
+        Raises UnsafeSource for a source that cannot be one, QueueFull while too many loads are being worked on.
         """
         check_source(request.source)
-        self.resume()
+        if len(self._jobs) >= MAX_LOADS:
+            raise QueueFull(f"{len(self._jobs)} adapters are being loaded; ask again when some are", retry_after_s=5)
         catalog = self._registry.catalog
         present = await asyncio.to_thread(catalog.generations, request.name, tenant_id=request.tenant_id)
         job = await asyncio.to_thread(self._registry.jobs.create, request)
@@ -115,21 +120,25 @@ class Loads:
 
         A job that is further already stays there: the source is being read again, for another.
         """
-        for job in list(self._jobs.values()):
-            if job.source == source and job_id in (None, job.id) and state in AHEAD.get(job.state, ()):
-                now_s = self._clock()
-                self._jobs[job.id] = replace(job, state=state, updated_s=now_s)
-                self._passed[job.id].append((state, now_s))
+        now_s = self._clock()
+        for id_ in self._of_source.get(source, ()) if job_id is None else (job_id,):
+            if state in AHEAD.get(self._jobs[id_].state, ()):
+                self._jobs[id_] = replace(self._jobs[id_], state=state, updated_s=now_s)
+                self._passed[id_].append((state, now_s))
 
     def _begin(self, job: RegistryJob) -> None:
         key = (job.tenant_id, job.name)
         self._jobs[job.id], self._passed[job.id] = job, []
+        self._of_source[job.source].add(job.id)
         self._cancelled[job.id] = asyncio.get_running_loop().create_future()
         task = self._work.start(self._run(job.id, self._last.get(key)))
         self._tasks[job.id] = self._last[key] = task
 
         def end(task: asyncio.Task[RegistryJob]) -> None:
             del self._jobs[job.id], self._passed[job.id], self._tasks[job.id], self._cancelled[job.id]
+            self._of_source[job.source].discard(job.id)
+            if not self._of_source[job.source]:
+                del self._of_source[job.source]
             if self._last.get(key) is task:
                 del self._last[key]
 
@@ -158,7 +167,7 @@ class Loads:
                 source=job.source,
                 job=job,
             )
-            entry = await self._published.change(register)
+            entry = await self._in_turn(register)
             generation, digest = entry.ref.generation, entry.ref.digest
             return await self._end(job_id, State.LOADED, generation=generation, digest=digest)
         except Exception as error:
@@ -168,6 +177,14 @@ class Loads:
             reason = str(error) if is_ours else f"internal error ({type(error).__name__}); the store's log has it"
             await self._end(job_id, State.FAILED, reason=reason)
             raise
+
+    async def _in_turn(self, register: Callable[[], CatalogEntry]) -> CatalogEntry:
+        """Wait for loads of the name that other processes work on and that were asked for before."""
+        while True:
+            try:
+                return await self._published.change(register)
+            except LoadsAhead:
+                await asyncio.sleep(TURN_INTERVAL_S)
 
     async def _read(self, job: RegistryJob) -> ReadAdapter:
         """Ends at once when the job is cancelled; others may wait for what is read, so reading goes on."""

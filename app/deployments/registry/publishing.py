@@ -1,8 +1,10 @@
 """The registry as every process sees it: three published values that follow the database.
 
-In: changes of the database, one at a time. Out: the table of names, the pins and the traffic shares, published in the
-order in which the database took the changes. A change returns when every ingress holds it, so that "loaded" means
-routable everywhere.
+In: changes of the database, whoever makes them. Out: the table of names, the pins and the traffic shares, published in
+the order in which the database took the changes: those made through this object at once, those of other processes
+within `POLL_INTERVAL_S`. A change returns when every living ingress holds it, those of other stores included, so that
+"loaded" means routable everywhere. What watchers hold is never replaced by an older registry or another one: that is
+`NotReady`.
 """
 
 from __future__ import annotations
@@ -12,59 +14,118 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from app.deployments.links.published import Published, PublishedTable
+from app.deployments.links.published import Published, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.pins import PinBook, Pins
+from app.deployments.registry.revisions import News
 from app.deployments.registry.shares import ShareBook, Shares
 from app.deployments.registry.view import Entry, Key
+from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E", CatalogEntry, AliasEntry, CatalogEntry | None)
 
 #: How long a change waits for every ingress to hold it.
 SETTLE_TIMEOUT_S = 5.0
+#: How often the database is asked for changes of others, and how often others are asked whether they hold a change.
+POLL_INTERVAL_S = 0.5
+_ASK_INTERVAL_S = 0.1
+#: How long a store that follows another waits for the other's ingresses to come before it takes who came for everybody.
+FOLLOWERS_COME_S = 2.0
 
 
 class PublishedRegistry:
     """One event loop; the database is called in threads. `pin` is given the pinned digests whenever they change."""
 
     def __init__(self, registry: Registry, pin: Callable[[frozenset[str]], None]) -> None:
+        """Takes a place among the stores, and reads the whole registry. Raises NotReady."""
+        registry.stores.enter()
         self._pin = pin
+        self._registry = registry
         self._tasks = Tasks()
-        self._changing = asyncio.Lock()  # the database and the table change in the same order
-        adapters = registry.catalog.entries()
-        entries: list[Entry] = [*adapters, *registry.aliases.entries()]
-        self.table: PublishedTable[Key, Entry] = PublishedTable()
-        self.table.publish({(entry.tenant_id, entry.name): entry for entry in entries})
+        self._taking = asyncio.Lock()  # what is newer is published once, and in order
+        origin, news = registry.database.origin, registry.revisions.since(0)
+        self._revision = news.revision
+        entries = [entry for _, entry in news.rows if entry is not None]
+        adapters = [entry for entry in entries if isinstance(entry, CatalogEntry)]
+        grace_s = FOLLOWERS_COME_S if registry.stores.follows_another else 0.0
+        self.table: PublishedTable[Key, Entry] = PublishedTable(origin=origin, grace_s=grace_s)
         self._pin_book, self._share_book = PinBook(adapters), ShareBook(adapters)
-        self.pins: Published[Pins] = Published(self._pin_book.value)
-        self.shares: Published[Shares] = Published(self._share_book.value)
+        self.pins: Published[Pins] = Published(self._pin_book.value, origin=origin)
+        self.shares: Published[Shares] = Published(self._share_book.value, origin=origin)
+        self._stamp(news.revision)
+        self.table.publish({(entry.tenant_id, entry.name): entry for entry in entries})
         pin(self._pin_book.value.digests)
 
-    async def change(self, call: Callable[[], E], *, is_gone: bool = False) -> E:
-        """Change the database by `call`, in a thread, and publish the entry that it returns, or that it is gone.
+    @property
+    def revision(self) -> int:
+        """Of the newest change that is published."""
+        return self._revision
+
+    def check_held(self, held: Version | None) -> None:
+        """Raises NotReady if a watcher holds what this registry cannot know: its own copy is the better one."""
+        if held is None or not held.origin:
+            return
+        if held.origin != self.table.origin:
+            raise NotReady("the registry's database is another one than before; its copies are kept", retry_after_s=5)
+        if held.revision > self._revision:
+            raise NotReady(
+                f"the registry's database is at change {self._revision} but a copy is at {held.revision}; its copies "
+                "are kept", retry_after_s=5,
+            )  # fmt: skip
+
+    async def change(self, call: Callable[[], E]) -> E:
+        """Change the database by `call`, in a thread, and publish what has changed. None: nothing has.
 
         The work is a task of its own: a caller that leaves in between must not part the database and the table.
         """
 
         async def change() -> E:
-            async with self._changing:
-                entry = await asyncio.to_thread(call)
-                if entry is None:
-                    return entry
-                self._publish((entry.tenant_id, entry.name), None if is_gone else entry)
-            if not await self.table.settled(SETTLE_TIMEOUT_S):
-                logger.warning("an ingress did not take over a change of the registry in %g s", SETTLE_TIMEOUT_S)
+            entry = await asyncio.to_thread(call)
+            if entry is not None:
+                await self._make_known()
             return entry
 
         return await asyncio.shield(self._tasks.start(change()))
 
-    def _publish(self, key: Key, entry: Entry | None) -> None:
-        self.table.publish({key: entry})
-        if self._pin_book.apply(key, entry):
+    async def take_newer(self) -> bool:
+        """Publish what others have changed; whether there was anything. Raises NotReady."""
+        async with self._taking:
+            news = await asyncio.to_thread(self._registry.revisions.since, self._revision)
+            self._publish(news)
+            return bool(news.rows)
+
+    async def _make_known(self) -> None:
+        """Return when every ingress holds what has just been written; after a while, with a line in the log, anyway."""
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self.take_newer()
+                revision = self._revision
+                await self.table.settled(SETTLE_TIMEOUT_S)
+                while any(held < revision for held in await self._others_hold()):
+                    await asyncio.sleep(_ASK_INTERVAL_S)
+        except TimeoutError:
+            logger.warning("an ingress did not take over a change of the registry in %g s", SETTLE_TIMEOUT_S)
+        except NotReady as error:  # it is written down; the next look at the database finds it
+            logger.warning("a change of the registry is published later: %s", error)
+
+    async def _others_hold(self) -> list[int]:
+        return list((await asyncio.to_thread(self._registry.stores.others)).values())
+
+    def _publish(self, news: News) -> None:
+        self._stamp(news.revision)
+        self.table.publish(dict(news.rows))
+        are_pins_new = [self._pin_book.apply(key, entry) for key, entry in news.rows]
+        if any(are_pins_new):
             self._pin(self._pin_book.value.digests)
             self.pins.publish(self._pin_book.value)
-        if self._share_book.apply(key, entry):
+        are_shares_new = [self._share_book.apply(key, entry) for key, entry in news.rows]
+        if any(are_shares_new):
             self.shares.publish(self._share_book.value)
+
+    def _stamp(self, revision: int) -> None:
+        self._revision = revision
+        for published in (self.table, self.pins, self.shares):
+            published.revision = revision

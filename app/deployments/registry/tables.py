@@ -1,7 +1,8 @@
 """The registry's tables as they are now.
 
 The schema is made and changed by `migrations/` alone; a test holds the two equal. Every row belongs to
-one base model, so that services of different bases may share a database. Times are Unix seconds.
+one base model, so that services of different bases may share a database. Times are Unix seconds. A `revision` is the
+number of the change that wrote a row (`revisions`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
+#: 64 bits in every database; SQLite counts up in a column of this very type only.
+_COUNTER = BigInteger().with_variant(Integer, "sqlite")
+
 
 def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
     """A name, as primary key: names are a tenant's, and of one base model."""
@@ -31,6 +35,29 @@ def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
         Column("name", String(128), primary_key=True),
     )
 
+
+#: One row per base model: `id` is drawn when the database is new, `revision` rises with every change of a name or
+#: alias.
+registries = Table(
+    "registries",
+    metadata,
+    Column("base_digest", String(64), primary_key=True),
+    Column("id", String(32), nullable=False),
+    Column("revision", BigInteger, nullable=False),
+)
+
+#: The processes that serve a registry: `actor` outlives their restarts, `beat_s` is when one last said that it lives,
+#: `revision` is what all its ingresses hold, `settings` what it was last told.
+stores = Table(
+    "stores",
+    metadata,
+    Column("base_digest", String(64), primary_key=True),
+    Column("id", String(32), primary_key=True),
+    Column("actor", String(128), nullable=False),
+    Column("beat_s", Double, nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Column("settings", Text),
+)
 
 #: One row per name that was ever registered: what it means now. `state` is LOADED, DRAINING or REMOVED;
 #: `generation` is the highest the name ever had; `source` is where the adapter was asked from, `uri` where it was.
@@ -48,10 +75,11 @@ adapters = Table(
     Column("pinned", Boolean, nullable=False),
     Column("traffic_weight", Double, nullable=False),
     Column("registered_s", Double, nullable=False),
-    Column("last_used_s", Double),
     Column("source", Text, nullable=False),
     Column("extra_bytes", BigInteger, nullable=False),
+    Column("revision", BigInteger, nullable=False),
     Index("adapters_by_digest", "base_digest", "digest"),
+    Index("adapters_by_revision", "base_digest", "revision"),
 )
 
 #: Everything a name has ever meant.
@@ -68,7 +96,8 @@ generations = Table(
     Column("registered_by", String(256), nullable=False),
 )
 
-#: Work on a name: `kind` is load or unload, `state` one of `entries.State`, `reason` why it failed.
+#: Work on a name: `kind` is load or unload, `state` one of `entries.State`, `reason` why it failed. `owner` is the
+#: store that works on it, `number` its place in the order in which work was asked for.
 jobs = Table(
     "jobs",
     metadata,
@@ -87,7 +116,9 @@ jobs = Table(
     Column("requested_by", String(256), nullable=False),
     Column("created_s", Double, nullable=False),
     Column("updated_s", Double, nullable=False),
-    Index("jobs_by_name", "base_digest", "tenant_id", "name", "created_s"),
+    Column("owner", String(32), nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Index("jobs_by_name", "base_digest", "tenant_id", "name", "number"),
     Index("jobs_by_state", "base_digest", "state"),
 )
 
@@ -101,6 +132,8 @@ aliases = Table(
     Column("last_version", Integer, nullable=False),
     Column("removed", Boolean, nullable=False),
     Column("updated_s", Double, nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Index("aliases_by_revision", "base_digest", "revision"),
 )
 
 alias_targets = Table(
@@ -116,7 +149,7 @@ alias_targets = Table(
 events = Table(
     "events",
     metadata,
-    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("id", _COUNTER, primary_key=True, autoincrement=True),
     Column("base_digest", String(64), nullable=False),
     Column("tenant_id", String(128), nullable=False),
     Column("name", String(128), nullable=False),
@@ -134,7 +167,7 @@ events = Table(
 audit = Table(
     "audit",
     metadata,
-    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("id", _COUNTER, primary_key=True, autoincrement=True),
     Column("base_digest", String(64), nullable=False),
     Column("tenant_id", String(128), nullable=False),
     Column("who", String(256), nullable=False),
@@ -146,13 +179,14 @@ audit = Table(
     sqlite_autoincrement=True,
 )
 
-#: The adapters a new replica loads before it is ready, hottest first.
-hot_set = Table(
-    "hot_set",
+#: When requests last used the contents of registered adapters: a new replica loads the last used before it is ready.
+uses = Table(
+    "uses",
     metadata,
     Column("base_digest", String(64), primary_key=True),
-    Column("position", Integer, primary_key=True),
-    Column("digest", String(64), nullable=False),
+    Column("digest", String(64), primary_key=True),
+    Column("last_used_s", Double, nullable=False),
+    Index("uses_by_time", "base_digest", "last_used_s"),
 )
 
 

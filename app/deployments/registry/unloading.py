@@ -60,7 +60,7 @@ class Unloads:
             done.append(self._registry.catalog.drain(name, tenant_id=tenant_id, who=who))
             return done[0].entry
 
-        entry = await self._published.change(drain, is_gone=True)
+        entry = await self._published.change(drain)
         self._loads.cancel(done[0].cancelled)
         return await asyncio.to_thread(self._unload, done[0].job), entry
 
@@ -81,9 +81,9 @@ class Unloads:
         Their ingress has ended, or could not tell the registry. Should it be there after all, two end the same unload.
         """
         now_s = self._clock()
-        jobs = await asyncio.to_thread(self._registry.jobs.unfinished)
-        last_s = {job.id: max(job.created_s, self._seen_s.get(job.id, 0.0)) for job in jobs if job.kind == "unload"}
-        left = [job for job in jobs if job.id in last_s and job.id not in seen_to and now_s - last_s[job.id] > UNSEEN_S]
+        jobs = await asyncio.to_thread(self._registry.jobs.unfinished, "unload")
+        last_s = {job.id: max(job.created_s, self._seen_s.get(job.id, 0.0)) for job in jobs}
+        left = [job for job in jobs if job.id not in seen_to and now_s - last_s[job.id] > UNSEEN_S]
         self._seen_s = last_s | dict.fromkeys((*seen_to, *(job.id for job in left)), now_s)
         return [await asyncio.to_thread(self._unload, job) for job in left]
 

@@ -72,7 +72,7 @@ class StoreService(Generic[H]):
 
     async def preload(self) -> None:
         """Register the configured adapters, once however many ingresses ask. Raises what makes one fail."""
-        self._lifecycle.resume()
+        self._lifecycle.start()
         if self._preloading is None or (self._preloading.done() and self._preloading.exception() is not None):
             self._preloading = asyncio.create_task(self._register_all())
         await asyncio.shield(self._preloading)
@@ -142,7 +142,7 @@ class StoreService(Generic[H]):
         return await asyncio.to_thread(journal.audit, name, limit=limit, before=before, tenant_id=tenant_id)
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
-        return await asyncio.to_thread(self._registry.catalog.hot, limit)
+        return await self._lifecycle.hot(limit)
 
     async def stats(self) -> dict[Tier, dict[str, float]]:
         return {tier: self._bytes.counts.of(tier) for tier in TIERS}
@@ -161,9 +161,7 @@ class StoreService(Generic[H]):
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
     ) -> None:
-        await asyncio.to_thread(self._registry.catalog.note_use, used_s)
-        # Last: what fails is told again, and would be in the journal twice.
-        await asyncio.to_thread(self._registry.catalog.note_residency, replica_id, loaded, unloaded)
+        await self._lifecycle.observe(replica_id, loaded, unloaded, used_s)
 
     # -- published tables ---------------------------------------------------------------------------
 
@@ -171,17 +169,20 @@ class StoreService(Generic[H]):
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Entry]] | None:
         self._watched()
-        self._lifecycle.resume()
+        self._lifecycle.start()
+        self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.table.newer(held, watcher_id, timeout_s)
 
     async def watch_pins(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
         self._watched()
+        self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.pins.newer(held, watcher_id, timeout_s)
 
     async def watch_shares(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Shares] | None:
         self._watched()
+        self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.shares.newer(held, watcher_id, timeout_s)
 
     async def _register_all(self) -> None:

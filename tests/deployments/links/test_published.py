@@ -170,3 +170,54 @@ async def test_a_table_sends_changes_not_itself() -> None:
     assert changes is not None
     assert changes.is_first, "another life of the owner: nothing held counts"
     assert other != after
+
+
+async def test_a_watcher_that_holds_another_life_of_the_owner_is_not_settled() -> None:
+    """It is on its way to the new table, and serves the old one until then."""
+    table: PublishedTable[str, int] = PublishedTable()
+    table.publish({"a": 1})
+    assert await table.newer(Version("former", 7), "w", 60.0) is not None
+    assert not await table.settled(0.02)
+    news = await table.newer(None, "w", 1.0)
+    assert news is not None
+    following = asyncio.create_task(table.newer(news[0], "w", 60.0))
+    await asyncio.sleep(0)
+    assert await table.settled(60.0)
+    following.cancel()
+
+
+async def test_nothing_is_settled_before_the_watchers_of_the_last_life_had_time_to_come() -> None:
+    now_s = [0.0]
+    table: PublishedTable[str, int] = PublishedTable(lambda: now_s[0], grace_s=2.0)
+    table.publish({"a": 1})
+    settled = asyncio.create_task(table.settled(60.0))
+    await asyncio.sleep(0.02)
+    assert not settled.done()
+    now_s[0] = 2.0
+    assert await settled
+
+
+async def test_a_watcher_that_does_not_come_back_is_gone_within_a_second() -> None:
+    now_s = [0.0]
+    table: PublishedTable[str, int] = PublishedTable(lambda: now_s[0])
+    version, _ = await table.newer(None, "w", 1.0) or (None, None)
+    waiting = asyncio.create_task(table.newer(version, "w", 1.0))
+    await asyncio.sleep(0)
+    waiting.cancel()  # its process is gone
+    table.publish({"a": 1})
+    settled = asyncio.create_task(table.settled(60.0))
+    await asyncio.sleep(0.02)
+    assert not settled.done(), "it may be busy"
+    now_s[0] = 1.0 + published.LATE_S
+    assert await settled
+
+
+async def test_a_version_says_what_it_was_made_from() -> None:
+    table: PublishedTable[int, int] = PublishedTable(origin="database")
+    table.revision = 5
+    table.publish(dict.fromkeys(range(published.MAX_PAGE + 1), 0))
+    part, _ = await table.newer(None, "w", 1.0) or (None, None)
+    whole, _ = await table.newer(part, "w", 1.0) or (None, None)
+    assert part is not None
+    assert whole is not None
+    assert (part.origin, part.revision, whole.revision) == ("database", 0, 5)

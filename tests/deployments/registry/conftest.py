@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,13 +44,13 @@ def empty_url(shared_url: str, tmp_path: Path, request: pytest.FixtureRequest) -
 
 
 @pytest.fixture
-def open_again(shared_url: str) -> Iterator[Callable[[], Registry]]:
-    """The same registry, as a process after a restart opens it."""
+def open_again(shared_url: str) -> Iterator[Callable[..., Registry]]:
+    """The same registry, as a process after a restart opens it. Its options are `Registry`'s."""
     base_digest = secrets.token_hex(32)
     opened: list[Registry] = []
 
-    def open_registry() -> Registry:
-        opened.append(Registry(shared_url, base_digest))
+    def open_registry(**options: Any) -> Registry:
+        opened.append(Registry(shared_url, base_digest, **options))
         return opened[-1]
 
     yield open_registry
@@ -58,5 +59,5 @@ def open_again(shared_url: str) -> Iterator[Callable[[], Registry]]:
 
 
 @pytest.fixture
-def registry(open_again: Callable[[], Registry]) -> Registry:
+def registry(open_again: Callable[..., Registry]) -> Registry:
     return open_again()

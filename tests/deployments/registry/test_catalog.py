@@ -98,14 +98,14 @@ def test_pins_and_weights_last_until_the_name_is_removed(
 def test_a_name_that_returns_while_it_drains_stays(registry: Registry) -> None:
     add(registry, "sql")
     entry, leaving, _ = registry.catalog.drain("sql", **ADA)
-    assert registry.jobs.unfinished() == [leaving] == [registry.jobs.latest("sql", **MINE)]
+    assert registry.jobs.unfinished("unload") == [leaving] == [registry.jobs.latest("sql", **MINE)]
     assert (leaving.state, leaving.generation, leaving.digest) == (State.DRAINING, entry.ref.generation, "d")
     back = add(registry, "sql")
     assert back.ref.generation == entry.ref.generation + 1
     for _ in range(2):  # two may end it
         assert registry.catalog.drained(leaving).state is State.REMOVED
     assert registry.catalog.get("sql", **MINE) == back
-    assert registry.jobs.unfinished() == []
+    assert registry.jobs.unfinished("unload") == []
 
 
 def test_use_is_remembered_in_order(registry: Registry, open_again: Callable[[], Registry]) -> None:
@@ -113,16 +113,16 @@ def test_use_is_remembered_in_order(registry: Registry, open_again: Callable[[],
         add(registry, name, f"digest-{name}")
     add(registry, "twin", "digest-a")
     registry.catalog.note_use({"digest-a": 10.0, "digest-b": 12.0, "digest-c": 11.0, "unknown": 99.0})
-    registry.catalog.note_use({"digest-d": 9.0, "digest-c": 20.0})
+    registry.catalog.note_use({"digest-d": 9.0, "digest-c": 8.0})
     registry.catalog.note_use({})
     after: Catalog = open_again().catalog
-    assert [entry.name for entry in after.hot(10)] == ["c", "d", "b", "a"], "the newest report first, each digest once"
-    assert [entry.name for entry in after.hot(2)] == ["c", "d"]
+    assert [entry.name for entry in after.hot(10)] == ["b", "c", "a", "d"], "the last used first, each digest once"
+    assert [entry.name for entry in after.hot(2)] == ["b", "c"]
     found = after.get("twin", **MINE)
     assert found is not None
     assert found.last_used_s == 10.0
     after.drain("c", **ADA)
-    assert [entry.name for entry in after.hot(10)] == ["d", "b", "a"]
+    assert [entry.name for entry in after.hot(10)] == ["b", "a", "d"]
 
 
 def test_the_last_use_of_a_name_never_goes_back(registry: Registry) -> None:

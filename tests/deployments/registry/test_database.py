@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 import subprocess
 import sys
@@ -16,13 +17,16 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import event, inspect, text
 
+from app.deployments.registry import database as database_module
 from app.deployments.registry.books import Registry
-from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.registry.database import Database, next_revision, sqlite_url
 from app.deployments.tenants.tables import metadata
 from app.engine.errors import ConfigError, NotReady
 from tests.deployments.managed import ADA, MINE
 
 ROOT = Path(__file__).parents[3]
+#: All that a client is told of a database that is in trouble.
+SENTENCE = "^the registry's database does not answer as it should; ask again$"
 
 
 def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
@@ -101,7 +105,7 @@ def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty
     database = Database(empty_url, "base")
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = :revision").bindparams(revision=revision))
-        connection.execute(text("DROP TABLE hot_set"))  # an upgrade would make it, or end over the others
+        connection.execute(text("DROP TABLE uses"))  # an upgrade would make it, or end over the others
     for _ in range(2):
         with pytest.raises(
             ConfigError, match=rf"has schema revision '{revision}', but .* knows r0001 only.* empty place"
@@ -109,7 +113,7 @@ def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty
             Database(empty_url, "base")
     with database.read() as connection:
         assert connection.scalar(text("SELECT version_num FROM alembic_version")) == revision
-        assert not inspect(connection).has_table("hot_set")
+        assert not inspect(connection).has_table("uses")
     database.close()
 
 
@@ -153,7 +157,7 @@ def test_urls_that_name_no_registry(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry(sqlite_url(tmp_path / "registry.sqlite"), "base")
     limits = [1, 2**30]
 
@@ -161,8 +165,9 @@ def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path) -> None
         connection.execute(f"PRAGMA max_page_count={limits[0]}").close()  # never below what there is
 
     event.listen(registry.database._engine, "connect", limit)
-    with pytest.raises(NotReady, match="database or disk is full"):
+    with pytest.raises(NotReady, match=SENTENCE):
         registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
+    assert "database or disk is full" in caplog.text
     assert registry.catalog.entries() == []
     del limits[0]
     registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
@@ -170,7 +175,9 @@ def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path) -> None
     registry.close()
 
 
-def test_a_database_that_can_only_be_read_serves_and_takes_no_change(empty_url: str) -> None:
+def test_a_database_that_can_only_be_read_serves_and_takes_no_change(
+    empty_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """As a PostgreSQL standby, or a file on a disk that was mounted anew."""
     registry = Registry(empty_url, "base")
     registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
@@ -184,18 +191,24 @@ def test_a_database_that_can_only_be_read_serves_and_takes_no_change(empty_url: 
     registry.database.close()
     event.listen(registry.database._engine, "connect", read_only)
     assert registry.catalog.get("sql", **MINE) is not None
-    with pytest.raises(NotReady, match=r"readonly|read-only"):
+    with pytest.raises(NotReady, match=SENTENCE):
         registry.catalog.configure("sql", pinned=True, **ADA)
+    assert "readonly" in caplog.text or "read-only" in caplog.text
     registry.close()
 
 
 @pytest.mark.parametrize("contents", [b"no database " * 1000, None])
 def test_a_damaged_file_is_said(tmp_path: Path, contents: bytes | None) -> None:
+    """At start it is what the operator must mend; later changes have to wait, and nothing else."""
     file = tmp_path / "registry.sqlite"
-    Registry(sqlite_url(file), "base").close()
+    registry = Registry(sqlite_url(file), "base")
+    registry.catalog.register("sql", "/sql", "d", max_rank=1, size_bytes=1, **ADA)
+    registry.close()
     file.write_bytes(file.read_bytes()[:9000] if contents is None else contents)
+    with pytest.raises(NotReady, match="the registry's database is damaged; its log says how"):
+        registry.catalog.entries()
     with pytest.raises(ConfigError, match=r"registry\.sqlite is damaged \((file is not|database disk image is)"):
-        Registry(sqlite_url(file), "base").catalog.entries()
+        Registry(sqlite_url(file), "base").revisions.since(0)
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
@@ -204,7 +217,91 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         Database(sqlite_url(tmp_path / "file" / "folder" / "registry.sqlite"), "base")
 
 
-def test_a_database_that_does_not_answer(tmp_path: Path) -> None:
-    with pytest.raises(NotReady, match="does not answer") as caught:
+def test_a_database_that_does_not_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Clients are told nothing of where it is and who asked; the log is, except for the password."""
+    with pytest.raises(NotReady, match=SENTENCE):
         Database(f"postgresql://user:secret@/registry?host={tmp_path}", "base")
-    assert "secret" not in str(caught.value)
+    assert str(tmp_path) in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_whatever_the_database_raises_is_not_ready(shared_url: str) -> None:
+    database = Database(shared_url, "base")
+    for statement in ("SELECT nothing FROM nowhere", "INSERT INTO registries VALUES ('base', 'again', 1)", "no SQL"):
+        with pytest.raises(NotReady, match=SENTENCE), database.write() as connection:
+            connection.execute(text(statement))
+    with database.read() as connection:
+        assert connection.scalar(text("SELECT 1")) == 1
+    database.close()
+
+
+def test_a_view_is_of_one_moment(shared_url: str) -> None:
+    database = Database(shared_url, secrets.token_hex(8))
+    query = text("SELECT revision FROM registries WHERE base_digest = :base").bindparams(base=database.base_digest)
+    with database.read() as reading:
+        before = reading.scalar(query)
+        with database.write() as writing:
+            assert next_revision(writing, database.base_digest) == before + 1
+        assert reading.scalar(query) == before
+    with database.read() as reading:
+        assert reading.scalar(query) == before + 1
+    database.close()
+
+
+def test_a_writer_that_holds_the_lock_is_waited_for_no_longer_than_this(
+    shared_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "LOCK_TIMEOUT_S", 0.2)
+    one, two, other = Database(shared_url, "base"), Database(shared_url, "base"), Database(shared_url, "other")
+    with one.write():
+        with pytest.raises(NotReady, match=SENTENCE), two.write():
+            raise AssertionError("two wrote at once")
+        if not shared_url.startswith("sqlite"):  # which has one lock for all
+            with other.write() as connection:
+                assert next_revision(connection, "other") > 0
+    with two.write() as connection:
+        assert next_revision(connection, "base") > 0
+    for database in (one, two, other):
+        database.close()
+
+
+def test_postgresql_is_asked_with_limits_for_everything(shared_url: str) -> None:
+    if shared_url.startswith("sqlite"):
+        return  # what it has is LOCK_TIMEOUT_S
+    database = Database(shared_url + "&options=-c%20application_name%3Dours", "base")
+    with database.read() as connection:
+        told = {
+            name: connection.scalar(text(f"SHOW {name}"))
+            for name in (
+                "lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout", "transaction_isolation",
+                "application_name",
+            )
+        }  # fmt: skip
+        driver = connection.connection.dbapi_connection
+        assert driver is not None
+        asked = driver.info.get_parameters()  # type: ignore[attr-defined]
+    database.close()
+    assert told == {
+        "lock_timeout": "30s",
+        "statement_timeout": "1min",
+        "idle_in_transaction_session_timeout": "1min",
+        "transaction_isolation": "repeatable read",
+        "application_name": "ours",
+    }
+    for name in ("connect_timeout", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"):
+        assert int(asked[name]) > 0
+
+
+@pytest.mark.parametrize("table", ["events", "audit"])
+def test_numbers_go_on_after_two_billion(empty_url: str, table: str) -> None:
+    registry = Registry(empty_url, "base")
+    registry.catalog.register("a", "/a", "d", max_rank=1, size_bytes=1, **ADA)
+    with registry.database.write() as connection:
+        if empty_url.startswith("sqlite"):
+            connection.execute(text(f"UPDATE sqlite_sequence SET seq = {2**31 - 1} WHERE name = '{table}'"))
+        else:
+            connection.execute(text(f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), {2**31 - 1})"))
+    registry.catalog.register("b", "/b", "d", max_rank=1, size_bytes=1, **ADA)
+    page = registry.journal.events(**MINE) if table == "events" else registry.journal.audit(**MINE)
+    assert page[0].id == 2**31
+    registry.close()

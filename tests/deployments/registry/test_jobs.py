@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from app.deployments.registry import journal
 from app.deployments.registry.books import Registry
-from app.deployments.registry.entries import DEFAULT_TENANT, State
+from app.deployments.registry.entries import State
 from app.deployments.registry.jobs import MAX_JOBS_PER_NAME
-from app.deployments.registry.journal import NewEvent, record_events
 from app.engine.errors import InvalidRequest
 from tests.deployments.managed import MINE, wanted
 
@@ -22,13 +20,13 @@ def test_a_job_is_found_again_as_it_was_left(registry: Registry, open_again: Cal
     two = registry.jobs.advance(two, State.FAILED, reason="tensor 'x' has NaN")
     after = open_again().jobs
     assert after.get(one.id, **MINE) == one == after.latest("a", **MINE)
-    assert after.unfinished() == [one]
+    assert after.unfinished("load") == [one]
     assert after.get(two.id, **MINE) == two
     assert (two.state, two.reason, two.is_done) == (State.FAILED, "tensor 'x' has NaN", True)
     done = after.advance(one, State.LOADED, generation=3, digest="d")
     assert after.get(one.id, **MINE) == done
     assert (done.generation, done.pinned, done.traffic_weight, done.requested_by) == (3, True, 2.0, "ada")
-    assert after.unfinished() == []
+    assert after.unfinished("load") == []
     assert after.get("absent", **MINE) is None
     assert after.get(one.id, tenant_id="bob") is None
     assert after.latest("absent", **MINE) is None
@@ -43,7 +41,7 @@ def test_a_name_keeps_its_last_jobs_and_all_unfinished_ones(registry: Registry) 
     kept = [job for job in failed if registry.jobs.get(job.id, **MINE)]
     assert kept[0] is not failed[0]
     assert MAX_JOBS_PER_NAME - 1 <= len(kept) <= MAX_JOBS_PER_NAME
-    assert registry.jobs.unfinished() == [first]
+    assert registry.jobs.unfinished("load") == [first]
 
 
 def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> None:
@@ -69,19 +67,6 @@ def test_the_journal_tells_what_happened_and_who_asked(registry: Registry) -> No
     first = registry.journal.events("a", limit=4, **MINE)
     assert first + registry.journal.events("a", before=first[-1].id, **MINE) == events
     assert registry.journal.events("absent", **MINE) == registry.journal.events("a", tenant_id="bob") == []
-
-
-def test_events_are_bounded(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MAX_EVENTS", 5)
-    for index in range(4):
-        with registry.database.write() as connection:
-            long = NewEvent(f"e{index}", "a", DEFAULT_TENANT, replica_id="r1", detail="x" * 5000)
-            news = [long, NewEvent(f"f{index}", "a", DEFAULT_TENANT)]
-            record_events(connection, registry.database, news)
-    events = registry.journal.events(**MINE)
-    assert [event.event for event in events] == ["f3", "e3", "f2", "e2", "f1"]
-    assert events[1].replica_id == "r1"
-    assert len(events[1].detail or "") == 2000
 
 
 def test_words_that_a_database_cannot_keep(registry: Registry) -> None:

@@ -17,11 +17,13 @@ from app.deployments.ingress.management import Management
 from app.deployments.links.transport import ReplicaGone
 from app.deployments.placement.table import PlacementTable, ReplicaReport
 from app.deployments.registry import catalog as catalog_module
+from app.deployments.registry import following as following_module
 from app.deployments.registry import loading as loading_module
 from app.deployments.registry import unloading as unloading_module
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import DEFAULT_TENANT, RegistryJob, State
 from app.deployments.registry.pins import Pins
+from app.deployments.registry.stores import Beat
 from app.engine.errors import (
     AdapterBusy,
     AdapterFormatError,
@@ -105,7 +107,7 @@ async def test_names_that_cannot_be(managed: ManagedStore) -> None:
     for name in ("absent", "a\0b", "../a"):
         assert isinstance(await fails(managed.client.describe(name, **MINE)), NotFound)
     assert isinstance(await fails(managed.client.job("absent", **MINE)), NotFound)
-    assert managed.registry.jobs.unfinished() == []
+    assert managed.registry.jobs.unfinished("load") == []
 
 
 async def test_loads_of_one_name_take_effect_in_the_order_they_were_asked_for(managed: ManagedStore) -> None:
@@ -214,9 +216,7 @@ async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     ended = await end_of(managed, pending)
     assert (ended.state, ended.generation) == (State.FAILED, None)
     assert "'sql' was unloaded while it was being loaded" in str(ended.reason)
-    after = ManagedStore(open_again(), managed.store)  # the process is killed here
-    assert [item.name for item in after.registry.jobs.unfinished()] == ["other"]
-    await after.close()
+    assert [item.name for item in open_again().jobs.unfinished("load")] == ["other"]
     gate.set()
     assert (await end_of(managed, other)).state is State.LOADED, "another name's load goes on"
     await until(lambda: not managed.lifecycle.loads._tasks)
@@ -454,10 +454,11 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     managed.store.gates["one"] = asyncio.Event()
     cut_short = await managed.client.load(wanted("cut", "one", traffic_weight=2.0))
     await managed.client.observe("r1", ["d2"], [], {"d2": 5.0})
-    after = ManagedStore(open_again(), FakeStore())  # the process is killed here
+    await managed.client.hot(5)  # writes use down
+    await managed.kill()
+    after = ManagedStore(open_again(), FakeStore())
     after.store.contents = dict(managed.store.contents)
-    after.lifecycle.resume()
-    after.lifecycle.resume()
+    after.lifecycle.start()
     job = await end_of(after, cut_short)
     assert (job.state, job.generation) == (State.LOADED, 1)
     assert after.store.loads == ["one"], "what is registered is not read again before it is used"
@@ -472,8 +473,6 @@ async def test_the_next_process_takes_up_everything(managed: ManagedStore, open_
     events = after.registry.journal.events("kept", **MINE)
     assert (events[0].event, events[0].replica_id) == ("loaded to device", "r1")
     await after.close()
-    managed.store.gates["one"].set()
-    await end_of(managed, cut_short)
 
 
 async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_first(
@@ -481,18 +480,24 @@ async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_
 ) -> None:
     managed.store.gates["two"] = asyncio.Event()
     cut_short = await managed.client.load(wanted("cut", "two"))
-    after = ManagedStore(open_again(), FakeStore())  # the process is killed here
+    await managed.kill()
+    registry = open_again()
+    monkeypatch.setattr(following_module, "POLL_INTERVAL_S", 0.01)
+    beats = []
+
+    def beat(revision: int) -> Beat:
+        beats.append(revision)
+        if len(beats) < 3:
+            _away()
+        return real_beat(revision)
+
+    real_beat = registry.stores.beat
+    monkeypatch.setattr(registry.stores, "beat", beat)
+    after = ManagedStore(registry, FakeStore())
     after.store.contents = dict(managed.store.contents)
-    with monkeypatch.context() as patch:
-        patch.setattr(after.registry.jobs, "unfinished", _away)
-        with pytest.raises(NotReady):
-            after.lifecycle.resume()
-    after.lifecycle.resume()
     assert (await end_of(after, cut_short)).state is State.LOADED
     assert after.store.loads == ["two"]
     await after.close()
-    managed.store.gates["two"].set()
-    await end_of(managed, cut_short)
 
 
 @pytest.mark.parametrize(("source", "end"), [("one", State.LOADED), ("absent", State.FAILED)])
@@ -517,7 +522,7 @@ async def test_the_end_of_a_load_is_written_down_when_the_database_is_back(
         assert isinstance(await fails(managed.client.load_and_wait(wanted("sql", source))), NotFound), (
             "what was wrong with it"
         )
-    (unfinished,) = managed.registry.jobs.unfinished()
+    (unfinished,) = managed.registry.jobs.unfinished("load")
     away.clear()
     job = await end_of(managed, unfinished)
     assert (job.state, job.digest) == (end, "d1" if end is State.LOADED else None)
@@ -535,9 +540,9 @@ async def test_what_is_observed_again_is_in_the_journal_once(
 ) -> None:
     """A replica tells again what the registry could not write down."""
     await managed.client.load_and_wait(wanted("sql", "one"))
-    for method in ("note_use", "note_residency"):
-        with monkeypatch.context() as patch:
-            patch.setattr(managed.registry.catalog, method, _away)
+    with monkeypatch.context() as patch:
+        patch.setattr(managed.registry.catalog, "note_residency", _away)
+        for _ in range(2):
             assert isinstance(await fails(managed.client.observe("r1", ["d1"], [], {"d1": 5.0})), NotReady)
     await managed.client.observe("r1", ["d1"], [], {"d1": 5.0})
     events = [event.event for event in managed.registry.journal.events("sql", **MINE)]
@@ -561,7 +566,7 @@ async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> N
     entries = managed.registry.catalog.entries()
     found = managed.view.page((type(entries[0]),) if entries else (), limit=100, **MINE).entries
     assert list(found) == entries
-    assert managed.registry.jobs.unfinished() == []
+    assert managed.registry.jobs.unfinished("load") == []
 
 
 async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: ManagedStore) -> None:

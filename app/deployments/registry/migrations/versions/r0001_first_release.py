@@ -1,4 +1,4 @@
-"""The first release's schema: names, what they have meant, jobs, aliases, events, audit, the hot set, and tenants."""
+"""The first release's schema: names, what they have meant, jobs, aliases, events, audit, use, stores, and tenants."""
 
 from __future__ import annotations
 
@@ -8,16 +8,38 @@ from alembic import op
 revision = "r0001"
 down_revision = None
 
+#: 64 bits in every database; SQLite counts up in a column of this very type only.
+_COUNTER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
 
 def upgrade() -> None:
+    _registries()
     _names()
     _jobs()
     _aliases()
     _journal()
-    _hot_set()
+    _uses()
     _tenants()
     _tenant_rights()
     _tenant_usage()
+
+
+def _registries() -> None:
+    op.create_table(
+        "registries",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("id", sa.String(32), nullable=False),
+        sa.Column("revision", sa.BigInteger, nullable=False),
+    )
+    op.create_table(
+        "stores",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("actor", sa.String(128), nullable=False),
+        sa.Column("beat_s", sa.Double, nullable=False),
+        sa.Column("revision", sa.BigInteger, nullable=False),
+        sa.Column("settings", sa.Text),
+    )
 
 
 def _names() -> None:
@@ -31,11 +53,12 @@ def _names() -> None:
         sa.Column("pinned", sa.Boolean, nullable=False),
         sa.Column("traffic_weight", sa.Double, nullable=False),
         sa.Column("registered_s", sa.Double, nullable=False),
-        sa.Column("last_used_s", sa.Double),
         sa.Column("source", sa.Text, nullable=False),
         sa.Column("extra_bytes", sa.BigInteger, nullable=False),
+        sa.Column("revision", sa.BigInteger, nullable=False),
     )
     op.create_index("adapters_by_digest", "adapters", ["base_digest", "digest"])
+    op.create_index("adapters_by_revision", "adapters", ["base_digest", "revision"])
     op.create_table(
         "generations",
         *_key(),
@@ -63,8 +86,10 @@ def _jobs() -> None:
         sa.Column("requested_by", sa.String(256), nullable=False),
         sa.Column("created_s", sa.Double, nullable=False),
         sa.Column("updated_s", sa.Double, nullable=False),
+        sa.Column("owner", sa.String(32), nullable=False),
+        sa.Column("number", sa.BigInteger, nullable=False),
     )
-    op.create_index("jobs_by_name", "jobs", ["base_digest", "tenant_id", "name", "created_s"])
+    op.create_index("jobs_by_name", "jobs", ["base_digest", "tenant_id", "name", "number"])
     op.create_index("jobs_by_state", "jobs", ["base_digest", "state"])
 
 
@@ -77,7 +102,9 @@ def _aliases() -> None:
         sa.Column("last_version", sa.Integer, nullable=False),
         sa.Column("removed", sa.Boolean, nullable=False),
         sa.Column("updated_s", sa.Double, nullable=False),
+        sa.Column("revision", sa.BigInteger, nullable=False),
     )
+    op.create_index("aliases_by_revision", "aliases", ["base_digest", "revision"])
     op.create_table(
         "alias_targets",
         *_key(),
@@ -90,7 +117,7 @@ def _aliases() -> None:
 def _journal() -> None:
     op.create_table(
         "events",
-        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("id", _COUNTER, primary_key=True, autoincrement=True),
         *_place(),
         sa.Column("name", sa.String(128), nullable=False),
         sa.Column("generation", sa.Integer),
@@ -104,7 +131,7 @@ def _journal() -> None:
     op.create_index("events_by_name", "events", ["base_digest", "tenant_id", "name", "id"])
     op.create_table(
         "audit",
-        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("id", _COUNTER, primary_key=True, autoincrement=True),
         *_place(),
         sa.Column("who", sa.String(256), nullable=False),
         sa.Column("action", sa.String(64), nullable=False),
@@ -116,13 +143,14 @@ def _journal() -> None:
     op.create_index("audit_by_name", "audit", ["base_digest", "tenant_id", "name", "id"])
 
 
-def _hot_set() -> None:
+def _uses() -> None:
     op.create_table(
-        "hot_set",
+        "uses",
         sa.Column("base_digest", sa.String(64), primary_key=True),
-        sa.Column("position", sa.Integer, primary_key=True),
-        sa.Column("digest", sa.String(64), nullable=False),
+        sa.Column("digest", sa.String(64), primary_key=True),
+        sa.Column("last_used_s", sa.Double, nullable=False),
     )
+    op.create_index("uses_by_time", "uses", ["base_digest", "last_used_s"])
 
 
 def _tenants() -> None:

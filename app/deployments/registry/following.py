@@ -1,0 +1,79 @@
+"""What a store does all the time for its registry: it follows the database and keeps the books.
+
+In: the registry and what is published of it. Out: two loops that never end by themselves. One publishes what other
+processes have changed, tells them what this one's ingresses hold, and takes up loads whose process has died. The other
+writes down use and forgets what is too old. Rule: whatever is raised costs one turn, and is in the log once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from app.deployments.links.tasks import Troubles
+from app.deployments.registry.books import Registry
+from app.deployments.registry.loading import Loads
+from app.deployments.registry.publishing import POLL_INTERVAL_S, PublishedRegistry
+from app.deployments.registry.stores import BEAT_INTERVAL_S, Beat
+from app.deployments.registry.trimming import trim
+from app.deployments.registry.use import WRITE_INTERVAL_S, UseBook
+
+#: How long ingresses have to take over what others have changed before the beat says that they do not hold it.
+_TAKE_OVER_S = 0.5
+#: How often the journal and the jobs are trimmed.
+TRIM_INTERVAL_S = 600.0
+
+
+async def keep_up(registry: Registry, published: PublishedRegistry, loads: Loads) -> None:
+    """Publish what others change, and beat; until cancelled."""
+    held, beat_s = -1, -BEAT_INTERVAL_S
+
+    async def turn() -> None:
+        nonlocal held, beat_s
+        await published.take_newer()
+        revision = published.revision
+        if revision != held or time.monotonic() - beat_s >= BEAT_INTERVAL_S:
+            is_settled = await published.table.settled(_TAKE_OVER_S)
+            held, beat_s = revision if is_settled else held, time.monotonic()
+            beat = await _to_its_end(registry.stores.beat, max(held, 0))
+            await loads.take_up(beat.adopted)
+
+    await _repeat(turn, POLL_INTERVAL_S, "following the registry's database")
+
+
+async def keep_books(registry: Registry, use: UseBook) -> None:
+    """Write down use, and forget what is too old; until cancelled."""
+    trimmed_s = time.monotonic()
+
+    async def turn() -> None:
+        nonlocal trimmed_s
+        await use.write()
+        if time.monotonic() - trimmed_s >= TRIM_INTERVAL_S:
+            trimmed_s = time.monotonic()
+            await asyncio.to_thread(trim, registry.database)
+
+    await asyncio.sleep(WRITE_INTERVAL_S)
+    await _repeat(turn, WRITE_INTERVAL_S, "keeping the registry's books")
+
+
+async def _to_its_end(beat: Callable[[int], Beat], revision: int) -> Beat:
+    """In a thread, which is waited for when this is cancelled: or a store that has left would say that it lives."""
+    beating = asyncio.ensure_future(asyncio.to_thread(beat, revision))
+    try:
+        return await asyncio.shield(beating)
+    except asyncio.CancelledError:
+        await asyncio.wait([beating])
+        raise
+
+
+async def _repeat(turn: Callable[[], Awaitable[None]], interval_s: float, what: str) -> None:
+    troubles = Troubles(what)
+    while True:
+        try:
+            await turn()
+        except Exception as error:  # nothing that the database or we do wrong may end it
+            troubles.met(error)
+        else:
+            troubles.over()
+        await asyncio.sleep(interval_s)

@@ -1,0 +1,112 @@
+"""Which processes serve a registry: exactly one of them works on each load, and all of them tell their ingresses.
+
+In: a beat of each process every few seconds, with the newest revision that all its ingresses hold. Out: the others that
+live, and the loads whose process has died, which are this one's now. A process that has not said for `LEASE_S` that it
+lives is dead to the others; should it live after all, what it writes about those loads is refused (`jobs`). One that
+Ray has restarted takes over from itself at once: its actor is the same.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+
+from app.deployments.registry.database import Database
+from app.deployments.registry.entries import RegistryJob
+from app.deployments.registry.jobs import adopt_loads
+from app.deployments.registry.tables import stores
+
+#: A process says so often that it lives, and at once when all its ingresses hold something newer.
+BEAT_INTERVAL_S = 2.0
+#: One that has not said so for so long is dead to the others.
+LEASE_S = 8.0
+#: Ingresses of a store that ended less than this long ago may still be there, and come to the next one.
+FOLLOWING_S = 60.0
+#: How long the row of a dead process is kept.
+_KEPT_S = 86_400.0
+
+
+class Beat(NamedTuple):
+    """`others`: the revision that the ingresses of each other living process hold. `adopted`: loads, oldest first."""
+
+    others: Mapping[str, int]
+    adopted: list[RegistryJob]
+
+
+class Stores:
+    """One process's place among those that serve a registry. Every call is one transaction.
+
+    `actor` names the process over restarts; of two with one name the older was restarted. Empty: nothing is known of
+    that.
+    """
+
+    def __init__(self, database: Database, actor: str = "") -> None:
+        self._database = database
+        self._actor = actor
+        self.id = uuid.uuid4().hex
+        self.follows_another = (
+            False  # a moment ago another process served this registry: known once this one has entered
+        )
+        self.settings: str | None = None  # what the actor was last told in its former life
+
+    def enter(self) -> None:
+        """Take a place. Loads are not taken over yet."""
+        now_s = self._database.clock()
+        with self._database.write() as connection:
+            for row in connection.execute(select(stores).where(self._ours())).mappings().all():
+                self.follows_another |= row["beat_s"] > now_s - FOLLOWING_S
+                if self._actor and row["actor"] == self._actor:
+                    self.settings = row["settings"]
+                    connection.execute(delete(stores).where(self._ours(), stores.c.id == row["id"]))
+            self._insert(connection, now_s, 0)
+
+    def beat(self, revision: int) -> Beat:
+        """This process lives, and all its ingresses hold this revision. Raises NotReady."""
+        now_s = self._database.clock()
+        with self._database.write() as connection:
+            mine = update(stores).where(self._ours(), stores.c.id == self.id)
+            if not connection.execute(mine.values(beat_s=now_s, revision=revision)).rowcount:
+                self._insert(connection, now_s, revision)  # a process of the same name took this one for dead
+            connection.execute(delete(stores).where(self._ours(), stores.c.beat_s < now_s - _KEPT_S))
+            others = self._others(connection, now_s)
+            return Beat(others, adopt_loads(connection, self._database, self.id, {self.id, *others}))
+
+    def others(self) -> Mapping[str, int]:
+        """The revision that the ingresses of each other living process hold."""
+        with self._database.read() as connection:
+            return self._others(connection, self._database.clock())
+
+    def keep_settings(self, settings: str) -> None:
+        """Have the next life of this actor know what it was told in this one."""
+        with self._database.write() as connection:
+            connection.execute(update(stores).where(self._ours(), stores.c.id == self.id).values(settings=settings))
+        self.settings = settings
+
+    def leave(self) -> None:
+        """This process ends: its loads are another's at once."""
+        with self._database.write() as connection:
+            connection.execute(update(stores).where(self._ours(), stores.c.id == self.id).values(beat_s=0.0))
+
+    def _insert(self, connection: Connection, now_s: float, revision: int) -> None:
+        connection.execute(
+            insert(stores).values(
+                base_digest=self._database.base_digest,
+                id=self.id,
+                actor=self._actor,
+                beat_s=now_s,
+                revision=revision,
+                settings=self.settings,
+            )
+        )
+
+    def _others(self, connection: Connection, now_s: float) -> Mapping[str, int]:
+        living = select(stores.c.id, stores.c.revision).where(
+            self._ours(), stores.c.id != self.id, stores.c.beat_s >= now_s - LEASE_S
+        )
+        return {row.id: row.revision for row in connection.execute(living)}
+
+    def _ours(self) -> ColumnElement[bool]:
+        return stores.c.base_digest == self._database.base_digest

@@ -1,0 +1,226 @@
+"""Several stores on one database: one registry, whoever changes it, and each load is one store's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from app.deployments.links.published import Version
+from app.deployments.registry import following, loading, publishing
+from app.deployments.registry.books import Registry
+from app.deployments.registry.entries import DEFAULT_TENANT, RegistryJob, State
+from app.deployments.registry.stores import LEASE_S
+from app.engine.errors import AdapterUnloaded, NotReady
+from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
+
+CONTENTS = {"one": "d1", "two": "d2", "three": "d3"}
+
+
+class Stores:
+    """Opens stores on one database. `clock_s` is what all of them read; it goes on by itself only in `pass_time`."""
+
+    def __init__(self, open_again: Callable[..., Registry]) -> None:
+        self._open = open_again
+        self._opened: list[ManagedStore] = []
+        self.now_s = 1_000_000.0
+
+    def open(self, actor: str = "") -> ManagedStore:
+        store = FakeStore()
+        store.contents |= CONTENTS
+        self._opened.append(ManagedStore(self._open(clock=lambda: self.now_s, actor=actor), store))
+        return self._opened[-1]
+
+    async def close(self) -> None:
+        for managed in self._opened:
+            await managed.close()
+
+
+@pytest_asyncio.fixture
+async def stores(open_again: Callable[..., Registry], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stores]:
+    for module in (following, publishing):
+        monkeypatch.setattr(module, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(following, "BEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(loading, "TURN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(publishing, "FOLLOWERS_COME_S", 0.0)
+    stores = Stores(open_again)
+    yield stores
+    await stores.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def end_of(managed: ManagedStore, job: RegistryJob) -> RegistryJob:
+    async with asyncio.timeout(60):
+        while not (now := await managed.client.job(job.id, **MINE)).is_done:
+            await asyncio.sleep(0.002)
+    return now
+
+
+async def test_what_one_store_changes_every_store_serves(stores: Stores) -> None:
+    a, b = stores.open(), stores.open()
+    for name in ("keep", "gone", "moved"):
+        await a.client.load_and_wait(wanted(name, "one"))
+    assert b.view.num_adapters == 3, "loaded is routable, also at the ingresses of other stores"
+    unload, _ = await a.client.begin_unload("gone", **ADA)
+    assert b.view.find("gone", DEFAULT_TENANT) is None, "and unloaded is not"
+    await a.client.end_unload(unload)
+    await b.client.load_and_wait(wanted("moved", "two"))
+    await a.client.load_and_wait(wanted("fresh", "three"))
+    await a.client.configure("keep", pinned=True, traffic_weight=3.0, **ADA)
+    await b.client.put_alias("alias", {"keep": 1.0, "fresh": 1.0}, **ADA)
+    await a.client.remove_alias("alias", **ADA)
+    await b.client.put_alias("gone", {"keep": 1.0}, **ADA)
+    for managed in (a, b):
+        moved = managed.view.adapter("moved", DEFAULT_TENANT)
+        assert moved is not None
+        assert (moved.ref.generation, moved.ref.digest) == (2, "d2")
+        assert managed.view.find("fresh", DEFAULT_TENANT) is not None
+        assert managed.view.find("alias", DEFAULT_TENANT) is None
+        found = managed.view.resolve("gone", "k", DEFAULT_TENANT)
+        assert found is not None
+        assert found.name == "keep", "an adapter's name that became an alias's"
+        assert managed.lifecycle.published.pins.current[1].digests == {"d1"}
+        assert managed.lifecycle.published.shares.current[1] == {"d1": 0.6}
+        assert managed.store.pinned[-1] == {"d1"}
+    assert a.view._entries == b.view._entries
+
+
+async def test_a_change_waits_for_the_ingresses_of_other_stores(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = stores.open(), stores.open()
+    b.followers[0].cancel()  # its ingress asked once, and does not take over what comes
+    await asyncio.gather(b.followers[0], return_exceptions=True)
+    await b.lifecycle.published.table.newer(b.lifecycle.published.table._version, "ingress", 0.0)
+    monkeypatch.setattr(publishing, "SETTLE_TIMEOUT_S", 60.0)
+    loading = asyncio.create_task(a.client.load_and_wait(wanted("sql", "one")))
+    await until(lambda: a.view.find("sql", DEFAULT_TENANT) is not None)
+    await until(lambda: b.lifecycle.published.revision == a.lifecycle.published.revision)
+    assert not loading.done(), "published there, and held by nobody"
+    b.followers[0] = asyncio.create_task(b._follow())
+    await loading
+
+
+async def test_a_load_is_one_stores_and_a_dead_ones_is_taken_up_by_one(stores: Stores) -> None:
+    a = stores.open()
+    gate = a.store.gates["one"] = asyncio.Event()
+    job = await a.client.load(wanted("sql", "one"))
+    b, c = stores.open(), stores.open()
+    for managed in (b, c):
+        await managed.lifecycle.published.take_newer()
+        beat = await asyncio.to_thread(managed.registry.stores.beat, 0)
+        assert beat.adopted == []
+        assert a.registry.stores.id in beat.others
+    await a.lifecycle._tasks.close()  # it hangs, or its machine does: it says nothing any more, but works on
+    stores.now_s += LEASE_S + 1
+    assert (await end_of(b, job)).state is State.LOADED
+    assert sorted([*b.store.loads, *c.store.loads]) == ["one"], "by one of them"
+    await b.client.load_and_wait(wanted("sql", "two"))
+    gate.set()
+    await until(lambda: not a.lifecycle.loads._tasks)
+    entry = b.registry.catalog.get("sql", **MINE)
+    assert entry is not None
+    assert (entry.ref.digest, entry.ref.generation) == ("d2", 2), "what comes back late changes nothing"
+    assert (await end_of(b, job)).state is State.LOADED
+    a.lifecycle.start()
+
+
+async def test_a_store_that_was_restarted_takes_up_its_own_loads_at_once(stores: Stores) -> None:
+    a = stores.open(actor="the store")
+    a.store.gates["one"] = asyncio.Event()
+    job = await a.client.load(wanted("sql", "one"))
+    await a.lifecycle._tasks.close()
+    await a.lifecycle.loads._work.close()
+    again = stores.open(actor="the store")
+    assert (await end_of(again, job)).state is State.LOADED
+    assert again.registry.stores.follows_another
+
+
+async def test_a_store_that_ends_leaves_its_loads_at_once(stores: Stores) -> None:
+    a, b = stores.open(), stores.open()
+    a.store.gates["one"] = asyncio.Event()
+    job = await a.client.load(wanted("sql", "one"))
+    await a.lifecycle.close()
+    assert (await end_of(b, job)).state is State.LOADED
+    await a.lifecycle.loads._work.close()
+
+
+async def test_loads_of_one_name_take_effect_in_order_whichever_store_is_asked(stores: Stores) -> None:
+    a, b = stores.open(), stores.open()
+    gate = a.store.gates["one"] = asyncio.Event()
+    first = await a.client.load(wanted("sql", "one"))
+    second = await b.client.load(wanted("sql", "two"))
+    third = await a.client.load(wanted("sql", "three"))
+    await b.client.load_and_wait(wanted("other", "two"))
+    await until(lambda: b.lifecycle.loads._jobs[second.id].state is State.ON_HOST)
+    assert b.registry.catalog.get("sql", **MINE) is None
+    gate.set()
+    generations = [(await end_of(b, job)).generation for job in (first, second, third)]
+    assert generations == [1, 2, 3]
+    entry = b.registry.catalog.get("sql", **MINE)
+    assert entry is not None
+    assert entry.ref.digest == "d3"
+
+
+async def test_an_unload_ends_loads_that_another_store_works_on(stores: Stores) -> None:
+    a, b = stores.open(), stores.open()
+    gate = a.store.gates["one"] = asyncio.Event()
+    waiting = asyncio.create_task(a.client.load_and_wait(wanted("sql", "one")))
+    await until(lambda: bool(a.store.loads))
+    unload, entry = await b.client.begin_unload("sql", **ADA)
+    assert (unload.digest, entry) == (None, None)
+    gate.set()
+    assert isinstance(await fails(waiting), AdapterUnloaded)
+    assert a.registry.catalog.generations("sql", **MINE) == []
+
+
+async def test_a_registry_that_is_empty_or_older_than_what_is_held_is_no_news(
+    stores: Stores,
+) -> None:
+    a = stores.open()
+    await a.client.load_and_wait(wanted("sql", "one"))
+    news = await a.client.watch(None, "ingress", 0.0)
+    assert news is not None
+    held = news[0]
+    table = a.lifecycle.published.table
+    assert (held.origin, held.revision) == (table.origin, a.lifecycle.published.revision)
+    assert await a.client.watch(held, "ingress", 0.0) is None
+    for other, words in (
+        (held._replace(epoch="x", origin="another"), "another one than before; its copies are kept"),
+        (held._replace(epoch="x", revision=held.revision + 1), "but a copy is at .*; its copies are kept"),
+    ):
+        for watch in (a.client.watch, a.client.watch_pins, a.client.watch_shares):
+            with pytest.raises(NotReady, match=words):
+                await watch(other, "ingress", 0.0)
+    assert await a.client.watch(held._replace(epoch="x"), "ingress", 0.0) is not None, "a restart is news"
+    assert await a.client.watch(Version("of before", 7), "ingress", 0.0) is not None
+
+
+async def test_a_database_that_is_away_costs_a_turn_and_nothing_else(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = stores.open(), stores.open()
+    real, errors = b.registry.revisions.since, [NotReady("away"), NotReady("away"), RuntimeError("a bug"), None]
+
+    def since(revision: int) -> Any:
+        error = errors.pop(0) if errors else None
+        if error is not None:
+            raise error
+        return real(revision)
+
+    monkeypatch.setattr(b.registry.revisions, "since", since)
+    await until(lambda: not errors)
+    await a.client.load_and_wait(wanted("sql", "one"))
+    assert b.view.find("sql", DEFAULT_TENANT) is not None
+    said = [record.getMessage().partition("; ")[0] for record in caplog.records if "following" in record.getMessage()]
+    assert said == [
+        f"following the registry's database: {words}" for words in ("NotReady: away", "RuntimeError: a bug")
+    ]
