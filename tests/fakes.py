@@ -10,16 +10,18 @@ to another adapter changes it. `fake_tokens` computes the same from the definiti
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
-from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
+from app.engine.request import GenerateRequest, PoolingParams, SamplingParams, TokenLogprobs
 
 VOCAB = 61
 EOS = 7
@@ -64,6 +66,7 @@ def fake_request(
     weight: float = 1.0,
     cache_salt: bytes = b"",
     resume_token_ids: Sequence[int] = (),
+    pooling: PoolingParams | None = None,
 ) -> GenerateRequest:
     ref = AdapterRef("an-adapter", adapter.card.digest, tenant_id) if adapter is not None else None
     return GenerateRequest(
@@ -75,6 +78,7 @@ def fake_request(
         weight,
         cache_salt,
         resume_token_ids=tuple(resume_token_ids),
+        pooling=pooling,
     )
 
 
@@ -163,7 +167,17 @@ class FakeBackend:
                 for line in drawn
             ),
             tuple(row for row, i in enumerate(batch.sample_rows) if marks[i] in self.overflowing),
+            self._sums(batch, marks),
         )
+
+    def _sums(self, batch: ForwardBatch, marks: list[int]) -> NDArray[np.float64] | None:
+        if batch.pooling is None:
+            return None
+        sums = batch.pooling.sums.copy()
+        for q, (first, end) in enumerate(batch.pooling.ranges.tolist()):
+            for row in range(first, end):
+                sums[q] += np.inf if marks[row] in self.overflowing else fake_state(self._kv[int(batch.kv_slots[row])])
+        return sums
 
     def close(self) -> None:
         self.closed = True
@@ -175,6 +189,26 @@ def token_value(before: int, token_id: int, position: int, rows: Sequence[float]
     for index, row in enumerate(rows):
         value = (value * 31 + (index + 1) * int(row * 2)) & _MASK
     return value ^ (value >> 29)
+
+
+def fake_state(value: int) -> NDArray[np.float64]:
+    """The hidden state of a token whose stored number this is."""
+    return np.array([(value >> 16 * index & 0xFFFF) / 65536 - 0.5 for index in range(4)])
+
+
+def fake_embedding(request: GenerateRequest, adapter: LoraAdapter | None) -> bytes:
+    """What `FakeBackend` must answer to a request with pooling."""
+    assert request.pooling is not None
+    rows = adapter.weights[LoraKey(0, "q_proj")].a[:, 0].tolist() if adapter is not None else []
+    values: list[int] = []
+    for position, token_id in enumerate(request.token_ids):
+        values.append(token_value(values[-1] if values else 0, token_id, position, rows))
+    chosen = values if request.pooling.method == "mean" else values[-1:]
+    total = np.zeros(4)
+    for value in chosen:
+        total += fake_state(value)
+    total = (total / len(chosen))[: request.pooling.num_dimensions]
+    return (total / math.sqrt(math.fsum((total * total).tolist()))).astype("<f4").tobytes()
 
 
 def check_batch(batch: ForwardBatch, limits: BackendLimits) -> None:

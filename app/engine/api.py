@@ -18,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from app.engine.adapters.base_copies import BaseCopies
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.formats.reading import read_adapter
@@ -29,7 +32,15 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.tokenizer import load_tokenizer
 from app.engine.open import load_backend, served_features
-from app.engine.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs, Usage
+from app.engine.request import (
+    FinishReason,
+    GenerateRequest,
+    PoolingParams,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
 from app.engine.stats import EngineStats
 
 Prompt = str | Sequence[int]
@@ -127,11 +138,32 @@ class LLM:
         if piece := decoder.flush():
             yield piece
 
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        adapters: str | Path | Sequence[str | Path | None] | None = None,
+        pooling: PoolingParams | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """One vector of length 1 per text, in their order; `adapters` as in `generate`, `pooling` None is the model's.
+
+        The first error of any text is raised, and then none is answered.
+        """
+        many = _as_prompts(texts)
+        pooling = pooling or PoolingParams()
+        paths = _spread("adapters", adapters, len(many))
+        requests = [self._request(text, path, None, pooling) for text, path in zip(many, paths, strict=True)]
+        vectors = {chunk.request_id: np.frombuffer(chunk.embedding, "<f4") for chunk in self._run(requests)}
+        return [vectors[request.request_id] for request, _ in requests]
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
     def _request(
-        self, prompt: Prompt, path: str | Path | None, sampling: SamplingParams | None
+        self,
+        prompt: Prompt,
+        path: str | Path | None,
+        sampling: SamplingParams | None,
+        pooling: PoolingParams | None = None,
     ) -> tuple[GenerateRequest, LoraAdapter | None]:
         adapter = self.load_adapter(path) if path is not None else None
         request = GenerateRequest(
@@ -140,6 +172,7 @@ class LLM:
             token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
             sampling=sampling or SamplingParams(),
             adapter=AdapterRef(str(path), adapter.card.digest, TENANT) if adapter is not None else None,
+            pooling=pooling,
         )
         return request, adapter
 

@@ -21,7 +21,8 @@ class BackendLimits:
     `rank_alignment`: an adapter's run of rank rows starts at a multiple of it and its length is
     this times a power of two. `max_adapter_slots` counts slot 0, the base. `adapter_extra_bytes`: the most
     that resident adapters may hold beside their rank rows (`AdapterCard.extra_bytes`). `takes_bfloat16`: whether
-    `write_adapter` is given matrices in bfloat16 as they are, or in float32 only.
+    `write_adapter` is given matrices in bfloat16 as they are, or in float32 only. `can_embed`: whether `forward` takes
+    batches with `pooling`.
     """
 
     num_kv_blocks: int
@@ -31,6 +32,7 @@ class BackendLimits:
     max_adapter_slots: int
     adapter_extra_bytes: int = 0
     takes_bfloat16: bool = False
+    can_embed: bool = False
 
 
 class Backend(Protocol):

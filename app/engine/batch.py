@@ -39,6 +39,17 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingBatch:
+    """The Q sequences of a step whose hidden states are added up, in order.
+
+    ranges: [Q, 2] int64, first and end row of T of each. sums: [Q, H] float64, what earlier steps have added.
+    """
+
+    ranges: NDArray[np.int64]
+    sums: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's work.
 
@@ -48,7 +59,8 @@ class ForwardBatch:
     a sequence with q queries sees seq_len - q + i + 1). block_tables: [B, N] int32, unused entries 0.
     run_starts: [G+1] int32 and run_adapter_slots: [G] int32 cover all T tokens; slot 0 is the base
     and runs of neighbours differ. sample_rows: [P] int32, rows of T whose next token is drawn, in
-    order of their sequences; sample_seqs: [P] int32, which sequence each belongs to.
+    order of their sequences; sample_seqs: [P] int32, which sequence each belongs to. pooling: None where nothing is
+    embedded. An encoder has no KV memory: kv_slots and block_tables are empty, and every sequence is there whole.
     """
 
     token_ids: NDArray[np.int32]
@@ -62,6 +74,7 @@ class ForwardBatch:
     sample_rows: NDArray[np.int32]
     sample_seqs: NDArray[np.int32]
     sampling: SamplingBatch
+    pooling: PoolingBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +83,11 @@ class ForwardOutput:
 
     top_logprobs: per row, (ids [k] int32, logprobs [k] float32) in descending order, or None. overflowed: rows whose
     logits have no finite number for the chosen token, ascending; a backend looks if they are in the host's memory.
+    sums: [Q, H] float64, `PoolingBatch.sums` with the rows of this step added, or None without pooling.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     top_logprobs: tuple[tuple[NDArray[np.int32], NDArray[np.float32]] | None, ...]
     overflowed: tuple[int, ...] = ()
+    sums: NDArray[np.float64] | None = None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.batch import ForwardBatch, SamplingBatch
+from app.engine.batch import ForwardBatch, PoolingBatch, SamplingBatch
+from app.engine.pooling import pooled_range
 from app.engine.sequence import Sequence
 
 _NO_HISTORY: NDArray[np.int32] = np.empty(0, np.int32)
@@ -37,6 +38,8 @@ class BatchBuilder:
         sample_rows: list[int] = []
         sample_seqs: list[int] = []
         sampled: list[Sequence] = []
+        pooled: list[Sequence] = []
+        pooled_ranges: list[tuple[int, int]] = []
         run_starts = [0]
         run_slots: list[int] = []
         num_tokens = 0
@@ -60,7 +63,11 @@ class BatchBuilder:
                     run_starts.append(num_tokens)
                 run_slots.append(sequence.adapter_slot)
             num_tokens += count
-            if end == sequence.num_tokens:
+            if sequence.pooling is not None:
+                first, last = pooled_range(sequence.pooling.method, sequence.num_tokens, start, end)
+                pooled.append(sequence)
+                pooled_ranges.append((num_tokens - end + first, num_tokens - end + last))
+            elif end == sequence.num_tokens:
                 sample_rows.append(num_tokens - 1)
                 sample_seqs.append(index)
                 sampled.append(sequence)
@@ -79,6 +86,11 @@ class BatchBuilder:
             sample_rows=np.array(sample_rows, np.int32),
             sample_seqs=np.array(sample_seqs, np.int32),
             sampling=self._sampling(sampled),
+            pooling=PoolingBatch(
+                np.array(pooled_ranges, np.int64), np.stack([sequence.pooled_sums for sequence in pooled])
+            )
+            if pooled
+            else None,
         )
 
     def _sampling(self, sampled: list[Sequence]) -> SamplingBatch:

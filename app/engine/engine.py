@@ -29,6 +29,7 @@ from app.engine.errors import (
     EngineFailure,
     InvalidRequest,
     QueueFull,
+    UnsupportedField,
 )
 from app.engine.pools.adapter_orders import AdapterOrders, Bring, Drop, refuse
 from app.engine.pools.adapter_pool import AdapterPool
@@ -113,6 +114,8 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         validate_request(request, self.spec, self.max_context, self._kv_capacity)
+        if request.pooling is not None and not self._backend.limits.can_embed:
+            raise UnsupportedField("this engine computes no embeddings; serve them with engine.cpu", param="pooling")
         self._check_adapter(request, adapter)
         num_waiting = len(self._live_ids) - self._scheduler.num_running
         if num_waiting >= self._max_waiting and not request.resume_token_ids:

@@ -14,6 +14,8 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.message import message
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+#: Which tokens' states make a text's embedding: the last one's, all in equal parts, or the first one's.
+Pooling = Literal["last", "mean", "cls"]
 
 
 @message
@@ -44,8 +46,21 @@ class SamplingParams:
 
 @message
 @dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How a sequence's hidden states, behind the last norm, become one vector.
+
+    `num_dimensions`: only so many of its first numbers, None for all. The vector is divided by its length then.
+    "cls" is for encoders alone: a decoder's first token has seen nothing else. Validated by `validate_request`.
+    """
+
+    method: Pooling = "last"
+    num_dimensions: int | None = None
+
+
+@message
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to generate.
+    """One sequence to generate, or, with `pooling`, one to embed: then `sampling` is not read and nothing is resumed.
 
     `resume_token_ids` are tokens this request has already produced elsewhere: they are treated as
     generated output (they count against max_tokens and penalties) and are not sent again.
@@ -63,6 +78,7 @@ class GenerateRequest:
     arrival_s: float = 0.0
     resume_token_ids: tuple[int, ...] = ()
     num_failures: int = 0
+    pooling: PoolingParams | None = None
 
 
 @message
@@ -92,7 +108,8 @@ class TokenChunk:
 
     The first and the last with tokens have `usage`: whoever has enough of an answer knows its cost so far.
     `matched_stop` is the stop or end-of-sequence token id that ended it (that id is the last of
-    `token_ids`; the text layer hides it). `error` is set only with finish_reason "error".
+    `token_ids`; the text layer hides it). `error` is set only with finish_reason "error". `embedding` is what a request
+    with `pooling` ends with, as little-endian float32; its finish_reason is "stop".
     """
 
     request_id: str
@@ -102,3 +119,4 @@ class TokenChunk:
     matched_stop: int | None = None
     usage: Usage | None = None
     error: Exception | None = field(default=None, compare=False)
+    embedding: bytes = b""

@@ -12,7 +12,7 @@ import numpy as np
 
 from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.models.spec import ModelSpec
-from app.engine.request import GenerateRequest, SamplingParams
+from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 MAX_LOGPROBS = 20
 #: The least temperature that is not greedy: its reciprocal, and logits times that, must be float32s.
@@ -56,14 +56,23 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_context: int
 
     `kv_capacity` is the number of tokens that all KV blocks together hold.
     """
-    validate_sampling(request.sampling, spec)
+    if request.pooling is None:
+        validate_sampling(request.sampling, spec)
+    else:
+        _check_pooling(request.pooling, spec)
     if not request.token_ids:
         raise InvalidRequest("the prompt has no tokens but at least one is needed", param="token_ids")
     for name, token_ids in (("token_ids", request.token_ids), ("resume_token_ids", request.resume_token_ids)):
         _check_token_ids(name, token_ids, spec.vocab_size)
     if not 0 < request.weight <= sys.float_info.max:  # NaN fails the comparison
         raise InvalidRequest(f"weight is {request.weight} but must be a finite number above 0", param="weight")
-    num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
+    num_prompt = len(request.token_ids)
+    if request.pooling is not None:
+        if request.resume_token_ids:
+            raise InvalidRequest("resume_token_ids are not for a request with pooling", param="resume_token_ids")
+        _check_text(num_prompt, max_context, kv_capacity)
+        return
+    max_tokens = request.sampling.max_tokens
     if len(request.resume_token_ids) > max_tokens:
         raise InvalidRequest(
             f"resume_token_ids has {len(request.resume_token_ids)} tokens but max_tokens is {max_tokens}",
@@ -81,6 +90,22 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_context: int
             f"but the KV memory holds {kv_capacity}; shorten the request or raise engine.num_kv_blocks",
             param="max_tokens" if num_prompt < kv_capacity else "token_ids",
         )
+
+
+def _check_text(num_tokens: int, max_context: int, kv_capacity: int) -> None:
+    """ContextOverflow for a text that is too long to be embedded."""
+    for limit, what in ((max_context, "the context"), (kv_capacity, "the KV memory")):
+        if num_tokens > limit:
+            raise ContextOverflow(
+                f"the text has {num_tokens} tokens but {what} holds {limit}; embed it in parts", param="token_ids"
+            )
+
+
+def _check_pooling(pooling: PoolingParams, spec: ModelSpec) -> None:
+    if pooling.method not in ("last", "mean"):
+        raise InvalidRequest(f"pooling is {pooling.method!r} but {spec.name!r} has 'last' and 'mean'", param="pooling")
+    if pooling.num_dimensions is not None:
+        _integer("dimensions", pooling.num_dimensions, 1, spec.hidden_size)
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:

@@ -35,6 +35,7 @@ class Sequence:
     `order` is the number of its first admission, kept through preemption: the older of two
     sequences is never preempted for the younger. `bypassed` counts admissions of others made while
     this one was first in fair order and had to wait. `num_given` tokens came with the request.
+    `pooled_sums` [H] float64: of one that is embedded, the hidden states added so far; else [0].
     """
 
     __slots__ = (
@@ -54,6 +55,8 @@ class Sequence:
         "num_prompt",
         "num_tokens",
         "order",
+        "pooled_sums",
+        "pooling",
         "rank",
         "request",
         "request_id",
@@ -82,8 +85,10 @@ class Sequence:
 
         self.num_prompt = len(request.token_ids)
         self.num_given = self.num_tokens = self.num_prompt + len(request.resume_token_ids)
-        self.max_tokens = sampling.max_tokens
-        capacity = max(self.num_prompt + sampling.max_tokens, self.num_tokens)
+        self.pooling = request.pooling
+        self.pooled_sums: NDArray[np.float64] = np.zeros(0 if self.pooling is None else spec.hidden_size)
+        self.max_tokens = sampling.max_tokens if self.pooling is None else 0
+        capacity = max(self.num_prompt + self.max_tokens, self.num_tokens)
         self.token_ids: NDArray[np.int32] = np.empty(capacity, np.int32)
         self.token_ids[: self.num_prompt] = request.token_ids
         self.token_ids[self.num_prompt : self.num_tokens] = request.resume_token_ids
@@ -107,6 +112,11 @@ class Sequence:
     def num_output(self) -> int:
         """Generated tokens, resumed ones included."""
         return self.num_tokens - self.num_prompt
+
+    @property
+    def may_skip_tokens(self) -> bool:
+        """Whether it can start from cached K and V: a mean needs every token's own state."""
+        return self.pooling is None or self.pooling.method == "last"
 
     @property
     def num_pending(self) -> int:
@@ -163,3 +173,4 @@ class Sequence:
         self.num_blocks = 0
         self.num_computed = 0
         self.adapter_slot = 0
+        self.pooled_sums = np.zeros_like(self.pooled_sums)

@@ -27,7 +27,7 @@ def make_engine(
     **config: int | bool,
 ) -> tuple[Engine, FakeBackend]:
     """`clock` stands still, so that what the machine does changes no plan."""
-    backend = FakeBackend(BackendLimits(num_kv_blocks, block_size, rows, alignment, max_adapter_slots))
+    backend = FakeBackend(BackendLimits(num_kv_blocks, block_size, rows, alignment, max_adapter_slots, can_embed=True))
     return Engine(backend, EngineConfig.model_validate(config), clock), backend
 
 

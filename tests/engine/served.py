@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from numpy.typing import NDArray
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
@@ -28,6 +32,14 @@ def backend_of(model: Any, folder: Path, config: EngineConfig = CONFIG) -> CpuBa
     model.save_pretrained(folder)
     checkpoint = load_checkpoint(folder)
     return CpuBackend(checkpoint.spec, checkpoint.tensors(), config)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of words beside a tiny model: "w5" is token 5."""
+    backend = tokenizers.Tokenizer(WordLevel({f"w{index}": index for index in range(99)}, unk_token="w0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w2"}))
 
 
 def served_logits(

@@ -19,6 +19,7 @@ from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
+from app.engine.cpu.pooling import rows_of, with_sums
 from app.engine.cpu.rows import PreparedRows
 from app.engine.cpu.sampling import sample
 from app.engine.cpu.tables import RankRowMemory
@@ -50,6 +51,7 @@ class CpuBackend:
             max_adapter_slots=config.max_adapter_slots,
             adapter_extra_bytes=config.adapter_extra_bytes,
             takes_bfloat16=True,
+            can_embed=True,
         )
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
@@ -108,6 +110,7 @@ class CpuBackend:
             extra_runs=extra_runs,
             extra_samples=sample_runs(extra_runs, batch.sample_rows) if has_extras else extra_runs,
             extra_slots=token_slots(extra_runs, len(batch.token_ids) if has_extras else 0),
+            pooled_rows=rows_of(batch.pooling),
         )
         work = self._work
         if widest_rank > work.shrunk.shape[2]:
@@ -120,7 +123,8 @@ class CpuBackend:
             cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._rows.tables, self._extras.tables,
             self._k_memory, self._v_memory, step, work,
         )  # fmt: skip
-        return sample(work.logits[: len(batch.sample_rows), : self.spec.vocab_size], batch.sampling, self._team)
+        output = sample(work.logits[: len(batch.sample_rows), : self.spec.vocab_size], batch.sampling, self._team)
+        return with_sums(output, work.states, batch.pooling, self._team)
 
     def logits(self, num_rows: int) -> Floats:
         """The last step's logits [num_rows, vocab_size]; valid until the next step (tests read it)."""
@@ -189,4 +193,5 @@ class CpuBackend:
             head_inputs=np.zeros((sequences, 0), np.float32),
             sampled=np.zeros((sequences, spec.hidden_size), np.float32),
             logits=np.zeros((sequences, padded(spec.vocab_size)), np.float32),
+            states=np.zeros((tokens, spec.hidden_size), np.float32),
         )

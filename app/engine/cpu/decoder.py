@@ -108,8 +108,9 @@ class AdapterTables(NamedTuple):
 class Step(NamedTuple):
     """A step's arrays, as in `app.engine.batch.ForwardBatch`, with the kernels' task lists.
 
-    widest_rank: the largest rank of its adapters. extra_runs: [E, 3], the runs whose adapters have extras;
-    extra_samples: [E', 3], the same over sampled rows; extra_slots: [T], their adapter slots, else 0.
+    pooled_rows: [N], tokens whose normalised states are wanted. widest_rank: the largest rank of its adapters.
+    extra_runs: [E, 3], the runs whose adapters have extras; extra_samples: [E', 3], the same over sampled rows;
+    extra_slots: [T], their adapter slots, else 0.
     """
 
     token_ids: NDArray[np.int32]
@@ -126,6 +127,7 @@ class Step(NamedTuple):
     extra_runs: NDArray[np.int64]
     extra_samples: NDArray[np.int64]
     extra_slots: NDArray[np.int64]
+    pooled_rows: NDArray[np.int32]
 
 
 class Workspace(NamedTuple):
@@ -133,7 +135,7 @@ class Workspace(NamedTuple):
 
     hidden, qkv and gate_up are as wide as the panels they are written in (padding included); normed,
     attended, gated and sampled are exactly as wide as the products that read them. shrunk: [T, 3, W].
-    kept is as wide as hidden; head_inputs: [P, W].
+    kept is as wide as hidden; head_inputs: [P, W]; states: [T, H], those of the pooled rows.
     """
 
     hidden: Floats
@@ -147,10 +149,11 @@ class Workspace(NamedTuple):
     sampled: Floats
     head_inputs: Floats
     logits: Floats
+    states: Floats
 
 
 #: Phases of a layer, and of a step outside its layers.
-LAYER_PHASES, STEP_PHASES = 12, 5
+LAYER_PHASES, STEP_PHASES = 12, 6
 
 
 @compiled
@@ -173,6 +176,11 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         phase = _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
     if step.sample_rows.shape[0] > 0:
         phase = _logits(team, phase, weights, sizes, extras, step, work)
+    if step.pooled_rows.shape[0] > 0:
+        phase = gather_normed_with_extras(
+            team, phase, hidden, step.pooled_rows, weights.final_norm, sizes.eps, extras.final_norm, step.extra_slots,
+            work.states[: step.pooled_rows.shape[0]],
+        )  # fmt: skip
     return phase
 
 

@@ -189,6 +189,8 @@ class Admission:
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Cached blocks it can start from. The last known token is always computed: its output is wanted."""
+        if not sequence.may_skip_tokens:
+            return []
         num_full = (sequence.num_tokens - 1) // self._blocks.block_size
         return self._blocks.find(sequence.extend_hashes(num_full)[:num_full], sequence.block_bytes)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from app.engine.batch import ForwardOutput
 from app.engine.errors import AdapterOverflow, EngineFailure
+from app.engine.pooling import embedding
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
@@ -137,7 +138,8 @@ class Scheduler:
         return Schedule(items, writes, preempted, refusals)
 
     def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
-        """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token.
+        """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token, or was
+        embedded.
 
         Without output nothing was computed, and there is nothing to book.
         A sequence whose output overflowed ends with an error, and what it computed in this step is not shared.
@@ -147,35 +149,43 @@ class Scheduler:
             return chunks
         drawn = output.token_ids.tolist()
         block_size = self._blocks.block_size
-        row = 0
+        row = num_pooled = 0
         num_finished = 0
         for sequence, count in plan.items:
             before = sequence.num_computed
             after = sequence.num_computed = before + count
             self._meter.num_tokens_computed += count
-            if after == sequence.num_tokens and row in output.overflowed:
-                row += 1
+            is_complete, vector = after == sequence.num_tokens, b""
+            if sequence.pooling is None:
+                row += is_complete
+                overflows = is_complete and row - 1 in output.overflowed
+            else:
+                pooled = _pooled(sequence, output, num_pooled, is_complete=is_complete)
+                num_pooled += 1
+                vector, overflows = pooled or b"", pooled is None
+            if overflows:
                 ended = self.end(sequence.request_id, "error", _overflow(sequence))
                 assert ended is not None, "it was running"
                 chunks.append(ended)
                 continue
             if before // block_size != after // block_size:
                 self._publish(sequence, before // block_size, after // block_size)
-            if after < sequence.num_tokens:
+            if not is_complete:
                 continue
-            token_id = drawn[row]
+            if sequence.pooling is not None:
+                num_finished += 1
+                chunks.append(self._finish(sequence, "stop", vector=vector))
+                continue
+            token_id = drawn[row - 1]
             sequence.append(token_id)
             self._meter.generated(sequence.tenant_id)
             self._queue.charge(sequence, OUTPUT_PRICE)
-            logprobs = _logprobs(output, row, token_id) if sequence.wants_logprobs else ()
-            row += 1
+            logprobs = _logprobs(output, row - 1, token_id) if sequence.wants_logprobs else ()
             if token_id in sequence.stop_ids or sequence.num_tokens - sequence.num_prompt >= sequence.max_tokens:
                 reason = sequence.finish_reason()
                 assert reason is not None
                 num_finished += 1
-                self._give_back(sequence)
-                self._forget(sequence)
-                chunks.append(self._last_chunk(sequence, reason, (token_id,), logprobs))
+                chunks.append(self._finish(sequence, reason, (token_id,), logprobs))
             else:
                 usage = sequence.usage() if sequence.num_tokens == sequence.num_given + 1 else None
                 chunks.append(TokenChunk(sequence.request_id, (token_id,), logprobs, usage=usage))
@@ -247,6 +257,20 @@ class Scheduler:
             if not self._num_live_of[digest]:
                 del self._num_live_of[digest]
 
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        *,
+        vector: bytes = b"",
+    ) -> TokenChunk:
+        """The last chunk of a running sequence that has all it wanted; what it held is given back."""
+        self._give_back(sequence)
+        self._forget(sequence)
+        return self._last_chunk(sequence, reason, token_ids, logprobs, vector=vector)
+
     def _last_chunk(
         self,
         sequence: Sequence,
@@ -255,9 +279,11 @@ class Scheduler:
         logprobs: tuple[TokenLogprobs, ...] = (),
         *,
         error: Exception | None = None,
+        vector: bytes = b"",
     ) -> TokenChunk:
         matched_stop = sequence.matched_stop() if reason == "stop" else None
-        return TokenChunk(sequence.request_id, token_ids, logprobs, reason, matched_stop, sequence.usage(), error)
+        usage = sequence.usage()
+        return TokenChunk(sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector)
 
 
 def _order(sequence: Sequence) -> int:
@@ -269,8 +295,16 @@ def _adapter_slot(item: tuple[Sequence, int]) -> int:
     return item[0].adapter_slot
 
 
+def _pooled(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
+    """Keep what a step has added up; the embedding once all is there, until then nothing, None if it is not finite."""
+    assert sequence.pooling is not None
+    assert output.sums is not None, "the backend has added up what was to be pooled"
+    sequence.pooled_sums = output.sums[index]
+    return embedding(sequence.pooled_sums, sequence.num_tokens, sequence.pooling) if is_complete else b""
+
+
 def _overflow(sequence: Sequence) -> Exception:
-    """Why a sequence ends whose next token cannot be told."""
+    """Why a sequence ends whose next token, or embedding, cannot be told."""
     where = f"is no finite number after {sequence.num_tokens} tokens"
     adapter = sequence.request.adapter
     if adapter is None:

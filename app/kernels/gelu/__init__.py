@@ -1,0 +1,1 @@
+"""gelu, the activation of a feed-forward without a gate."""

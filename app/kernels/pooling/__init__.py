@@ -1,0 +1,1 @@
+"""Sums of rows: what a text's embedding is pooled from."""

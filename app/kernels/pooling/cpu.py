@@ -1,0 +1,27 @@
+"""Sums of rows on the CPU.
+
+In: rows, and ranges of them. Out: a sum per range, in float64. Rule: rows are added one by one, in their order, to what
+the sum was before, so a sum's bits are the same in one call and in several.
+"""
+
+from __future__ import annotations
+
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.team import leave, take
+
+
+@compiled
+def add_rows(team, phase, x, ranges, sums):
+    """sums[q] += x[first] + ... + x[end - 1], in place. x: [N, H] float32; ranges: [Q, 2] int64; sums: [Q, H] float64.
+
+    One phase.
+    """
+    num_ranges, done = ranges.shape[0], 0
+    q = take(team, phase)
+    while q < num_ranges:
+        for row in range(ranges[q, 0], ranges[q, 1]):
+            for i in range(sums.shape[1]):
+                sums[q, i] += x[row, i]
+        done += 1
+        q = take(team, phase)
+    return leave(team, phase, num_ranges, done)
