@@ -194,6 +194,17 @@ class HttpConfig(_Settings):
     )
 
 
+class LogsConfig(_Settings):
+    """The service's own log; Ray's and Serve's have settings of their own (`logging_config` of the file)."""
+
+    folder: str = Field(default="", description="Where polylora.log is written; by default logs in adapters.state_dir.")
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="What is not written below."
+    )
+    format: Literal["text", "json"] = Field(default="text", description="Lines for people, or for programs.")
+    requests: bool = Field(default=False, description="A line for each HTTP request (an access log).")
+
+
 class AppConfig(_Settings):
     """Everything `app.main:build` needs."""
 
@@ -203,6 +214,7 @@ class AppConfig(_Settings):
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
+    logs: LogsConfig = Field(default_factory=LogsConfig)
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
@@ -259,7 +271,8 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
             "registry_url": environ.get("POLYLORA_REGISTRY_URL") or config.adapters.registry_url,
         }
     )
-    return config.model_copy(update={"adapters": adapters})
+    folder = str(_absolute(config.logs.folder)) if config.logs.folder else str(state_dir / "logs")
+    return config.model_copy(update={"adapters": adapters, "logs": config.logs.model_copy(update={"folder": folder})})
 
 
 def _complaint(place: tuple[int | str, ...], kind: str, message: str) -> str:

@@ -21,7 +21,11 @@ _MAX_CHARS = 80
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """'; did you mean ...?', or an empty string."""
-    near = difflib.get_close_matches(word[:_MAX_CHARS], sorted(known), n=1, cutoff=_ALIKE)
+    names = sorted(known)
+    near = difflib.get_close_matches(word[:_MAX_CHARS], names, n=1, cutoff=_ALIKE)
+    part_of = [name for name in names if word in name.split("_")]
+    if not near and len(part_of) == 1:
+        near = part_of
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -15,6 +15,7 @@ from app.spelling import did_you_mean, fields_at
         ("num_replica", "num_replicas"),
         ("stops", "stop"),
         ("x", None),
+        ("replicas", "num_replicas"),
         ("logit_bias", None),
     ],
 )

@@ -4,38 +4,26 @@ In: a YAML file and a service's URL. Out: the difference, printed; the changes, 
 is equal is left alone, so applying twice changes nothing. Names that the file does not mention stay unless
 `--prune` is given; a file that says nothing of adapters removes none. Adapters come before the aliases that point to
 them, and go after them. One change that fails does not keep the others from being made; the exit status then is 1.
-`POLYLORA_MANAGEMENT_TOKEN` is sent along where it is set.
+Keys are sent along as `client` says.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
-import os
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.config import MANAGEMENT_TOKEN, NAME_PATTERN, TrafficWeight
-from app.engine.errors import ConfigError, PolyloraError
+from app.cli.client import DEFAULT_URL, Service, ServiceRefused
+from app.config import NAME_PATTERN, TrafficWeight
+from app.engine.errors import ConfigError
 
 DEFAULT_FILE = "configs/adapters.yaml"
-DEFAULT_URL = "http://127.0.0.1:8000"
-#: Longest wait for one answer: a load may download.
-TIMEOUT_S = 600.0
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-
-
-class ServiceRefused(PolyloraError):
-    """The service answered with an error, or did not answer."""
 
 
 class _Wanted(BaseModel):
@@ -78,48 +66,6 @@ class Change(NamedTuple):
     name: str
     text: str
     request: tuple[str, str, Mapping[str, Any] | None] | None
-
-
-class Service:
-    """A running service, by its HTTP routes."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-
-    def call(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Raises ServiceRefused."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        if token := os.environ.get(MANAGEMENT_TOKEN):
-            headers["Authorization"] = f"Bearer {token}"
-        try:
-            request = urllib.request.Request(self._url + route, data=data, headers=headers, method=method)
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                decoded: dict[str, Any] = json.load(answer)
-                return decoded
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ServiceRefused(_error_message(error)) from error
-        # ValueError: no URL, or an answer that is no JSON; HTTPException: one that is no HTTP, or half of it.
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = " ".join(str(getattr(error, "reason", error)).split())  # it may quote lines of the answer
-            raise ServiceRefused(f"no answer from {self._url}: {reason}; --url names the service") from error
-
-    def everything(self, route: str) -> Iterator[dict[str, Any]]:
-        """All pages of a list."""
-        after = ""
-        while True:
-            page = self.call("GET", f"{route}?limit=1000{after}")
-            try:
-                rows, has_more, last_id = page["data"], page["has_more"], page["last_id"]
-            except (KeyError, TypeError) as error:
-                raise ServiceRefused(
-                    f"{self._url}{route} is no list of this service's; --url names the service"
-                ) from error
-            yield from rows
-            if not has_more:
-                return
-            after = "&after=" + urllib.parse.quote(last_id, safe="")
 
 
 def add_apply(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -245,10 +191,3 @@ def _alias_change(wanted: WantedAlias, present: Mapping[str, Any] | None) -> Cha
 def _shares(targets: Mapping[str, float]) -> str:
     total = sum(targets.values())
     return " + ".join(f"{100 * weight / total:g} % {name}" for name, weight in targets.items())
-
-
-def _error_message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {error.code}, in a shape that is not this service's; --url names the service"

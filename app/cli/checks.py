@@ -25,6 +25,7 @@ def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
     _check_folder(_home(default_cache_dir), "models and compiled kernels", "set POLYLORA_CACHE to another folder")
     state = Path(settings.adapters.state_dir)
     _check_folder(state, "the registry", "set POLYLORA_STATE_DIR (or adapters.state_dir) to another folder")
+    _check_folder(Path(settings.logs.folder), "the log", "set logs.folder to another one")
     has_token = any(environ.get(name) for name in _TOKEN_VARIABLES)
     if environ.get("RAY_ADDRESS") or environ.get("RAY_AUTH_MODE", "token") != "token" or has_token:
         return

@@ -9,6 +9,8 @@
     polylora keygen --admin                       make the first key that manages tenants
     polylora sign adapters/sql --key signing.pem --base URI
     polylora apply configs/adapters.yaml          make a running service's adapters what the file says
+    polylora status                               how a running service is
+    polylora doctor --config configs/serve.yaml   would a service start here, and what could it hold
 
 In: arguments. Out: an exit status; what is expected to go wrong is one line on stderr, not a traceback.
 A subcommand's module is imported when it runs, so that `fetch` starts without torch or Ray.
@@ -26,7 +28,9 @@ from typing import TextIO
 
 from app.cli.adapters import add_commands
 from app.cli.apply import add_apply
+from app.cli.doctor import add_doctor
 from app.cli.signing import add_signing_commands
+from app.cli.status import add_status
 from app.engine.errors import PolyloraError
 from app.release import version
 
@@ -43,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_commands(commands)
     add_signing_commands(commands)
     add_apply(commands)
+    add_status(commands)
+    add_doctor(commands, Path(DEFAULT_CONFIG))
     for command in commands.choices.values():
         command.add_argument("--verbose", action="store_true", help="show where an error comes from")
     arguments = parser.parse_args(argv)

@@ -29,9 +29,12 @@ from app.cli.waiting import StartFailed, check_actors, check_ha_proxy, reason_in
 from app.cli.watching import ReplicaWatch
 from app.config import AppConfig
 from app.engine.errors import ConfigError
+from app.logs import Happened, start_log
 
 if TYPE_CHECKING:  # Ray is imported when its switches are set
     from ray.serve.schema import ServeDeploySchema
+
+logger = logging.getLogger(__name__)
 
 #: How often the running service is looked at for replicas that were lost.
 LOOK_INTERVAL_S = 2.0
@@ -58,8 +61,10 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
         check_ha_proxy_ports(os.environ)
     schema = _schema(document, config_path)
     started_s = time.monotonic()
+    _say(f"the log is {start_log(settings.logs, 'serve')}")
     _say("starting Ray")
     _start_ray(dashboard)
+    _take_rays_paragraphs()
     with _stop_on_signals():
         app_names = [application.name for application in schema.applications]
         folder = _own_ha_proxy_folder() if has_ha_proxy and not is_joined else None
@@ -117,6 +122,13 @@ def _start_ray(dashboard: bool) -> None:
         ray.init(**quiet, include_dashboard=dashboard)
     except Exception as error:  # whatever Ray raises: it has a dozen kinds
         raise StartFailed(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
+
+
+def _take_rays_paragraphs() -> None:
+    """What Ray would print here in colours goes into the log: `ReplicaWatch` says what it means."""
+    from app.deployments.links.ray_private import take_error_messages
+
+    take_error_messages(lambda lines: logger.warning(Happened("Ray says", text=" ".join(lines))))
 
 
 def _schema(document: dict[str, Any], path: Path) -> ServeDeploySchema:

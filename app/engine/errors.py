@@ -15,12 +15,13 @@
         AdapterMismatch         well formed, but not for this base model
         AdapterTooLarge         more rank rows or bytes than this replica holds
         AdapterUntrusted        not signed by whom it must be, or altered          (403)
-        AdapterReadFailed       reading it crashed or ran out of time
+        AdapterReadFailed       reading it crashed or ran out of time              (503)
         AdapterWriteFailed      its rows did not reach the device                 (503)
         AdapterBusy             the operation must wait for sequences in flight   (409)
         AdapterOverflow         its arithmetic leaves the range of the numbers
         AdapterUnloaded         it was unloaded while it was being loaded          (409)
         AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
+        AdapterUnreadable       it is registered, and cannot be read at the moment (503)
       UnsafeSource            a path or URI outside what this server may read     (403)
       SourceError             fetching from a permitted source failed             (502)
       CheckpointError         a base model that cannot be loaded                  (at start)
@@ -140,6 +141,13 @@ class AdapterQuarantined(AdapterError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild_retriable, (type(self), str(self), self.retry_after_s))
+
+
+class AdapterUnreadable(AdapterQuarantined):
+    """It is registered, but its files cannot be read, or are no longer the registered ones.
+
+    Why is for who manages adapters, not for who uses them: it may name places of the server.
+    """
 
 
 class UnsafeSource(PolyloraError):

@@ -26,7 +26,7 @@ from app.engine.batch import ForwardBatch
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.backend import CudaBackend
 from app.engine.cuda.graphs import Bucket
-from app.engine.cuda.memory import kv_block_bytes, rank_row_bytes
+from app.engine.models.footprint import kv_block_bytes, rank_row_bytes
 from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.kernels import tuning
 from load_tests.engine.llama_shapes import (

@@ -17,6 +17,8 @@ from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
+from app.deployments.store.counts import TierCounts
+from app.deployments.store.quarantine import Failure
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.tenants.books import TenantBooks
 from app.deployments.tenants.client import TenantsClient
@@ -59,6 +61,8 @@ class FakeStore:
         self.cached_digests: set[str] = set()
         self.pinned: list[set[str]] = []
         self.on_read: Callable[[str, State], None] = lambda *_: None
+        self.failures: dict[str, Failure] = {}  # digests that could not be read for a request
+        self.counts = TierCounts()
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:  # noqa: ARG002
         self.loads.append(source)
@@ -77,6 +81,9 @@ class FakeStore:
 
     async def expect(self, ref: AdapterRef) -> None:
         """What is read ahead makes no difference here."""
+
+    def failure(self, digest: str) -> Failure | None:
+        return self.failures.get(digest)
 
     def forget(self, digest: str) -> None:
         self.cached_digests.discard(digest)

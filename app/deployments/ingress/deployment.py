@@ -42,6 +42,7 @@ from app.deployments.placement.table import PlacementTable
 from app.deployments.store.actor import TenantsCallee, store_actor, store_name
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
+from app.logs import start_log
 
 
 @serve.ingress()
@@ -51,6 +52,8 @@ class Ingress(AsgiIngress):
     async def __init__(self, config_json: str, engines: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         config = AppConfig.model_validate_json(config_json)
         context = serve.get_replica_context()
+        start_log(config.logs, f"ingress {context.replica_id.unique_id}")
+        self._log_requests = config.logs.requests
         ingress_id = context.replica_id.unique_id
         route_in_this_loop(engines)
         store = StoreClient(store_actor(config))
@@ -89,7 +92,7 @@ class Ingress(AsgiIngress):
         await tenants.complete.wait()  # or the door would let everybody in
 
     def make_asgi_app(self) -> ASGIApp:
-        return make_app(self._service, self._rules)
+        return make_app(self._service, self._rules, log_requests=self._log_requests)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take new limits without a restart: Serve's `user_config` holds the `limits` that differ from `args`."""

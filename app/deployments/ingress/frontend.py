@@ -68,6 +68,13 @@ class _Fields(NamedTuple):
     num_answers: str = "n"
 
 
+class _Ids(NamedTuple):
+    """A request's id as its sender is told it, and one that no other request has, whatever senders choose."""
+
+    shown: str
+    unique: str
+
+
 class Frontend:
     """One per ingress process. `clock` gives Unix time."""
 
@@ -123,22 +130,33 @@ class Frontend:
             )
         return ref
 
-    async def chat(self, body: ChatCompletionRequest, caller: Caller) -> Job:
-        """Raises NotFound, InvalidRequest, ContextOverflow."""
+    async def chat(self, body: ChatCompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
+        """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow."""
         arrival_s = self._clock()
         ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
         messages = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+            | ({} if message.name is None else {"name": message.name})
             for message in body.messages
         ]
         num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
         token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         names = _Fields("messages", body.limit_field, "top_logprobs")
-        return self._job("chatcmpl", caller, arrival_s, body, [token_ids], [ref], body.token_limit, num_logprobs, names)
+        return self._job(
+            _ids("chatcmpl", request_id),
+            caller,
+            arrival_s,
+            body,
+            [token_ids],
+            [ref],
+            body.token_limit,
+            num_logprobs,
+            names,
+        )
 
-    async def completion(self, body: CompletionRequest, caller: Caller) -> Job:
-        """Raises NotFound, InvalidRequest, ContextOverflow."""
+    async def completion(self, body: CompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
+        """As `chat`."""
         arrival_s = self._clock()
         ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
         prompts = body.prompts
@@ -146,18 +164,28 @@ class Frontend:
         self._check_sequences(len(prompts), body.n, names)
         token_ids = await self._prompt_ids(prompts)
         return self._job(
-            "cmpl", caller, arrival_s, body, token_ids, [ref] * len(prompts), body.max_tokens, body.logprobs, names
+            _ids("cmpl", request_id),
+            caller,
+            arrival_s,
+            body,
+            token_ids,
+            [ref] * len(prompts),
+            body.max_tokens,
+            body.logprobs,
+            names,
         )
 
-    async def generate(self, body: GenerateBody, caller: Caller) -> Job:
-        """Raises NotFound, InvalidRequest, ContextOverflow."""
+    async def generate(self, body: GenerateBody, caller: Caller, request_id: str | None = None) -> Job:
+        """As `chat`."""
         arrival_s = self._clock()
         refs = [self.find_adapter(self._base_name, caller, name) for name in body.adapters]
         params = body.sampling_params
         names = _Fields("text", params.limit_field, "logprobs", "sampling_params.n")
         self._check_sequences(len(refs), params.n, names)
         token_ids = await self._prompt_ids(body.texts)
-        return self._job("gen", caller, arrival_s, params, token_ids, refs, params.token_limit, None, names)
+        return self._job(
+            _ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
+        )
 
     async def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
@@ -176,7 +204,7 @@ class Frontend:
 
     def _job(
         self,
-        prefix: str,
+        ids: _Ids,
         caller: Caller,
         arrival_s: float,
         fields: SamplingFields,
@@ -198,13 +226,12 @@ class Frontend:
                 f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self.limits.max_logprobs}",
                 param=names.logprobs,
             )
-        request_id = f"{prefix}-{secrets.token_hex(12)}"
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         # Equal prompts without a seed have different answers; with one, each has the answer it would have alone.
         seeds_per_prompt = fields.n if fields.seed is None else 0
         requests = tuple(
             GenerateRequest(
-                request_id=f"{request_id}-{prompt_index * fields.n + copy}",
+                request_id=f"{ids.unique}-{prompt_index * fields.n + copy}",
                 tenant_id=caller.tenant_id,
                 token_ids=tuple(token_ids),
                 sampling=self._sampling(
@@ -223,7 +250,7 @@ class Frontend:
         )
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
         return Job(
-            request_id,
+            ids.shown,
             requests,
             fields.stop_strings,
             fields.n,
@@ -259,11 +286,12 @@ class Frontend:
 
     @staticmethod
     def _sampling(fields: SamplingFields, max_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
+        is_likeliest = fields.top_p == 0  # the least set of tokens that has any probability at all
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=fields.temperature,
-            top_p=fields.top_p,
-            top_k=max(fields.top_k, 0),
+            top_p=1.0 if is_likeliest else fields.top_p,
+            top_k=1 if is_likeliest else max(fields.top_k, 0),
             min_p=fields.min_p,
             seed=seed,
             stop_token_ids=tuple(fields.stop_token_ids or ()),
@@ -273,6 +301,13 @@ class Frontend:
             repetition_penalty=fields.repetition_penalty,
             num_logprobs=num_logprobs,
         )
+
+
+def _ids(prefix: str, given: str | None) -> _Ids:
+    if given is None:
+        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        return _Ids(request_id, request_id)
+    return _Ids(f"{prefix}-{given}", f"{prefix}-{given}.{secrets.token_hex(8)}")
 
 
 async def _tokenized(num_chars: int, encode: Callable[[], T]) -> T:

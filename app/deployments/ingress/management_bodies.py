@@ -47,7 +47,12 @@ def description_body(name: str, description: Description, management: Management
     if entry is not None:
         replicas = [replica._asdict() for replica in management.residency(entry.ref.digest)]
         residency = {"host": description.is_on_host, "replicas": replicas}
-        body |= adapter_body(entry) | {"reason": None, "last_used": entry.last_used_s, "residency": residency}
+        body |= adapter_body(entry) | {
+            "reason": None,
+            "last_error": description.last_error,
+            "last_used": entry.last_used_s,
+            "residency": residency,
+        }
     elif job is not None:
         body |= {"state": job.state.value, "reason": job.reason, "status": "not registered"}
     return body | {"job": None if job is None else job_body(job)}

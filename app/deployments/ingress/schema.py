@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.engine.errors import InvalidRequest, UnsupportedField
+from app.spelling import did_you_mean, fields_at
 
 #: Accepted and ignored: none of these can change the answer's tokens.
 INERT = frozenset({
@@ -25,17 +26,23 @@ INERT = frozenset({
 
 #: Not implemented, but harmless at these values, which clients send by default.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_stop_str_in_output": (False,),
     "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "use_beam_search": (False,),
 }
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -51,6 +58,8 @@ class Body(BaseModel):
     """A JSON object. Null means the default, and nothing at all for a field that is not known."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    #: Whether it asks for an answer: then `INERT` and `NEUTRAL` are accepted.
+    asks: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -73,8 +82,10 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Fields every generating route shares. Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos."""
 
+    asks = True
+
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: int = Field(default=0, ge=-1, lt=2**31)
     min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
@@ -120,16 +131,26 @@ class TextPart(Body):
 class ChatMessage(Body):
     """`developer` is OpenAI's newer word for `system` and is treated as such.
 
-    Answers come back as clients got them: with `annotations`, which no prompt shows, and without tool calls.
+    Answers come back as clients got them: with `annotations`, which no prompt shows, and without tool calls; one that
+    said nothing may come with `content: null`. A `name` is for the model's template, which may leave it out.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart]
+    content: str | Items[TextPart] | None
+    name: str | None = Field(default=None, max_length=256)
     annotations: list[Any] = Field(default_factory=list)
     tool_calls: list[Any] = Field(default_factory=list, max_length=0)
 
+    @model_validator(mode="after")
+    def _who_asks_says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content is null; only an assistant's message may be empty, not a {self.role}'s")
+        return self
+
     @property
     def text(self) -> str:
+        if self.content is None:
+            return ""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -198,6 +219,8 @@ class GenerateSampling(SamplingFields):
 class GenerateBody(Body):
     """`/generate`: one text or a list; `lora_path` is one name for all, or a list as long as the texts."""
 
+    asks = True
+
     text: str | Items[str]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
     lora_path: str | Items[str | None] | None = None
@@ -229,7 +252,17 @@ class GenerateBody(Body):
         return self.lora_path if isinstance(self.lora_path, list) else [self.lora_path] * len(self.texts)
 
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def accepted_in_vain(kind: type[Body]) -> dict[str, Any]:
+    """JSON schemas of what a body may say, beside its fields, without any effect."""
+    if not kind.asks:
+        return {}
+    said: dict[str, Any] = {name: {"description": "Accepted; it changes nothing."} for name in sorted(INERT)}
+    for name, values in sorted(NEUTRAL.items()):
+        said[name] = {"enum": list(values), "description": "Not implemented; accepted at these values."}
+    return said
 
 
 def parse_body(kind: type[BodyT], value: object) -> BodyT:
@@ -240,24 +273,27 @@ def parse_body(kind: type[BodyT], value: object) -> BodyT:
     for name in value:
         if name in kind.model_fields or fields[name] is None:
             continue
-        if name in INERT or any(_same(fields[name], neutral) for neutral in NEUTRAL.get(name, ())):
+        if kind.asks and (name in INERT or any(_same(fields[name], neutral) for neutral in NEUTRAL.get(name, ()))):
             del fields[name]
         else:
-            raise UnsupportedField(_refusal(name), param=_quotable(name))
+            raise UnsupportedField(_refusal(kind, name), param=_quotable(name))
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise _invalid(kind, error) from error
 
 
-def _refusal(name: str) -> str:
-    if name in NEUTRAL:
+def _refusal(kind: type[Body], name: str) -> str:
+    if kind.asks and name in NEUTRAL:
         allowed = " or ".join(json.dumps(value) for value in NEUTRAL[name])
         return f"{name!r} is not implemented here; leave it out or send {allowed}"
-    return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored"
+    guess = did_you_mean(name, kind.model_fields)
+    if kind.asks:
+        return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored{guess}"
+    return f"unknown field {name[:80]!r}; this route takes {', '.join(kind.model_fields)}{guess}"
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
+def _invalid(body: type[Body], error: ValidationError) -> InvalidRequest:
     """The first complaint, in words, and where: a union's complaint ends with the branch, which is no field.
 
     Of a union the branch that got further knows better: not "no string", but what is wrong in the list; and of
@@ -275,7 +311,8 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     message = "Input should be an object" if is_object else first["msg"].removeprefix("Value error, ")
     kind = UnsupportedField if first["type"] == "extra_forbidden" else InvalidRequest
     if first["type"] == "extra_forbidden":
-        message = "unknown field; it could change the answer, so it is refused rather than ignored"
+        guess = did_you_mean(str(first["loc"][-1]), fields_at(body, first["loc"][:-1]))
+        message = f"unknown field; it could change the answer, so it is refused rather than ignored{guess}"
     return kind(f"{where}: {message}" if where else message, param=where or name)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 from app.config import AppConfig, LimitsConfig
@@ -25,6 +26,10 @@ from app.deployments.placement.policies.policy import PlacementPolicy
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.engine.request import Usage
+from app.release import version
+
+#: `status` looks for failures among so many events, and tells so many of them.
+MAX_EVENTS, MAX_FAILURES = 200, 10
 
 
 class Replicas(Transport, AdapterDropper, Protocol):
@@ -117,7 +122,32 @@ class IngressService:
         results = await asyncio.gather(*map(self._replicas.stats, replica_ids), return_exceptions=True)
         return [result for result in results if isinstance(result, dict)]
 
+    async def status(self, tenant_id: str) -> dict[str, Any]:
+        """How the service is, for operators: replicas, tiers of the store, and what failed lately. Raises NotReady."""
+        store = self.management.store
+        replicas, tiers, events = await asyncio.gather(
+            self.replica_stats(),
+            store.stats(),
+            store.events(None, limit=MAX_EVENTS, before=None, tenant_id=tenant_id),
+        )
+        return {
+            "object": "status",
+            "version": version(),
+            "model": self.base_name,
+            "is_ready": self.is_ready(),
+            "num_adapters": self.registry.num_adapters,
+            "num_open_requests": self._links.num_streams,
+            "replicas": [_told(replica) for replica in replicas],
+            "tiers": tiers,
+            "failures": [asdict(event) for event in events if event.event.startswith("failed")][:MAX_FAILURES],
+        }
+
     async def close(self) -> None:
         """End what goes on in the background; streams that are still open are left to their callers."""
         for part in (self.management, self._names, self._links):
             await part.close()
+
+
+def _told(replica: dict[str, Any]) -> dict[str, Any]:
+    """A replica's counts; of its adapters how many, not which."""
+    return {name: len(value) if isinstance(value, tuple) else value for name, value in replica.items()}

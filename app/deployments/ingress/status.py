@@ -88,6 +88,8 @@ TABLE: dict[type[Exception], HttpError] = {
     errors.AdapterUnloaded: HttpError(409, "invalid_request_error", "adapter_unloaded"),
     errors.AdapterUntrusted: HttpError(403, "invalid_request_error", "untrusted_adapter"),
     errors.AdapterQuarantined: HttpError(503, "server_error", "adapter_quarantined"),
+    errors.AdapterUnreadable: HttpError(503, "server_error", "adapter_unreadable"),
+    errors.AdapterReadFailed: HttpError(503, "server_error", "adapter_not_read"),
     errors.AdapterWriteFailed: HttpError(503, "server_error", "adapter_write_failed"),
     errors.AdapterError: HttpError(400, "invalid_request_error", "invalid_adapter"),
     errors.UnsafeSource: HttpError(403, "invalid_request_error", "unsafe_source"),
@@ -102,6 +104,8 @@ FINAL = (
     errors.AdapterBusy,
     errors.AdapterUnloaded,
 )
+#: After trouble of the machine itself, whose end nobody knows.
+MACHINE_RETRY_S = 5
 UNEXPECTED = HttpError(500, "server_error", "internal_error")
 
 
@@ -125,6 +129,8 @@ def error_answer(error: BaseException) -> ErrorAnswer:
     headers = {}
     if isinstance(error, errors.Overloaded | errors.AdapterQuarantined):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, errors.AdapterReadFailed | errors.AdapterWriteFailed):
+        headers["Retry-After"] = str(MACHINE_RETRY_S)
     elif isinstance(error, NotAuthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, FINAL):

@@ -8,9 +8,11 @@ another version has other names or signatures.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
+from ray._private import worker
 from ray._private.state import state
 from ray.core.generated import gcs_pb2
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -75,6 +77,15 @@ def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:
     It must be called before the handle is used; handles that are made later are as Ray makes them.
     """
     handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+
+
+def take_error_messages(take: Callable[[Sequence[str]], None]) -> None:
+    """Have what Ray tells this driver of dead workers and the like handed to a function, instead of printed."""
+
+    def instead(data: Mapping[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001
+        take([str(line) for line in data["lines"]])
+
+    worker.print_to_stdstream = instead
 
 
 class ActorPlace(NamedTuple):

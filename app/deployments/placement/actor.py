@@ -13,6 +13,7 @@ from app.deployments.links.watched import Watch
 from app.deployments.placement.service import PlacementService
 from app.deployments.registry.shares import Shares
 from app.deployments.store.client import StoreClient
+from app.logs import start_log
 
 
 class PlacementActor(PlacementService):
@@ -20,8 +21,9 @@ class PlacementActor(PlacementService):
 
     def __init__(self, config_json: str) -> None:
         self._attendance = Attendance(leave)
-        config = AppConfig.model_validate_json(config_json).placement
-        super().__init__(config, _watch_shares, self._attendance.here)
+        config = AppConfig.model_validate_json(config_json)
+        start_log(config.logs, "placement")
+        super().__init__(config.placement, _watch_shares, self._attendance.here)
 
 
 def placement_actor(config: AppConfig, app_name: str) -> NamedActor:

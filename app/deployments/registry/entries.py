@@ -206,6 +206,7 @@ class Description(NamedTuple):
     entry: CatalogEntry | None
     job: RegistryJob | None
     is_on_host: bool
+    last_error: str | None = None  # why it could not be read for a request, if that failed the last time
 
 
 def is_name(text: str) -> bool:

@@ -33,6 +33,7 @@ from app.deployments.registry.jobs import LoadsAhead, unloaded
 from app.deployments.registry.publishing import PublishedRegistry
 from app.deployments.registry.view import Key
 from app.engine.errors import NotFound, NotReady, PolyloraError, QueueFull
+from app.logs import Happened
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +199,18 @@ class Loads:
     async def _end(self, job_id: str, state: State, **what: Any) -> RegistryJob:
         """A job's last state. While the database does not take it nobody waits: it is written down later."""
         job, passed = self._jobs[job_id], tuple(self._passed[job_id])
+        logger.log(
+            logging.WARNING if state is State.FAILED else logging.INFO,
+            Happened(
+                f"adapter {state.lower()}",
+                name=job.name,
+                tenant=job.tenant_id,
+                by=job.requested_by,
+                source=job.source,
+                seconds=self._clock() - job.created_s,
+                **what,
+            ),
+        )
         write = partial(self._registry.jobs.advance, job, state, passed=passed, **what)
         try:
             self._jobs[job_id] = await asyncio.to_thread(write)

@@ -9,6 +9,7 @@ store.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -18,6 +19,9 @@ from app.deployments.registry.catalog import Drained
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
 from app.deployments.registry.loading import Loads
 from app.deployments.registry.publishing import PublishedRegistry
+from app.logs import Happened
+
+logger = logging.getLogger(__name__)
 
 #: An unload that no ingress has spoken of for this long is given to the one that asks.
 UNSEEN_S = 35.0
@@ -69,6 +73,8 @@ class Unloads:
         assert unload.digest is not None, "then it is over"
         if not await self.is_used(unload.digest):
             self._store.forget(unload.digest)
+        job = unload.job
+        logger.info(Happened("adapter removed", name=job.name, tenant=job.tenant_id, by=job.requested_by))
         return await asyncio.to_thread(self._registry.catalog.drained, unload.job)
 
     async def is_used(self, digest: str) -> bool:

@@ -8,6 +8,7 @@ needs nothing special: readers end when they have no requests left, and Serve wa
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -27,6 +28,7 @@ from app.deployments.placement.client import PlacementClient
 from app.deployments.registry.pins import Pins
 from app.deployments.replica.demand import DEMAND_S, DemandMeter
 from app.deployments.replica.fetcher import AdapterFetcher
+from app.deployments.replica.memory import resident_bytes
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.reports import Reports
@@ -39,6 +41,9 @@ from app.engine.errors import EngineFailure, NotReady
 from app.engine.models.checkpoint import open_model
 from app.engine.open import open_engine
 from app.engine.request import GenerateRequest
+from app.logs import Happened, start_log
+
+logger = logging.getLogger(__name__)
 
 
 class EngineReplica:
@@ -48,13 +53,16 @@ class EngineReplica:
         config = AppConfig.model_validate_json(config_json)
         context = serve.get_replica_context()
         replica_id = self._replica_id = context.replica_id.unique_id
+        start_log(config.logs, f"engine {replica_id}")
+        started_s = time.monotonic()
         store = StoreClient(store_actor(config))
         self._placement = PlacementClient(placement_actor(config, context.app_name), store_name(config))
         adapters = AdapterFetcher(store)
         service = self._service = EngineService(adapters, time.time)
         loop = asyncio.get_running_loop()
 
-        def failed(_: EngineFailure) -> None:
+        def failed(failure: EngineFailure) -> None:
+            logger.error(Happened("engine failed", replica=replica_id, reason=str(failure)))
             loop.call_soon_threadsafe(service.changed.set)  # a report is due: the last one
 
         checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name)
@@ -87,6 +95,8 @@ class EngineReplica:
             pinned.follow,
             partial(service.watch_steps, config.engine.step_limit_s),
         )
+        seconds = time.monotonic() - started_s
+        logger.info(Happened("engine replica ready", replica=replica_id, model=config.model.name, seconds=seconds))
 
     async def frames(
         self, link_id: str, by_socket: bool = False, protocol: int = 0, target_replica_id: str | None = None
@@ -121,7 +131,7 @@ class EngineReplica:
     async def stats(self, target_replica_id: str | None = None) -> dict[str, Any]:
         """Counts, for tests and operators."""
         self._must_be(target_replica_id)
-        process = {"replica_id": self._replica_id, "pid": os.getpid()}
+        process = {"replica_id": self._replica_id, "pid": os.getpid(), "memory_bytes": resident_bytes()}
         return process | {"num_socket_links": self._socket.num_connections} | self._service.counts()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -137,6 +147,7 @@ class EngineReplica:
         self._tasks.check()
 
     async def __del__(self) -> None:
+        logger.info(Happened("engine replica stopped", replica=self._replica_id))
         await self._tasks.close()
         self._reports.close()
         self._pins.close()

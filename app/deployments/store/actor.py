@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from app.config import AppConfig
+from app.config import AppConfig, LogsConfig
 from app.deployments.links.attendance import Attendance
 from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.ray_calls import Callee, NamedActor, leave
@@ -22,6 +22,7 @@ from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
 from app.deployments.tenants.service import TenantsService
 from app.engine.adapters.isolation.packing import PackedAdapter
+from app.logs import start_log
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -30,7 +31,8 @@ P = ParamSpec("P")
 class AdapterStoreActor(StoreService[SharedAdapter]):
     """`StoreService` with Ray's object store for host memory; it leaves when nobody watches any more."""
 
-    def __init__(self, config_json: str) -> None:
+    def __init__(self, config_json: str, logs_json: str) -> None:
+        start_log(LogsConfig.model_validate_json(logs_json), "store")
         from app.deployments.store.opening import open_store  # heavy: only this process needs it
         from app.deployments.tenants.books import TenantBooks
 
@@ -66,7 +68,9 @@ class TenantsCallee:
 
 def store_actor(config: AppConfig) -> NamedActor:
     """One per cluster and what it is built from: a service with other settings never finds an older one's store."""
-    return NamedActor(store_name(config), AdapterStoreActor, config.for_store.model_dump_json())
+    return NamedActor(
+        store_name(config), AdapterStoreActor, config.for_store.model_dump_json(), config.logs.model_dump_json()
+    )
 
 
 def store_name(config: AppConfig) -> str:

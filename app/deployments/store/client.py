@@ -133,7 +133,7 @@ class StoreClient:
     # -- what replicas need -------------------------------------------------------------------------
 
     async def fetch(self, ref: AdapterRef) -> SharedAdapter:
-        """The packed adapter with this digest. Raises what reading raises, and AdapterQuarantined after that."""
+        """The packed adapter with this digest. Raises AdapterUnreadable if it cannot be read."""
         return await self._actor.call(_Service.fetch, ref)
 
     async def expect(self, ref: AdapterRef) -> None:

@@ -9,6 +9,8 @@ registry's, bytes are `AdapterStore`'s; this class only joins them.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
@@ -30,11 +32,16 @@ from app.deployments.registry.pins import Pins
 from app.deployments.registry.shares import Shares
 from app.deployments.registry.view import Entry, Key
 from app.deployments.store.counts import TIERS, Tier, TierCounts
+from app.deployments.store.quarantine import FIRST_S, Failure
 from app.engine.adapters.card import AdapterRef
+from app.engine.errors import AdapterQuarantined, AdapterUnreadable, NotReady, PolyloraError
+from app.logs import Happened
 
 if TYPE_CHECKING:  # a database and its tables: a process that only calls the store's starts without
     from app.deployments.registry.books import Registry
     from app.deployments.registry.lifecycle import Lifecycle
+
+logger = logging.getLogger(__name__)
 
 H = TypeVar("H")
 H_co = TypeVar("H_co", covariant=True)
@@ -51,6 +58,10 @@ class AdapterBytes(Protocol[H_co]):
     async def expect(self, ref: AdapterRef) -> None: ...
 
     def lost(self, digest: str) -> None: ...
+
+    def failure(self, digest: str) -> Failure | None:
+        """Why these contents could not be read the last time, if they could not."""
+        ...
 
 
 class StoreParts(NamedTuple, Generic[H]):
@@ -125,7 +136,9 @@ class StoreService(Generic[H]):
     # -- what is known of them ----------------------------------------------------------------------
 
     async def describe(self, name: str, *, tenant_id: str) -> Description:
-        return await self._lifecycle.describe(name, tenant_id=tenant_id)
+        description = await self._lifecycle.describe(name, tenant_id=tenant_id)
+        failure = None if description.entry is None else self._bytes.failure(description.entry.ref.digest)
+        return description._replace(last_error=None if failure is None else failure.reason)
 
     async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:
         return await self._lifecycle.job(job_id, tenant_id=tenant_id)
@@ -150,7 +163,21 @@ class StoreService(Generic[H]):
     # -- what replicas need -------------------------------------------------------------------------
 
     async def fetch(self, ref: AdapterRef) -> H:
-        return await self._bytes.fetch(ref)
+        """For requests: what they hear of a failure names no place of this server; the log and `describe` do."""
+        try:
+            return await self._bytes.fetch(ref)
+        except NotReady:
+            raise
+        except PolyloraError as error:
+            if not isinstance(error, AdapterQuarantined):  # it was tried just now
+                known = {"name": ref.name, "tenant": ref.tenant_id, "digest": ref.digest[:12]}
+                logger.warning(Happened("adapter cannot be read", **known, reason=str(error)))
+            wait_s = error.retry_after_s if isinstance(error, AdapterQuarantined) else FIRST_S
+            raise AdapterUnreadable(
+                f"adapter {ref.name!r} is registered but cannot be read at the moment, and is tried again in "
+                f"{math.ceil(wait_s)} s; whoever manages it sees why at GET /v1/loras/{ref.name}",
+                retry_after_s=wait_s,
+            ) from None
 
     async def expect(self, ref: AdapterRef) -> None:
         await self._bytes.expect(ref)

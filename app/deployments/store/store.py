@@ -25,7 +25,7 @@ from app.deployments.registry.tier_events import StoreEvents
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import LocatedAdapter
-from app.deployments.store.quarantine import Quarantine
+from app.deployments.store.quarantine import Failure, Quarantine
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
@@ -151,6 +151,10 @@ class AdapterStore(Generic[T]):
         with contextlib.suppress(Exception):
             await self._load_once(ref)
 
+    def failure(self, digest: str) -> Failure | None:
+        """Why these contents could not be read the last time that somebody waited for them."""
+        return self._quarantine.get(digest)
+
     def lost(self, digest: str) -> None:
         """A handle no longer resolves (its memory was lost): read the source again on the next fetch."""
         self._ahead.discard(digest)
@@ -201,6 +205,7 @@ class AdapterStore(Generic[T]):
             if ref.digest in self._wanted:
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
                 self._quarantine.failed(ref.digest, reason)
+                self._events.moved("failed to read", ref.digest)
             raise
         finally:
             is_wanted = ref.digest in self._wanted

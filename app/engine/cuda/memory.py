@@ -6,12 +6,11 @@ shown at start; or `OutOfDeviceMemory` with the same numbers. Everything here is
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.errors import OutOfDeviceMemory
-from app.engine.models.names import expected_tensors
+from app.engine.models.footprint import kv_block_bytes, num_weights, rank_row_bytes
 from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 
@@ -71,7 +70,7 @@ def plan_memory(
     block_bytes = kv_block_bytes(spec, config.block_size, element_bytes)
     plan = MemoryPlan(
         budget_bytes=budget,
-        weight_bytes=element_bytes * sum(math.prod(shape) for shape in expected_tensors(spec).values()),
+        weight_bytes=element_bytes * num_weights(spec),
         rank_row_bytes=rows * rank_row_bytes(spec, element_bytes),
         extra_bytes=config.adapter_extra_bytes if rows else 0,
         working_bytes=_working_bytes(spec, config, element_bytes),
@@ -92,18 +91,6 @@ def plan_memory(
             "adapter_rank_rows, adapter_extra_bytes or max_batch_tokens, or raise engine.cuda.memory_fraction"
         )
     return plan
-
-
-def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
-    """Keys and values of one block in every layer."""
-    width = sum(layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers)
-    return 2 * width * block_size * element_bytes
-
-
-def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """One rank row of every module: a row of a and a row of b."""
-    layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
-    return element_bytes * sum(product.row_size for products in layers for product in products)
 
 
 def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray._private import worker
 from ray._private.state import GlobalState
 from ray.core.generated import gcs_pb2
 from ray.serve import context
@@ -21,7 +22,7 @@ from ray.serve._private.handle_options import InitHandleOptions
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RequestRouter
 
-from app.deployments.links.ray_private import READ_VERSION, AsgiIngress, DecidingRouter
+from app.deployments.links.ray_private import READ_VERSION, AsgiIngress, DecidingRouter, take_error_messages
 
 ROOT = Path(__file__).parents[3]
 START = ["http_options", "grpc_options", "global_logging_config", "global_tracing_config", "controller_options"]
@@ -45,6 +46,7 @@ def test_this_is_the_version_that_was_read() -> None:
         (ServeController.graceful_shutdown, ["self", "wait"]),
         (DeploymentHandle._init, ["self", "kwargs"]),
         (GlobalState._connect_and_get_accessor, ["self"]),
+        (worker.print_to_stdstream, ["data", "ignore_prefix"]),
         (RequestRouter._choose_replica_for_request, ["self", "pending_request", "is_retry"]),
         (RequestRouter._select_from_candidate_replicas, ["self", "candidates", "backoff_index"]),
         (RequestRouter._record_queue_wait_time, ["self", "pending_request"]),
@@ -54,6 +56,15 @@ def test_this_is_the_version_that_was_read() -> None:
 )
 def test_what_is_called_has_the_parameters_that_were_read(function: Callable[..., Any], parameters: list[str]) -> None:
     assert list(inspect.signature(function).parameters) == parameters
+
+
+def test_messages_of_errors_are_printed_by_the_function_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "print_to_stdstream(" in inspect.getsource(worker.listen_error_messages)
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    taken: list[str] = []
+    take_error_messages(taken.extend)
+    worker.print_to_stdstream({"lines": ["a worker died"], "is_err": True}, True)
+    assert taken == ["a worker died"]
 
 
 def test_actors_are_described_by_the_fields_that_are_read() -> None:

@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from app.engine.config import CudaConfig, EngineConfig, XlaConfig
-from app.engine.cuda.memory import MemoryPlan, kv_block_bytes, plan_memory, rank_row_bytes
+from app.engine.cuda.memory import MemoryPlan, plan_memory
 from app.engine.errors import OutOfDeviceMemory
+from app.engine.models.footprint import kv_block_bytes, rank_row_bytes
 from tests.engine.adapters.making import random_tensors, tiny_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
 

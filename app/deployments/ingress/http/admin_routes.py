@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http import admin_bodies as bodies
 from app.deployments.ingress.http.bodies import int_query, page_body, read_json
+from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.schema import BodyT, parse_body
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
@@ -96,7 +97,7 @@ def _add_project_routes(routes: APIRouter, service: AdministeredService) -> None
 
         return await _page(request, read, bodies.project_body)
 
-    @routes.post("/projects")
+    @routes.post("/projects", openapi_extra=takes(bodies.ProjectBody))
     async def create(request: Request) -> Response:
         body = await _body(bodies.ProjectBody, request, service)
         return JSONResponse(bodies.project_body(await owner.create_project(body.name, actor=_actor(request))))
@@ -105,13 +106,13 @@ def _add_project_routes(routes: APIRouter, service: AdministeredService) -> None
     async def project(project_id: str) -> Response:
         return JSONResponse(bodies.project_body(await owner.project(project_id)))
 
-    @routes.post("/projects/{project_id}")
+    @routes.post("/projects/{project_id}", openapi_extra=takes(bodies.ProjectBody))
     async def rename(project_id: str, request: Request) -> Response:
         body = await _body(bodies.ProjectBody, request, service)
         tenant = await owner.rename_project(project_id, body.name, actor=_actor(request))
         return JSONResponse(bodies.project_body(tenant))
 
-    @routes.post("/projects/{project_id}/archive")
+    @routes.post("/projects/{project_id}/archive", openapi_extra=takes())
     async def archive(project_id: str, request: Request) -> Response:
         return JSONResponse(bodies.project_body(await owner.archive_project(project_id, actor=_actor(request))))
 
@@ -126,7 +127,7 @@ def _add_account_routes(routes: APIRouter, service: AdministeredService) -> None
 
         return await _page(request, read, bodies.account_body)
 
-    @routes.post("/projects/{project_id}/service_accounts")
+    @routes.post("/projects/{project_id}/service_accounts", openapi_extra=takes(bodies.AccountBody))
     async def create(project_id: str, request: Request) -> Response:
         body = await _body(bodies.AccountBody, request, service)
         if body.create_service_account_only and body.expires_in_seconds is not None:
@@ -147,7 +148,7 @@ def _add_account_routes(routes: APIRouter, service: AdministeredService) -> None
     async def account(project_id: str, account_id: str) -> Response:
         return JSONResponse(bodies.account_body(await owner.account(project_id, account_id)))
 
-    @routes.post("/projects/{project_id}/service_accounts/{account_id}")
+    @routes.post("/projects/{project_id}/service_accounts/{account_id}", openapi_extra=takes(bodies.AccountUpdateBody))
     async def update(project_id: str, account_id: str, request: Request) -> Response:
         body = await _body(bodies.AccountUpdateBody, request, service)
         changed = await owner.update_account(project_id, account_id, name=body.name, actor=_actor(request))
@@ -158,7 +159,7 @@ def _add_account_routes(routes: APIRouter, service: AdministeredService) -> None
         await owner.delete_account(project_id, account_id, actor=_actor(request))
         return _deleted("organization.project.service_account.deleted", account_id)
 
-    @routes.post("/projects/{project_id}/service_accounts/{account_id}/api_keys")
+    @routes.post("/projects/{project_id}/service_accounts/{account_id}/api_keys", openapi_extra=takes(bodies.KeyBody))
     async def create_key(project_id: str, account_id: str, request: Request) -> Response:
         body = await _body(bodies.KeyBody, request, service)
         issued = await owner.create_key(
@@ -183,7 +184,7 @@ def _add_key_routes(routes: APIRouter, service: AdministeredService) -> None:
     async def key(project_id: str, key_id: str) -> Response:
         return JSONResponse(await _key_body(owner, await owner.key(project_id, key_id)))
 
-    @routes.post("/projects/{project_id}/api_keys/{key_id}")
+    @routes.post("/projects/{project_id}/api_keys/{key_id}", openapi_extra=takes(bodies.KeyUpdateBody))
     async def update(project_id: str, key_id: str, request: Request) -> Response:
         body = await _body(bodies.KeyUpdateBody, request, service)
         changed = await owner.expire_key(project_id, key_id, body.expires_in_seconds, actor=_actor(request))
@@ -208,7 +209,7 @@ def _add_right_routes(routes: APIRouter, service: AdministeredService) -> None:
     async def models(project_id: str) -> Response:
         return JSONResponse(bodies.models_body(await owner.project(project_id)))
 
-    @routes.post("/projects/{project_id}/model_permissions")
+    @routes.post("/projects/{project_id}/model_permissions", openapi_extra=takes(bodies.ModelsBody))
     async def permit(project_id: str, request: Request) -> Response:
         body = await _body(bodies.ModelsBody, request, service)
         tenant = await owner.permit_models(project_id, body.mode, body.model_ids, actor=_actor(request))
@@ -231,7 +232,7 @@ def _add_right_routes(routes: APIRouter, service: AdministeredService) -> None:
         data = [bodies.rate_limit_body(model, rates[model]) for model in ordered[:limit]]
         return JSONResponse(page_body(data, has_more=len(ordered) > limit))
 
-    @routes.post("/projects/{project_id}/rate_limits/{rate_limit_id}")
+    @routes.post("/projects/{project_id}/rate_limits/{rate_limit_id}", openapi_extra=takes(bodies.RateLimitBody))
     async def limit_rate(project_id: str, rate_limit_id: str, request: Request) -> Response:
         body = await _body(bodies.RateLimitBody, request, service)
         if not rate_limit_id.startswith(_RATE_PREFIX):
@@ -261,7 +262,7 @@ def _add_admin_key_routes(routes: APIRouter, service: AdministeredService) -> No
 
         return await _page(request, read, bodies.admin_key_body)
 
-    @routes.post("/admin_api_keys")
+    @routes.post("/admin_api_keys", openapi_extra=takes(bodies.AdminKeyBody))
     async def create(request: Request) -> Response:
         body = await _body(bodies.AdminKeyBody, request, service)
         issued = await owner.create_admin_key(body.name, body.expires_in_seconds, actor=_actor(request))
@@ -314,18 +315,18 @@ def _add_tenant_routes(routes: APIRouter, service: AdministeredService) -> None:
     async def tenant(tenant_id: str) -> Response:
         return await answer(await owner.project(tenant_id))
 
-    @routes.patch("/{tenant_id}")
+    @routes.patch("/{tenant_id}", openapi_extra=takes(bodies.TenantBody))
     async def configure(tenant_id: str, request: Request) -> Response:
         body = await _body(bodies.TenantBody, request, service)
         given = {name: value for name, value in body.model_dump().items() if value is not None}
         settings = {name: None if name.startswith("max_") and value < 0 else value for name, value in given.items()}
         return await answer(await owner.configure_project(tenant_id, settings, actor=_actor(request)))
 
-    @routes.post("/{tenant_id}/rotate_salt")
+    @routes.post("/{tenant_id}/rotate_salt", openapi_extra=takes())
     async def rotate_salt(tenant_id: str, request: Request) -> Response:
         return await answer(await owner.rotate_salt(tenant_id, actor=_actor(request)))
 
-    @routes.put("/{tenant_id}/shares/{name}")
+    @routes.put("/{tenant_id}/shares/{name}", openapi_extra=takes(bodies.ShareBody))
     async def share(tenant_id: str, name: str, request: Request) -> Response:
         body = await _body(bodies.ShareBody, request, service)
         await owner.share(tenant_id, name, body.project_ids, actor=_actor(request))

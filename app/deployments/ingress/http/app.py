@@ -17,16 +17,19 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.deployments.ingress.http.about_routes import AboutService, add_about_routes
 from app.deployments.ingress.http.admin_routes import admin_router
 from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets
-from app.deployments.ingress.http.bodies import PageQuery, page_body, page_query, read_json
+from app.deployments.ingress.http.bodies import MAX_PAGE, PageQuery, page_body, page_query, read_json
 from app.deployments.ingress.http.door import Door, Gate
 from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.guard import DoorRules, Guard
 from app.deployments.ingress.http.management_routes import ManagedService, add_management_routes
+from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import generate_result
 from app.deployments.ingress.schema import (
@@ -40,7 +43,7 @@ from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
 from app.deployments.registry.entries import AliasEntry
 from app.deployments.registry.view import Entry
-from app.engine.errors import NotFound, NotReady, PolyloraError
+from app.engine.errors import NotFound, PolyloraError
 
 T = TypeVar("T")
 
@@ -48,30 +51,32 @@ T = TypeVar("T")
 ADAPTER_HEADER = "X-Polylora-Adapter"
 
 
-class HttpService(ManagedService, Protocol):
+class HttpService(ManagedService, AboutService, Protocol):
     """What the routes need of the ingress."""
 
     @property
     def tenancy(self) -> Tenancy: ...
 
-    def is_ready(self) -> bool: ...
-
     def observe(self, route: str, status: int, job: Job | None) -> None: ...
 
 
-def make_app(service: HttpService, rules: DoorRules) -> FastAPI:
-    """All routes over one service, for those whom the rules let in."""
+def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = False) -> FastAPI:
+    """All routes over one service, for those whom the rules let in. log_requests: write each request down."""
     app = FastAPI(title="polylora", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Door, gate=Gate(service.tenancy, rules))  # innermost: the last one added is the first asked
     app.add_middleware(_WithoutLastSlash)
+    app.add_middleware(_HeadAsGet)
     if rules.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=rules.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(Guard, rules=rules)
+    app.add_middleware(RequestLog, every=log_requests)
 
     async def refuse(request: Request, error: Exception) -> Response:
         answer = error_answer(error)
+        if answer.status >= 500:
+            note_failure(request, answer.body["error"]["message"])
         path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
@@ -86,23 +91,23 @@ def make_app(service: HttpService, rules: DoorRules) -> FastAPI:
     add_management_routes(management, service)
     app.include_router(management)
     app.include_router(admin_router(service))
-
-    @app.api_route("/health", methods=["GET", "HEAD"])
-    async def health() -> Response:
-        if not service.is_ready():
-            raise NotReady("no engine replica is ready", retry_after_s=5)
-        return JSONResponse({"status": "ok"})
-
+    add_about_routes(app, service)
     return app
 
 
 def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
-    @app.get("/v1/models")
+    @app.get("/v1/models", openapi_extra=takes(None, "limit", "after"))
     async def models(request: Request) -> Response:
-        return JSONResponse(model_page(service, page_query(request), http_caller(request)))
+        """The base model, adapters and aliases: all of them, or a page."""
+        caller = http_caller(request)
+        if "limit" in request.query_params:
+            return JSONResponse(model_page(service, page_query(request), caller))
+        pages = all_models(service, request.query_params.get("after"), caller)
+        return StreamingResponse(pages, media_type="application/json")
 
     @app.get("/v1/models/{name}")
     async def model(request: Request, name: str) -> Response:
+        """One of them."""
         entry = visible(service.registry, http_caller(request), name.removeprefix(f"{service.base_name}:"))
         if entry is not None:
             return JSONResponse(model_of(service, entry, http_caller(request)))
@@ -110,16 +115,18 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
             return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionRequest))
     async def chat(request: Request) -> Response:
+        """Answer a conversation, whole or as a stream."""
         body = parse_body(ChatCompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await service.frontend.chat(body, inference_caller(request))
+        job = await service.frontend.chat(body, inference_caller(request), request_id_of(request))
         return await _respond(request, service, body, job, want_logprobs=body.logprobs)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
+        """Continue one text or several, whole or as a stream."""
         body = parse_body(CompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await service.frontend.completion(body, inference_caller(request))
+        job = await service.frontend.completion(body, inference_caller(request), request_id_of(request))
         return await _respond(request, service, body, job, want_logprobs=body.logprobs is not None)
 
 
@@ -132,6 +139,7 @@ async def _respond(
     want_logprobs: bool,
 ) -> Response:
     request.state.job = job
+    request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
     model = service.frontend.text_model
     include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -177,10 +185,12 @@ async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes
 
 
 def _add_generate_route(app: FastAPI, service: HttpService) -> None:
-    @app.post("/generate")
+    @app.post("/generate", openapi_extra=takes(GenerateBody))
     async def generate(request: Request) -> Response:
+        """Continue texts, each with an adapter of its own or none."""
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = request.state.job = await service.frontend.generate(body, inference_caller(request))
+        caller, request_id = inference_caller(request), request_id_of(request)
+        job = request.state.job = await service.frontend.generate(body, caller, request_id)
         answers = await while_connected(request, job.answers())
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
@@ -195,6 +205,28 @@ def model_page(service: HttpService, page: PageQuery, caller: Caller) -> dict[st
     found = visible_page(service.registry, caller, limit=page.limit - len(data), after=after)
     data += [model_of(service, entry, caller) for entry in found.entries]
     return page_body(data, has_more=found.has_more)
+
+
+async def all_models(service: HttpService, after: str | None, caller: Caller) -> AsyncGenerator[bytes]:
+    """The JSON of `model_page`'s list without an end: the official client takes one page for all there are.
+
+    Other requests go on between its parts.
+    """
+    begin, last_id, first_id = b'{"object":"list","data":[', None, None
+    while True:
+        page = model_page(service, PageQuery(MAX_PAGE, after), caller)
+        if page["data"]:
+            first_id, last_id = first_id or page["first_id"], page["last_id"]
+            yield begin + to_json(page["data"])[1:-1]
+            begin = b","
+        if not page["has_more"]:
+            break
+        after = last_id
+        await asyncio.sleep(0)
+    yield (b"" if last_id else begin) + b'],"first_id":%b,"last_id":%b,"has_more":false}' % (
+        to_json(first_id),
+        to_json(last_id),
+    )
 
 
 def base_model(service: HttpService) -> dict[str, Any]:
@@ -263,6 +295,23 @@ class _WithoutLastSlash:
         if scope["type"] == "http" and scope["path"] != "/":
             scope["path"] = scope["path"].rstrip("/")
         await self._app(scope, receive, send)
+
+
+class _HeadAsGet:
+    """HEAD is what GET is, without its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

@@ -24,7 +24,7 @@ from app.deployments.tenants.view import KnownKey
 from app.engine.errors import PolyloraError
 
 #: What anybody may ask: whether the service lives.
-FREE_PATHS = frozenset({"/health"})
+FREE_PATHS = frozenset({"/health", "/readyz", "/livez"})
 #: The id of the admin key that comes from the environment.
 ENVIRONMENT_KEY = "key_environment"
 

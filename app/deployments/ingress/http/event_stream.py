@@ -37,11 +37,14 @@ class EventStream(StreamingResponse):
         self._events = events
         self._on_end = on_end
         self._status = TABLE[ClientGone].status
+        self._failure: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
+            if self._failure is not None:
+                scope.setdefault("state", {})["failure"] = self._failure
             self._on_end(self._status)
             await self._events.aclose()
 
@@ -60,5 +63,6 @@ class EventStream(StreamingResponse):
                 # The status line is out: OpenAI's clients look for an error object in the stream.
                 answer = error_answer(error)
                 self._status, last = answer.status, sse(answer.body)
+                self._failure = answer.body["error"]["message"]
                 break
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from app.config import TrafficWeight
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.bodies import int_query, page_body, page_query, read_json
+from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.management import Management
 from app.deployments.ingress.management_bodies import (
     adapter_body,
@@ -113,6 +114,8 @@ class ManagedService(Protocol):
     @property
     def management(self) -> Management: ...
 
+    async def status(self, tenant_id: str) -> dict[str, Any]: ...
+
 
 def add_management_routes(routes: APIRouter, service: ManagedService) -> None:
     """All of them."""
@@ -138,21 +141,24 @@ def _wants_to_wait(request: Request, default: bool) -> bool:
 def _add_load_routes(routes: APIRouter, service: ManagedService) -> None:
     """Spellings of other servers: they answer when the work is done."""
 
-    @routes.post("/v1/load_lora_adapter")
+    @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterBody))
     async def load_adapter(request: Request) -> Response:
+        """Load an adapter, as vLLM spells it; answers when it is served."""
         body = await _body(LoadAdapterBody, request, service)
         caller = http_caller(request)
         load = load_request(caller, body.lora_name, body.lora_path)
         job, entry = await service.management.store.load_and_wait(load)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
-    @routes.post("/v1/unload_lora_adapter")
+    @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody, "wait"))
     async def unload_adapter(request: Request) -> Response:
+        """Unload an adapter, as vLLM spells it."""
         body = await _body(UnloadAdapterBody, request, service)
         return await _unload(request, service, body.lora_name)
 
-    @routes.post("/v1/load_lora")
+    @routes.post("/v1/load_lora", openapi_extra=takes(LoadLoraBody))
     async def load(request: Request) -> Response:
+        """Load an adapter; answers when it is served."""
         body = await _body(LoadLoraBody, request, service)
         _check_base(service, body.base_model)
         caller = http_caller(request)
@@ -160,8 +166,9 @@ def _add_load_routes(routes: APIRouter, service: ManagedService) -> None:
         job, entry = await service.management.store.load_and_wait(load)
         return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
 
-    @routes.post("/v1/unload_lora")
+    @routes.post("/v1/unload_lora", openapi_extra=takes(UnloadLoraBody, "wait"))
     async def unload(request: Request) -> Response:
+        """Unload an adapter."""
         body = await _body(UnloadLoraBody, request, service)
         _check_base(service, body.base_model)
         return await _unload(request, service, body.lora_model)
@@ -190,12 +197,14 @@ def _page(
 
 
 def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
-    @routes.get("/v1/loras")
+    @routes.get("/v1/loras", openapi_extra=takes(None, "limit", "after"))
     async def adapters(request: Request) -> Response:
+        """The adapters: what each name means."""
         return _page(request, service, CatalogEntry, adapter_body)
 
-    @routes.post("/v1/loras")
+    @routes.post("/v1/loras", openapi_extra=takes(RegisterAdapterBody, "wait"))
     async def register(request: Request) -> Response:
+        """Load an adapter: 202 and a job, or with wait=true the adapter."""
         body = await _body(RegisterAdapterBody, request, service)
         caller = http_caller(request)
         load = load_request(caller, body.name, body.path, body.pinned, body.traffic_weight)
@@ -211,14 +220,16 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
 
     @routes.get("/v1/loras/{name}")
     async def adapter(name: str, request: Request) -> Response:
+        """One adapter: its state, where it is, why its last load failed."""
         description = await service.management.store.describe(name, tenant_id=http_caller(request).tenant_id)
         whole = description_body(name, description, service.management)
         if http_caller(request).kind == "project":
             whole = {field: value for field, value in whole.items() if field not in SHARED_FACTS}
         return JSONResponse(whole)
 
-    @routes.patch("/v1/loras/{name}")
+    @routes.patch("/v1/loras/{name}", openapi_extra=takes(ConfigureAdapterBody))
     async def configure(name: str, request: Request) -> Response:
+        """Change an adapter's pin or traffic weight."""
         body = await _body(ConfigureAdapterBody, request, service)
         caller = http_caller(request)
         check_settings(caller, body.pinned, body.traffic_weight)
@@ -231,12 +242,14 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
         )
         return JSONResponse(adapter_body(entry))
 
-    @routes.delete("/v1/loras/{name}")
+    @routes.delete("/v1/loras/{name}", openapi_extra=takes(None, "wait"))
     async def delete(name: str, request: Request) -> Response:
+        """Unload an adapter; answers when running requests have ended."""
         return await _unload(request, service, name)
 
     @routes.get("/v1/loras/{name}/generations")
     async def generations(name: str, request: Request) -> Response:
+        """Everything a name has meant."""
         tenant_id = http_caller(request).tenant_id
         data = [
             {
@@ -254,13 +267,20 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
 
 
 def _add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
+    @routes.get("/v1/status")
+    async def status(request: Request) -> Response:
+        """The service as its operator sees it: replicas, tiers, what failed lately."""
+        return JSONResponse(await service.status(http_caller(request).tenant_id))
+
     @routes.get("/v1/jobs/{job_id}")
     async def job(job_id: str, request: Request) -> Response:
+        """A load or an unload: its state and its reason."""
         tenant_id = http_caller(request).tenant_id
         return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
 
-    @routes.get("/v1/events")
+    @routes.get("/v1/events", openapi_extra=takes(None, "name", "limit", "before"))
     async def events(request: Request) -> Response:
+        """What happened, the newest first."""
         query = _journal_query(request)
         records = await service.management.store.events(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
@@ -270,8 +290,9 @@ def _add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
             return JSONResponse(page_body([asdict(each) for each in kept], has_more=len(records) > query.limit))
         return _journal_page(records, query.limit)
 
-    @routes.get("/v1/audit")
+    @routes.get("/v1/audit", openapi_extra=takes(None, "name", "limit", "before"))
     async def audit(request: Request) -> Response:
+        """Who asked for what, the newest first."""
         query = _journal_query(request)
         records = await service.management.store.audit(
             query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
@@ -298,26 +319,30 @@ def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) 
 
 
 def _add_alias_routes(routes: APIRouter, service: ManagedService) -> None:
-    @routes.get("/v1/aliases")
+    @routes.get("/v1/aliases", openapi_extra=takes(None, "limit", "after"))
     async def aliases(request: Request) -> Response:
+        """Names that stand for adapters."""
         return _page(request, service, AliasEntry, alias_body)
 
     @routes.get("/v1/aliases/{name}")
     async def alias(name: str, request: Request) -> Response:
+        """One alias."""
         entry = service.registry.find(name, http_caller(request).tenant_id)
         if not isinstance(entry, AliasEntry):
             raise NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")
         return JSONResponse(alias_body(entry))
 
-    @routes.put("/v1/aliases/{name}")
+    @routes.put("/v1/aliases/{name}", openapi_extra=takes(AliasBody))
     async def put(name: str, request: Request) -> Response:
+        """Send an alias's requests to these adapters, by weight."""
         body = await _body(AliasBody, request, service)
         caller = http_caller(request)
         entry = await service.management.store.put_alias(name, body.targets, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(alias_body(entry))
 
-    @routes.post("/v1/aliases/{name}/promote")
+    @routes.post("/v1/aliases/{name}/promote", openapi_extra=takes(PromoteBody))
     async def promote(name: str, request: Request) -> Response:
+        """Send all of an alias's requests to one target."""
         body = await _body(PromoteBody, request, service)
         caller = http_caller(request)
         entry = await service.management.store.promote_alias(
@@ -325,8 +350,9 @@ def _add_alias_routes(routes: APIRouter, service: ManagedService) -> None:
         )
         return JSONResponse(alias_body(entry))
 
-    @routes.post("/v1/aliases/{name}/rollback")
+    @routes.post("/v1/aliases/{name}/rollback", openapi_extra=takes(RollbackBody))
     async def rollback(name: str, request: Request) -> Response:
+        """Bring back an earlier version of an alias."""
         body = RollbackBody() if await _is_empty(request) else await _body(RollbackBody, request, service)
         caller = http_caller(request)
         entry = await service.management.store.roll_back_alias(
@@ -336,6 +362,7 @@ def _add_alias_routes(routes: APIRouter, service: ManagedService) -> None:
 
     @routes.delete("/v1/aliases/{name}")
     async def delete(name: str, request: Request) -> Response:
+        """Forget an alias."""
         caller = http_caller(request)
         entry = await service.management.store.remove_alias(name, tenant_id=caller.tenant_id, who=caller.who)
         return JSONResponse(alias_body(entry))

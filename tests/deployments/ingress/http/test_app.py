@@ -132,10 +132,14 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
     assert (await http.post("/v1/chat/completions", json=CHAT | dict.fromkeys(INERT, "x"))).status_code == 200
     status, error = await error_of(http, "/v1/chat/completions", CHAT | {"reasoning_effort": "high"})
     assert (status, error["param"]) == (400, "reasoning_effort")
-    nested = CHAT | {"messages": [{"role": "user", "content": "x", "name": "bob"}]}
+    nested = CHAT | {"messages": [{"role": "user", "content": "x", "nam": "bob"}]}
     status, error = await error_of(http, "/v1/chat/completions", nested)
     assert status == 400
-    assert "messages.0.name" in error["message"]
+    assert re.search(r"messages.0.nam: unknown field.*; did you mean 'name'\?", error["message"])
+    status, error = await error_of(http, "/v1/completions", LEGACY | {"max_token": 3})
+    assert error["message"].endswith("refused rather than ignored; did you mean 'max_tokens'?")
+    status, error = await error_of(http, "/v1/load_lora_adapter", {"name": "x", "lora_path": "sql"})
+    assert error["message"] == "unknown field 'name'; this route takes lora_name, lora_path; did you mean 'lora_name'?"
     status, error = await error_of(http, "/generate", {"text": "x", "sampling_params": {"beam_width": 4}})
     assert status == 400
     assert "beam_width" in error["message"]
@@ -149,10 +153,31 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
         assert len(answer.text) < 500
 
 
+async def test_no_probability_at_all_is_the_likeliest_token(http: httpx.AsyncClient, service: Service) -> None:
+    """As with OpenAI: of the tokens whose probabilities make up 0 there is one, the first."""
+    assert (await http.post("/v1/completions", json=LEGACY | {"top_p": 0, "top_k": 5})).status_code == 200
+    job = service.counted[-1][0]
+    assert job is not None
+    sampling = job.requests[0].sampling
+    assert (sampling.top_p, sampling.top_k) == (1.0, 1)
+
+
+async def test_messages_with_names_and_without_words(http: httpx.AsyncClient) -> None:
+    named = [
+        {"role": "user", "name": "ada", "content": "hi"},
+        {"role": "assistant", "content": None},
+        CHAT["messages"][0],
+    ]
+    assert (await http.post("/v1/chat/completions", json=CHAT | {"messages": named})).status_code == 200
+    nothing = CHAT | {"messages": [{"role": "user", "content": None}]}
+    status, error = await error_of(http, "/v1/chat/completions", nothing)
+    assert (status, error["param"]) == (400, "messages.0")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("top_p", 0), ("top_p", 1.01), ("n", 0),
+        ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("top_p", -0.1), ("top_p", 1.01), ("n", 0),
         ("n", 5), ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", True), ("seed", 2**64), ("stop", ""),
         ("stop", ["a", ""]), ("stop", ["x"] * 17), ("logprobs", 21), ("presence_penalty", 3), ("prompt", []),
         ("prompt", [[]]), ("prompt", ""), ("prompt", [61]), ("prompt", [-1]), ("prompt", [1.5]), ("prompt", ["a", 1]),
@@ -410,7 +435,7 @@ async def test_a_slash_at_the_end_changes_nothing(http: httpx.AsyncClient) -> No
 async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
     for answer, status, says in (
         (await http.post("/v1/embeddings", json={}), 404, "nothing at '/v1/embeddings'.*POST /v1/chat/completions"),
-        (await http.get("/"), 404, "GET /v1/models lists"),
+        (await http.get("/v2/models"), 404, "GET /v1/models lists"),
         (await http.get("/v1/completions"), 405, "'/v1/completions' does not take GET, only POST"),
     ):
         assert answer.status_code == status

@@ -100,8 +100,8 @@ async def test_a_whole_answer_that_nobody_waited_for_is_counted_with_its_cost(
     jobs: list[Job] = []
     completion = service.frontend.completion
 
-    async def seen(body: CompletionRequest, caller: Caller) -> Job:
-        jobs.append(await completion(body, caller))
+    async def seen(body: CompletionRequest, caller: Caller, request_id: str | None) -> Job:
+        jobs.append(await completion(body, caller, request_id))
         return jobs[-1]
 
     monkeypatch.setattr(service.frontend, "completion", seen)

@@ -1,0 +1,33 @@
+# A service of the demo model, from Debian's packages and PyPI alone:
+#
+#     docker build -t polylora .
+#     docker run --rm -p 8000:8000 --shm-size=2g -e POLYLORA_ADMIN_KEY=sk-admin-... polylora
+#
+# Settings, adapters and state come from outside (docs/operating.md): -v ./my.yaml:/srv/polylora/configs/serve.yaml,
+# -v ./loras:/loras -e LORA_PATH=/loras, -v state:/var/lib/polylora, -v cache:/var/cache/polylora.
+FROM debian:bookworm-slim
+
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends ca-certificates procps python3 python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /srv/polylora
+COPY pyproject.toml README.md LICENSE ./
+COPY app app
+COPY configs configs
+COPY examples/adapters examples/adapters
+
+# EXTRAS=[cuda], [jax], [s3], [gs], [postgres]: what the settings need beside the CPU engine.
+ARG EXTRAS=
+RUN python3 -m venv /opt/polylora && /opt/polylora/bin/pip install --no-cache-dir ".$EXTRAS"
+
+RUN useradd --create-home --uid 10001 polylora \
+ && install --directory --owner=polylora /var/lib/polylora /var/cache/polylora
+USER polylora
+ENV PATH=/opt/polylora/bin:$PATH POLYLORA_STATE_DIR=/var/lib/polylora POLYLORA_CACHE=/var/cache/polylora
+VOLUME ["/var/lib/polylora", "/var/cache/polylora"]
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s \
+  CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
+STOPSIGNAL SIGTERM
+CMD ["polylora", "serve", "--config", "configs/serve.yaml", "--host", "0.0.0.0"]

@@ -1,0 +1,84 @@
+"""A running service, as a command asks it over HTTP.
+
+In: its URL, routes and bodies. Out: decoded answers, or ServiceRefused with the service's own words. Rule: a URL with
+`/v1` at its end is the same service as one without. `POLYLORA_ADMIN_KEY` or `POLYLORA_MANAGEMENT_TOKEN` is sent along
+where it is set.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from app.config import ADMIN_KEY, MANAGEMENT_TOKEN
+from app.engine.errors import PolyloraError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+#: Longest wait for one answer: a load may download.
+TIMEOUT_S = 600.0
+
+
+class ServiceRefused(PolyloraError):
+    """The service answered with an error, or did not answer (`answered`)."""
+
+    def __init__(self, message: str, *, answered: bool = True) -> None:
+        super().__init__(message)
+        self.answered = answered
+
+
+class Service:
+    """A running service, by its HTTP routes."""
+
+    def __init__(self, url: str) -> None:
+        """url: with or without the /v1 that OpenAI's clients are given."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+
+    def call(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Raises ServiceRefused."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        if token := os.environ.get(ADMIN_KEY) or os.environ.get(MANAGEMENT_TOKEN):
+            headers["Authorization"] = f"Bearer {token}"
+        try:
+            request = urllib.request.Request(self._url + route, data=data, headers=headers, method=method)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                decoded: dict[str, Any] = json.load(answer)
+                return decoded
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ServiceRefused(_error_message(error)) from error
+        # ValueError: no URL, or an answer that is no JSON; HTTPException: one that is no HTTP, or half of it.
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = " ".join(str(getattr(error, "reason", error)).split())  # it may quote lines of the answer
+            raise ServiceRefused(
+                f"no answer from {self._url}: {reason}; --url names the service", answered=False
+            ) from error
+
+    def everything(self, route: str) -> Iterator[dict[str, Any]]:
+        """All pages of a list."""
+        after = ""
+        while True:
+            page = self.call("GET", f"{route}?limit=1000{after}")
+            try:
+                rows, has_more, last_id = page["data"], page["has_more"], page["last_id"]
+            except (KeyError, TypeError) as error:
+                raise ServiceRefused(
+                    f"{self._url}{route} is no list of this service's; --url names the service"
+                ) from error
+            yield from rows
+            if not has_more:
+                return
+            after = "&after=" + urllib.parse.quote(last_id, safe="")
+
+
+def _error_message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {error.code}, in a shape that is not this service's; --url names the service"

@@ -1,0 +1,138 @@
+"""`polylora doctor`: would a service start on this machine, and what could it hold.
+
+In: a settings file and this machine. Out: a line per check on stdout, each with a way out where something is wrong; an
+exit status, 0 if nothing is. Nothing is started; the base model is fetched if it is not here yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from app.cli.checks import check_folders, check_port, check_preloaded
+from app.cli.ray_switches import has_ha_proxy
+from app.cli.settings_file import read_document, settings_of
+from app.config import AppConfig
+from app.engine.config import CpuConfig
+from app.engine.errors import PolyloraError
+from app.engine.models.footprint import kv_block_bytes, num_weights, rank_row_bytes
+from app.engine.models.spec import ModelSpec
+from app.release import version
+
+_GIB = 1 << 30
+#: Of one engine process beside what is counted: Python, compiled kernels, activations of a step.
+PROCESS_BYTES = 400 << 20
+_FLOAT32 = 4
+
+
+def add_doctor(commands: Any, default_config: Path) -> None:
+    """Add it to `argparse.ArgumentParser.add_subparsers()`."""
+    parser = commands.add_parser("doctor", help="check this machine: would a service start, and what could it hold")
+    parser.add_argument("--config", type=Path, default=default_config, help="a Serve application file")
+    parser.set_defaults(run=_doctor)
+
+
+def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> list[str]:
+    """What one CPU engine takes of memory, by what, and how many of them this machine has room for."""
+    engine = settings.engine
+    blocks, rows = engine.num_kv_blocks, engine.adapter_rank_rows
+    parts = {
+        "weights; those of a quantised file take a third of it": _FLOAT32 * num_weights(spec),
+        f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time": blocks
+        * kv_block_bytes(spec, engine.block_size, _FLOAT32),
+        f"rank rows: engine.adapter_rank_rows {rows}, {rows // 16} adapters of rank 16 at a time": rows
+        * rank_row_bytes(spec, _FLOAT32),
+        "the process itself": PROCESS_BYTES,
+    }
+    total = sum(parts.values())
+    fits = available_bytes // total
+    return [
+        f"one engine of {spec.name} takes up to {_size(total)}:",
+        *(f"  {_size(size):>9}  {what}" for what, size in parts.items()),
+        f"{_size(available_bytes)} of memory are available: room for {fits} such engine{'' if fits == 1 else 's'}",
+        *([] if fits else ["lower engine.num_kv_blocks or engine.adapter_rank_rows"]),
+    ]
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    print(f"polylora {version()}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs")
+    found: list[tuple[Mapping[str, Any], AppConfig]] = []
+
+    def read() -> str:
+        document = read_document(arguments.config)
+        found.append((document, settings_of(document, arguments.config)))
+        return f"{arguments.config}, {found[0][1].model.name}"
+
+    well = [_checked("settings", read)]
+    for document, settings in found:
+        well += [_checked(what, check) for what, check in _checks(document, settings).items()]
+    _checked("disk", lambda: f"{_size(shutil.disk_usage(Path.cwd()).free)} free")
+    _checked("HAProxy", lambda: "comes with Ray" if has_ha_proxy() else "not here; Serve's own proxy costs more CPU")
+    return 0 if all(well) else 1
+
+
+def _checks(document: Mapping[str, Any], settings: AppConfig) -> Mapping[str, Callable[[], str]]:
+    """By what they are about; each raises PolyloraError, or says what it found."""
+
+    def engine() -> str:
+        settings.engine.check_installed()
+        return f"engine.{settings.engine.device.name} is installed"
+
+    def folders() -> str:
+        check_folders(settings, os.environ)
+        return "can be written"
+
+    def adapters() -> str:
+        check_preloaded(settings)
+        return f"{len(settings.adapters.preload)} to preload are there"
+
+    def port() -> str:
+        options = document.get("http_options") or {}
+        host, number = options.get("host") or "127.0.0.1", options.get("port") or 8000
+        check_port(host, number, "a service that runs, perhaps (polylora status); or choose another port")
+        return f"{host}:{number} is free"
+
+    return {
+        "engine": engine,
+        "folders": folders,
+        "adapters": adapters,
+        "port": port,
+        "model": lambda: _model(settings),
+    }
+
+
+def _checked(what: str, check: Callable[[], str]) -> bool:
+    try:
+        print(f"ok    {what}: {check()}")
+    except PolyloraError as error:
+        print(f"FAIL  {what}: {error}")
+        return False
+    return True
+
+
+def _model(settings: AppConfig) -> str:
+    from app.engine.models.checkpoint import load_checkpoint
+    from app.engine.models.sources import resolve_model
+
+    spec = load_checkpoint(resolve_model(settings.model.uri), settings.model.name).spec
+    if not isinstance(settings.engine.device, CpuConfig):
+        return f"{spec.name} can be read; whether it fits the device is known when the engine starts"
+    return "\n      ".join(memory_lines(spec, settings, _available_bytes()))
+
+
+def _available_bytes() -> int:
+    """Memory that programs can still have. Linux says; elsewhere all there is."""
+    info = Path("/proc/meminfo")
+    if info.exists():
+        line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"

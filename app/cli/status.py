@@ -1,0 +1,130 @@
+"""`polylora status`: how a running service is.
+
+In: its URL. Out: lines on stdout: replicas, tiers, what failed lately; an exit status, 0 if it is ready. A service that
+does not answer over HTTP, because it is starting or stuck, is asked for through Ray on the same machine; Ray's token is
+found where Ray keeps it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from app.cli.client import DEFAULT_URL, Service, ServiceRefused
+from app.engine.errors import PolyloraError
+
+_MIB = 1 << 20
+
+
+def add_status(commands: Any) -> None:
+    """Add it to `argparse.ArgumentParser.add_subparsers()`."""
+    parser = commands.add_parser("status", help="show how a running service is: replicas, tiers, recent failures")
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
+    parser.set_defaults(run=_status)
+
+
+def status_lines(status: Mapping[str, Any], url: str) -> list[str]:
+    """What GET /v1/status says, for people."""
+    readiness = "ready" if status["is_ready"] else "not ready: no engine replica can be used"
+    failures = status["failures"]
+    return [
+        f"{url}: {readiness}",
+        f"polylora {status['version']}, {status['model']}, {status['num_adapters']} adapters",
+        "",
+        *_table(
+            ("engine replica", "running", "waiting", "KV blocks", "rank rows free", "adapters", "memory"),
+            [_replica_row(replica) for replica in status["replicas"]],
+        ),
+        "",
+        *_table(
+            ("tier", "adapters", "MiB", "hits", "misses", "evictions"),
+            [_tier_row(name, counts) for name, counts in status["tiers"].items()],
+        ),
+        "",
+        "failed lately:" if failures else "nothing failed lately",
+        *(_failure_line(item) for item in failures),
+    ]
+
+
+def ray_lines(applications: Mapping[str, Any]) -> list[str]:
+    """What Serve says of its applications: of one that does not answer."""
+    lines = []
+    for name, application in applications.items():
+        lines.append(f"application {name}: {application.status.value} {application.message}".rstrip())
+        for title, deployment in application.deployments.items():
+            states = ", ".join(f"{number} {state.value}" for state, number in deployment.replica_states.items())
+            lines.append(f"  {title}: {deployment.status.value}, {states or 'no replicas'}")
+            if deployment.message:
+                lines.append(f"    {deployment.message}")
+    return lines or ["Serve has no applications"]
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    service = Service(arguments.url)
+    try:
+        status = service.call("GET", "/v1/status")
+    except ServiceRefused as error:
+        if error.answered:
+            raise
+        print(f"{error}\nasking Ray on this machine:")
+        print("\n".join(ray_lines(_applications())))
+        return 1
+    print("\n".join(status_lines(status, arguments.url)))
+    return 0 if status["is_ready"] else 1
+
+
+def _applications() -> Mapping[str, Any]:
+    """Of the cluster that runs here. Raises PolyloraError if there is none."""
+    if (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    import ray
+    from ray import serve
+
+    try:
+        ray.init("auto", namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
+        applications: Mapping[str, Any] = serve.status().applications
+        return applications
+    except Exception as error:  # whatever Ray raises: it has a dozen kinds
+        said = str(error).strip().partition("\n")[0]
+        raise PolyloraError(f"no Ray cluster here can be asked ({said}); is the service running?") from error
+    finally:
+        ray.shutdown()
+
+
+def _replica_row(replica: Mapping[str, Any]) -> Sequence[str]:
+    held = replica["num_blocks"] - replica["num_blocks_free"]
+    return (
+        str(replica["replica_id"]),
+        str(replica["num_running"]),
+        str(replica["num_waiting"]),
+        f"{held} of {replica['num_blocks']}",
+        str(replica["num_rank_rows_free"]),
+        str(replica["residents"]),
+        f"{replica.get('memory_bytes', 0) / _MIB:.0f} MiB",
+    )
+
+
+def _tier_row(name: str, counts: Mapping[str, float]) -> Sequence[str]:
+    numbers = [counts.get(key, 0) for key in ("hits", "misses", "evictions")]
+    held = counts.get("held_bytes", 0) / _MIB
+    return (name, f"{counts.get('held_adapters', 0):g}", f"{held:.1f}", *(f"{number:g}" for number in numbers))
+
+
+def _failure_line(event: Mapping[str, Any]) -> str:
+    when = datetime.fromtimestamp(event["time_s"], UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return f"  {when}  {event['event']}  {event.get('name') or ''}  {event.get('detail') or ''}".rstrip()
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Columns as wide as what is in them, the first to the left."""
+    cells = [head, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))])
+        for row in cells
+    ]

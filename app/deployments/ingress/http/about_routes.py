@@ -1,0 +1,66 @@
+"""What the service says of itself: that it lives, that it is ready, which version it is, and what can be asked of it.
+
+In: whether any engine can be used, and the application's own routes. Out: short JSON. Rule: none of these needs a
+replica, a token or a body, and each answers at once.
+
+Probes: `/livez` is 200 while this process answers; `/readyz` and `/health` are 200 while a request would be served, and
+503 with Retry-After otherwise. Behind HAProxy all three are answered for this process while it is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.http.openapi import openapi
+from app.engine.errors import NotReady
+from app.release import version
+
+#: How soon somebody who found nothing ready should ask again.
+RETRY_AFTER_S = 2.0
+
+
+class AboutService(Protocol):
+    """What these routes need of the ingress."""
+
+    @property
+    def base_name(self) -> str: ...
+
+    def is_ready(self) -> bool: ...
+
+
+def add_about_routes(app: FastAPI, service: AboutService) -> None:
+    """All of them; `/openapi.json` tells of every route that the application has when it is asked."""
+
+    @app.get("/")
+    async def root() -> Response:
+        """The service in a few words: version, base model, where to go on."""
+        links = {"openapi": "/openapi.json", "models": "/v1/models", "health": "/health"}
+        body = {"name": "polylora", "version": version(), "model": service.base_name, "links": links}
+        return JSONResponse(body)
+
+    @app.get("/version")
+    async def release() -> Response:
+        """The release of polylora that answers."""
+        return JSONResponse({"version": version()})
+
+    @app.get("/openapi.json")
+    async def document() -> Response:
+        """This description."""
+        return JSONResponse(openapi(app.routes))
+
+    @app.get("/livez")
+    async def livez() -> Response:
+        """200 while the process answers."""
+        return JSONResponse({"status": "alive"})
+
+    async def health() -> Response:
+        """200 while a request would be served, 503 otherwise."""
+        if not service.is_ready():
+            raise NotReady("no engine replica is ready", retry_after_s=RETRY_AFTER_S)
+        return JSONResponse({"status": "ok"})
+
+    for path in ("/health", "/readyz"):
+        app.get(path)(health)

@@ -1,0 +1,109 @@
+"""The OpenAPI description of the routes, from the routes themselves.
+
+In: the application's routes; those with a body say its kind, and those with a query its names, in `takes`. Out: an
+OpenAPI 3.1 document. Rule: every route is in it, and every field that a body may have; what it lacks is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.routing import BaseRoute
+
+from app.deployments.ingress.schema import Body, accepted_in_vain
+from app.release import version
+
+_BODY, _QUERY = "x-body", "x-query"
+_SCHEMAS = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+
+
+def takes(body: type[Body] | None = None, *query: str) -> dict[str, Any]:
+    """For a route's `openapi_extra`: the kind of its body, and the names that its query may have."""
+    return {_BODY: body, _QUERY: query}
+
+
+def openapi(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    """The document."""
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        if isinstance(route, APIRoute):
+            for method in sorted(route.methods or ()):
+                paths.setdefault(route.path, {})[method.lower()] = _operation(route, method, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "polylora", "version": version(), "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"bearer": []}],
+    }
+
+
+def body_of(route: APIRoute) -> type[Body] | None:
+    """The kind of a route's body, if it says one."""
+    kind: type[Body] | None = (route.openapi_extra or {}).get(_BODY)
+    return kind
+
+
+def says_its_body(route: APIRoute) -> bool:
+    """Whether a route says which body it takes, or that it takes none."""
+    return _BODY in (route.openapi_extra or {})
+
+
+def _operation(route: APIRoute, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    in_path = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", route.path)]
+    in_query = [_parameter(name, "query") for name in (route.openapi_extra or {}).get(_QUERY, ())]
+    summary = (route.endpoint.__doc__ or route.name.replace("_", " ")).strip().partition("\n")[0]
+    operation: dict[str, Any] = {
+        "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', route.path).rstrip('_')}",
+        "summary": summary,
+        "parameters": [*in_path, *in_query],
+        "responses": {
+            "2XX": {"description": "What was asked for."},
+            "default": {
+                "description": "Why not, as OpenAI tells errors.",
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            },
+        },
+    }
+    kind = body_of(route)
+    if kind is not None:
+        _add_schema(kind, schemas)
+        schema = {"$ref": _SCHEMAS.format(model=kind.__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
+
+
+def _parameter(name: str, place: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+
+
+def _add_schema(kind: type[BaseModel], schemas: dict[str, Any]) -> None:
+    schema = kind.model_json_schema(ref_template=_SCHEMAS)
+    inner: Mapping[str, Any] = schema.pop("$defs", {})
+    if issubclass(kind, Body):
+        schema["properties"] |= accepted_in_vain(kind)
+    schemas |= {**inner, kind.__name__: schema}

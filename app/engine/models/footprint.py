@@ -1,0 +1,30 @@
+"""How much memory a model takes, by what holds it.
+
+In: a `ModelSpec` and the size of a number. Out: bytes, or numbers of weights. Rule: only what follows from the model is
+counted here; what a device needs beside it (activations, tables, alignment) is the device's.
+"""
+
+from __future__ import annotations
+
+import math
+
+from app.engine.models.names import expected_tensors
+from app.engine.models.products import layer_products
+from app.engine.models.spec import ModelSpec
+
+
+def num_weights(spec: ModelSpec) -> int:
+    """Numbers in all of the model's tensors."""
+    return sum(math.prod(shape) for shape in expected_tensors(spec).values())
+
+
+def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
+    """Keys and values of one block in every layer."""
+    width = sum(layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers)
+    return 2 * width * block_size * element_bytes
+
+
+def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
+    """One rank row of every module: a row of a and a row of b."""
+    layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
+    return element_bytes * sum(product.row_size for products in layers for product in products)

@@ -1,0 +1,164 @@
+"""`polylora status` and `polylora doctor`: what they say of a service and of a machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.cli import status as status_command
+from app.cli.doctor import memory_lines
+from app.cli.main import main
+from app.cli.status import ray_lines, status_lines
+from app.config import AppConfig
+from app.engine.errors import PolyloraError
+from load_tests.service import free_port
+from tests.fakes import fake_spec
+
+STATUS: dict[str, Any] = {
+    "version": "0.1.0",
+    "model": "base",
+    "is_ready": True,
+    "num_adapters": 3,
+    "num_open_requests": 1,
+    "replicas": [
+        {
+            "replica_id": "abc",
+            "num_running": 2,
+            "num_waiting": 1,
+            "num_blocks": 100,
+            "num_blocks_free": 90,
+            "num_rank_rows_free": 500,
+            "residents": 3,
+            "memory_bytes": 3 << 20,
+        }
+    ],
+    "tiers": {"host": {"held_adapters": 3, "held_bytes": 1 << 20, "hits": 7}, "disk": {}},
+    "failures": [{"time_s": 0.0, "event": "failed to read", "name": "sql", "detail": None}],
+}
+
+
+class State(Enum):
+    """Of a replica, as Serve has it."""
+
+    STARTING = "STARTING"
+
+
+def test_a_status_has_a_line_a_replica_a_tier_and_a_failure() -> None:
+    lines = [" ".join(line.split()) for line in status_lines(STATUS, "http://x")]
+    assert lines[0] == "http://x: ready"
+    assert "abc 2 1 10 of 100 500 3 3 MiB" in lines
+    assert "host 3 1.0 7 0 0" in lines
+    assert "disk 0 0.0 0 0 0" in lines
+    assert lines[-1] == "1970-01-01T00:00:00Z failed to read sql"
+    quiet = status_lines(STATUS | {"failures": [], "is_ready": False}, "http://x")
+    assert quiet[-1] == "nothing failed lately"
+    assert "not ready" in quiet[0]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[str]]]:
+    """A service that answers one status; its URL, and the paths that were asked."""
+    paths: list[str] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            body = json.dumps(STATUS).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as http:
+        thread = Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}", paths
+        http.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_a_url_with_v1_is_the_same_service(
+    server: tuple[str, list[str]], end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, paths = server
+    assert main(["status", "--url", url + end]) == 0
+    assert paths == ["/v1/status"]
+    assert "ready" in capsys.readouterr().out
+
+
+def test_a_service_that_does_not_answer_is_asked_for_through_ray(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    deployment = SimpleNamespace(
+        status=SimpleNamespace(value="UPDATING"),
+        replica_states={State.STARTING: 1},
+        message="it waits",
+    )
+    application = SimpleNamespace(
+        status=SimpleNamespace(value="DEPLOYING"), message="", deployments={"Ingress": deployment}
+    )
+    monkeypatch.setattr(status_command, "_applications", lambda: {"polylora": application})
+    assert main(["status", "--url", url]) == 1
+    said = capsys.readouterr().out
+    assert f"no answer from {url}" in said
+    assert "application polylora: DEPLOYING\n  Ingress: UPDATING, 1 STARTING\n    it waits" in said
+    assert ray_lines({}) == ["Serve has no applications"]
+
+    def none() -> Any:
+        raise PolyloraError("no Ray cluster here can be asked (x); is the service running?")
+
+    monkeypatch.setattr(status_command, "_applications", none)
+    assert main(["status", "--url", url]) == 1
+    assert "is the service running?" in capsys.readouterr().err
+
+
+def test_what_an_engine_takes_of_memory() -> None:
+    spec, settings = fake_spec(), AppConfig.model_validate({"engine": {"num_kv_blocks": 64, "adapter_rank_rows": 32}})
+    lines = memory_lines(spec, settings, 10 << 30)
+    assert lines[-1] == f"10.00 GiB of memory are available: room for {(10 << 30) // _total(lines)} such engines"
+    assert any("num_kv_blocks 64, 1024 tokens at a time" in line for line in lines)
+    assert any("adapter_rank_rows 32, 2 adapters of rank 16 at a time" in line for line in lines)
+    assert memory_lines(spec, settings, 0)[-1].startswith("lower engine.num_kv_blocks")
+
+
+def _total(lines: list[str]) -> int:
+    """What stands in the first line, in bytes, to two digits: enough where the process itself takes nearly all."""
+    return round(float(lines[0].split()[-2]) * (1 << 30))
+
+
+def test_the_doctor_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("applications: [{import_path: 'app.main:build', args: {modle: {}}}]")
+    assert main(["doctor", "--config", str(config)]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL  settings: bad service configuration; modle is an unknown key; did you mean 'model'?" in said
+    assert "ok    disk: " in said
+
+
+def test_the_doctor_says_what_this_machine_could_hold(
+    demo_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = {"model": {"uri": str(demo_gguf)}, "adapters": {"state_dir": str(tmp_path / "state")}}
+    document = {
+        "http_options": {"port": free_port()},
+        "applications": [{"import_path": "app.main:build", "args": args}],
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(document))
+    assert main(["doctor", "--config", str(tmp_path / "c.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "FAIL" not in said
+    assert "one engine of smollm2-135m-instruct takes up to" in said
