@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,13 +23,16 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.base_copies import BaseCopies
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.chats import OwnTexts, encode_chat
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.text import AdapterText
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.errors import InvalidRequest, QueueFull
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
+from app.engine.models.template_process import TemplateProcess
 from app.engine.models.tokenizer import load_tokenizer
 from app.engine.open import load_backend, served_features
 from app.engine.request import (
@@ -74,12 +77,14 @@ class LLM:
         self._engine = Engine(load_backend(checkpoint, config), config)
         self._base_copies = BaseCopies(checkpoint, served_features(config))
         self._served = served_features(config)
+        self._texts, self._templates = OwnTexts(lambda: self.tokenizer), TemplateProcess()
         self._adapters: dict[Path, LoraAdapter] = {}
         self._request_ids = itertools.count()
         self._arrived: dict[str, list[TokenChunk]] = {}  # chunks of live requests that nobody has read yet
 
     def close(self) -> None:
         """Release the model's memory."""
+        self._templates.close()
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -96,14 +101,16 @@ class LLM:
         adapter = self._adapters.get(path)
         if adapter is None:
             adapter = self._base_copies.dropped(read_adapter(path, self.spec, served=self._served))
+            adapter = replace(adapter, card=self._texts.of(adapter.card))
             self._adapters[path] = adapter
         return adapter
 
-    def chat_prompt(self, message: str, *, system: str | None = None) -> list[int]:
-        """Token ids of a one-message conversation, as the model's chat template writes it."""
+    def chat_prompt(self, message: str, *, system: str | None = None, adapter: str | Path | None = None) -> list[int]:
+        """Token ids of a one-message conversation, as the model's chat template writes it, or the adapter's own."""
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": message})
-        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special_tokens=False)
+        text = self.load_adapter(adapter).card.text if adapter is not None else ""
+        return encode_chat(self.tokenizer, messages, AdapterText.parsed(text), self._templates)
 
     def generate(
         self,

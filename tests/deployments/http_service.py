@@ -26,8 +26,8 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [ord(character) % 61 for character in text]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode("".join(f"{message['role']}:{message['content']}|" for message in messages))
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], text: str = "") -> list[int]:
+        return self.encode(text + "".join(f"{message['role']}:{message['content']}|" for message in messages))
 
     def decoder(self) -> Letters:
         return self

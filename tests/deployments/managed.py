@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,15 @@ class Here:
 
 
 class FakeStore:
-    """`contents` maps a source to a digest, or to the error that reading it raises; `gates` hold readers up."""
+    """`contents` maps a source to a digest, or to the error that reading it raises; `gates` hold readers up.
+
+    `texts` maps a digest to what the adapter says about text.
+    """
 
     def __init__(self) -> None:
         self.contents: dict[str, str | Exception] = {}
         self.gates: dict[str, asyncio.Event] = {}
+        self.texts: dict[str, str] = {}
         self.loads: list[str] = []
         self.cached_digests: set[str] = set()
         self.pinned: list[set[str]] = []
@@ -77,7 +82,7 @@ class FakeStore:
         self.on_read(source, State.ON_DISK)
         await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
         self.cached_digests.add(found)
-        return ReadAdapter(f"/roots/{source}", card(found))
+        return ReadAdapter(f"/roots/{source}", replace(card(found), text=self.texts.get(found, "")))
 
     async def expect(self, ref: AdapterRef) -> None:
         """What is read ahead makes no difference here."""

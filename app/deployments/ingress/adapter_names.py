@@ -45,6 +45,10 @@ class AdapterNames:
             self._tasks.start(self._expect(ref))
         return ref
 
+    def text(self, ref: AdapterRef) -> str:
+        """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`)."""
+        return self._registry.text(ref)
+
     async def close(self) -> None:
         await self._tasks.close()
 

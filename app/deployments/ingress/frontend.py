@@ -40,7 +40,7 @@ class TextModel(Protocol):
 
     def encode(self, text: str) -> Sequence[int]: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], text: str = "") -> Sequence[int]: ...
 
     def decoder(self) -> Decoder: ...
 
@@ -56,6 +56,10 @@ class Names(Protocol):
 
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
+        ...
+
+    def text(self, ref: AdapterRef) -> str:
+        """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`)."""
         ...
 
 
@@ -140,7 +144,11 @@ class Frontend:
             for message in body.messages
         ]
         num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
-        token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
+        text = "" if ref is None else self._names.text(ref)
+        if text:  # an adapter's own template may take its time
+            token_ids = await asyncio.to_thread(self._model.encode_chat, messages, text)
+        else:
+            token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         names = _Fields("messages", body.limit_field, "top_logprobs")
         return self._job(

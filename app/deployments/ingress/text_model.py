@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from app.config import AppConfig
 from app.deployments.ingress.text import Decoder
+from app.engine.adapters.chats import encode_chat
+from app.engine.adapters.text import AdapterText
 from app.engine.models.checkpoint import open_model
+from app.engine.models.template_process import TemplateProcess
 from app.engine.models.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -27,15 +30,19 @@ class BaseText:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_context: int) -> None:
         self._tokenizer = tokenizer
+        self._templates = TemplateProcess()
         self.vocab_size = vocab_size
         self.max_context = max_context
 
     def encode(self, text: str) -> Sequence[int]:
         return self._tokenizer.encode(text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """The conversation as the model's template writes it, up to where the assistant answers."""
-        return self._tokenizer.encode(self._tokenizer.render_chat(messages), add_special_tokens=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], text: str = "") -> Sequence[int]:
+        """The conversation as the model's template writes it, or the adapter's own, up to where the assistant answers.
+
+        text: what of the adapter's text is its own (`AdapterCard.text`); it may take `TemplateProcess`'s time.
+        """
+        return encode_chat(self._tokenizer, messages, AdapterText.parsed(text), self._templates)
 
     def decoder(self) -> Decoder:
         return self._tokenizer.incremental_decoder()

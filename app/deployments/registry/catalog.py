@@ -61,6 +61,7 @@ class Catalog:
         max_rank: int,
         size_bytes: int,
         extra_bytes: int = 0,
+        text: str = "",
         tenant_id: str,
         who: str,
         pinned: bool | None = None,
@@ -98,6 +99,7 @@ class Catalog:
                 "state": State.LOADED,
                 "source": uri if source is None else source,
                 "extra_bytes": extra_bytes,
+                "text": text,
                 "owner": before.get("owner", who),
                 "pinned": before.get("pinned", False) if pinned is None else pinned,
                 "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
@@ -371,6 +373,7 @@ def _entry(row: Mapping[Any, Any]) -> CatalogEntry:
         row.get("last_used_s"),
         row["source"],
         row["extra_bytes"],
+        row["text"],
     )
 
 

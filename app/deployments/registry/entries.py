@@ -51,6 +51,7 @@ class CatalogEntry:
 
     `size_bytes` is its size in host memory, `extra_bytes` what a device holds of it beside rank rows.
     `last_used_s` is known of an entry that was asked for by name; lists and published tables do not have it.
+    `text` is `AdapterCard.text`.
     """
 
     ref: AdapterRef
@@ -63,6 +64,7 @@ class CatalogEntry:
     last_used_s: float | None = None
     source: str = ""
     extra_bytes: int = 0
+    text: str = ""
 
     @property
     def name(self) -> str:

@@ -161,6 +161,7 @@ class Loads:
                 max_rank=card.max_rank,
                 size_bytes=card.size_bytes,
                 extra_bytes=card.extra_bytes,
+                text=card.text,
                 tenant_id=job.tenant_id,
                 who=job.requested_by,
                 pinned=job.pinned,

@@ -77,6 +77,7 @@ adapters = Table(
     Column("registered_s", Double, nullable=False),
     Column("source", Text, nullable=False),
     Column("extra_bytes", BigInteger, nullable=False),
+    Column("text", Text, nullable=False),
     Column("revision", BigInteger, nullable=False),
     Index("adapters_by_digest", "base_digest", "digest"),
     Index("adapters_by_revision", "base_digest", "revision"),

@@ -95,6 +95,11 @@ class RegistryView:
             entry = self.adapter(choose_target(entry, sticky_key), tenant_id)
         return None if entry is None else entry.ref
 
+    def text(self, ref: AdapterRef) -> str:
+        """What of the adapter's text is its own; nothing once its name means other contents."""
+        entry = self.adapter(ref.name, ref.tenant_id)
+        return entry.text if entry is not None and entry.ref.digest == ref.digest else ""
+
     def page(
         self,
         kinds: Sequence[type[Entry]],

@@ -22,14 +22,16 @@ from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.sources.opening import open_sources
 from app.deployments.store.sources.places import LocalPlace, Sources, adapter_path, delivered
 from app.engine.adapters.base_copies import BaseCopies
+from app.engine.adapters.chats import OwnTexts
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.isolation.process import ChildLimits
 from app.engine.adapters.isolation.validator import Validator, files_identity
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.signing.signing import signer_of
-from app.engine.errors import AdapterError, AdapterReadFailed
+from app.engine.errors import AdapterError, AdapterReadFailed, AdapterUntrusted
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.spec import ModelSpec
+from app.engine.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +58,10 @@ class AdapterLibrary:
         *,
         signatures: bool = False,
         base_copies: BaseCopies | None = None,
+        texts: OwnTexts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`signatures`: whether `from_source` looks for them. `base_copies`: drops what is the base's own."""
+        """`signatures`: whether `from_source` looks for them. `base_copies`, `texts`: drop what is the base's own."""
         self._clock = clock
         self._sources = sources
         self._disk = disk
@@ -67,6 +70,7 @@ class AdapterLibrary:
         self.counts = counts
         self._signatures = signatures
         self._base_copies = base_copies
+        self._texts = texts
         self._events = events
 
     def pin(self, digests: Collection[str]) -> None:
@@ -144,7 +148,16 @@ class AdapterLibrary:
 
     def _read(self, path: Path) -> PackedAdapter:
         packed = self._validator.read(path, self._spec)
-        return packed if self._base_copies is None else self._base_copies.dropped_packed(packed)
+        if self._base_copies is not None:
+            packed = self._base_copies.dropped_packed(packed)
+        if self._texts is not None:
+            packed = self._texts.of_packed(packed)
+        if self._signatures and packed.card.text:
+            raise AdapterUntrusted(
+                "the adapter has a chat template or special tokens of its own, which no signature covers; "
+                "take its tokenizer files out of the folder"
+            )
+        return packed
 
 
 def open_library(
@@ -169,7 +182,14 @@ def open_library(
         served=served,
     )
     signatures = config.signing.trusted.matter
-    copies = BaseCopies(checkpoint, served)
     return AdapterLibrary(
-        open_sources(config), disk, validator, spec, counts, events, signatures=signatures, base_copies=copies
+        open_sources(config),
+        disk,
+        validator,
+        spec,
+        counts,
+        events,
+        signatures=signatures,
+        base_copies=BaseCopies(checkpoint, served),
+        texts=OwnTexts(lambda: load_tokenizer(checkpoint.tokenizer_source)),
     )

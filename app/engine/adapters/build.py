@@ -122,6 +122,7 @@ def _card(stored: StoredAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[ND
         dtype=",".join(sorted({tensor.dtype for module in stored.modules for tensor in (module.a, module.b)})),
         size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
         description=stored.description,
+        text=stored.text,
     )
 
 

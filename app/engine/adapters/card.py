@@ -30,7 +30,7 @@ class AdapterCard:
     `max_rank` is the largest rank over its modules in decoder layers, at least 1: the number of rank
     rows it needs before rounding up. `targets` are module names ("q_proj", ...), sorted. `size_bytes` is its weights'
     size in host memory; `extra_bytes` is what it holds on a device beside its rank rows (`extra_bytes`
-    in `app.engine.adapters.extras`).
+    in `app.engine.adapters.extras`). `text` is `AdapterText` as JSON, "" for an adapter whose prompts are the base's.
     """
 
     digest: str
@@ -41,3 +41,4 @@ class AdapterCard:
     size_bytes: int
     description: str = ""
     extra_bytes: int = 0
+    text: str = ""

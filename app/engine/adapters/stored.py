@@ -120,6 +120,7 @@ class StoredAdapter:
     description: str = ""
     parameters: tuple[tuple[str, StoredTensor], ...] = ()
     token_rows: tuple[StoredRows, ...] = ()
+    text: str = ""
 
     def __post_init__(self) -> None:
         paths = [module.path for module in self.modules]

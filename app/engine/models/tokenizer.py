@@ -99,6 +99,16 @@ class Tokenizer:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The usual template's source."""
+        return self._templates["default"].source if "default" in self._templates else None
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is spelled so, or None."""
+        found = self._backend.token_to_id(text)
+        return None if found is None else int(found)
+
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         if token is None:

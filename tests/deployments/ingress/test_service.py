@@ -6,11 +6,13 @@ import asyncio
 
 import pytest
 
+from app.deployments.ingress.schema import ChatCompletionRequest
 from app.deployments.ingress.tenants import handle_caller
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.test_dispatcher import until
+from tests.deployments.managed import MINE, wanted
 
 
 async def test_new_limits_are_those_of_requests_and_of_waiting_for_replicas(service: Service) -> None:
@@ -93,3 +95,21 @@ async def test_a_request_is_its_caller_s(service: Service) -> None:
     caller = Caller("acme", "ada")
     job = await service.frontend.completion(CompletionRequest(model="base", prompt="hi", n=2), caller)
     assert [request.tenant_id for request in job.requests] == ["acme", "acme"]
+
+
+async def test_a_chat_is_written_with_its_adapters_own_text(service: Service) -> None:
+    service.managed.store.contents |= {"own": "d1", "plain": "d2"}
+    service.managed.store.texts["d1"] = "mine|"
+    for name in ("own", "plain"):
+        await service.managed.lifecycle.loads.load_and_wait(wanted(name, name))
+    letters, asked = service.frontend.text_model, "user:hi|"
+    for model, wanted_text in (("own", "mine|" + asked), ("plain", asked), ("base", asked)):
+        body = ChatCompletionRequest.model_validate({"model": model, "messages": [{"role": "user", "content": "hi"}]})
+        job = await service.frontend.chat(body, handle_caller())
+        assert list(job.requests[0].token_ids) == letters.encode(wanted_text)
+    entry = service.managed.registry.catalog.get("own", **MINE)
+    assert entry is not None
+    assert entry.text == "mine|"
+    service.managed.store.contents["own"] = "d3"  # contents without a text of their own take the name over
+    await service.managed.lifecycle.loads.load_and_wait(wanted("own", "own"))
+    assert service.registry.text(entry.ref) == ""

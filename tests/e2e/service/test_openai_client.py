@@ -6,10 +6,12 @@ import asyncio
 import random
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from tests.e2e.service.conftest import RANKS, Service
+from tests.e2e.tiny import save_adapter
 
 MODELS = ["tiny", *RANKS, "tiny:r8"]
 
@@ -221,3 +223,25 @@ def test_generate_takes_lists_with_nulls(service: Service) -> None:
         mismatch = http.post("/generate", json=body | {"lora_path": ["r8"]})
         assert mismatch.status_code == 400
         assert "1 entries" in mismatch.json()["error"]["message"]
+
+
+async def test_a_chat_is_written_with_the_adapters_own_template(service: Service) -> None:
+    """The conversation as the adapter's template writes it is the prompt; the base's chats stay as they are."""
+    folder = service.loras / "templated"
+    save_adapter(folder, rank=8, seed=77)
+    template = "{% for m in messages %}Q: {{ m.content }}{{ eos_token }}{% endfor %}{{ 'A:' if add_generation_prompt }}"
+    (folder / "chat_template.jinja").write_text(template)
+    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=600) as http:
+        (await http.post("/v1/loras?wait=true", json={"name": "own", "path": "templated"})).raise_for_status()
+        messages = [{"role": "user", "content": "the quick fox"}]
+        common: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "extra_body": {"ignore_eos": True}}
+        chat = await client.chat.completions.create(model="own", messages=messages, **common)
+        written = await client.completions.create(model="own", prompt="Q: the quick fox<|im_end|>A:", **common)
+        assert chat.choices[0].message.content == written.choices[0].text
+        assert chat.usage is not None
+        assert written.usage is not None
+        assert chat.usage.prompt_tokens == written.usage.prompt_tokens
+        base = await client.chat.completions.create(model="tiny", messages=messages, **common)
+        assert base.usage is not None
+        assert base.usage.prompt_tokens != chat.usage.prompt_tokens
+        (await http.delete("/v1/loras/own")).raise_for_status()

@@ -12,6 +12,7 @@ from app.deployments.store.sources.places import signature_name
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
+from app.engine.adapters.text import TEXT_FILES
 from app.engine.models.hub import download_hub_files, list_hub_files
 
 
@@ -34,9 +35,10 @@ class HubFetcher:
         is_card = len(cards) == 1 and CONFIG_NAME not in listing.sizes
         names = cards if is_card else [CONFIG_NAME, WEIGHTS_NAME]
         signature = signature_name(names)
+        texts = [] if is_card else [name for name in TEXT_FILES if name in listing.sizes]
         download_hub_files(
             listing,
-            [*names, *([signature] if signature in listing.sizes else [])],
+            [*names, *texts, *([signature] if signature in listing.sizes else [])],
             folder,
             max_bytes=self._max_bytes,
             endpoint=self._endpoint,

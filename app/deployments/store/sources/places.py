@@ -8,6 +8,7 @@ are never unpacked. Looking at the contents is left to the reader.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import stat
@@ -21,6 +22,7 @@ from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.adapters.signing.signature_names import SIGNATURE_NAME, SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
+from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import AdapterFormatError, UnsafeSource
 
 #: scheme://authority/path without user names, queries, fragments, escapes, control characters or chains.
@@ -112,7 +114,8 @@ def signature_name(names: Sequence[str]) -> str:
 def adapter_path(folder: Path) -> Path:
     """The adapter in a downloaded folder. AdapterFormatError if a file is missing, a link, or no plain file."""
     names = _names(folder)
-    for name in names:
+    texts = [name for name in TEXT_FILES if len(names) > 1 and os.path.lexists(folder / name)]
+    for name in (*names, *texts):
         try:
             status = (folder / name).lstat()
         except FileNotFoundError:
@@ -128,7 +131,7 @@ def delivered(folder: Path) -> Path:
     """As `adapter_path`, after everything that is not part of the adapter was removed."""
     names = _names(folder)
     for file in folder.iterdir():
-        if file.name in (*names, signature_name(names)):
+        if file.name in (*names, signature_name(names)) or (len(names) > 1 and file.name in TEXT_FILES):
             continue
         if file.is_dir() and not file.is_symlink():
             shutil.rmtree(file)

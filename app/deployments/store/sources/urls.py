@@ -20,6 +20,7 @@ from fsspec.callbacks import Callback
 
 from app.deployments.store.sources.places import signature_name, wanted_files
 from app.engine.adapters.signing.signature_names import SIGNATURE_SUFFIX
+from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError
 
 
@@ -52,12 +53,23 @@ class UrlFetcher:
             self._fetch_file(
                 uri if uri.endswith(f"/{name}") else f"{uri.rstrip('/')}/{name}", folder / name, deadline_s
             )
+        for name in TEXT_FILES if len(names) > 1 else ():
+            self._fetch_optional(f"{uri.rstrip('/')}/{name}", folder / name, deadline_s)
         if self._signatures:
             name = signature_name(names)
             url = uri + SIGNATURE_SUFFIX if len(names) == 1 else f"{uri.rstrip('/')}/{name}"
             with contextlib.suppress(NotFound):
                 self._fetch_file(url, folder / name, deadline_s)
         return uri
+
+    def _fetch_optional(self, url: str, file: Path, deadline_s: float) -> None:
+        """A file that need not be there. Object stores that may not be listed forbid what they do not have."""
+        try:
+            with contextlib.suppress(NotFound):
+                self._fetch_file(url, file, deadline_s)
+        except SourceError as error:
+            if not isinstance(error.__cause__, PermissionError):
+                raise
 
     def _fetch_file(self, url: str, file: Path, deadline_s: float) -> None:
         try:

@@ -25,7 +25,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -47,6 +47,7 @@ from app.engine.adapters.stored import (
     stored_bytes,
 )
 from app.engine.adapters.strict_json import parse_object, short
+from app.engine.adapters.text import AdapterText
 from app.engine.errors import AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 
@@ -59,7 +60,7 @@ ALIGNMENT = 64
 REQUIRED_KEYS = frozenset(
     {"format", "format_version", "checksum", "padding", "name", "rank", "alpha", "target_modules"}
 )
-RESERVED_KEYS = REQUIRED_KEYS | {"quantization"}
+RESERVED_KEYS = REQUIRED_KEYS | {"quantization", "text"}
 
 _DTYPES = (*DTYPE_BYTES, *QUANTIZED_BITS, TOKEN_IDS)
 
@@ -113,6 +114,8 @@ def write_card(path: Path, card: ArrowCard) -> None:
         "alpha": json.dumps(sorted({module.alpha for module in modules})),
         "target_modules": json.dumps(sorted({module.path.rsplit(".", 1)[-1] for module in modules})),
     }
+    if card.stored.text:
+        metadata["text"] = card.stored.text
     if card.quantization is not None:
         metadata["quantization"] = json.dumps(card.quantization._asdict())
     metadata["checksum"] = _checksum(metadata, rows)
@@ -169,6 +172,8 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
         raise AdapterFormatError(f"{what}: format version 1 has no role but 'lora'")
     try:
         stored = stored_of(rows, free.get("description", ""))
+        if "text" in metadata:
+            stored = replace(stored, text=AdapterText.parsed(metadata["text"]).to_json())
     except AdapterFormatError as error:
         raise AdapterFormatError(f"{what}: {error}") from error
     quantization = _quantization(metadata["quantization"], what) if "quantization" in metadata else None

@@ -26,6 +26,7 @@ from app.engine.adapters.formats.peft_file import (
 from app.engine.adapters.formats.quantize import Quantization, delta_error, quantize
 from app.engine.adapters.formats.safetensors_file import write_safetensors
 from app.engine.adapters.stored import EMBEDDING_PATH, QUANTIZED_BITS, StoredAdapter, StoredModule, StoredTensor
+from app.engine.adapters.text import AdapterText, write_text
 from app.engine.errors import AdapterFormatError
 
 
@@ -49,6 +50,8 @@ def write_peft_folder(folder: Path, stored: StoredAdapter) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_safetensors(folder / WEIGHTS_NAME, tensors)
+    if stored.text:
+        write_text(folder, AdapterText.parsed(stored.text))
 
 
 def quantize_adapter(stored: StoredAdapter, dtype: str) -> tuple[StoredAdapter, Quantization]:

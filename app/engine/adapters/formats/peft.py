@@ -22,6 +22,7 @@ from app.engine.adapters.modules import OUTER_MODULES, layer_modules
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
 from app.engine.adapters.strict_json import short
 from app.engine.adapters.targets import check_modules, check_parameters, token_row_paths, whole_matrices
+from app.engine.adapters.text import read_text
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
@@ -55,6 +56,7 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
         modules,
         parameters=tuple(sorted((found.parameters | found.wrapped | whole).items())),
         token_rows=tuple(StoredRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
+        text=read_text(folder, limits).to_json(),
     )
 
 

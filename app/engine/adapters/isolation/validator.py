@@ -22,6 +22,7 @@ from app.engine.adapters.isolation.fork import ReadingTask
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.isolation.process import ChildLimits, ReadingProcess
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, reading, regular_file_size
+from app.engine.adapters.text import SMALL_TEXT_FILES, TEXT_FILES
 from app.engine.errors import AdapterError, AdapterReadFailed, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 
@@ -101,7 +102,7 @@ def adapter_files(path: Path) -> list[Path]:
     with reading(path):
         if not path.is_dir():
             return [path]
-        return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME) if (path / name).exists()]
+        return [path / name for name in (CONFIG_NAME, WEIGHTS_NAME, *TEXT_FILES) if (path / name).exists()]
 
 
 def files_identity(path: Path) -> tuple[tuple[int, ...], ...]:
@@ -123,7 +124,11 @@ def files_digest(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMIT
 
 def _checked_size(file: Path, limits: ReadLimits) -> int:
     size = regular_file_size(file)
-    bound = limits.max_config_bytes if file.name == CONFIG_NAME else limits.max_weight_bytes
+    bound = limits.max_weight_bytes
+    if file.name == CONFIG_NAME:
+        bound = limits.max_config_bytes
+    elif file.name in SMALL_TEXT_FILES:
+        bound = limits.max_header_bytes
     if size > bound:
         raise AdapterTooLarge(f"'{file.name}' has {size} bytes but at most {bound} are read")
     return size

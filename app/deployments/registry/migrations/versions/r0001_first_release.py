@@ -55,6 +55,7 @@ def _names() -> None:
         sa.Column("registered_s", sa.Double, nullable=False),
         sa.Column("source", sa.Text, nullable=False),
         sa.Column("extra_bytes", sa.BigInteger, nullable=False),
+        sa.Column("text", sa.Text, nullable=False),
         sa.Column("revision", sa.BigInteger, nullable=False),
     )
     op.create_index("adapters_by_digest", "adapters", ["base_digest", "digest"])

@@ -1,0 +1,81 @@
+"""Conversations into token ids, as the base's chat template writes them or an adapter's own.
+
+In: messages, the base's tokenizer and an adapter's text. Out: what of that text is not the base's, and token ids up to
+where the assistant answers. An adapter's template runs in a process of its own (`TemplateProcess`), the base's here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.isolation.packing import PackedAdapter
+from app.engine.adapters.strict_json import short
+from app.engine.adapters.text import AdapterText
+from app.engine.errors import AdapterMismatch, InvalidRequest
+from app.engine.models.template_process import TemplateProcess
+from app.engine.models.tokenizer import Tokenizer
+
+
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], own: AdapterText, process: TemplateProcess
+) -> list[int]:
+    """Raises InvalidRequest where there is no template, or it refuses the messages."""
+    if own.chat_template is None and not own.special_tokens:
+        prompt = tokenizer.render_chat(messages)
+    else:
+        source = own.chat_template or tokenizer.chat_template
+        if source is None:
+            raise InvalidRequest("neither model nor adapter has a chat template; use /v1/completions", param="messages")
+        special = {
+            name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token
+        }
+        prompt = process.render(source, special, messages)
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+class OwnTexts:
+    """Takes out of adapters' texts what is the base's. Called from any thread; `load` is called once, when needed."""
+
+    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+        self._load, self._lock = load, threading.Lock()
+        self._base: Tokenizer | None = None
+
+    def of(self, card: AdapterCard) -> AdapterCard:
+        """The card with what is the adapter's own. Raises AdapterMismatch (`own_text`)."""
+        if not card.text:
+            return card
+        with self._lock:
+            self._base = self._base or self._load()
+        return replace(card, text=own_text(AdapterText.parsed(card.text), self._base).to_json())
+
+    def of_packed(self, packed: PackedAdapter) -> PackedAdapter:
+        """The same for one that is packed."""
+        card = self.of(packed.card)
+        return packed._replace(header=packed.header | {"card": packed.header["card"] | {"text": card.text}})
+
+
+def own_text(text: AdapterText, base: Tokenizer) -> AdapterText:
+    """What of `text` differs from the base's and matters to a prompt.
+
+    AdapterMismatch names a token that the base's tokenizer does not have under the same id: nobody could send it.
+    """
+    for token, token_id in text.added_tokens.items():
+        found = base.token_id(token)
+        if found != token_id:
+            known = "does not have it" if found is None else f"has it as {found}"
+            raise AdapterMismatch(
+                f"the adapter's tokenizer has the token {short(token)} as id {token_id} and the base's {known}; train "
+                "with the base's own tokenizer, or take the token out of the adapter's folder if it is not used"
+            )
+    template = None if text.chat_template == base.chat_template else text.chat_template
+    used = template or base.chat_template or ""
+    special = {
+        name: token
+        for name, token in text.special_tokens.items()
+        if name in used and token != base.special_tokens.get(name, "")
+    }
+    return AdapterText(template, special, {})
