@@ -36,6 +36,7 @@ RAY_SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", "0", "look for log files to show drivers as often as the next line says"),
     ("LOG_NAME_UPDATE_INTERVAL_S", "5", "instead of ten times a second; the files themselves are written at once"),
     ("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1", "the autoscaler hears of demand so late, not 10 s"),
+    ("RAY_SERVE_AUTOSCALING_METRIC_RECORD_INTERVAL_FACTOR", "0.1", "replicas are asked so often in a look-back period"),
     ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60", "Ray ends a proxy that is not ready after three times 5 s"),
 )
 
