@@ -141,11 +141,13 @@ class AdaptersConfig(_Settings):
 class PlacementConfig(_Settings):
     """Which replica serves which adapter."""
 
-    policy: Literal["sticky", "least_loaded"] = Field(
-        default="sticky", description="sticky keeps an adapter where its rows are; least_loaded ignores adapters."
+    policy: str = Field(
+        default="sticky",
+        description="A file of app/deployments/placement/policies (sticky keeps an adapter where its rows are, "
+        "least_loaded ignores adapters), or the dotted path of a class.",
     )
-    load_bound: float = Field(
-        default=1.25, ge=1.0, description="A replica is given at most this times the mean number of adapters."
+    policy_options: dict[str, Any] = Field(
+        default_factory=dict, description="The policy's own settings; they stand in the policy's file."
     )
     report_interval_s: float = Field(default=1.0, gt=0, description="How often a replica reports when nothing changes.")
     silence_s: float = Field(default=10.0, gt=0, description="A replica silent for this long is taken off the table.")
@@ -169,6 +171,15 @@ class LimitsConfig(_Settings):
     request_timeout_s: float = Field(default=600.0, gt=0, description="A request older than this is aborted (504).")
     replica_wait_s: float = Field(
         default=30.0, gt=0, description="How long a request waits for any replica (503 beyond)."
+    )
+    max_waiting_per_adapter: int = Field(
+        default=128, ge=1, description="Requests of one ingress that wait for one adapter to be read (429 beyond)."
+    )
+    max_waiting_for_adapters: int = Field(
+        default=512, ge=1, description="Requests of one ingress that wait for adapters to be read (429 beyond)."
+    )
+    adapter_wait_s: float = Field(
+        default=60.0, gt=0, description="How long a request waits for its adapter to be read (503 beyond)."
     )
 
 
@@ -238,11 +249,6 @@ class AppConfig(_Settings):
     def store_key(self) -> str:
         """Changes when the adapter store must be a new one: it is built from `for_store` and nothing else."""
         return hashlib.sha256(self.for_store.model_dump_json().encode()).hexdigest()[:12]
-
-    @property
-    def placement_key(self) -> str:
-        """Changes when the placement actor must be a new one."""
-        return hashlib.sha256(self.placement.model_dump_json().encode()).hexdigest()[:12]
 
 
 def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> AppConfig:

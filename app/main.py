@@ -15,6 +15,7 @@ from ray.serve.config import RequestRouterConfig
 
 from app.config import load_config
 from app.deployments.ingress.deployment import Ingress
+from app.deployments.placement.choosing import make_policy
 from app.deployments.replica.deployment import EngineReplica
 
 #: Calls a replica may have open at once: readers and short admissions. The engine's queue is the real limit.
@@ -34,6 +35,7 @@ INGRESS_DRAIN_MARGIN_S = 30.0
 def build(args: dict[str, Any]) -> Application:
     """Check the settings and describe the application. Raises ConfigError."""
     config = load_config(args)
+    make_policy(config.placement)
     config_json = config.model_dump_json()
     engine = serve.deployment(
         name="EngineReplica",

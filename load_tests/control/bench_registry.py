@@ -30,7 +30,8 @@ from app.deployments.ingress.http.app import HttpService, make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.management import Management
 from app.deployments.links.published import Version
-from app.deployments.placement.table import PlacementTable
+from app.deployments.placement.table import Residency
+from app.deployments.placement.view import PlacementView
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import next_revision, sqlite_url
 from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter, State
@@ -84,6 +85,16 @@ class _Here:
 
     async def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return await getattr(self._callee, method.__name__)(*args, **options)
+
+
+class _Nowhere:
+    """No adapter is on a device."""
+
+    def __init__(self) -> None:
+        self.view = PlacementView()
+
+    async def residency(self, digest: str) -> list[Residency]:  # noqa: ARG002
+        return []
 
 
 class _Dropper:
@@ -148,7 +159,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     service = SimpleNamespace(
         base_name="base",
         registry=view,
-        management=Management(StoreClient(_Here(store)), _Dropper(), PlacementTable),
+        management=Management(StoreClient(_Here(store)), _Dropper(), _Nowhere()),
         frontend=SimpleNamespace(
             limits=SimpleNamespace(max_body_bytes=1 << 20), text_model=SimpleNamespace(max_context=2048)
         ),

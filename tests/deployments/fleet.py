@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from app.config import PlacementConfig
+from app.config import LimitsConfig, PlacementConfig
 from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.dispatcher import Dispatcher
 from app.deployments.ingress.links import Links
+from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.streams import Stream
 from app.deployments.links.transport import Frame, ReplicaGone, ReplicaLeaving
-from app.deployments.placement.policies.choosing import make_policy
-from app.deployments.placement.table import PlacementTable, ReplicaReport
+from app.deployments.placement.books import PlacementBooks
+from app.deployments.placement.choosing import make_policy
+from app.deployments.placement.policy import PlacementPolicy
+from app.deployments.placement.table import ReplicaReport, Residency, Row
+from app.deployments.placement.telling import Telling
+from app.deployments.placement.view import PlacementView
 from app.deployments.replica.service import EngineService
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
@@ -24,6 +31,7 @@ from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import GenerateRequest
 from app.engine.worker import EngineThread
+from tests.deployments.placed import ORIGIN
 from tests.fakes import FakeBackend
 
 LIMITS = BackendLimits(num_kv_blocks=256, block_size=8, adapter_rank_rows=64, rank_alignment=8, max_adapter_slots=16)
@@ -57,6 +65,7 @@ class FakeReplica:
         self.draining = False
         self.attaches = asyncio.Event()  # cleared: a reader hears nothing for now
         self.attaches.set()
+        self.telling = Telling(ORIGIN)
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
         self.service = EngineService(fleet, time.time, idle_s=idle_s)
@@ -80,9 +89,7 @@ class Unbatched:
         self._assigner = assigner
 
     async def assign(self, stream: Stream) -> None:
-        (error,) = await self._assigner.assign([stream])
-        if error is not None:
-            raise error
+        self._assigner.assign([stream])
 
 
 class FleetDispatcher(Dispatcher):
@@ -90,9 +97,13 @@ class FleetDispatcher(Dispatcher):
 
     def __init__(self, fleet: Fleet, replica_wait_s: float) -> None:
         clock = asyncio.get_running_loop().time
-        links = Links(fleet, fleet, clock)
-        self.assigner = Assigner(links, fleet, fleet.policy, clock, replica_wait_s)
-        super().__init__(Unbatched(self.assigner), links)
+        links = Links(fleet, fleet, Loads(clock))
+        self.assigner = Assigner(links, fleet, fleet.policy, clock, random.Random(0), replica_wait_s)
+        super().__init__(Unbatched(self.assigner), links, ColdRequests(fleet, LimitsConfig()))
+
+    async def close(self) -> None:
+        await self.assigner.close()
+        await super().close()
 
 
 class Fleet:
@@ -106,9 +117,10 @@ class Fleet:
         self.fetch_delay_s = 0.0
         self.fetch_gate = asyncio.Event()
         self.fetch_gate.set()
-        self.known_gone: list[str] = []
-        self.homes: dict[str, tuple[str, ...]] = {}
-        self.policy = make_policy(PlacementConfig())
+        self.off_table: set[str] = set()  # replicas that placement has dropped
+        self.unreached_ids: set[str] = set()  # those that an ingress could not reach at any time
+        self.policy: PlacementPolicy = make_policy(PlacementConfig())
+        self.books = PlacementBooks(self.policy, silence_s=10, report_interval_s=1)
         for _ in range(num_replicas):
             self.add()
 
@@ -138,22 +150,36 @@ class Fleet:
     # -- Placer ---------------------------------------------------------------------------------
 
     @property
-    def table(self) -> PlacementTable:
-        living = {r.replica_id: r.report() for r in self.replicas.values() if r.replica_id not in self.known_gone}
-        return PlacementTable(living, self.homes)
+    def view(self) -> PlacementView:
+        """As if every replica that placement knows had just reported, and every ingress heard it."""
+        for replica in self.replicas.values():
+            if replica.replica_id not in self.off_table and not replica.dead.is_set():
+                failed = replica.thread.failure is not None
+                assert self.books.report(replica.telling.news(replica.report(), is_leaving=failed), 0.0)
+        return self.books.view
+
+    def homes(self, digest: str) -> Row:
+        return self.view.homes(digest)
+
+    def drop(self, replica_id: str) -> None:
+        """Placement takes a replica off the table."""
+        self.off_table.add(replica_id)
+        telling = self.replicas[replica_id].telling
+        self.books.report(telling.news(ReplicaReport(replica_id), is_leaving=True), 0.0)
 
     async def assign(self, digests: Sequence[str]) -> None:
-        for digest in digests:
-            self.homes[digest] = self.policy.homes(digest, self.table)
+        assert self.view.replicas is not None
+        self.books.assign(digests)
 
     async def changed(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.01))
 
-    async def gone(self, replica_id: str) -> None:
-        self.known_gone.append(replica_id)
-        self.homes = {
-            d: rest for d, homes in self.homes.items() if (rest := tuple(h for h in homes if h != replica_id))
-        }
+    async def unreached(self, replica_ids: Sequence[str]) -> None:
+        self.unreached_ids.update(replica_ids)
+
+    async def residency(self, digest: str) -> list[Residency]:
+        assert self.view.replicas is not None
+        return self.books.residency(digest)
 
     # -- Transport ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from app.config import AppConfig
 from app.deployments.ingress.job import Job
+from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.links.transport import Frame
@@ -98,6 +99,7 @@ class Service(IngressService):
             store=managed.client,
             placer=fleet,
             policy=fleet.policy,
+            loads=Loads(asyncio.get_running_loop().time),
             replicas=FleetReplicas(fleet, managed),
             make_batcher=Unbatched,
             metrics=self.metrics,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from app.deployments.links.published import Version
-from app.deployments.placement.table import PlacementTable
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
 from app.deployments.registry.entries import DEFAULT_TENANT, LoadRequest, ReadAdapter, State
@@ -27,6 +26,7 @@ from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource
+from tests.deployments.placed import Placed
 
 
 def card(digest: str) -> AdapterCard:
@@ -116,7 +116,7 @@ class ManagedStore:
         self.drop_errors: dict[str, Exception] = {}  # replica id -> what dropping there raises
         self.drop_gate = asyncio.Event()
         self.drop_gate.set()
-        self.placement = PlacementTable()
+        self.placement = Placed()
 
     @classmethod
     def at(cls, folder: Path) -> ManagedStore:

@@ -1,13 +1,14 @@
 """What the names of adapters mean now.
 
 In: a tenant and a name or alias. Out: the adapter that a request for it goes to. An adapter that is on no device is
-read ahead by the store, while its request is tokenized and given to a replica. Rule: a read that is on its way is not
-asked for again.
+read ahead by the store, while its request is tokenized and given to a replica. Rule: what was asked for a moment ago is
+not asked for again, and of many cold adapters only so many are: a replica asks for the others when it needs them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from app.deployments.links.tasks import Tasks
@@ -17,6 +18,11 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
+
+#: An adapter that was asked for is not asked for again within this time.
+AGAIN_AFTER_S = 5.0
+#: Adapters that are read ahead at a time.
+MAX_EXPECTED = 256
 
 
 class ReadAhead(Protocol):
@@ -28,21 +34,22 @@ class ReadAhead(Protocol):
 
 
 class AdapterNames:
-    """One per ingress, over its copy of the registry and of placement's table."""
+    """One per ingress, over its copy of the registry and of placement's table. `clock` gives seconds."""
 
-    def __init__(self, registry: RegistryView, placer: Placer, store: ReadAhead) -> None:
+    def __init__(self, registry: RegistryView, placer: Placer, store: ReadAhead, clock: Callable[[], float]) -> None:
         self._registry = registry
         self._placer = placer
         self._store = store
-        self._expected: set[str] = set()  # digests that the store is reading for us
+        self._clock = clock
+        self._asking: set[str] = set()  # digests that the store is being asked to read
+        self._asked_s: dict[str, float] = {}  # those that it was asked for, and when, in that order
         self._tasks = Tasks()
 
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
         ref = self._registry.resolve(name, sticky_key, tenant_id)
-        if ref is not None and ref.digest not in self._expected and not self._placer.table.is_resident(ref.digest):
-            self._expected.add(ref.digest)
-            self._tasks.start(self._expect(ref))
+        if ref is not None and not self._placer.view.is_resident(ref.digest):
+            self._read_ahead(ref)
         return ref
 
     def text(self, ref: AdapterRef) -> str:
@@ -52,10 +59,19 @@ class AdapterNames:
     async def close(self) -> None:
         await self._tasks.close()
 
+    def _read_ahead(self, ref: AdapterRef) -> None:
+        now_s = self._clock()
+        while self._asked_s and now_s - next(iter(self._asked_s.values())) >= AGAIN_AFTER_S:
+            del self._asked_s[next(iter(self._asked_s))]
+        if ref.digest not in self._asking and ref.digest not in self._asked_s and len(self._asking) < MAX_EXPECTED:
+            self._asking.add(ref.digest)
+            self._tasks.start(self._expect(ref))
+
     async def _expect(self, ref: AdapterRef) -> None:
         try:
             await self._store.expect(ref)
         except NotReady as error:
             logger.info("adapter %s is not read ahead: %s", ref.name, error)
         finally:
-            self._expected.discard(ref.digest)
+            self._asking.discard(ref.digest)
+            self._asked_s[ref.digest] = self._clock()

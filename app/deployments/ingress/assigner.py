@@ -1,68 +1,145 @@
 """Which replica computes which stream: one decision for streams that arrived together.
 
-In: streams, the placement table and the loads of replicas. Out: one call per replica, with all its streams. An adapter
-that has no home gets one from placement first. Rule: a replica that had no room for a stream is not asked again for it,
-until a replica that had it is lost.
+In: streams, where adapters are and how loaded replicas are. Out: one call per replica, with all its streams; why no
+replica takes a stream is put in its inbox. Rule: nobody waits here. Streams for the base and for adapters that have a
+home go to their replicas at once; those for adapters without a home wait for placement's answer in a task of their own,
+as those do that no replica can take now. A replica that had no room for a stream is not asked again for it, until a
+replica that had it is lost. What a stream costs does not depend on the number of replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 
-from app.deployments.ingress.links import AVOID_S, Links
+from app.deployments.ingress.links import Links
 from app.deployments.ingress.streams import Stream
+from app.deployments.links.tasks import Tasks
 from app.deployments.placement.placer import Placer
-from app.deployments.placement.policies.policy import PlacementPolicy, choose_replica
+from app.deployments.placement.policy import PlacementPolicy, less_loaded
+from app.deployments.placement.view import UsableFleet
 from app.engine.errors import NotReady
+
+#: Streams that no replica can take are tried again at least this often.
+RETRY_S = 0.25
 
 
 class Assigner:
-    """One per ingress. `replica_wait_s` is how long streams wait for the first replica that can be used."""
+    """One per ingress. `replica_wait_s` is how long streams wait for the first replica that can be used.
+
+    `draw` decides between equal replicas.
+    """
 
     def __init__(
-        self, links: Links, placer: Placer, policy: PlacementPolicy, clock: Callable[[], float], replica_wait_s: float
+        self,
+        links: Links,
+        placer: Placer,
+        policy: PlacementPolicy,
+        clock: Callable[[], float],
+        draw: random.Random,
+        replica_wait_s: float,
     ) -> None:
         self._links = links
         self._placer = placer
         self._policy = policy
         self._clock = clock
+        self._draw = draw
         self.replica_wait_s = replica_wait_s
+        self._homeless: dict[str, list[Stream]] = {}  # by digest: those that wait for a home
+        self._stranded: list[tuple[Stream, float]] = []  # those that wait for a replica, and since when
+        self._tasks = Tasks()
+        self._asking = self._waiting = False
 
-    async def assign(self, streams: Sequence[Stream]) -> list[Exception | None]:
-        """Give each stream to a replica. Returns for each None, or why no replica takes it.
+    def assign(self, streams: Sequence[Stream]) -> None:
+        """Give each stream to a replica, now or when there is one; an error for it comes through its inbox.
 
-        That a stream was given to a replica does not say that it arrived there: what becomes of it is in its inbox, so
-        that nobody waits for a replica that is slow to answer. A stream that each replica has refused gets the last
-        refusal.
+        That a stream was given to a replica does not say that it arrived there: that is in its inbox, too. A stream
+        that each replica has refused gets the last refusal, and NotReady if there is no replica within
+        `replica_wait_s`.
         """
+        known = []
+        for stream in streams:
+            digest = _digest(stream)
+            if digest is not None and self._policy.has_homes and not self._placer.view.homes(digest):
+                self._homeless.setdefault(digest, []).append(stream)
+            else:
+                known.append(stream)
+        self._place(known)
+        if self._homeless and not self._asking:
+            self._asking = True
+            self._tasks.start(self._find_homes())
+
+    async def close(self) -> None:
+        """Leave what waits to its callers."""
+        await self._tasks.close()
+
+    async def _find_homes(self) -> None:
+        """Ask placement once for all that wait; those that come meanwhile are in the next question."""
         try:
-            loads = await self._wait_for_replicas()
-        except NotReady as error:
-            return [error for _ in streams]
-        wanted = {s.request.adapter.digest for s in streams if s.request.adapter and not s.closed}
-        if self._policy.has_homes and (unknown := wanted.difference(self._placer.table.homes)):
-            await self._placer.assign(sorted(unknown))
+            while self._homeless:
+                waiting, self._homeless = self._homeless, {}
+                await self._placer.assign(sorted(waiting))
+                self._place(stream for streams in waiting.values() for stream in streams)
+        finally:
+            self._asking = False
+
+    async def _find_replicas(self) -> None:
+        """Try those again that no replica could take, until each has one or has waited for too long."""
+        try:
+            while self._stranded:
+                await self._placer.changed(RETRY_S)
+                now_s, stranded, self._stranded = self._clock(), self._stranded, []
+                if self._links.usable:
+                    self.assign([stream for stream, _ in stranded])
+                    continue
+                for stream, at_s in stranded:
+                    if stream.closed:
+                        continue
+                    if now_s - at_s < self.replica_wait_s:
+                        self._stranded.append((stream, at_s))
+                    else:
+                        reason = f"no engine replica became ready within {self.replica_wait_s:g} s"
+                        stream.inbox.put(NotReady(reason, retry_after_s=5))
+        finally:
+            self._waiting = False
+
+    def _place(self, streams: Iterable[Stream]) -> None:
         groups: dict[str, list[Stream]] = {}
-        errors: list[Exception | None] = [None for _ in streams]
-        for index, stream in enumerate(streams):
+        for stream in streams:
             if stream.closed:
                 continue
-            digest = stream.request.adapter.digest if stream.request.adapter else None
-            untried = {replica_id: load for replica_id, load in loads.items() if replica_id not in stream.refusals}
-            replica_id = choose_replica(digest, self._placer.table, untried, self._policy)
-            if replica_id is None:
-                errors[index] = next(reversed(stream.refusals.values()))
-                continue
-            loads[replica_id] += 1
-            groups.setdefault(replica_id, []).append(stream)
+            if not self._links.usable:
+                self._strand(stream)
+            elif (replica_id := self._choose(stream)) is not None:
+                self._links.loads.change(replica_id, +1)
+                groups.setdefault(replica_id, []).append(stream)
+            else:
+                stream.inbox.put(next(reversed(stream.refusals.values())))
         for replica_id, group in groups.items():
             self._links.submit(replica_id, group)
-        return errors
 
-    async def _wait_for_replicas(self) -> dict[str, int]:
-        deadline_s = self._clock() + self.replica_wait_s
-        while not (loads := self._links.usable_loads()):
-            if self._clock() >= deadline_s:
-                raise NotReady(f"no engine replica became ready within {self.replica_wait_s:g} s", retry_after_s=5)
-            await self._placer.changed(AVOID_S / 2)
-        return loads
+    def _choose(self, stream: Stream) -> str | None:
+        """None: every replica has refused the stream."""
+        usable, digest = self._links.usable, _digest(stream)
+        if stream.refusals:
+            usable = {replica_id: None for replica_id in usable if replica_id not in stream.refusals}
+        if not usable:
+            return None
+        candidates: Sequence[str] = ()
+        if digest is not None:
+            candidates = [home for home in self._placer.view.homes(digest) if home in usable]
+            if not candidates:  # a home that cannot be used counts as lost
+                candidates = self._policy.homes(digest, UsableFleet(self._placer.view, usable, self._links.loads.of))
+        if not candidates:
+            candidates = [*usable] if stream.refusals else self._links.usable_ids
+        return less_loaded(candidates, self._links.loads.of, self._draw)
+
+    def _strand(self, stream: Stream) -> None:
+        self._stranded.append((stream, self._clock()))
+        if not self._waiting:
+            self._waiting = True
+            self._tasks.start(self._find_replicas())
+
+
+def _digest(stream: Stream) -> str | None:
+    return None if stream.request.adapter is None else stream.request.adapter.digest

@@ -24,6 +24,7 @@ from app.deployments.ingress import python_calls
 from app.deployments.ingress.batcher import ServeBatcher
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.tenancy import Tenancy, WatchedTenants
@@ -33,13 +34,11 @@ from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.ray_private import AsgiIngress, route_in_this_loop
 from app.deployments.links.serve_transport import ServeTransport
 from app.deployments.links.tasks import Tasks
-from app.deployments.links.watched import Watched
 from app.deployments.placement.actor import placement_actor
+from app.deployments.placement.choosing import make_policy
 from app.deployments.placement.client import PlacementClient
-from app.deployments.placement.placer import ServePlacer
-from app.deployments.placement.policies.choosing import make_policy
-from app.deployments.placement.table import PlacementTable
-from app.deployments.store.actor import TenantsCallee, store_actor, store_name
+from app.deployments.placement.placer import ServePlacer, WatchedLoads, WatchedPlacement
+from app.deployments.store.actor import TenantsCallee, store_actor
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
 from app.logs import start_log
@@ -58,18 +57,19 @@ class Ingress(AsgiIngress):
         route_in_this_loop(engines)
         store = StoreClient(store_actor(config))
         owner = TenantsClient(TenantsCallee(store_actor(config)))
-        placement = PlacementClient(placement_actor(config, context.app_name), store_name(config))
+        placement = PlacementClient(placement_actor(config, context.app_name))
         metrics = IngressMetrics(time.time)
         registry = WatchedRegistry(store.watch, ingress_id, metrics.adapters)
         tenants = WatchedTenants(owner, ingress_id)
-        placed = Watched(placement.watch, ingress_id, PlacementTable())
+        placed, loads = WatchedPlacement(placement.watch, ingress_id), Loads(time.monotonic)
         parts = Parts(
             text=await asyncio.to_thread(open_text, config),
             registry=registry.view,
             tenancy=Tenancy(tenants.view, owner, time.time),
             store=store,
-            placer=ServePlacer(placement, placed),
+            placer=ServePlacer(placement, placed, ingress_id),
             policy=make_policy(config.placement),
+            loads=loads,
             replicas=ServeTransport(engines),
             make_batcher=ServeBatcher,
             metrics=metrics,
@@ -84,6 +84,7 @@ class Ingress(AsgiIngress):
             tenants.follow,
             parts.tenancy.keep_telling,
             placed.follow,
+            WatchedLoads(placement.watch_loads, ingress_id, loads.take).follow,
             partial(repeat_gauges, metrics.gauges),
             self._service.management.keep_taking_up,
         )

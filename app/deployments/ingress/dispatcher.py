@@ -3,8 +3,8 @@
 In: `GenerateRequest`s. Out: `TokenChunk`s, in order, each token exactly once. The way down is batcher, assigner, links,
 transport; chunks come up through the stream's inbox. A stream whose replica is lost is attempted again from the tokens
 that were received, so a caller never notices which replica answers; one that a replica has no room for goes on to
-another. A caller that leaves (disconnect, stop string, timeout: all the same here) aborts its sequence. Ray, HTTP and
-text are not known here.
+another. Rule: what waits for an adapter is counted and bounded before anything is done for it. A caller that leaves
+(disconnect, stop string, timeout: all the same here) aborts its sequence. Ray, HTTP and text are not known here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import math
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.streams import Refused, Stream
-from app.engine.errors import DeadlineExceeded, EngineFailure
+from app.engine.errors import EngineFailure, PolyloraError
 from app.engine.request import GenerateRequest, TokenChunk
 
 #: A request that was on this many replicas when they died is blamed for it. Those that drain do not count, nor do those
@@ -28,16 +29,17 @@ class Batcher(Protocol):
     """Where streams wait to be given to replicas together (`ServeBatcher`)."""
 
     async def assign(self, stream: Stream) -> None:
-        """Give a stream to a replica, among others. Raises why no replica takes it."""
+        """Give a stream to a replica, among others; why none takes it comes through the stream's inbox."""
         ...
 
 
 class Dispatcher:
     """All streams of one ingress process, on one event loop."""
 
-    def __init__(self, batcher: Batcher, links: Links) -> None:
+    def __init__(self, batcher: Batcher, links: Links, cold: ColdRequests) -> None:
         self._batcher = batcher
         self.links = links
+        self.cold = cold
 
     async def stream(self, request: GenerateRequest, deadline_s: float = math.inf) -> AsyncGenerator[TokenChunk]:
         """Chunks of one request; the last one has a finish reason.
@@ -46,6 +48,7 @@ class Dispatcher:
         `deadline_s` is a time of the event loop's clock.
         """
         stream = Stream(request, deadline_s)
+        self.cold.enter(stream)
         alarm = None
         if deadline_s < math.inf:
             alarm = asyncio.get_running_loop().call_at(deadline_s, stream.inbox.put, stream.late())
@@ -54,10 +57,11 @@ class Dispatcher:
             while not stream.closed:
                 item = await stream.inbox.get()
                 if isinstance(item, TokenChunk):
+                    self.cold.leave(stream)
                     stream.received.extend(item.token_ids)
                     stream.closed = item.finish_reason is not None
                     yield item
-                elif isinstance(item, DeadlineExceeded):
+                elif isinstance(item, PolyloraError):
                     raise item
                 elif item.attempt == stream.attempt:
                     if isinstance(item, Refused):
@@ -68,6 +72,7 @@ class Dispatcher:
                         stream.refusals.clear()
                     await self._attempt(stream)
         finally:
+            self.cold.leave(stream)
             if alarm is not None:
                 alarm.cancel()
             self.links.end(stream)

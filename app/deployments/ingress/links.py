@@ -2,23 +2,24 @@
 
 In: groups of streams for one replica each. Out: their chunks in their inboxes. A link is a long-lived reader of frames
 (one frame per engine step, with the chunks of all our streams) and one `submit` call per group. When a link ends, all
-its streams are told that their attempt is lost. Rule: whatever goes wrong with a group, every stream of it hears of it.
+its streams are told that their attempt is lost. A replica that cannot be reached is left alone, and tried again without
+a stream, after twice as long each time. Rule: whatever goes wrong with a group, every stream of it hears of it; and
+that this process cannot reach a replica is said to placement, once a second at most, and decides nothing for others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.streams import Link, Stream
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.transport import (
     EngineFailed,
     ReplicaGone,
-    ReplicaLeaving,
     ReplicaUnreachable,
     Transport,
 )
@@ -26,23 +27,29 @@ from app.deployments.placement.placer import Placer
 
 logger = logging.getLogger(__name__)
 
-#: A replica that could not be reached is left alone for this long.
-AVOID_S = 0.5
+#: A replica that could not be reached is left alone for this long, and twice as long after each trial that fails.
+AVOID_S, MAX_AVOID_S = 0.5, 8.0
 #: A replica attaches a reader within this time, or counts as unreachable.
-ATTACH_TIMEOUT_S = 10.0
+ATTACH_TIMEOUT_S = 3.0
+#: How often placement is told which replicas cannot be reached, while there are any.
+TELL_INTERVAL_S = 1.0
 
 
 class Links:
-    """All links of one ingress process, on one event loop. `clock` gives seconds and never goes back."""
+    """All links of one ingress process, on one event loop. `loads` is told of every stream that comes and goes."""
 
-    def __init__(self, transport: Transport, placer: Placer, clock: Callable[[], float]) -> None:
+    def __init__(self, transport: Transport, placer: Placer, loads: Loads) -> None:
         self._transport = transport
         self._placer = placer
-        self._clock = clock
+        self.loads = loads
         self._links: dict[str, Link] = {}
-        self._on_the_way: Counter[str] = Counter()  # per replica, streams that are not yet on its link
-        self._avoid_until_s: dict[str, float] = {}
+        self._avoided: set[str] = set()  # replicas that are left alone
+        self._num_failures: dict[str, int] = {}  # replicas tried again with success: failures in a row
+        self._usable: dict[str, None] = {}
+        self._usable_ids: list[str] = []
+        self._usable_of: int | None = None  # the state of the view that they are computed from; None: compute them
         self._tasks = Tasks()
+        self._telling = False
 
     @property
     def num_streams(self) -> int:
@@ -50,23 +57,24 @@ class Links:
         return sum(len(link.streams) for link in self._links.values())
 
     @property
-    def inflight(self) -> dict[str, int]:
-        """Streams per replica, those on the way to it among them; replicas without streams are left out."""
-        on_links = {replica_id: len(link.streams) for replica_id, link in self._links.items()}
-        return dict(self._on_the_way + Counter(on_links))
+    def usable(self) -> Mapping[str, None]:
+        """The replicas that requests may be given to."""
+        view = self._placer.view
+        if self._usable_of != view.num_replica_changes:
+            self._usable = {each: None for each in view.replicas if each not in self._avoided}
+            self._usable_ids = [*self._usable]
+            self._usable_of = view.num_replica_changes
+            self.loads.keep(view.replicas)
+        return self._usable
 
-    def usable_loads(self) -> dict[str, int]:
-        """Requests in flight per usable replica: our own, or those that it last reported if they are more."""
-        now_s, inflight = self._clock(), self.inflight
-        return {
-            replica_id: max(inflight.get(replica_id, 0), report.load)
-            for replica_id, report in self._placer.table.replicas.items()
-            if self._avoid_until_s.get(replica_id, 0.0) <= now_s
-        }
+    @property
+    def usable_ids(self) -> Sequence[str]:
+        """The same, in a list."""
+        assert self.usable is self._usable
+        return self._usable_ids
 
     def submit(self, replica_id: str, group: Sequence[Stream]) -> None:
-        """Give one replica its streams, in one call that nobody waits for."""
-        self._on_the_way[replica_id] += len(group)
+        """Give one replica its streams, in one call that nobody waits for. `loads` counts them there already."""
         self._tasks.start(self._submit(replica_id, [(stream, stream.attempt) for stream in group]))
 
     def end(self, stream: Stream) -> None:
@@ -86,12 +94,14 @@ class Links:
             try:
                 link = await self._attached_link(replica_id)
             finally:
-                self._on_the_way -= Counter({replica_id: len(group)})
+                self.loads.change(replica_id, -len(group))  # from here on the link counts them
             for stream, _ in group:
                 stream.submitting = True
                 link.take(stream)
             requests = [stream.attempt_request() for stream, _ in group if not stream.closed]
-            if not await self._transport.submit(replica_id, link.link_id, requests):
+            if await self._transport.submit(replica_id, link.link_id, requests):
+                self._num_failures.pop(replica_id, None)
+            else:
                 self._drop(link)
                 _lose(group)
         except EngineFailed:
@@ -116,7 +126,8 @@ class Links:
         while True:
             link = self._links.get(replica_id)
             if link is None:
-                link = self._links[replica_id] = Link(replica_id)
+                link = Link(replica_id, lambda by: self.loads.change(replica_id, by))
+                self._links[replica_id] = link
                 link.reader = self._tasks.start(self._read(link))
             try:
                 async with asyncio.timeout(ATTACH_TIMEOUT_S):
@@ -148,26 +159,62 @@ class Links:
             self._drop(link)
 
     def _avoid(self, replica_id: str, error: ReplicaGone | ReplicaUnreachable) -> None:
-        """Leave a replica alone that takes no requests, and tell everybody if it died, leaves or once was ours.
+        """Leave a replica alone that takes no requests.
 
-        One that was never ours may only be new to us. One that merely drains keeps its link: what it still computes is
-        delivered.
+        One that merely drains keeps its link: what it still computes is delivered.
         """
         link = self._links.get(replica_id)
-        was_attached = link is not None and link.is_attached
         if link is not None and isinstance(error, ReplicaGone):
             failure = error if isinstance(error, EngineFailed) else None
             self._drop(link, died=failure is None and not link.draining, failure=failure)
         elif link is not None:
             link.draining = True
-        self._leave_alone(replica_id)
         logger.info("replica %s: %s", replica_id, error)
-        if isinstance(error, ReplicaGone | ReplicaLeaving) or was_attached:
-            self._tasks.start(self._placer.gone(replica_id))
+        self._leave_alone(replica_id)
 
     def _leave_alone(self, replica_id: str) -> None:
-        self._avoid_until_s = {r: t for r, t in self._avoid_until_s.items() if r in self._placer.table.replicas}
-        self._avoid_until_s[replica_id] = self._clock() + AVOID_S
+        if replica_id in self._avoided:
+            return  # it is being tried
+        self._avoided.add(replica_id)
+        self._usable_of = None
+        self._tasks.start(self._try_again(replica_id))
+        if not self._telling:
+            self._telling = True
+            self._tasks.start(self._tell())
+
+    async def _try_again(self, replica_id: str) -> None:
+        """Until a replica takes a call again, without any request in it, or is off the table."""
+        num_failures = self._num_failures.pop(replica_id, 0)
+        try:
+            while True:
+                await asyncio.sleep(min(MAX_AVOID_S, AVOID_S * 2 ** min(num_failures, 10)))
+                num_failures += 1
+                if replica_id not in self._placer.view.replicas:
+                    return
+                try:
+                    link = await self._attached_link(replica_id)
+                    if await self._transport.submit(replica_id, link.link_id, []):
+                        link.draining = False
+                        self._num_failures[replica_id] = num_failures  # until it takes a request
+                        return
+                except (ReplicaGone, ReplicaUnreachable) as error:
+                    self._avoid(replica_id, error)
+                except Exception:
+                    logger.exception("trying replica %s again failed", replica_id)
+        finally:
+            self._avoided.discard(replica_id)
+            self._usable_of = None
+
+    async def _tell(self) -> None:
+        """Say which replicas cannot be reached until all can be."""
+        try:
+            is_told = True
+            while self._avoided or is_told:
+                is_told = bool(self._avoided)
+                await self._placer.unreached(sorted(self._avoided))
+                await asyncio.sleep(TELL_INTERVAL_S)
+        finally:
+            self._telling = False
 
     def _drop(self, link: Link, *, died: bool = False, failure: EngineFailed | None = None) -> None:
         """End a link, once: nobody submits to it any more, and all its streams are lost."""

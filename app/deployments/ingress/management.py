@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from app.deployments.links.tasks import Tasks, Troubles
 from app.deployments.links.transport import ReplicaGone, ReplicaUnreachable
-from app.deployments.placement.table import PlacementTable
+from app.deployments.placement.table import Residency
+from app.deployments.placement.view import PlacementView
 from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
 from app.deployments.store.client import StoreClient
 from app.engine.errors import EngineFailure, NotReady
@@ -33,6 +33,15 @@ class AdapterDropper(Protocol):
     async def drop_adapter(self, replica_id: str, digest: str) -> int: ...
 
 
+class PlacedAdapters(Protocol):
+    """The part of `Placer` that is used here."""
+
+    @property
+    def view(self) -> PlacementView: ...
+
+    async def residency(self, digest: str) -> list[Residency]: ...
+
+
 class ReplicaResidency(NamedTuple):
     """Contents on one replica's device: requests that use them, and when one last began to (Unix time)."""
 
@@ -44,10 +53,10 @@ class ReplicaResidency(NamedTuple):
 class Management:
     """One per ingress. Every method raises NotReady while the store restarts, and what its counterpart raises."""
 
-    def __init__(self, store: StoreClient, replicas: AdapterDropper, placement: Callable[[], PlacementTable]) -> None:
+    def __init__(self, store: StoreClient, replicas: AdapterDropper, placer: PlacedAdapters) -> None:
         self.store = store
         self._replicas = replicas
-        self._placement = placement
+        self._placer = placer
         self._tasks = Tasks()  # an unload goes on when the request that began it is cancelled
         self._draining: set[str] = set()  # the jobs of unloads that this ingress sees to
 
@@ -84,13 +93,9 @@ class Management:
         """Leave what is not finished to other ingresses."""
         await self._tasks.close()
 
-    def residency(self, digest: str) -> list[ReplicaResidency]:
-        """Replicas whose device holds these contents, as they last reported."""
-        return [
-            ReplicaResidency(replica_id, report.active.get(digest, 0), report.last_used_s.get(digest))
-            for replica_id, report in sorted(self._placement().replicas.items())
-            if digest in report.resident
-        ]
+    async def residency(self, digest: str) -> list[ReplicaResidency]:
+        """Replicas whose device holds these contents, as they last said. Raises NotReady while placement is away."""
+        return [ReplicaResidency(*each) for each in await self._placer.residency(digest)]
 
     async def _drain_begun(self, begin: asyncio.Task[tuple[Unload, CatalogEntry | None]]) -> RegistryJob:
         return await self._drain((await begin)[0])
@@ -119,7 +124,12 @@ class Management:
         drops.result()
 
     async def _drop_everywhere(self, digest: str) -> None:
-        await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in self._placement().replicas))
+        """Where the contents are, or may come: their homes. What a replica holds beyond that it drops by itself."""
+        view = self._placer.view
+        replica_ids = {*view.holders(digest), *view.homes(digest)}
+        with suppress(NotReady):  # then the table is all that is known
+            replica_ids.update(each.replica_id for each in await self._placer.residency(digest))
+        await asyncio.gather(*(self._drop(replica_id, digest) for replica_id in sorted(replica_ids)))
 
     async def _drop(self, replica_id: str, digest: str) -> None:
         try:

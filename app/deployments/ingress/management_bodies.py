@@ -6,10 +6,10 @@ Ray job that gets one need not have this package. Nothing is asked or decided he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.deployments.ingress.management import Management
+from app.deployments.ingress.management import ReplicaResidency
 from app.deployments.registry.entries import AliasEntry, CatalogEntry, Description, RegistryJob, State
 
 
@@ -40,13 +40,12 @@ def unloaded_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any
     return body | {"state": job.state.value, "status": status, "job": job_body(job)}
 
 
-def description_body(name: str, description: Description, management: Management) -> dict[str, Any]:
+def description_body(name: str, description: Description, replicas: Sequence[ReplicaResidency]) -> dict[str, Any]:
     """`state` and `reason` are the name's: those of its last job if it is not being served."""
     entry, job = description.entry, description.job
     body: dict[str, Any] = {"id": name, "object": "lora"}
     if entry is not None:
-        replicas = [replica._asdict() for replica in management.residency(entry.ref.digest)]
-        residency = {"host": description.is_on_host, "replicas": replicas}
+        residency = {"host": description.is_on_host, "replicas": [replica._asdict() for replica in replicas]}
         body |= adapter_body(entry) | {
             "reason": None,
             "last_error": description.last_error,

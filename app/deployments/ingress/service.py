@@ -7,6 +7,7 @@ here: frontend, dispatcher, batcher, assigner, links. Rule: nothing here knows h
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
@@ -14,15 +15,17 @@ from typing import Any, NamedTuple, Protocol
 from app.config import AppConfig, LimitsConfig
 from app.deployments.ingress.adapter_names import AdapterNames
 from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.dispatcher import Batcher, Dispatcher
 from app.deployments.ingress.frontend import Frontend, TextModel
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.links import Links
+from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.management import AdapterDropper, Management
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.links.transport import Transport
 from app.deployments.placement.placer import Placer
-from app.deployments.placement.policies.policy import PlacementPolicy
+from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.engine.request import Usage
@@ -58,7 +61,7 @@ class RequestMetrics(Protocol):
 class Parts(NamedTuple):
     """What the service works with. `make_batcher` says how streams are gathered before they are given to replicas.
 
-    `clock` gives Unix time, `steady_clock` seconds that never go back.
+    `clock` gives Unix time, `steady_clock` seconds that never go back; `loads` is told what replicas report.
     """
 
     text: TextModel
@@ -67,6 +70,7 @@ class Parts(NamedTuple):
     store: StoreClient
     placer: Placer
     policy: PlacementPolicy
+    loads: Loads
     replicas: Replicas
     make_batcher: Callable[[Assigner], Batcher]
     metrics: RequestMetrics
@@ -85,24 +89,25 @@ class IngressService:
         self.base_name = config.model.name
         self.registry = parts.registry
         self.tenancy = parts.tenancy
-        self._links = Links(parts.replicas, parts.placer, parts.steady_clock)
+        self._links = Links(parts.replicas, parts.placer, parts.loads)
         self._assigner = Assigner(
-            self._links, parts.placer, parts.policy, parts.steady_clock, config.limits.replica_wait_s
+            self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_wait_s
         )
-        dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links)
-        self._names = AdapterNames(parts.registry, parts.placer, parts.store)
+        self._cold = ColdRequests(parts.placer, config.limits)
+        dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold)
+        self._names = AdapterNames(parts.registry, parts.placer, parts.store, parts.steady_clock)
         self.frontend = Frontend(parts.text, self.base_name, self._names, dispatcher, config.limits, parts.clock)
-        self.management = Management(parts.store, parts.replicas, lambda: parts.placer.table)
+        self.management = Management(parts.store, parts.replicas, parts.placer)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
         limits = LimitsConfig.model_validate(self._config.limits.model_dump() | changes)
-        self.frontend.limits = limits
+        self.frontend.limits = self._cold.limits = limits
         self._assigner.replica_wait_s = limits.replica_wait_s
 
     def is_ready(self) -> bool:
         """Whether any replica can be used."""
-        return bool(self._links.usable_loads())
+        return bool(self._links.usable)
 
     def observe(self, route: str, status: int, job: Job | None) -> None:
         """Count a request that has ended; it has no job if it ended before it had sequences."""
@@ -118,7 +123,7 @@ class IngressService:
 
     async def replica_stats(self) -> list[dict[str, Any]]:
         """Counts of every replica on the table that answers: for tests and operators."""
-        replica_ids = sorted(self._placer.table.replicas)
+        replica_ids = sorted(self._placer.view.replicas)
         results = await asyncio.gather(*map(self._replicas.stats, replica_ids), return_exceptions=True)
         return [result for result in results if isinstance(result, dict)]
 
@@ -144,7 +149,7 @@ class IngressService:
 
     async def close(self) -> None:
         """End what goes on in the background; streams that are still open are left to their callers."""
-        for part in (self.management, self._names, self._links):
+        for part in (self.management, self._names, self._assigner, self._links):
             await part.close()
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from app.deployments.ingress.inbox import Inbox
 from app.deployments.links.transport import EngineFailed
-from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, Overloaded, QueueFull
+from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, Overloaded, PolyloraError, QueueFull
 from app.engine.request import GenerateRequest, TokenChunk
 
 
@@ -45,12 +46,12 @@ class Stream:
 
     `deadline_s` is a time of the event loop's clock. While `submitting` is set an abort would overtake the submission
     of its own request, so it is held back. `refusals` says why each replica that was asked since the last loss has no
-    room.
+    room. An error in the inbox ends the stream with it.
     """
 
     request: GenerateRequest
     deadline_s: float = math.inf
-    inbox: Inbox[TokenChunk | Lost | Refused | DeadlineExceeded] = field(default_factory=Inbox)
+    inbox: Inbox[TokenChunk | Lost | Refused | PolyloraError] = field(default_factory=Inbox)
     received: list[int] = field(default_factory=list)
     link: Link | None = None
     attempt: int = 0
@@ -80,7 +81,8 @@ class Stream:
     def leave_link(self) -> None:
         """Expect nothing more of the present attempt."""
         if self.link is not None:
-            self.link.streams.pop(self.attempt_id, None)
+            if self.link.streams.pop(self.attempt_id, None) is not None:
+                self.link.count(-1)
             self.link = None
 
     def lose(self, attempt: int, *, died: bool = False, failure: EngineFailed | None = None) -> None:
@@ -110,10 +112,12 @@ class Link:
     """The connection to one replica, and the streams that are computed there.
 
     `settled` is set when it is known whether the replica has attached us: with the first frame, or when the link ends
-    before. A replica that is `draining` takes no new requests; sooner or later it is stopped.
+    before. A replica that is `draining` takes no new requests; sooner or later it is stopped. `count` is told of
+    streams that come (more than 0) and leave.
     """
 
     replica_id: str
+    count: Callable[[int], None]
     link_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     streams: dict[str, Stream] = field(default_factory=dict)  # by attempt id
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -130,6 +134,7 @@ class Link:
         """Deliver the chunks of the stream's present attempt to it from now on."""
         stream.link = self
         self.streams[stream.attempt_id] = stream
+        self.count(+1)
 
     def deliver(self, chunk: TokenChunk) -> None:
         """Hand a chunk to its stream. A stream that was closed meanwhile is not here: its abort is on the way."""

@@ -3,13 +3,14 @@
 In: new values, given to `publish`. Out: every watcher's pending call returns at once with what is new; a watcher that
 was away gets the newest, never a stale one. A watcher that asks for what comes after version v tells the owner that it
 holds v. So the owner can wait until everybody holds a version, and "loaded" can mean that every ingress knows. A value
-is sent whole; of a table only the rows that changed are sent, in pages.
+is sent whole; of a table only the rows that changed are sent, in pages. Rule: a watcher is answered at most once in the
+owner's floor, however fast values change, and what has changed meanwhile is in that one answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -47,17 +48,30 @@ class _Owner:
     """Who holds which version, and waiting for either side. One event loop, no threads; `clock` gives seconds.
 
     `revision` is the caller's to set, before it publishes what was made from it. For `grace_s` after it was made
-    nothing counts as held by everybody: watchers of the owner's last life may be on their way.
+    nothing counts as held by everybody: watchers of the owner's last life may be on their way. `floor_s` is the least
+    time between two answers to one watcher.
     """
 
-    def __init__(self, clock: Callable[[], float], origin: str, grace_s: float = 0.0) -> None:
+    def __init__(self, clock: Callable[[], float], origin: str, grace_s: float, floor_s: float) -> None:
         self._now_s = clock
         self.origin = origin
         self.revision = 0
         self._grace_ends_s = clock() + grace_s
+        self._floor_s = floor_s
+        self._answered_s: dict[str, float] = {}
         self._version = Version(uuid.uuid4().hex, 0, origin=origin)
         self._news = asyncio.Event()
         self._held: dict[str, tuple[Version, float]] = {}
+
+    @property
+    def epoch(self) -> str:
+        """This life of the owner's."""
+        return self._version.epoch
+
+    @property
+    def num_watchers(self) -> int:
+        """Watchers that have asked lately."""
+        return len(self._living())
 
     async def settled(self, timeout_s: float) -> bool:
         """Wait until every living watcher holds the present version. False if one did not say so in time."""
@@ -74,6 +88,7 @@ class _Owner:
         """What each watcher held when it last asked; one that should have asked again is gone."""
         now_s = self._now_s()
         self._held = {watcher: held for watcher, held in self._held.items() if held[1] > now_s}
+        self._answered_s = {watcher: at_s for watcher, at_s in self._answered_s.items() if watcher in self._held}
         return [version for version, _ in self._held.values()]
 
     def _advance(self, by: int) -> None:
@@ -90,14 +105,17 @@ class _Owner:
                 await asyncio.wait_for(self._news.wait(), timeout_s)
             except TimeoutError:
                 return False
+        if self._floor_s:
+            await asyncio.sleep(self._answered_s.get(watcher_id, -math.inf) + self._floor_s - self._now_s())
+            self._answered_s[watcher_id] = self._now_s()
         return True
 
 
 class Published(_Owner, Generic[T]):
     """A value, sent whole."""
 
-    def __init__(self, value: T, clock: Callable[[], float] = time.monotonic, *, origin: str = "") -> None:
-        super().__init__(clock, origin)
+    def __init__(self, value: T, clock: Callable[[], float], *, origin: str = "", floor_s: float = 0.0) -> None:
+        super().__init__(clock, origin, 0.0, floor_s)
         self._value = value
 
     @property
@@ -135,11 +153,17 @@ class PublishedTable(_Owner, Generic[K, V]):
     what there is, and the numbers of its first pages are old.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, origin: str = "", grace_s: float = 0.0) -> None:
-        super().__init__(clock, origin, grace_s)
+    def __init__(
+        self, clock: Callable[[], float], *, origin: str = "", grace_s: float = 0.0, floor_s: float = 0.0
+    ) -> None:
+        super().__init__(clock, origin, grace_s, floor_s)
         self._rows: dict[K, tuple[int, V | None]] = {}
         self._log: list[tuple[int, K]] = []
         self._floor = 0
+
+    def get(self, key: K) -> V | None:
+        """A row as it is now; None if there is none."""
+        return self._rows.get(key, (0, None))[1]
 
     def publish(self, changes: Mapping[K, V | None]) -> None:
         if not changes:
@@ -168,6 +192,7 @@ class PublishedTable(_Owner, Generic[K, V]):
             if newest != number:
                 continue  # changed again later
             if len(rows) == MAX_PAGE:
+                self._answered_s.pop(watcher_id, None)  # the rest of a copy is not waited for
                 return version._replace(number=after, revision=0), Changes(tuple(rows), is_first, False)
             rows.append((key, value))
             after = number

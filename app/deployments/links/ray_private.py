@@ -88,6 +88,12 @@ def take_error_messages(take: Callable[[Sequence[str]], None]) -> None:
     worker.print_to_stdstream = instead
 
 
+def serve_ends_us() -> bool:
+    """Whether Serve has begun to end the replica that this process is: it drains. False in any other process."""
+    replica = worker.global_worker.actors.get(worker.global_worker.actor_id)
+    return replica is not None and bool(replica._replica_impl._shutting_down)
+
+
 class ActorPlace(NamedTuple):
     """An actor that lives or waits; `node_id` is empty until a process on a machine is its own."""
 

@@ -6,12 +6,13 @@ starts empty after a crash and is right again with the next reports. When nobody
 
 from __future__ import annotations
 
+import time
+
 from app.config import AppConfig
 from app.deployments.links.attendance import Attendance
 from app.deployments.links.ray_calls import FoundActor, NamedActor, leave
 from app.deployments.links.watched import Watch
-from app.deployments.placement.service import PlacementService
-from app.deployments.registry.shares import Shares
+from app.deployments.placement.service import PlacementService, ShareChanges
 from app.deployments.store.client import StoreClient
 from app.logs import start_log
 
@@ -20,16 +21,19 @@ class PlacementActor(PlacementService):
     """`PlacementService` that leaves when nobody calls any more."""
 
     def __init__(self, config_json: str) -> None:
-        self._attendance = Attendance(leave)
+        self._attendance = Attendance(leave, time.monotonic)
         config = AppConfig.model_validate_json(config_json)
         start_log(config.logs, "placement")
-        super().__init__(config.placement, _watch_shares, self._attendance.here)
+        super().__init__(config.placement, _watch_shares, self._attendance.here, time.monotonic)
 
 
 def placement_actor(config: AppConfig, app_name: str) -> NamedActor:
-    """One per application: replicas of two services must not stand on one table."""
-    return NamedActor(f"placement-{app_name}-{config.placement_key}", PlacementActor, config.model_dump_json())
+    """One per application, whatever its settings: replicas of two services must not stand on one table.
+
+    `config` is what it starts with if it is not there; replicas tell it of other settings.
+    """
+    return NamedActor(f"placement-{app_name}", PlacementActor, config.model_dump_json())
 
 
-def _watch_shares(store: str) -> Watch[Shares]:
+def _watch_shares(store: str) -> Watch[ShareChanges]:
     return StoreClient(FoundActor(store)).watch_shares

@@ -1,152 +1,236 @@
 """Which replica serves which adapter: the books of the placement actor, without Ray.
 
-In: reports from replicas (who is alive, how loaded, which adapters are resident), questions about adapters that
-have no home yet. Out: a `PlacementTable` that every ingress holds and reads without asking anybody. An adapter's
-home changes only when its replica is gone or when sharing it pays: adding a replica moves nothing, losing one moves
-its own adapters only. Where a new adapter goes is the policy's decision (`policies/`).
+In: news from replicas (who is alive, how loaded, which adapters are resident), questions about adapters that have no
+home yet, what ingresses cannot reach. Out: the changes of a table that every ingress holds and reads without asking
+anybody. An adapter's home changes only when its replica is gone or when sharing it pays: adding a replica moves
+nothing, losing one moves its own adapters only. Where a new adapter goes is the policy's decision (`policies/`). Rule:
+a replica leaves the table by its own word, by its silence, or when most ingresses, and two at least, cannot reach it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
-from app.deployments.placement.policies.policy import PlacementPolicy
-from app.deployments.placement.rendezvous import rendezvous_order
-from app.deployments.placement.table import PlacementTable, ReplicaReport
+from app.deployments.placement.policy import PlacementPolicy
+from app.deployments.placement.table import Key, ReplicaNews, Residency, Row
+from app.deployments.placement.view import PlacementView, UsableFleet
+from app.deployments.placement.witnesses import Witnesses
 
 #: Adapters with a remembered home; the longest unused are forgotten (their rows, if any, are reported anyway).
-MAX_HOMES = 8192
+MAX_HOMES = 32_768
 #: A replica shares its busiest adapter when it carries this many times the mean load, and this many more requests.
 SHARE_FACTOR, SHARE_MARGIN = 1.5, 4
 #: Seconds between two changes of one adapter's homes: the hysteresis.
 DWELL_S = 10.0
+#: Missed reports after which one ingress that cannot reach a replica is believed.
+MISSED_REPORTS = 2.5
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What one replica has said."""
+
+    number: int
+    seen_s: float
+    load: int = 0
+    resident: set[str] = field(default_factory=set)
+    active: Mapping[str, int] = field(default_factory=dict)
+    used_s: dict[str, float] = field(default_factory=dict)
 
 
 class PlacementBooks:
-    """The placement actor's state: reports in, table out. Every method says whether the table changed."""
+    """The placement actor's state. What its methods change is in `take_changes`; times are the caller's, in seconds."""
 
-    def __init__(self, policy: PlacementPolicy, silence_s: float) -> None:
+    def __init__(self, policy: PlacementPolicy, silence_s: float, report_interval_s: float) -> None:
+        self.view = PlacementView()
+        self._changes: dict[Key, Row | None] = {}
+        self._replicas: dict[str, _Replica] = {}
+        self._used: dict[str, None] = {}  # adapters with a home, by last use
+        self._shared: set[str] = set()  # those that have several
+        self._changed_s: dict[str, float] = {}  # adapters whose homes dwell, and since when
+        self._kept_out_s: dict[str, float] = {}  # replicas that most could not reach, and when
+        self._witnesses = Witnesses()
+        self._shares: dict[str, float] = {}
+        self.configure(policy, silence_s, report_interval_s)
+
+    def configure(self, policy: PlacementPolicy, silence_s: float, report_interval_s: float) -> None:
+        """Go on with other settings; homes stay as they are."""
         self._policy = policy
         self._silence_s = silence_s
-        self._replicas: dict[str, ReplicaReport] = {}
-        self._seen_s: dict[str, float] = {}
-        self._homes: dict[str, tuple[str, ...]] = {}
-        self._changed_s: dict[str, float] = {}  # adapters whose homes dwell, and since when
-        self._gone: dict[str, float] = {}  # replicas that may still speak, and when they were last declared gone
-        self._shares: Mapping[str, float] = {}
+        self._missed_s = MISSED_REPORTS * report_interval_s
 
     @property
-    def table(self) -> PlacementTable:
-        return PlacementTable(dict(self._replicas), dict(self._homes))
+    def shares(self) -> Collection[str]:
+        """Adapters that more than the usual part of the traffic is expected for."""
+        return self._shares.keys()
 
-    def report(self, report: ReplicaReport, now_s: float) -> bool:
-        """A replica speaks. One that was declared gone is not believed for a while: its last words may still arrive."""
-        if now_s - self._gone.get(report.replica_id, -math.inf) <= self._silence_s:
+    def take_changes(self) -> Mapping[Key, Row | None]:
+        """The rows of the table that have changed since this was last asked."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def report(self, news: ReplicaNews, now_s: float) -> bool:
+        """A replica speaks. False if its news cannot be understood without a whole message, which is wanted then."""
+        replica_id = news.replica_id
+        if now_s - self._kept_out_s.get(replica_id, -math.inf) <= self._silence_s:
+            return True
+        if news.is_leaving:
+            self._forget(replica_id)
+            return True
+        replica = self._replicas.get(replica_id)
+        if replica is not None and news.number <= replica.number:
+            return True  # it was overtaken by a later one
+        if news.is_whole:
+            replica = replica or self._begin(replica_id, news, now_s)
+        elif replica is None or news.number != replica.number + 1:
             return False
-        self._seen_s[report.replica_id] = now_s
-        before = self._replicas.get(report.replica_id)
-        self._replicas[report.replica_id] = report
-        for digest in report.active.keys() & self._homes.keys():
-            self._homes[digest] = self._homes.pop(digest)  # by last use
-        return before is None or before.resident != report.resident
+        replica.number, replica.seen_s, replica.load, replica.active = news.number, now_s, news.load, news.active
+        self._move(replica_id, replica, news)
+        for digest in news.active:
+            if digest in self._used:
+                self._used[digest] = self._used.pop(digest)
+        return True
 
-    def gone(self, replica_id: str, now_s: float) -> bool:
-        """An ingress met a dead or draining replica, or lost its connection to a healthy one: nobody can tell which.
+    def unreached(self, ingress_id: str, replica_ids: Collection[str], now_s: float) -> None:
+        """An ingress names all replicas that it cannot reach; `expire` says what comes of it."""
+        self._witnesses.say(ingress_id, [each for each in replica_ids if each in self._replicas], now_s)
 
-        It is taken back when it still speaks after the time of silence; then whoever meets it again says so again.
-        """
-        self._seen_s.pop(replica_id, None)
-        self._gone[replica_id] = now_s
-        return self._forget(replica_id)
+    def expire(self, now_s: float, num_ingresses: int) -> None:
+        """Drop replicas that have been silent for too long, or that most of this many ingresses cannot reach."""
+        self._kept_out_s = {each: at_s for each, at_s in self._kept_out_s.items() if now_s - at_s <= self._silence_s}
+        for replica_id, replica in list(self._replicas.items()):
+            silent_s, is_doubted = now_s - replica.seen_s, self._witnesses.num(replica_id, now_s) > 0
+            if silent_s > self._silence_s or (is_doubted and silent_s > self._missed_s):
+                self._forget(replica_id)
+            elif self._witnesses.is_out_of_reach(replica_id, now_s, num_ingresses):
+                self._kept_out_s[replica_id] = now_s
+                self._forget(replica_id)
 
-    def expire(self, now_s: float) -> bool:
-        """Drop replicas that have been silent too long, and forget that they were there."""
-        silent = [replica_id for replica_id, seen_s in self._seen_s.items() if now_s - seen_s > self._silence_s]
-        for replica_id in silent:
-            del self._seen_s[replica_id]
-        self._gone = {gone: at_s for gone, at_s in self._gone.items() if now_s - at_s <= self._silence_s}
-        forgotten = [self._forget(replica_id) for replica_id in silent]  # all of them: any() would stop early
-        return any(forgotten)
-
-    def assign(self, digests: Iterable[str]) -> bool:
-        """Give every adapter that has no living home one, by the policy."""
-        changed = False
+    def assign(self, digests: Iterable[str]) -> dict[str, Row]:
+        """Give every adapter that has no home one, by the policy. Returns the homes of those that have one now."""
+        fleet, homes = UsableFleet(self.view, self.view.replicas, self._load), {}
         for digest in digests:
-            if digest in self._homes:
-                continue
-            homes = self._policy.homes(digest, self.table)
-            if homes:
-                self._homes[digest] = homes
+            if not self.view.homes(digest) and (chosen := self._policy.homes(digest, fleet)):
+                self._set_homes(digest, chosen)
                 self._widen(digest)
-                changed = True
-        while len(self._homes) > MAX_HOMES:
-            del self._homes[next(iter(self._homes))]
-        return changed
+            if row := self.view.homes(digest):
+                homes[digest] = row
+        while len(self._used) > MAX_HOMES:
+            self._set_homes(next(iter(self._used)), ())
+        return homes
 
-    def steer(self, shares: Mapping[str, float]) -> bool:
-        """Adapters that more than the usual part of the traffic is expected for: each has that part of the replicas
-        for homes, before the load shows it.
+    def steer(self, shares: Mapping[str, float | None]) -> None:
+        """The expected parts of the traffic that have changed (None: no more than usual).
+
+        An adapter with a part has that part of the replicas for homes, before the load shows it.
         """
-        self._shares = dict(shares)
-        return self._widen_all()
+        for digest, share in shares.items():
+            if share is None:
+                self._shares.pop(digest, None)
+            else:
+                self._shares[digest] = share
+        self._widen_all()
 
-    def rebalance(self, now_s: float) -> bool:
+    def rebalance(self, now_s: float) -> None:
         """Share the busiest adapter of an overloaded replica; take the extra home back when demand is gone."""
         self._changed_s = {digest: at_s for digest, at_s in self._changed_s.items() if now_s - at_s < DWELL_S}
-        return self._widen_all() | self._share(now_s) | self._unshare(now_s)
+        self._widen_all()
+        self._share(now_s)
+        self._unshare(now_s)
+
+    def residency(self, digest: str) -> list[Residency]:
+        """The replicas whose device holds an adapter, in order of their ids, and how it is used there."""
+        holders = sorted(each for each in self.view.holders(digest) if each in self._replicas)
+        found = [(each, self._replicas[each]) for each in holders]
+        return [Residency(each, replica.active.get(digest, 0), replica.used_s.get(digest)) for each, replica in found]
+
+    def _begin(self, replica_id: str, news: ReplicaNews, now_s: float) -> _Replica:
+        self._change(("replica", replica_id), ())
+        replica = self._replicas[replica_id] = _Replica(news.number, now_s)
+        return replica
+
+    def _move(self, replica_id: str, replica: _Replica, news: ReplicaNews) -> None:
+        """Take over which adapters came to and left a replica's device."""
+        unloaded = replica.resident.difference(news.loaded) if news.is_whole else set(news.unloaded)
+        for digest in unloaded & replica.resident:
+            self._change(("resident", digest, replica_id), None)
+        for digest in news.loaded:
+            if digest not in replica.resident:
+                self._change(("resident", digest, replica_id), ())
+        replica.resident = (replica.resident - unloaded).union(news.loaded)
+        replica.used_s.update(news.used_s)
+        if unloaded:
+            replica.used_s = {each: at_s for each, at_s in replica.used_s.items() if each in replica.resident}
+
+    def _load(self, replica_id: str) -> int:
+        return self._replicas[replica_id].load
 
     def _num_expected(self, digest: str) -> int:
         return max(1, round(self._shares.get(digest, 0.0) * len(self._replicas)))
 
-    def _widen_all(self) -> bool:
-        widened = [self._widen(digest) for digest in self._shares if digest in self._homes]  # any() would stop early
-        return any(widened)
+    def _widen_all(self) -> None:
+        for digest in self._shares:
+            if self.view.homes(digest):
+                self._widen(digest)
 
-    def _widen(self, digest: str) -> bool:
-        """Add the homes that an adapter's share asks for, in its rendezvous order."""
-        homes = self._homes[digest]
-        others = [other for other in rendezvous_order(digest, self._replicas) if other not in homes]
-        added = others[: max(0, self._num_expected(digest) - len(homes))]
-        self._homes[digest] = (*homes, *added)
-        return bool(added)
+    def _widen(self, digest: str) -> None:
+        """Add the homes that an adapter's share asks for, in its own order."""
+        homes = self.view.homes(digest)
+        num_missing = self._num_expected(digest) - len(homes)
+        if num_missing > 0:
+            others = [other for other in self.view.preferred(digest) if other not in homes]
+            self._set_homes(digest, (*homes, *others[:num_missing]))
 
-    def _share(self, now_s: float) -> bool:
+    def _share(self, now_s: float) -> None:
         if len(self._replicas) < 2:
-            return False
-        mean = sum(report.load for report in self._replicas.values()) / len(self._replicas)
-        for report in sorted(self._replicas.values(), key=lambda report: -report.load):
-            if report.load <= max(SHARE_FACTOR * mean, mean + SHARE_MARGIN):
-                return False
-            for digest in sorted(report.active, key=lambda digest: -report.active[digest]):
-                homes = self._homes.get(digest)
-                others = [other for other in self._replicas.values() if homes and other.replica_id not in homes]
-                if homes and report.replica_id in homes and others and digest not in self._changed_s:
-                    target = min(others, key=lambda other: (other.load, other.replica_id))
-                    self._homes[digest] = (*homes, target.replica_id)
+            return
+        mean = sum(replica.load for replica in self._replicas.values()) / len(self._replicas)
+        bound = max(SHARE_FACTOR * mean, mean + SHARE_MARGIN)
+        overloaded = [(replica.load, each) for each, replica in self._replicas.items() if replica.load > bound]
+        for _, replica_id in sorted(overloaded, key=lambda item: (-item[0], item[1])):
+            active = self._replicas[replica_id].active
+            for digest in sorted(active, key=lambda digest: -active[digest]):
+                homes = self.view.homes(digest)
+                if replica_id in homes and len(homes) < len(self._replicas) and digest not in self._changed_s:
+                    others = (other for other in self._replicas if other not in homes)
+                    target = min(others, key=lambda other: (self._load(other), other))
+                    self._set_homes(digest, (*homes, target))
                     self._changed_s[digest] = now_s
-                    return True
-        return False
+                    return
 
-    def _unshare(self, now_s: float) -> bool:
-        changed = False
-        for digest, homes in list(self._homes.items()):
-            if len(homes) > self._num_expected(digest) and digest not in self._changed_s:
+    def _unshare(self, now_s: float) -> None:
+        for digest in sorted(self._shared.difference(self._changed_s)):
+            homes = self.view.homes(digest)
+            if len(homes) > self._num_expected(digest):
                 active = sum(self._replicas[home].active.get(digest, 0) for home in homes if home in self._replicas)
                 if active < SHARE_MARGIN:
-                    self._homes[digest] = homes[:-1]
+                    self._set_homes(digest, homes[:-1])
                     self._changed_s[digest] = now_s
-                    changed = True
-        return changed
 
-    def _forget(self, replica_id: str) -> bool:
-        if self._replicas.pop(replica_id, None) is None:
-            return False
-        for digest, homes in list(self._homes.items()):
-            if replica_id in homes:
-                rest = tuple(home for home in homes if home != replica_id)
-                if rest:
-                    self._homes[digest] = rest
-                else:
-                    del self._homes[digest]
-        return True
+    def _forget(self, replica_id: str) -> None:
+        """Take a replica off the table, and its homes; adapters without another home have none."""
+        self._witnesses.forget(replica_id)
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None:
+            return
+        self._change(("replica", replica_id), None)
+        for digest in replica.resident:
+            self._change(("resident", digest, replica_id), None)
+        for digest in list(self.view.at_home(replica_id)):
+            self._set_homes(digest, tuple(home for home in self.view.homes(digest) if home != replica_id))
+
+    def _set_homes(self, digest: str, homes: Row) -> None:
+        self._change(("home", digest), homes or None)
+        self._shared.discard(digest)
+        if homes:
+            self._used.setdefault(digest)
+        else:
+            self._used.pop(digest, None)
+        if len(homes) > 1:
+            self._shared.add(digest)
+
+    def _change(self, key: Key, row: Row | None) -> None:
+        self._changes[key] = row
+        self.view.apply({key: row})

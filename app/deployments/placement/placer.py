@@ -1,70 +1,121 @@
 """What one process knows of placement, and how it asks for homes.
 
-In: adapters that need a home, replicas that were lost. Out: the placement table, read from this process's memory.
-`Placer` is all that a dispatcher needs; `ServePlacer` is one over the placement actor. An actor that is away costs
-freshness, never an answer.
+In: adapters that need a home, replicas that cannot be reached. Out: where adapters are, read from this process's
+memory. `Placer` is all that a dispatcher needs; `ServePlacer` is one over the placement actor. Rule: an actor that is
+away costs freshness, never an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from app.deployments.links.watched import Watched
+from app.deployments.links.published import Changes, Version
+from app.deployments.links.tasks import Troubles
+from app.deployments.links.watched import Follower, Watch
 from app.deployments.placement.client import PlacementClient
-from app.deployments.placement.table import PlacementTable
-from app.engine.errors import NotReady
-
-logger = logging.getLogger(__name__)
+from app.deployments.placement.table import Key, LoadNews, ReplicaLoad, Residency, Row
+from app.deployments.placement.view import PlacementView
 
 #: Longest wait for placement's answer before the ingress decides by itself.
 ASSIGN_TIMEOUT_S = 0.5
 
 
 class Placer(Protocol):
-    """What the dispatcher asks of placement: the table, and homes for adapters that have none."""
+    """What an ingress asks of placement."""
 
     @property
-    def table(self) -> PlacementTable: ...
+    def view(self) -> PlacementView:
+        """Where adapters are, as far as this process knows."""
+        ...
 
     async def assign(self, digests: Sequence[str]) -> None:
         """Find homes for these adapters; returns (not raises) when nobody can be asked."""
         ...
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait for a new table, at most this long."""
+        """Wait for news of the table, at most this long."""
         ...
 
-    async def gone(self, replica_id: str) -> None:
-        """Tell the others that a replica is not to be used for now."""
+    async def unreached(self, replica_ids: Sequence[str]) -> None:
+        """Say which replicas this process cannot reach now: all of them; returns when nobody can be told."""
         ...
+
+    async def residency(self, digest: str) -> list[Residency]:
+        """The replicas whose device holds an adapter, and how it is used there. Raises NotReady."""
+        ...
+
+
+class WatchedPlacement(Follower[Changes[Key, Row]]):
+    """The table, copied by its changes into `view`."""
+
+    def __init__(self, watch: Watch[Changes[Key, Row]], watcher_id: str) -> None:
+        super().__init__(watch, watcher_id)
+        self._news = asyncio.Event()
+        self.view = PlacementView()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait for news, at most this long."""
+        try:
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _take(self, version: Version, news: Changes[Key, Row]) -> None:
+        self._held = version
+        self.view.take(news)
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class WatchedLoads(Follower[LoadNews]):
+    """The loads of replicas, handed to `take` as they come, with placement's time when they were sent."""
+
+    def __init__(
+        self,
+        watch: Watch[LoadNews],
+        watcher_id: str,
+        take: Callable[[Mapping[str, ReplicaLoad | None], float], None],
+    ) -> None:
+        super().__init__(watch, watcher_id)
+        self._take_rows = take
+
+    def _take(self, version: Version, news: LoadNews) -> None:
+        self._held = version
+        self._take_rows(dict(news.changes.rows), news.now_s)
 
 
 class ServePlacer:
-    """`Placer` over the placement actor."""
+    """`Placer` over the placement actor, for the ingress of this id."""
 
-    def __init__(self, client: PlacementClient, watched: Watched[PlacementTable]) -> None:
+    def __init__(self, client: PlacementClient, watched: WatchedPlacement, ingress_id: str) -> None:
         self._client = client
         self._watched = watched
+        self._ingress_id = ingress_id
+        self._troubles = Troubles("asking placement")
 
     @property
-    def table(self) -> PlacementTable:
-        return self._watched.value
+    def view(self) -> PlacementView:
+        return self._watched.view
 
     async def assign(self, digests: Sequence[str]) -> None:
         try:
             async with asyncio.timeout(ASSIGN_TIMEOUT_S):
-                self._watched.take(*await self._client.assign(digests))
-        except (TimeoutError, NotReady) as error:
-            logger.warning("placement does not answer (%s); deciding from the last table", str(error) or "too late")
+                self.view.answer(await self._client.assign(digests))
+        except Exception as error:  # away, too late, of another version: the last table decides
+            self._troubles.met(error)
+        else:
+            self._troubles.over()
 
     async def changed(self, timeout_s: float) -> None:
         await self._watched.changed(timeout_s)
 
-    async def gone(self, replica_id: str) -> None:
+    async def unreached(self, replica_ids: Sequence[str]) -> None:
         try:
-            await self._client.gone(replica_id)
-        except NotReady as error:
-            logger.warning("%s; placement will miss the replica's reports instead", error)
+            await self._client.unreached(self._ingress_id, replica_ids)
+        except Exception as error:  # it will miss the replicas' reports, if they are gone
+            self._troubles.met(error)
+
+    async def residency(self, digest: str) -> list[Residency]:
+        return await self._client.residency(digest)

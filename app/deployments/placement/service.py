@@ -1,30 +1,37 @@
 """Placement over time: the books, a clock, and the traffic shares of the adapter store.
 
-In: reports of replicas, questions of ingresses, the shares that the store publishes. Out: the placement table,
-published to whoever watches. After a restart it gives no homes, and replaces no table that somebody holds, until every
-replica had the time to report: ingresses keep the last table, which is better than one without the replicas that hold
-their adapters' rows.
+In: news of replicas, questions of ingresses, the shares that the store publishes. Out: two published tables, of where
+adapters are and of how loaded replicas are. After a restart it gives no homes, and replaces no table that somebody
+holds, until every replica had the time to report: ingresses keep the last table, which is better than one without the
+replicas that hold their adapters' rows. Rule: what an answer and a publication cost does not depend on the fleet's
+size.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 from app.config import PlacementConfig
-from app.deployments.links.published import Published, Version
+from app.deployments.links.published import Changes, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import Follower, Watch
 from app.deployments.placement.books import PlacementBooks
-from app.deployments.placement.policies.choosing import make_policy
-from app.deployments.placement.table import PlacementTable, ReplicaReport
-from app.deployments.registry.shares import Shares
-from app.engine.errors import NotReady
+from app.deployments.placement.choosing import make_policy
+from app.deployments.placement.table import Key, LoadNews, Origin, ReplicaLoad, ReplicaNews, Residency, Row
+from app.engine.errors import ConfigError, NotReady
+
+logger = logging.getLogger(__name__)
 
 REBALANCE_INTERVAL_S = 1.0
 #: By this much later than a report interval after placement's restart every replica has reported.
 SETTLE_MARGIN_S = 0.5
+#: An ingress is told of adapters and of loads at most this often.
+TABLE_FLOOR_S, LOADS_FLOOR_S = 0.1, 0.25
+
+#: Changes of the traffic's shares, by digest.
+ShareChanges = Changes[str, float]
 
 
 class PlacementService:
@@ -36,46 +43,70 @@ class PlacementService:
     def __init__(
         self,
         config: PlacementConfig,
-        watch_shares: Callable[[str], Watch[Shares]],
+        watch_shares: Callable[[str], Watch[ShareChanges]],
         called: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._watch_shares = watch_shares
         self._called = called
         self._now_s = clock
-        self._books = PlacementBooks(make_policy(config), config.silence_s)
-        self._published = Published(PlacementTable(), clock)
+        self._settings = config.model_dump_json()
+        self._books = PlacementBooks(make_policy(config), config.silence_s, config.report_interval_s)
+        self._table: PublishedTable[Key, Row] = PublishedTable(clock, floor_s=TABLE_FLOOR_S)
+        self._loads: PublishedTable[str, ReplicaLoad] = PublishedTable(clock, floor_s=LOADS_FLOOR_S)
         self._settled_s = clock() + config.report_interval_s + SETTLE_MARGIN_S
         self._tasks = Tasks()
-        self._stores: dict[str, str] = {}  # replica -> the name of the store that it works with
+        self._origins: dict[str, Origin] = {}
         self._followed: tuple[str, asyncio.Task[None]] | None = None
 
-    async def report(self, report: ReplicaReport, store: str) -> None:
-        """A replica says what it holds, how loaded it is, and the name of the store that it works with."""
+    async def report(self, news: ReplicaNews) -> bool:
+        """A replica speaks. False if its news cannot be understood without a whole message, which is wanted then."""
         self._be_called()
-        self._stores[report.replica_id] = store
-        self._publish_if(self._books.report(report, self._now_s()))
-        self._follow_shares()
+        now_s = self._now_s()
+        is_understood = self._books.report(news, now_s)
+        if news.replica_id in self._books.view.replicas:
+            if news.origin is not None:
+                self._origins[news.replica_id] = news.origin
+            if is_understood:
+                self._loads.publish({news.replica_id: (news.load, now_s)})
+        self._publish()
+        return is_understood
 
-    async def gone(self, replica_id: str) -> None:
-        """A replica is not to be used for now."""
-        self._publish_if(self._books.gone(replica_id, self._now_s()))
+    async def unreached(self, ingress_id: str, replica_ids: Sequence[str]) -> None:
+        """An ingress names all replicas that it cannot reach, and does so again while there are any."""
+        self._books.unreached(ingress_id, replica_ids, self._now_s())
 
-    async def assign(self, digests: Sequence[str]) -> tuple[Version, PlacementTable]:
-        """Raises NotReady while replicas may be missing: a home that is given then is a wrong one."""
+    async def assign(self, digests: Sequence[str]) -> Mapping[str, Row]:
+        """The homes of these adapters; those without one are given one.
+
+        Raises NotReady while replicas may be missing: a home that is given then is a wrong one.
+        """
         if self._now_s() < self._settled_s:
             raise NotReady("placement has just started", retry_after_s=1)
-        self._publish_if(self._books.assign(digests))
-        return self._published.current
+        homes = self._books.assign(digests)
+        self._publish()
+        return homes
+
+    async def residency(self, digest: str) -> list[Residency]:
+        """The replicas whose device holds an adapter, and how it is used there."""
+        return self._books.residency(digest)
 
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
-    ) -> tuple[Version, PlacementTable] | None:
-        """The table as soon as it differs from `held`, None after `timeout_s`."""
+    ) -> tuple[Version, Changes[Key, Row]] | None:
+        """A page of the table's rows that `held` lacks, as soon as there is one; None after `timeout_s`."""
         self._be_called()
-        if held is not None and held.epoch != self._published.current[0].epoch:  # it has a table, of an earlier life
+        if held is not None and held.epoch != self._table.epoch:  # it has a table, of an earlier life
             await asyncio.sleep(self._settled_s - self._now_s())
-        return await self._published.newer(held, watcher_id, timeout_s)
+        return await self._table.newer(held, watcher_id, timeout_s)
+
+    async def watch_loads(
+        self, held: Version | None, watcher_id: str, timeout_s: float
+    ) -> tuple[Version, LoadNews] | None:
+        """The loads that `held` lacks, as soon as there are some; None after `timeout_s`."""
+        self._be_called()
+        news = await self._loads.newer(held, watcher_id, timeout_s)
+        return None if news is None else (news[0], LoadNews(news[1], self._now_s()))
 
     async def close(self) -> None:
         """Stop the clock, and stop following shares."""
@@ -86,43 +117,75 @@ class PlacementService:
         if not self._tasks:
             self._tasks.run_forever(self._run_clock)
 
-    def _publish_if(self, changed: bool) -> None:
-        if changed:
-            self._published.publish(self._books.table)
+    def _publish(self) -> None:
+        changes = self._books.take_changes()
+        self._table.publish(changes)
+        if any(key[0] == "replica" for key in changes):
+            present = self._books.view.replicas
+            self._origins = {each: origin for each, origin in self._origins.items() if each in present}
+            self._loads.publish({key[1]: None for key, row in changes.items() if key[0] == "replica" and row is None})
+            self._follow_newest()
 
     async def _run_clock(self) -> None:
         while True:
             await asyncio.sleep(REBALANCE_INTERVAL_S)
             now_s = self._now_s()
-            changed = self._books.expire(now_s) | self._books.rebalance(now_s)
-            self._publish_if(changed or self._books.table != self._published.current[1])
-            self._follow_shares()
+            self._books.expire(now_s, self._table.num_watchers)
+            self._books.rebalance(now_s)
+            self._publish()
 
-    def _follow_shares(self) -> None:
-        """Follow the store that the replicas work with.
+    def _follow_newest(self) -> None:
+        """Take the settings of the replica that was started last, and follow a store that replicas work with.
 
         During an upgrade they work with two: the one that is followed is until no replica works with it.
         """
-        present = self._books.table.replicas
-        self._stores = {replica_id: store for replica_id, store in self._stores.items() if replica_id in present}
-        stores = set(self._stores.values())
-        if not stores or (self._followed is not None and self._followed[0] in stores):
+        if not self._origins:
+            return
+        newest = max(self._origins.values(), key=lambda origin: origin.started_s)
+        if newest.settings != self._settings:
+            self._settings = newest.settings
+            self._configure(newest.settings)
+        stores = {origin.store for origin in self._origins.values()}
+        if self._followed is not None and self._followed[0] in stores:
             return
         if self._followed is not None:
             self._followed[1].cancel()
+            self._books.steer(dict.fromkeys(self._books.shares))  # the other store says what counts now
         store = min(stores)
         follower = _SharesFollower(self._watch_shares(store), "placement", self._steer)
         self._followed = store, self._tasks.start(follower.follow())
 
-    def _steer(self, shares: Shares) -> None:
-        self._publish_if(self._books.steer(shares))
+    def _configure(self, settings: str) -> None:
+        try:
+            config = PlacementConfig.model_validate_json(settings)
+            self._books.configure(make_policy(config), config.silence_s, config.report_interval_s)
+        except (ValueError, ConfigError) as error:  # of another version of the code
+            logger.error("placement goes on with its old settings: %s", error)
+
+    def _steer(self, shares: Mapping[str, float | None]) -> None:
+        self._books.steer(shares)
+        self._publish()
 
 
-class _SharesFollower(Follower[Shares]):
-    def __init__(self, watch: Watch[Shares], watcher_id: str, steer: Callable[[Shares], None]) -> None:
+class _SharesFollower(Follower[ShareChanges]):
+    """Copies a store's table of shares. Of another store, or another life of it, a whole copy comes first."""
+
+    def __init__(
+        self, watch: Watch[ShareChanges], watcher_id: str, steer: Callable[[Mapping[str, float | None]], None]
+    ) -> None:
         super().__init__(watch, watcher_id)
         self._steer = steer
+        self._present: set[str] = set()
+        self._unconfirmed: set[str] = set()
 
-    def _take(self, version: Version, news: Shares) -> None:
+    def _take(self, version: Version, news: ShareChanges) -> None:
         self._held = version
-        self._steer(news)
+        if news.is_first:
+            self._unconfirmed = set(self._present)
+        changes = dict(news.rows)
+        self._unconfirmed.difference_update(changes)
+        if news.is_last:
+            changes |= dict.fromkeys(self._unconfirmed)
+            self._unconfirmed = set()
+        self._present = {*self._present, *changes} - {digest for digest, share in changes.items() if share is None}
+        self._steer(changes)

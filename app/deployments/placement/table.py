@@ -1,21 +1,22 @@
-"""What replicas say about themselves, and what every ingress holds: values, without rules.
+"""What replicas say about themselves, and what every ingress is told: values, without rules.
 
-In: nothing. Out: `ReplicaReport`, which a replica sends, and `PlacementTable`, which the placement actor publishes.
-Both are frozen: a new fact is a new value.
+In: nothing. Out: a replica's state, the messages in which it tells of changes, and the rows of the published tables.
+All of them are frozen: a new fact is a new value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from app.deployments.links.published import Changes
 from app.engine.message import message
 
 
-@message
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica says about itself. `active` counts requests in the engine by adapter digest.
+    """What a replica knows of itself. `active` counts requests in the engine by adapter digest.
 
     `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did.
     """
@@ -34,12 +35,57 @@ class ReplicaReport:
 
 @message
 @dataclass(frozen=True, slots=True)
-class PlacementTable:
-    """What the ingresses hold. `homes` maps an adapter digest to the replicas that serve it, oldest first."""
+class Origin:
+    """What a replica was started with: its store's name, placement's settings (JSON), and when (Unix time)."""
 
-    replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
-    homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    store: str
+    settings: str
+    started_s: float
 
-    def is_resident(self, digest: str) -> bool:
-        """Whether the adapter was on any replica's device when it last said so."""
-        return any(digest in report.resident for report in self.replicas.values())
+
+@message
+@dataclass(frozen=True, slots=True)
+class ReplicaNews:
+    """What a replica sends: its load, and what has changed since its message with the number before.
+
+    A message that `is_whole` stands alone: `loaded` is all that is resident, and it has an `origin`. `is_leaving`: the
+    replica takes no new requests, for good.
+    """
+
+    replica_id: str
+    number: int
+    load: int = 0
+    is_whole: bool = False
+    is_leaving: bool = False
+    loaded: tuple[str, ...] = ()
+    unloaded: tuple[str, ...] = ()
+    active: Mapping[str, int] = field(default_factory=dict)
+    used_s: Mapping[str, float] = field(default_factory=dict)
+    origin: Origin | None = None
+
+
+#: ("replica", id) -> (): it is on the table. ("home", digest) -> the replicas that serve the adapter, oldest first.
+#: ("resident", digest, id) -> (): the adapter is on the replica's device.
+Key = tuple[str, ...]
+Row = tuple[str, ...]
+
+
+#: Requests that a replica has, running and waiting, and when it said so, by placement's clock.
+ReplicaLoad = tuple[int, float]
+
+
+@message
+class LoadNews(NamedTuple):
+    """Changes of the table of loads, by replica, and placement's time when they were sent."""
+
+    changes: Changes[str, ReplicaLoad]
+    now_s: float
+
+
+@message
+class Residency(NamedTuple):
+    """An adapter on one replica: requests that use it, and when one last began to (Unix time)."""
+
+    replica_id: str
+    num_requests: int
+    last_used_s: float | None

@@ -1,4 +1,4 @@
-"""The registry as every process sees it: three published values that follow the database.
+"""The registry as every process sees it: published tables that follow the database.
 
 In: changes of the database, whoever makes them. Out: the table of names, the pins and the traffic shares, published in
 the order in which the database took the changes: those made through this object at once, those of other processes
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.pins import PinBook, Pins
 from app.deployments.registry.revisions import News
-from app.deployments.registry.shares import ShareBook, Shares
+from app.deployments.registry.shares import ShareBook
 from app.deployments.registry.view import Entry, Key
 from app.engine.errors import NotReady
 
@@ -51,12 +52,13 @@ class PublishedRegistry:
         entries = [entry for _, entry in news.rows if entry is not None]
         adapters = [entry for entry in entries if isinstance(entry, CatalogEntry)]
         grace_s = FOLLOWERS_COME_S if registry.stores.follows_another else 0.0
-        self.table: PublishedTable[Key, Entry] = PublishedTable(origin=origin, grace_s=grace_s)
+        self.table: PublishedTable[Key, Entry] = PublishedTable(time.monotonic, origin=origin, grace_s=grace_s)
         self._pin_book, self._share_book = PinBook(adapters), ShareBook(adapters)
-        self.pins: Published[Pins] = Published(self._pin_book.value, origin=origin)
-        self.shares: Published[Shares] = Published(self._share_book.value, origin=origin)
+        self.pins: Published[Pins] = Published(self._pin_book.value, time.monotonic, origin=origin)
+        self.shares: PublishedTable[str, float] = PublishedTable(time.monotonic, origin=origin)
         self._stamp(news.revision)
         self.table.publish({(entry.tenant_id, entry.name): entry for entry in entries})
+        self.shares.publish(self._share_book.value)
         pin(self._pin_book.value.digests)
 
     @property
@@ -121,9 +123,10 @@ class PublishedRegistry:
         if any(are_pins_new):
             self._pin(self._pin_book.value.digests)
             self.pins.publish(self._pin_book.value)
-        are_shares_new = [self._share_book.apply(key, entry) for key, entry in news.rows]
-        if any(are_shares_new):
-            self.shares.publish(self._share_book.value)
+        shares: dict[str, float | None] = {}
+        for key, entry in news.rows:
+            shares |= self._share_book.apply(key, entry)
+        self.shares.publish(shares)
 
     def _stamp(self, revision: int) -> None:
         self._revision = revision

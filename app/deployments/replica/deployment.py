@@ -20,11 +20,14 @@ from ray import serve
 
 from app.config import AppConfig
 from app.deployments.links.protocol import check_protocol
+from app.deployments.links.ray_private import serve_ends_us
 from app.deployments.links.sockets import FrameSocket
 from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import Watched
 from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.client import PlacementClient
+from app.deployments.placement.table import Origin
+from app.deployments.placement.telling import Telling
 from app.deployments.registry.pins import Pins
 from app.deployments.replica.demand import DEMAND_S, DemandMeter
 from app.deployments.replica.fetcher import AdapterFetcher
@@ -56,7 +59,8 @@ class EngineReplica:
         start_log(config.logs, f"engine {replica_id}")
         started_s = time.monotonic()
         store = StoreClient(store_actor(config))
-        self._placement = PlacementClient(placement_actor(config, context.app_name), store_name(config))
+        self._placement = PlacementClient(placement_actor(config, context.app_name))
+        origin = Origin(store_name(config), config.placement.model_dump_json(), time.time())
         adapters = AdapterFetcher(store)
         service = self._service = EngineService(adapters, time.time)
         loop = asyncio.get_running_loop()
@@ -84,6 +88,8 @@ class EngineReplica:
             self._placement,
             store,
             (EngineMetrics(), DeviceMetrics(TierMetrics(), checkpoint.spec)),
+            telling=Telling(origin),
+            is_leaving=serve_ends_us,
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
         )

@@ -1,9 +1,9 @@
 """What a replica says about itself: to placement where adapters are, to the registry what came, left and was used.
 
 In: the engine's counts and what its service knows of requests. Out: one loop of reports. Placement hears at once when
-adapters may have moved, and at intervals otherwise; the registry hears at most once a second, and only news. Rule: a
+adapters have moved, and of the load at intervals; the registry hears at most once a second, and only news. Rule: a
 registry that is slow, away or broken delays nothing else, and hears later what it has missed. When the engine has
-failed, placement is told that the replica is gone, or the failed engine's adapters would keep their homes here.
+failed, or Serve ends this replica, placement is told that it takes nothing more: its adapters must find other homes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from app.deployments.links.tasks import Tasks, Troubles
-from app.deployments.placement.table import ReplicaReport
+from app.deployments.placement.table import ReplicaNews
+from app.deployments.placement.telling import Telling
 from app.deployments.replica.service import EngineService
 from app.engine.interface import RunningEngine
 from app.engine.stats import EngineStats
 
 #: Reports are at least this far apart, however fast adapters move.
-MIN_REPORT_INTERVAL_S = 0.05
+MIN_REPORT_INTERVAL_S = 0.1
 #: How often the registry hears of use: a hot set that is this old after a crash is as good.
 OBSERVE_INTERVAL_S = 1.0
 #: Placement that has not taken a report by then is told the next one instead.
@@ -31,9 +32,7 @@ MAX_UNTOLD = 4096
 class Placement(Protocol):
     """The part of `PlacementClient` that is used here."""
 
-    async def report(self, report: ReplicaReport) -> None: ...
-
-    async def gone(self, replica_id: str) -> None: ...
+    async def report(self, news: ReplicaNews) -> bool: ...
 
 
 class Observer(Protocol):
@@ -51,7 +50,10 @@ class StatsMetrics(Protocol):
 
 
 class Reports:
-    """One per replica, on its event loop. `clock` gives seconds and never goes back."""
+    """One per replica, on its event loop. `clock` gives seconds and never goes back.
+
+    `is_leaving` says whether Serve ends this replica.
+    """
 
     def __init__(
         self,
@@ -62,6 +64,8 @@ class Reports:
         registry: Observer,
         metrics: Sequence[StatsMetrics],
         *,
+        telling: Telling,
+        is_leaving: Callable[[], bool],
         interval_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -71,6 +75,8 @@ class Reports:
         self._placement = placement
         self._registry = registry
         self._metrics = metrics
+        self._telling = telling
+        self._is_leaving = is_leaving
         self._interval_s = interval_s
         self._clock = clock
         self._observed_s = clock()
@@ -82,22 +88,20 @@ class Reports:
 
     async def run(self) -> None:
         """Report until the engine has failed, or the task is cancelled."""
-        is_due, reported_s = True, self._clock()
+        is_due, reported_s, was_leaving = True, self._clock(), False
         while self._engine.failure is None:
-            stats, now_s = self._engine.stats(), self._clock()
-            if is_due or now_s - reported_s >= self._interval_s:
-                reported_s = now_s
-                await self._report(stats)
+            stats, now_s, is_leaving = self._engine.stats(), self._clock(), self._is_leaving()
+            is_due = is_due and self._telling.is_news(_resident(stats))
+            if is_due or is_leaving != was_leaving or now_s - reported_s >= self._interval_s:
+                reported_s, was_leaving = now_s, is_leaving
+                await self._report(stats, is_leaving=is_leaving)
             if now_s - self._observed_s >= OBSERVE_INTERVAL_S and not self._observing:
                 self._observed_s = now_s
                 for metrics in self._metrics:
                     metrics.update(stats)
                 self._observing.start(self._observe({item.digest for item in stats.residents}))
             is_due = await self._has_changed(min(self._interval_s, OBSERVE_INTERVAL_S))
-        try:
-            await self._placement.gone(self._replica_id)
-        except Exception as error:  # it hears no more reports, and forgets us
-            self._placement_troubles.met(error)
+        await self._report(self._engine.stats(), is_leaving=True)
 
     def close(self) -> None:
         """Tell the registry nothing more."""
@@ -113,13 +117,15 @@ class Reports:
         self._service.changed.clear()
         return True
 
-    async def _report(self, stats: EngineStats) -> None:
-        resident = tuple(sorted(item.digest for item in stats.residents))
-        report = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, resident)
+    async def _report(self, stats: EngineStats, *, is_leaving: bool) -> None:
+        state = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, _resident(stats))
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
-                await self._placement.report(report)
+                if not await self._placement.report(self._telling.news(state, is_leaving=is_leaving)):
+                    self._telling.forget()
+                    await self._placement.report(self._telling.news(state, is_leaving=is_leaving))
         except Exception as error:  # nothing that placement does may end a replica
+            self._telling.forget()  # who knows what it has heard: the next report is a whole one
             self._placement_troubles.met(error)
         else:
             self._placement_troubles.over()
@@ -140,3 +146,7 @@ class Reports:
         else:
             self._registry_troubles.over()
             self._known_resident, self._untold_s = resident, {}
+
+
+def _resident(stats: EngineStats) -> tuple[str, ...]:
+    return tuple(sorted(item.digest for item in stats.residents))

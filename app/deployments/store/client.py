@@ -23,7 +23,6 @@ from app.deployments.registry.entries import (
     Unload,
 )
 from app.deployments.registry.pins import Pins
-from app.deployments.registry.shares import Shares
 from app.deployments.registry.view import Entry, Key
 from app.deployments.store.counts import Tier
 from app.deployments.store.service import StoreService
@@ -164,6 +163,6 @@ class StoreClient:
 
     async def watch_shares(
         self, held: Version | None, watcher_id: str, timeout_s: float
-    ) -> tuple[Version, Shares] | None:
-        """The expected shares of the traffic, as soon as they differ from `held`; None after `timeout_s`."""
+    ) -> tuple[Version, Changes[str, float]] | None:
+        """The expected shares of the traffic that `held` lacks, as soon as there are some; None after `timeout_s`."""
         return await self._actor.call(_Service.watch_shares, held, watcher_id, timeout_s)

@@ -29,7 +29,6 @@ from app.deployments.registry.entries import (
     Unload,
 )
 from app.deployments.registry.pins import Pins
-from app.deployments.registry.shares import Shares
 from app.deployments.registry.view import Entry, Key
 from app.deployments.store.counts import TIERS, Tier, TierCounts
 from app.deployments.store.quarantine import FIRST_S, Failure
@@ -207,7 +206,7 @@ class StoreService(Generic[H]):
 
     async def watch_shares(
         self, held: Version | None, watcher_id: str, timeout_s: float
-    ) -> tuple[Version, Shares] | None:
+    ) -> tuple[Version, Changes[str, float]] | None:
         self._watched()
         self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.shares.newer(held, watcher_id, timeout_s)

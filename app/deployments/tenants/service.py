@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,7 +48,7 @@ class TenantsService:
         self._revision = -1
         self._rows: dict[TenantKey, TenantRow] = {}
         self._tasks = Tasks()
-        self.table: PublishedTable[TenantKey, TenantRow] = PublishedTable()
+        self.table: PublishedTable[TenantKey, TenantRow] = PublishedTable(time.monotonic)
 
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float

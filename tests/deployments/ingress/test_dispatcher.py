@@ -16,7 +16,7 @@ from app.config import PlacementConfig
 from app.deployments.ingress.dispatcher import MAX_LOSSES, Dispatcher
 from app.deployments.ingress.streams import Stream
 from app.deployments.links.transport import EngineFailed
-from app.deployments.placement.policies.choosing import make_policy
+from app.deployments.placement.choosing import make_policy
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NotReady, QueueFull
@@ -100,7 +100,7 @@ async def test_requests_placed_together_are_one_call_per_replica(make_fleet: Mak
     fleet = make_fleet(2)
     dispatcher = fleet.dispatcher()
     streams = [Stream(make_request(f"r{i}", [1, 2, 3], max_tokens=3)) for i in range(10)]
-    assert await dispatcher.assigner.assign(streams) == [None] * 10
+    dispatcher.assigner.assign(streams)
     await until(lambda: all(replica.calls for replica in fleet.replicas.values()))
     assert [replica.calls for replica in fleet.replicas.values()] == [[5], [5]]
     await dispatcher.close()
@@ -178,7 +178,11 @@ async def test_a_lost_replica_changes_no_token(make_fleet: MakeFleet, loss: str,
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(request.token_ids), 60)
     moved = other.submitted[num_before:]
     assert any(request.resume_token_ids for request in moved), "some stream was cut in its middle"
-    assert fleet.known_gone == [victim.replica_id]
+    if loss == "killed":
+        assert fleet.unreached_ids == {victim.replica_id}
+        assert set(fleet.view.replicas) == set(fleet.replicas), "nobody else is told not to use it"
+    else:
+        assert set(fleet.view.replicas) == {other.replica_id}, "by its own word"
     await dispatcher.close()
 
 
@@ -221,7 +225,7 @@ async def test_a_caller_that_leaves_a_draining_replica_ends_its_request_there(ma
     await dispatcher.close()
 
 
-async def test_a_draining_replica_that_comes_back_on_the_table_is_declared_gone_again(make_fleet: MakeFleet) -> None:
+async def test_a_draining_replica_that_is_on_the_table_gets_no_requests(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(2)
     dispatcher = fleet.dispatcher()
     first, second = fleet.replicas.values()
@@ -229,7 +233,7 @@ async def test_a_draining_replica_that_comes_back_on_the_table_is_declared_gone_
     requests = [make_request(f"r{i}", [i], max_tokens=5, ignore_eos=True) for i in range(4)]
     results = await asyncio.gather(*(collect(dispatcher, request) for request in requests))
     assert [tokens for tokens, _ in results] == [expected(request) for request in requests]
-    await until(lambda: first.replica_id in fleet.known_gone)
+    await until(lambda: fleet.unreached_ids == {first.replica_id})
     assert len(second.submitted) == 4
     await dispatcher.close()
 
@@ -271,7 +275,7 @@ async def test_callers_that_leave_at_any_moment_leave_nothing_behind(make_fleet:
         stats = replica.thread.stats()
         assert stats.num_blocks_free == stats.num_blocks
     assert dispatcher.links.num_streams == 0
-    assert dispatcher.links.inflight == {}
+    assert dispatcher.links.loads.own == {}
     await dispatcher.close()
 
 
@@ -322,7 +326,7 @@ async def test_what_a_full_replica_refuses_goes_where_there_is_room(make_fleet: 
     adapter = fake_adapter("a", 8)
     fleet.adapters[adapter.card.digest] = adapter
     await fleet.assign([adapter.card.digest])
-    (home,) = fleet.homes[adapter.card.digest]
+    (home,) = fleet.homes(adapter.card.digest)
     fleet.replicas[home].engine._max_waiting = 0
     requests = [make_request(f"r{i}", [i], adapter, max_tokens=4, ignore_eos=True) for i in range(12)]
     for request, (tokens, last) in zip(
@@ -338,7 +342,7 @@ async def test_what_a_full_replica_refuses_goes_where_there_is_room(make_fleet: 
         base, await asyncio.gather(*(collect(dispatcher, request) for request in base)), strict=True
     ):
         assert tokens == expected(request)
-    assert dispatcher.links.inflight == {}
+    assert dispatcher.links.loads.own == {}
     await dispatcher.close()
 
 
@@ -354,7 +358,7 @@ async def test_a_request_is_refused_when_every_replica_has_refused_it_once(make_
             await collect(dispatcher, request)
     assert [len(replica.submitted) for replica in fleet.replicas.values()] == [2, 2, 2]
     assert dispatcher.links.num_streams == 0
-    assert dispatcher.links.inflight == {}
+    assert dispatcher.links.loads.own == {}
     await dispatcher.close()
 
 
@@ -364,7 +368,7 @@ async def test_rows_that_pins_take_on_one_replica_are_no_reason_to_refuse(make_f
     adapter, pinned = fake_adapter("a", 8), fake_adapter("pinned", 64)
     fleet.adapters[adapter.card.digest] = adapter
     await fleet.assign([adapter.card.digest])
-    (home_id,) = fleet.homes[adapter.card.digest]
+    (home_id,) = fleet.homes(adapter.card.digest)
     home = fleet.replicas[home_id]
     home.thread.pin_adapters([pinned.card.digest])
     await asyncio.wrap_future(home.thread.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "t")))
@@ -452,8 +456,8 @@ async def test_a_request_that_engines_fail_over_takes_two_of_them_and_no_other_r
     assert isinstance(last.error, EngineFailure)
     assert "request poison was being computed when 2 engines failed" in str(last.error)
     assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 2
-    await until(lambda: len(fleet.known_gone) == 2)
-    assert dispatcher.links.inflight == {}
+    assert fleet.view.num_replicas == 2
+    assert dispatcher.links.loads.own == {}
     await dispatcher.close()
 
 
@@ -468,8 +472,8 @@ async def test_a_request_that_engines_fail_over_wherever_it_is_takes_three(make_
     assert tokens == expected(request)[: len(tokens)]
     assert isinstance(last.error, EngineFailure)
     assert sum(replica.thread.failure is not None for replica in fleet.replicas.values()) == 3
-    await until(lambda: len(fleet.known_gone) == 3)
-    assert dispatcher.links.inflight == {}
+    assert fleet.view.num_replicas == MAX_LOSSES + 2 - 3
+    assert dispatcher.links.loads.own == {}
     await dispatcher.close()
 
 
@@ -482,10 +486,10 @@ async def test_engines_that_fail_over_others_are_no_request_s_fault(make_fleet: 
     answer = asyncio.ensure_future(collect(dispatcher, request))
     for number in range(1, MAX_LOSSES + 2):
         await until(lambda number=number: sum(len(r.submitted) for r in fleet.replicas.values()) == number)
-        (replica,) = (r for r in fleet.replicas.values() if r.submitted and r.replica_id not in fleet.known_gone)
+        (replica,) = (r for r in fleet.replicas.values() if r.submitted and r.replica_id not in fleet.off_table)
         assert replica.submitted[0].num_failures == 0
         replica.service._hub.end(EngineFailed("an illegal instruction", suspects=["another/1"]))
-        await until(lambda number=number: len(fleet.known_gone) == number)
+        fleet.drop(replica.replica_id)
     fleet.add()
     assert (await answer)[0] == expected(request)
     await dispatcher.close()
@@ -498,7 +502,7 @@ async def test_replicas_that_only_drain_are_no_request_s_fault(make_fleet: MakeF
     dispatcher = fleet.dispatcher(replica_wait_s=120.0)
     request = make_request("r", [1], max_tokens=5, ignore_eos=True)
     task = asyncio.ensure_future(collect(dispatcher, request))
-    await until(lambda: len(fleet.known_gone) == MAX_LOSSES + 2)
+    await until(lambda: len(fleet.unreached_ids) == MAX_LOSSES + 2)
     assert not task.done()
     fleet.add()
     assert (await task)[0] == expected(request)
@@ -512,14 +516,14 @@ async def test_a_stream_outlives_any_number_of_replicas_that_drained_and_were_st
     stream = dispatcher.stream(request)
     tokens: list[int] = []
     for round_ in range(MAX_LOSSES + 1):
-        (replica,) = (item for item in fleet.replicas.values() if item.replica_id not in fleet.known_gone)
+        (replica,) = (item for item in fleet.replicas.values() if item.replica_id not in fleet.unreached_ids)
         replica.backend.max_steps = replica.backend.num_steps + 5  # never to the end of the answer
         while not any(item.request_id.startswith("long/") for item in replica.submitted):
             tokens += (await anext(stream)).token_ids
         replica.draining = True
         other = make_request(f"other{round_}", [2], max_tokens=2, ignore_eos=True)
         refused = asyncio.ensure_future(collect(dispatcher, other))
-        await until(lambda replica=replica: replica.replica_id in fleet.known_gone)
+        await until(lambda replica=replica: replica.replica_id in fleet.unreached_ids)
         fleet.add()
         assert (await refused)[0] == expected(other)
         fleet.kill(replica.replica_id)
@@ -535,11 +539,13 @@ async def test_a_replica_that_is_slow_to_answer_delays_only_its_own(make_fleet: 
     slow.attaches.clear()
     quick.backend.max_steps = 0
     streams = [Stream(make_request(f"r{i}", [i], max_tokens=4, ignore_eos=True)) for i in range(6)]
-    assert await dispatcher.assigner.assign(streams) == [None] * 6
+    dispatcher.assigner.assign(streams)
     await until(lambda: len(quick.submitted) == 3)
-    assert dispatcher.links.usable_loads() == {"replica-0": 3, "replica-1": 3}, "those that wait count as load"
+    assert dispatcher.links.loads.own == {"replica-0": 3, "replica-1": 3}, "those that wait count as load"
+    dispatcher.links.loads.change(quick.replica_id, +1)  # so that the next one goes to the slow replica
     leaver = asyncio.ensure_future(collect(dispatcher, make_request("leaver", [7])))
-    await until(lambda: dispatcher.links.usable_loads() == {"replica-0": 4, "replica-1": 3})
+    await until(lambda: dispatcher.links.loads.own[slow.replica_id] == 4)
+    dispatcher.links.loads.change(quick.replica_id, -1)
     leaver.cancel()
     await asyncio.wait([leaver])
     assert slow.submitted == []
@@ -547,8 +553,8 @@ async def test_a_replica_that_is_slow_to_answer_delays_only_its_own(make_fleet: 
     quick.backend.resumed.set()
     await until(lambda: len(slow.submitted) == 3)
     await until(lambda: dispatcher.links.num_streams == 0)
-    await until(lambda: dispatcher.links.inflight == {})
-    assert [request.request_id for request in slow.submitted] == ["r0/0", "r2/0", "r4/0"], "not of one who left"
+    await until(lambda: dispatcher.links.loads.own == {})
+    assert "leaver/1" not in [request.request_id for request in slow.submitted], "it has left"
     await dispatcher.close()
 
 
@@ -569,7 +575,7 @@ async def test_nothing_is_submitted_for_a_link_that_nobody_reads(
     monkeypatch.setattr(fleet, "submit", submit_and_note)
     request = make_request("second", [2], max_tokens=4, ignore_eos=True)
     stream = Stream(request)
-    assert await dispatcher.assigner.assign([stream]) == [None]
+    dispatcher.assigner.assign([stream])
     await until(lambda: bool(dispatcher.links._links))
     (ended,) = dispatcher.links._links.values()
     ended.attached()
@@ -579,7 +585,7 @@ async def test_nothing_is_submitted_for_a_link_that_nobody_reads(
     (living,) = dispatcher.links._links.values()
     assert links == [living.link_id] != [ended.link_id]
     await until(lambda: dispatcher.links.num_streams == 0)
-    assert dispatcher.links.inflight == {}
+    assert dispatcher.links.loads.own == {}
     await dispatcher.close()
 
 
@@ -593,12 +599,12 @@ async def test_a_replica_that_never_answers_gives_its_requests_up(
     silent.attaches.clear()
     request = make_request("r", [1], max_tokens=4, ignore_eos=True)
     answer = asyncio.ensure_future(collect(dispatcher, request))
-    await until(lambda: dispatcher.links.usable_loads() == {})
-    assert dispatcher.links.inflight == {}
+    await until(lambda: not dispatcher.links.usable)
+    assert dispatcher.links.loads.own == {}
     fleet.add()
     assert (await answer)[0] == expected(request)
     assert silent.submitted == []
-    assert dispatcher.links.inflight == {}
+    assert dispatcher.links.loads.own == {}
     await dispatcher.close()
 
 
@@ -610,14 +616,14 @@ async def test_a_failed_engine_takes_no_more_requests(make_fleet: MakeFleet) -> 
     digest = adapter.card.digest
     fleet.adapters[digest] = adapter
     await fleet.assign([digest])
-    failing = fleet.replicas[fleet.homes[digest][0]]
+    failing = fleet.replicas[fleet.homes(digest)[0]]
     failing.backend.fail_at = 0
     for index, with_adapter in enumerate([adapter, None] * 4):
         request = make_request(f"r{index}", [index], with_adapter, max_tokens=4, ignore_eos=True)
         assert (await collect(dispatcher, request))[0] == expected(request, with_adapter)
     assert [request.request_id for request in failing.submitted] == ["r0/1"]
-    assert fleet.known_gone == [failing.replica_id]
-    assert dispatcher.links.inflight == {}
+    assert failing.replica_id not in fleet.view.replicas
+    assert dispatcher.links.loads.own == {}
     await dispatcher.close()
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from app.deployments.ingress import adapter_names
 from app.deployments.ingress.schema import ChatCompletionRequest
 from app.deployments.ingress.tenants import handle_caller
 from app.engine.adapters.card import AdapterRef
@@ -27,7 +28,7 @@ async def test_new_limits_are_those_of_requests_and_of_waiting_for_replicas(serv
 async def test_it_is_ready_while_a_replica_is(service: Service) -> None:
     assert service.is_ready()
     assert await service.replica_stats() == [{"replica_id": "replica-0", "num_running": 0}]
-    service.fleet.known_gone.append("replica-0")
+    service.fleet.drop("replica-0")
     assert not service.is_ready()
     assert await service.replica_stats() == []
 
@@ -67,7 +68,10 @@ async def test_an_adapter_that_is_on_no_device_is_read_ahead_once(
     assert refs == set(expected)
     assert len(expected) == 1, "one read is enough for three requests"
     gate.set()
-    await until(lambda: not service._names._expected)
+    await until(lambda: not service._names._asking)
+    assert service.frontend.find_adapter("sql", caller) in refs
+    assert not service._names._asking, "it was asked for a moment ago"
+    monkeypatch.setattr(adapter_names, "AGAIN_AFTER_S", 0.0)
     assert service.frontend.find_adapter("sql", caller) in refs
     await until(lambda: len(expected) == 2)
 

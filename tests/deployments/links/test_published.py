@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 
@@ -12,7 +13,7 @@ from app.deployments.links.published import Published, PublishedTable, Version
 
 
 async def test_watchers_get_news_at_once_and_the_owner_knows_when_all_have_it() -> None:
-    published = Published("zero")
+    published = Published("zero", time.monotonic)
     version, value = await published.newer(None, "w", 1) or (None, None)
     assert value == "zero"
     waiting = asyncio.create_task(published.newer(version, "w", 60))
@@ -67,7 +68,7 @@ class Copy:
 async def test_copies_of_a_table_become_equal_to_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "MAX_PAGE", 7)
     draw = random.Random(seed)
-    table: PublishedTable[str, int] = PublishedTable()
+    table: PublishedTable[str, int] = PublishedTable(time.monotonic)
     expected: dict[str, int] = {}
     copies = [Copy("often"), Copy("rarely"), Copy("late")]
     for step in range(3000):
@@ -93,7 +94,7 @@ async def test_copies_of_a_table_become_equal_to_it(seed: int, monkeypatch: pyte
 
 async def test_a_new_copy_is_completed_whatever_was_forgotten_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "MAX_PAGE", 100)
-    table: PublishedTable[str, int] = PublishedTable()
+    table: PublishedTable[str, int] = PublishedTable(time.monotonic)
     old, new = Copy("old"), Copy("new")
     table.publish({f"k{index}": index for index in range(300)})
     table.publish({"k7": None})
@@ -110,7 +111,7 @@ async def test_a_new_copy_is_completed_whatever_was_forgotten_before(monkeypatch
 async def test_removals_between_the_pages_of_a_copy_are_not_missed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "MAX_PAGE", 7)
     draw = random.Random(seed)
-    table: PublishedTable[str, int] = PublishedTable()
+    table: PublishedTable[str, int] = PublishedTable(time.monotonic)
     expected: dict[str, int] = {}
     copies = {name: Copy(name) for name in ("often", "slowly", "silent")}
     num_complete = num_floors = 0
@@ -144,7 +145,7 @@ async def test_removals_between_the_pages_of_a_copy_are_not_missed(seed: int, mo
 
 
 async def test_a_table_sends_changes_not_itself() -> None:
-    table: PublishedTable[int, int] = PublishedTable()
+    table: PublishedTable[int, int] = PublishedTable(time.monotonic)
     table.publish(dict.fromkeys(range(20000), 0))
     version, changes = await table.newer(None, "w", 1) or (None, None)
     num_pages = 1
@@ -166,7 +167,7 @@ async def test_a_table_sends_changes_not_itself() -> None:
     following = asyncio.create_task(table.newer(after, "w", 60))
     assert await settled
     following.cancel()
-    other, changes = await PublishedTable[int, int]().newer(after, "w", 1) or (None, None)
+    other, changes = await PublishedTable[int, int](time.monotonic).newer(after, "w", 1) or (None, None)
     assert changes is not None
     assert changes.is_first, "another life of the owner: nothing held counts"
     assert other != after
@@ -174,7 +175,7 @@ async def test_a_table_sends_changes_not_itself() -> None:
 
 async def test_a_watcher_that_holds_another_life_of_the_owner_is_not_settled() -> None:
     """It is on its way to the new table, and serves the old one until then."""
-    table: PublishedTable[str, int] = PublishedTable()
+    table: PublishedTable[str, int] = PublishedTable(time.monotonic)
     table.publish({"a": 1})
     assert await table.newer(Version("former", 7), "w", 60.0) is not None
     assert not await table.settled(0.02)
@@ -213,7 +214,7 @@ async def test_a_watcher_that_does_not_come_back_is_gone_within_a_second() -> No
 
 
 async def test_a_version_says_what_it_was_made_from() -> None:
-    table: PublishedTable[int, int] = PublishedTable(origin="database")
+    table: PublishedTable[int, int] = PublishedTable(time.monotonic, origin="database")
     table.revision = 5
     table.publish(dict.fromkeys(range(published.MAX_PAGE + 1), 0))
     part, _ = await table.newer(None, "w", 1.0) or (None, None)

@@ -15,14 +15,20 @@ from ray._private import worker
 from ray._private.state import GlobalState
 from ray.core.generated import gcs_pb2
 from ray.serve import context
-from ray.serve._private import api, router
+from ray.serve._private import api, replica, router
 from ray.serve._private.client import ServeControllerClient
 from ray.serve._private.controller import ServeController
 from ray.serve._private.handle_options import InitHandleOptions
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RequestRouter
 
-from app.deployments.links.ray_private import READ_VERSION, AsgiIngress, DecidingRouter, take_error_messages
+from app.deployments.links.ray_private import (
+    READ_VERSION,
+    AsgiIngress,
+    DecidingRouter,
+    serve_ends_us,
+    take_error_messages,
+)
 
 ROOT = Path(__file__).parents[3]
 START = ["http_options", "grpc_options", "global_logging_config", "global_tracing_config", "controller_options"]
@@ -82,6 +88,13 @@ def test_the_loop_that_is_replaced_is_still_the_one_that_routes() -> None:
 
 def test_a_handle_can_be_told_where_its_router_runs() -> None:
     assert InitHandleOptions(_run_router_in_separate_loop=False)._run_router_in_separate_loop is False
+
+
+def test_a_replica_notes_that_it_is_being_ended_before_it_drains() -> None:
+    assert "self._replica_impl: Replica = " in inspect.getsource(replica.ReplicaActor)
+    ending = inspect.getsource(replica.Replica._perform_graceful_shutdown)
+    assert ending.index("self._shutting_down = True") < ending.index("drain")
+    assert serve_ends_us() is False, "this process is no replica"
 
 
 def test_serve_asks_an_ingress_for_its_application() -> None:

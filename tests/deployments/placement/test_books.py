@@ -1,4 +1,4 @@
-"""Placement: sticky, bounded, stable when the fleet changes, and the same wherever it is computed."""
+"""Placement: sticky, bounded, stable when the fleet changes, and no process's view decides for others."""
 
 from __future__ import annotations
 
@@ -10,226 +10,337 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.config import PlacementConfig
 from app.deployments.placement import books as placement
-from app.deployments.placement.books import DWELL_S, PlacementBooks
-from app.deployments.placement.policies.choosing import make_policy
-from app.deployments.placement.table import PlacementTable, ReplicaReport
+from app.deployments.placement.books import DWELL_S
+from app.deployments.placement.table import Key, ReplicaReport, Residency, Row
+from app.deployments.placement.view import PlacementView
 from tests.budgets import examples
-
-STICKY = make_policy(PlacementConfig())
-LEAST_LOADED = make_policy(PlacementConfig(policy="least_loaded"))
-
-
-def books(num_replicas: int) -> PlacementBooks:
-    result = PlacementBooks(STICKY, silence_s=10)
-    for index in range(num_replicas):
-        result.report(ReplicaReport(f"r{index}"), 0.0)
-    return result
-
-
-def digests(count: int, seed: int = 0) -> list[str]:
-    rng = random.Random(seed)
-    return [f"{rng.getrandbits(128):032x}" for _ in range(count)]
+from tests.deployments.placement.said import STICKY, ToldBooks, digests
 
 
 def test_no_replica_is_given_more_than_its_bound() -> None:
-    fleet = books(7)
+    fleet = ToldBooks(7)
     fleet.assign(digests(500))
-    counts = Counter(home for homes in fleet.table.homes.values() for home in homes)
+    counts = Counter(home for homes in fleet.homes.values() for home in homes)
     assert set(counts) == {f"r{i}" for i in range(7)}
     assert max(counts.values()) <= math.ceil(1.25 * 501 / 7)
 
 
+def test_the_answer_is_the_homes_that_were_asked_for() -> None:
+    fleet = ToldBooks(3)
+    first, second = digests(2)
+    assert fleet.assign([first]) == {first: fleet.homes[first]}
+    assert set(fleet.assign([first, second])) == {first, second}
+    assert ToldBooks(0).assign([first]) == {}, "there is nothing to answer"
+
+
 def test_assigning_again_and_adding_a_replica_move_nothing() -> None:
-    fleet = books(3)
+    fleet = ToldBooks(3)
     fleet.assign(digests(100))
-    before = dict(fleet.table.homes)
-    fleet.report(ReplicaReport("new"), 1.0)
-    assert not fleet.assign(digests(100))
-    assert fleet.table.homes == before
+    before = fleet.homes
+    fleet.hear(ReplicaReport("new"), 1.0)
+    fleet.take_changes()
+    fleet.assign(digests(100))
+    assert fleet.homes == before
+    assert fleet.take_changes() == {}
 
 
 def test_losing_a_replica_moves_its_adapters_only() -> None:
-    fleet = books(4)
+    fleet = ToldBooks(4)
     fleet.assign(digests(200))
-    before = dict(fleet.table.homes)
-    assert fleet.gone("r2", 1.0)
+    before = fleet.homes
+    fleet.leave("r2", 1.0)
     fleet.assign(digests(200))
-    after = fleet.table.homes
+    after = fleet.homes
     moved = {digest for digest in before if before[digest] != after[digest]}
     assert moved == {digest for digest, homes in before.items() if homes == ("r2",)}
     assert not any("r2" in homes for homes in after.values())
 
 
-def test_a_replica_declared_gone_does_not_come_back_by_a_late_report() -> None:
-    fleet = books(2)
-    fleet.gone("r0", 1.0)
-    for now_s in (2.0, 9.0, 11.0):
-        for replica_id in ("r0", "r1"):
-            assert not fleet.report(ReplicaReport(replica_id), now_s)
-        assert not fleet.expire(now_s)
-        assert set(fleet.table.replicas) == {"r1"}
+def reports(fleet: ToldBooks, now_s: float, *silent: str) -> None:
+    """All replicas but the silent ones report; then the books look at who is there, with eight ingresses."""
+    for replica_id in fleet.tellings:
+        if replica_id not in silent:
+            fleet.hear(ReplicaReport(replica_id), now_s)
+    fleet.expire(now_s, 8)
 
 
-def test_a_healthy_replica_that_was_not_reached_for_a_moment_comes_back() -> None:
-    fleet = books(2)
-    fleet.gone("r0", 1.0)
-    fleet.gone("r0", 4.0)  # another ingress says so, too
-    back_s = [float(now_s) for now_s in range(5, 40) if fleet.report(ReplicaReport("r0"), float(now_s))]
-    assert back_s == [15.0], "the time of silence after it was last declared gone"
-    assert set(fleet.table.replicas) == {"r0", "r1"}
-    fleet.gone("r0", 40.0)  # it drained: whoever is sent there says so again
-    assert not fleet.report(ReplicaReport("r0"), 41.0)
+def test_one_ingress_that_reaches_nobody_takes_no_replica_off_the_table() -> None:
+    fleet = ToldBooks(32)
+    fleet.assign(digests(64))
+    homes = fleet.homes
+    for second in range(60):
+        fleet.unreached("sick", fleet.replicas, float(second))
+        reports(fleet, float(second))
+        assert len(fleet.replicas) == 32
+    assert fleet.homes == homes
+
+
+def test_one_ingress_is_believed_when_reports_fail_to_come() -> None:
+    fleet = ToldBooks(2)
+    reports(fleet, 1.0)
+    fleet.unreached("ingress", ["r0"], 2.0)
+    reports(fleet, 2.0, "r0")
+    reports(fleet, 3.0, "r0")
+    assert fleet.replicas == ["r0", "r1"]
+    reports(fleet, 4.0, "r0")
+    assert fleet.replicas == ["r1"], "sooner than by silence alone"
+    assert fleet.hear(ReplicaReport("r0"), 4.5), "it was only slow; what it said before is forgotten"
+    assert fleet.replicas == ["r0", "r1"]
+
+
+def test_a_replica_that_most_ingresses_cannot_reach_is_left_out_for_the_time_of_silence() -> None:
+    fleet = ToldBooks(2)
+    for index in range(4):
+        fleet.unreached(f"ingress{index}", ["r0"], 1.0)
+    reports(fleet, 1.0)
+    assert fleet.replicas == ["r0", "r1"], "four of eight are not most"
+    fleet.unreached("ingress4", ["r0"], 1.0)
+    reports(fleet, 1.5)
+    assert fleet.replicas == ["r1"]
+    back_s = [now_s for now_s in range(2, 30) if reports(fleet, float(now_s)) or "r0" in fleet.replicas]
+    assert back_s[0] == 12
+    alone = ToldBooks(1)
+    alone.unreached("the only ingress", ["r0"], 1.0)
+    alone.expire(1.0, 1)
+    assert alone.replicas == ["r0"], "one is never enough"
+
+
+def test_a_word_is_withdrawn_and_grows_old() -> None:
+    fleet = ToldBooks(1)
+    fleet.unreached("ingress", ["r0", "unknown"], 0.0)
+    fleet.unreached("ingress", [], 1.0)
+    fleet.expire(4.0, 1)
+    assert fleet.replicas == ["r0"], "it was withdrawn"
+    fleet.unreached("ingress", ["r0"], 0.0)
+    fleet.expire(9.0, 1)
+    assert fleet.replicas == ["r0"], "nobody has repeated it"
+    assert fleet._witnesses._words == {}
+
+
+def test_silence_takes_a_replica_off_the_table() -> None:
+    fleet = ToldBooks(2)
+    fleet.hear(ReplicaReport("r1"), 8.0)
+    fleet.expire(11.0, 1)
+    assert fleet.replicas == ["r1"]
+
+
+def test_a_replica_that_leaves_stays_away_while_it_says_so() -> None:
+    fleet = ToldBooks(2)
+    for second in range(30):
+        fleet.leave("r0", float(second))
+        fleet.hear(ReplicaReport("r1"), float(second))
+        fleet.expire(float(second), 1)
+        assert fleet.replicas == ["r1"]
 
 
 def test_replicas_and_adapters_that_came_and_went_leave_nothing_in_the_books() -> None:
-    fleet = books(2)
+    fleet = ToldBooks(2)
     names = digests(50)
     for number, digest in enumerate(names):
         now_s = 20.0 * number
         for replica_id in ("r0", "r1", f"new{number}"):
-            fleet.report(ReplicaReport(replica_id), now_s)
+            fleet.hear(ReplicaReport(replica_id, resident=(digest,)), now_s)
         fleet.assign([digest])
-        (home,) = fleet.table.homes[digest]
-        fleet.report(ReplicaReport(home, num_running=60, active={digest: 60}), now_s)
-        assert fleet.rebalance(now_s)
-        fleet.gone(f"new{number}", now_s)
-        fleet.gone(f"never seen {number}", now_s)
-        fleet.expire(now_s)
+        (home,) = fleet.homes[digest]
+        fleet.hear(ReplicaReport(home, 60, resident=(digest,), active={digest: 60}), now_s)
+        fleet.rebalance(now_s)
+        assert len(fleet.homes[digest]) == 2
+        fleet.unreached("ingress", [f"new{number}", f"never seen {number}"], now_s)
+        fleet.leave(f"new{number}", now_s)
+        fleet.expire(now_s, 1)
     assert set(fleet._changed_s) == {names[-1]}, "it dwells"
-    assert set(fleet._gone) == {"new49", "never seen 49"}
-    assert set(fleet._seen_s) == {"r0", "r1"}
-
-
-def test_silence_takes_a_replica_off_the_table() -> None:
-    fleet = books(2)
-    fleet.report(ReplicaReport("r1"), 8.0)
-    assert fleet.expire(11.0)
-    assert set(fleet.table.replicas) == {"r1"}
-    assert not fleet.expire(11.0)
+    assert set(fleet._replicas) == {"r0", "r1"}
+    assert fleet._witnesses._words == {}
+    for digest in names:
+        fleet._set_homes(digest, ())
+    for replica_id in ("r0", "r1"):
+        fleet.leave(replica_id)
+    view = fleet.view
+    assert (view._homes, view._holders, view._at_home, view._replicas) == ({}, {}, {}, {})
+    assert (view.num_homes, fleet._shared, fleet._used) == (0, set(), {})
 
 
 def test_after_a_restart_adapters_are_found_where_their_rows_are() -> None:
     names = digests(60)
-    old = books(4)
+    old = ToldBooks(4)
     old.assign(names)
-    homes = {digest: homes[0] for digest, homes in old.table.homes.items()}
-    new = PlacementBooks(STICKY, silence_s=10)
+    homes = {digest: homes[0] for digest, homes in old.homes.items()}
+    new = ToldBooks()
     for index in range(4):
         resident = tuple(digest for digest, home in homes.items() if home == f"r{index}")
-        new.report(ReplicaReport(f"r{index}", resident=resident), 0.0)
+        new.hear(ReplicaReport(f"r{index}", resident=resident), 0.0)
     rng = random.Random(3)
     rng.shuffle(names)
     new.assign(names)
-    assert new.table.homes == {digest: (home,) for digest, home in homes.items()}
+    assert new.homes == {digest: (home,) for digest, home in homes.items()}
 
 
 def test_a_hot_adapter_is_shared_once_and_taken_back_when_it_cools() -> None:
-    fleet = books(3)
+    fleet = ToldBooks(3)
     hot, cold = digests(2)
     fleet.assign([hot, cold])
-    (home,) = fleet.table.homes[hot]
-    for replica_id in fleet.table.replicas:
+    (home,) = fleet.homes[hot]
+    for replica_id in fleet.replicas:
         load = 60 if replica_id == home else 1
-        fleet.report(ReplicaReport(replica_id, num_running=load, active={hot: load} if load > 1 else {}), 1.0)
-    assert fleet.rebalance(1.0)
-    homes = fleet.table.homes[hot]
+        fleet.hear(ReplicaReport(replica_id, num_running=load, active={hot: load} if load > 1 else {}), 1.0)
+    fleet.rebalance(1.0)
+    homes = fleet.homes[hot]
     assert len(homes) == 2
     assert homes[0] == home
-    assert len(fleet.table.homes[cold]) == 1
-    assert not fleet.rebalance(2.0), "it dwells"
-    for replica_id in fleet.table.replicas:
-        fleet.report(ReplicaReport(replica_id), 3.0)
-    assert not fleet.rebalance(3.0)
-    assert fleet.rebalance(2.0 + DWELL_S)
-    assert fleet.table.homes[hot] == (home,)
+    assert len(fleet.homes[cold]) == 1
+    fleet.rebalance(2.0)
+    assert fleet.homes[hot] == homes, "it dwells"
+    for replica_id in fleet.replicas:
+        fleet.hear(ReplicaReport(replica_id), 3.0)
+    fleet.rebalance(3.0)
+    assert fleet.homes[hot] == homes
+    fleet.rebalance(2.0 + DWELL_S)
+    assert fleet.homes[hot] == (home,)
 
 
 def test_more_adapters_than_are_remembered_do_not_take_the_homes_of_those_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placement, "MAX_HOMES", 8)
-    fleet = books(3)
+    fleet = ToldBooks(3)
     hot, *others = digests(30)
     fleet.assign([hot])
-    (home,) = fleet.table.homes[hot]
-    fleet.report(ReplicaReport(home, num_running=60, active={hot: 60}), 1.0)
-    assert fleet.rebalance(1.0)
-    homes = fleet.table.homes[hot]
+    (home,) = fleet.homes[hot]
+    busy = ReplicaReport(home, num_running=60, active={hot: 60})
+    fleet.hear(busy, 1.0)
+    fleet.rebalance(1.0)
+    homes = fleet.homes[hot]
     assert len(homes) == 2
     for digest in others:
         fleet.assign([digest])
-        fleet.report(ReplicaReport(home, num_running=60, active={hot: 60}), 1.0)
-    assert fleet.table.homes[hot] == homes
-    assert len(fleet.table.homes) == 8
+        fleet.hear(busy, 1.0)
+    assert fleet.homes[hot] == homes
+    assert len(fleet.homes) == 8
 
 
 def test_an_even_load_is_left_alone() -> None:
-    fleet = books(3)
+    fleet = ToldBooks(3)
     fleet.assign(digests(9))
-    for replica_id in list(fleet.table.replicas):
-        mine = [digest for digest, homes in fleet.table.homes.items() if replica_id in homes]
-        fleet.report(ReplicaReport(replica_id, num_running=20, active=dict.fromkeys(mine, 5)), 1.0)
-    assert not fleet.rebalance(1.0)
+    before = fleet.homes
+    for replica_id in fleet.replicas:
+        mine = fleet.view.at_home(replica_id)
+        fleet.hear(ReplicaReport(replica_id, num_running=20, active=dict.fromkeys(mine, 5)), 1.0)
+    fleet.rebalance(1.0)
+    assert fleet.homes == before
 
 
 @given(
     num_replicas=st.integers(1, 6),
     events=st.lists(
-        st.tuples(st.sampled_from(["assign", "gone", "add", "rebalance", "report"]), st.integers(0, 30)), max_size=60
+        st.tuples(
+            st.sampled_from(["assign", "leave", "unreached", "add", "rebalance", "report", "repeat", "steer"]),
+            st.integers(0, 30),
+        ),
+        max_size=60,
     ),
 )
 @settings(max_examples=examples(60), deadline=None)
-def test_homes_are_always_living_replicas(num_replicas: int, events: list[tuple[str, int]]) -> None:
-    fleet = books(num_replicas)
+def test_homes_are_living_replicas_and_copies_by_changes_are_equal(
+    num_replicas: int, events: list[tuple[str, int]]
+) -> None:
+    fleet, copy, rows = ToldBooks(num_replicas), PlacementView(), dict[Key, Row]()
     names = digests(31)
-    for now, (event, number) in enumerate(events):
+    for now, (event, number) in enumerate([("begin", 0), *events]):
+        now_s = float(now)
         match event:
             case "assign":
                 fleet.assign([names[number]])
-            case "gone":
-                fleet.gone(f"r{number % 8}", float(now))
+            case "leave":
+                fleet.leave(f"r{number % 8}", now_s)
+            case "unreached":
+                for ingress_id in ("a", "b"):
+                    fleet.unreached(ingress_id, [f"r{number % 8}", f"n{number}"], now_s)
+                fleet.expire(now_s, 3)
             case "add":
-                fleet.report(ReplicaReport(f"n{number}"), float(now))
+                fleet.hear(ReplicaReport(f"n{number}"), now_s)
             case "report":
-                active = {names[number]: number}
-                for replica_id in list(fleet.table.replicas)[:1]:
-                    fleet.report(ReplicaReport(replica_id, num_running=number, active=active), float(now))
+                active, resident = {names[number]: number}, tuple(sorted(names[number % 20 : number % 20 + 4]))
+                for replica_id in fleet.replicas[:1]:
+                    fleet.hear(ReplicaReport(replica_id, number, resident=resident, active=active), now_s)
+            case "repeat":
+                for telling in fleet.tellings.values():
+                    telling.forget()
+            case "steer":
+                fleet.steer({names[number]: number / 31 or None})
             case "rebalance":
-                fleet.rebalance(float(now * 5))
-        table = fleet.table
-        for homes in table.homes.values():
-            assert homes
-            assert len(set(homes)) == len(homes)
-            assert set(homes) <= set(table.replicas)
+                fleet.rebalance(now_s * 5)
+        changes = fleet.take_changes()
+        copy.apply(changes)
+        for key, row in changes.items():
+            rows.pop(key, None)
+            if row is not None:
+                rows[key] = row
+    assert set(copy._keys()) == set(fleet.view._keys()) == set(rows)
+    for digest in names:
+        assert copy.homes(digest) == fleet.view.homes(digest) == rows.get(("home", digest), ())
+        assert copy.holders(digest) == fleet.view.holders(digest)
+        homes = copy.homes(digest)
+        assert len(set(homes)) == len(homes)
+        assert set(homes) <= set(fleet.replicas)
+    assert copy.num_homes == sum(len(homes) for homes in fleet.homes.values())
 
 
 def test_expected_traffic_has_its_part_of_the_replicas_and_gives_it_back() -> None:
-    fleet = books(4)
+    fleet = ToldBooks(4)
     heavy, light = digests(2)
     fleet.assign([light])
-    assert not fleet.steer({heavy: 0.6}), "it has no home yet"
-    assert fleet.assign([heavy])
-    homes = fleet.table.homes[heavy]
+    fleet.steer({heavy: 0.6})
+    assert heavy not in fleet.homes, "it has no home yet"
+    fleet.assign([heavy])
+    homes = fleet.homes[heavy]
     assert len(homes) == 2
-    assert len(fleet.table.homes[light]) == 1
-    assert not fleet.rebalance(100.0), "no load is no reason to take them back"
-    assert fleet.steer({heavy: 0.9, light: 0.3})
-    assert len(fleet.table.homes[heavy]) == 4
-    assert fleet.table.homes[heavy][:2] == homes, "homes are added, not moved"
-    assert len(fleet.table.homes[light]) == 1
+    assert len(fleet.homes[light]) == 1
+    fleet.rebalance(100.0)
+    assert fleet.homes[heavy] == homes, "no load is no reason to take them back"
+    fleet.steer({heavy: 0.9, light: 0.3})
+    assert len(fleet.homes[heavy]) == 4
+    assert fleet.homes[heavy][:2] == homes, "homes are added, not moved"
+    assert len(fleet.homes[light]) == 1
     for index in range(4, 8):
-        fleet.report(ReplicaReport(f"r{index}"), 100.0)
-    assert fleet.rebalance(100.0)
-    assert len(fleet.table.homes[heavy]) == 7
-    assert not fleet.steer({})
+        fleet.hear(ReplicaReport(f"r{index}"), 100.0)
+    fleet.rebalance(100.0)
+    assert len(fleet.homes[heavy]) == 7
+    fleet.steer({heavy: None, light: None})
     for step in range(6):
-        assert fleet.rebalance(100.0 + (step + 1) * DWELL_S)
-    assert len(fleet.table.homes[heavy]) == len(fleet.table.homes[light]) == 1
+        fleet.rebalance(100.0 + (step + 1) * DWELL_S)
+    assert len(fleet.homes[heavy]) == len(fleet.homes[light]) == 1
 
 
-def test_an_adapter_is_resident_where_a_report_says_so() -> None:
-    reports = {name: ReplicaReport(name, resident=resident) for name, resident in {"r0": (), "r1": ("a", "b")}.items()}
-    table = PlacementTable(reports, {"c": ("r0",)})
-    assert [table.is_resident(digest) for digest in "abc"] == [True, True, False]
+def test_it_is_told_where_an_adapter_is_and_how_it_is_used() -> None:
+    fleet = ToldBooks(2)
+    fleet.hear(ReplicaReport("r1", 1, resident=("a", "b"), active={"a": 1}, last_used_s={"a": 5.0}), 1.0)
+    assert fleet.residency("a") == [Residency("r1", 1, 5.0)]
+    assert fleet.residency("b") == [Residency("r1", 0, None)]
+    assert [fleet.view.is_resident(digest) for digest in "abc"] == [True, True, False]
+    fleet.hear(ReplicaReport("r1", resident=("b",), last_used_s={"b": 6.0}), 2.0)
+    assert fleet.residency("a") == []
+    assert fleet.residency("b") == [Residency("r1", 0, 6.0)]
+
+
+def test_a_message_that_was_lost_is_made_good_by_a_whole_one() -> None:
+    fleet = ToldBooks(1)
+    telling = fleet.tellings["r0"]
+    telling.news(ReplicaReport("r0", resident=("a",)))  # lost
+    assert fleet.hear(ReplicaReport("r0", resident=("a", "b")), 1.0), "placement asks for the whole"
+    assert [fleet.view.holders(digest) for digest in "ab"] == [["r0"], ["r0"]]
+    late = telling.news(ReplicaReport("r0", resident=("a",)))
+    fleet.hear(ReplicaReport("r0", resident=()), 2.0)
+    assert fleet.report(late, 3.0), "it was overtaken"
+    assert [fleet.view.holders(digest) for digest in "ab"] == [[], []]
+
+
+def test_settings_change_without_a_home_moving() -> None:
+    fleet = ToldBooks(3)
+    fleet.assign(digests(30))
+    before = fleet.homes
+    fleet.configure(STICKY, silence_s=3, report_interval_s=1)
+    fleet.hear(ReplicaReport("r0"), 4.0)
+    fleet.expire(5.0, 1)
+    assert fleet.replicas == ["r0"]
+    assert set(fleet.homes.items()) <= set(before.items())

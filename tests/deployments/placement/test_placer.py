@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import pytest
 
-from app.deployments.links.published import Version
-from app.deployments.links.watched import Watched
+from app.deployments.links.published import Changes, Version
 from app.deployments.placement.client import PlacementClient
-from app.deployments.placement.placer import ServePlacer
+from app.deployments.placement.placer import ServePlacer, WatchedPlacement
+from app.deployments.placement.table import Key, Row
 from app.engine.errors import NotReady
 from tests.deployments.scripted_actor import LOST, Scripted, raised
 
 
-async def unused(*_: object) -> tuple[Version, str] | None:
+async def unused(*_: object) -> tuple[Version, Changes[Key, Row]] | None:
     raise AssertionError("nobody follows")
 
 
+def placer_over(*answers: object) -> ServePlacer:
+    placer = ServePlacer(PlacementClient(Scripted(*answers)), WatchedPlacement(unused, "me"), "me")  # type: ignore[arg-type]
+    placer.view.apply({("replica", "r0"): (), ("home", "known"): ("r0",)})
+    return placer
+
+
 async def test_placement_that_has_just_started_leaves_the_last_table() -> None:
-    watched: Watched[str] = Watched(unused, "me", "the last table")
-    await ServePlacer(PlacementClient(Scripted(raised(NotReady("just started"))), "store"), watched).assign(["digest"])  # type: ignore[arg-type]
-    assert watched.value == "the last table"
+    placer = placer_over(raised(NotReady("just started")))
+    await placer.assign(["digest"])
+    assert (placer.view.homes("known"), placer.view.homes("digest")) == (("r0",), ())
 
 
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
 async def test_placement_that_is_lost_costs_no_request(error: Exception) -> None:
-    watched: Watched[str] = Watched(unused, "me", "the last table")
-    placer = ServePlacer(PlacementClient(Scripted(error, error), "store"), watched)  # type: ignore[arg-type]
+    placer = placer_over(error, error)
     await placer.assign(["digest"])
-    await placer.gone("replica")
-    assert watched.value == "the last table"
+    await placer.unreached(["replica"])
+    assert placer.view.homes("known") == ("r0",)
+
+
+async def test_an_answer_counts_until_the_table_says_something_else() -> None:
+    placer = placer_over({"asked": ("r1",), "known": ("r9",)})
+    await placer.assign(["asked", "known"])
+    view = placer.view
+    assert (view.homes("asked"), view.homes("known")) == (("r1",), ("r0",)), "the table's own rows are newer"
+    view.apply({("home", "asked"): ("r2",)})
+    assert view.homes("asked") == ("r2",)
+    view.apply({("home", "asked"): None})
+    assert view.homes("asked") == ()

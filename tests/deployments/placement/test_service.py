@@ -1,82 +1,267 @@
-"""Placement after a restart: the last tables stand until the new one has every replica."""
+"""Placement over time: what it publishes and how much, its restarts, its settings, and the shares that it follows."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import pickle
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from app.config import PlacementConfig
-from app.deployments.links.published import Published
+from app.deployments.links.published import PublishedTable, Version
 from app.deployments.links.watched import Watch
-from app.deployments.placement import service as service_module
-from app.deployments.placement.service import PlacementService
-from app.deployments.placement.table import ReplicaReport
-from app.deployments.registry.shares import Shares
+from app.deployments.placement.placer import WatchedLoads, WatchedPlacement
+from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, PlacementService, ShareChanges
+from app.deployments.placement.table import Origin, ReplicaLoad, ReplicaNews, ReplicaReport
+from app.deployments.placement.telling import Telling
 from app.engine.errors import NotReady
+from tests.deployments.placement.said import digests
+from tests.virtual_time import run_virtually
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Stores:
     """The shares of stores by name, and who follows which."""
 
-    def __init__(self, **shares: Shares) -> None:
-        self.published = {name: Published(value) for name, value in shares.items()}
+    def __init__(self, **shares: Mapping[str, float]) -> None:
+        self.published: dict[str, PublishedTable[str, float]] = {}
         self.followed: list[str] = []
+        for name, value in shares.items():
+            self.published[name] = PublishedTable(now_s)
+            self.published[name].publish(value)
 
-    def watch(self, name: str) -> Watch[Shares]:
+    def watch(self, name: str) -> Watch[ShareChanges]:
         self.followed.append(name)
         return self.published[name].newer
 
 
-def new_life(stores: Stores | None = None) -> PlacementService:
-    config = PlacementConfig(report_interval_s=0.3)
-    return PlacementService(config, (stores or Stores(store={})).watch, lambda: None)
+class Life:
+    """One life of the placement actor, on the virtual clock."""
+
+    def __init__(self, stores: Stores | None = None, config: PlacementConfig | None = None) -> None:
+        self.service = PlacementService(
+            config or PlacementConfig(), (stores or Stores(store={})).watch, lambda: None, now_s
+        )
+        self.tellings: dict[str, Telling] = {}
+
+    async def report(
+        self,
+        replica_id: str,
+        *resident: str,
+        load: int = 0,
+        store: str = "store",
+        settings: PlacementConfig | None = None,
+        is_leaving: bool = False,
+    ) -> bool:
+        origin = Origin(store, (settings or PlacementConfig()).model_dump_json(), now_s())
+        telling = self.tellings.setdefault(replica_id, Telling(origin))
+        state = ReplicaReport(replica_id, load, resident=tuple(sorted(resident)))
+        if await self.service.report(telling.news(state, is_leaving=is_leaving)):
+            return True
+        telling.forget()
+        assert await self.service.report(telling.news(state, is_leaving=is_leaving))
+        return False
+
+    async def settle(self) -> None:
+        await asyncio.sleep(PlacementConfig().report_interval_s + 0.6)
+
+    async def watched(self) -> WatchedPlacement:
+        """A new copy of the table, as it is now."""
+        copy = WatchedPlacement(self.service.watch, "a new one")
+        news = await self.service.watch(None, "a new one", 1.0)
+        if news is not None:
+            copy._take(*news)
+        return copy
 
 
-async def test_a_restart_replaces_no_table_by_half_a_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "SETTLE_MARGIN_S", 0.0)
-    before = new_life()
-    held, _ = await before.watch(None, "ingress", 60.0) or pytest.fail("no news")
-    after = new_life()
-    watching = asyncio.create_task(after.watch(held, "ingress", 60.0))
-    await after.report(ReplicaReport("r0"), "store")
+def virtually(test: Callable[[], object]) -> Callable[[], None]:
+    """A test on the virtual clock."""
+
+    def run() -> None:
+        run_virtually(test())  # type: ignore[arg-type]
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@virtually
+async def test_a_restart_replaces_no_table_by_half_a_one() -> None:
+    before = Life()
+    await before.report("r0")
+    held, _ = await before.service.watch(None, "ingress", 60.0) or pytest.fail("no news")
+    after = Life()
+    watching = asyncio.create_task(after.service.watch(held, "ingress", 60.0))
+    await after.report("r0")
     with pytest.raises(NotReady):
-        await after.assign(["digest"])
-    _, first = await after.watch(None, "an ingress without a table", 60.0) or pytest.fail("no news")
-    assert set(first.replicas) == {"r0"}, "it has nothing better"
-    await asyncio.sleep(0.1)
+        await after.service.assign(["digest"])
+    first = await after.watched()
+    assert set(first.view.replicas) == {"r0"}, "one without a table is given what there is"
+    await asyncio.sleep(1.0)
     assert not watching.done()
-    await after.report(ReplicaReport("r1", resident=("digest",)), "store")
-    _, table = await watching or pytest.fail("no news")
-    assert set(table.replicas) == {"r0", "r1"}
-    _, table = await after.assign(["digest"])
-    assert table.homes == {"digest": ("r1",)}
-    await before.close()
-    await after.close()
+    await after.report("r1", "digest")
+    _, news = await watching or pytest.fail("no news")
+    assert {key[1] for key, _ in news.rows if key[0] == "replica"} == {"r0", "r1"}
+    assert await after.service.assign(["digest"]) == {"digest": ("r1",)}
+    await before.service.close()
+    await after.service.close()
 
 
-async def test_shares_come_from_the_store_that_the_replicas_work_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "SETTLE_MARGIN_S", -1.0)
-    monkeypatch.setattr(service_module, "REBALANCE_INTERVAL_S", 0.01)
-    stores = Stores(old={"heavy": 0.5}, new={"heavy": 1.0})
-    placement = new_life(stores)
+@virtually
+async def test_an_ingress_hears_of_changes_ten_times_a_second_at_most_and_of_nothing_else() -> None:
+    life = Life()
+    for index in range(100):
+        await life.report(f"r{index}", *digests(255, seed=index))
+    await life.settle()
+    copy = WatchedPlacement(life.service.watch, "ingress")
+    takes: list[tuple[float, int, int]] = []
+    take = copy._take
 
-    async def num_homes(number: int) -> None:
-        async with asyncio.timeout(600):
-            while len((await placement.assign(["heavy"]))[1].homes.get("heavy", ())) != number:
-                await asyncio.sleep(0.002)
+    def note(version: Version, news: object) -> None:
+        take(version, news)  # type: ignore[arg-type]
+        takes.append((now_s(), len(news.rows), len(pickle.dumps((version, news)))))  # type: ignore[attr-defined]
+
+    copy._take = note  # type: ignore[method-assign]
+    follower = asyncio.create_task(copy.follow())
+    await asyncio.sleep(1.0)
+    assert sum(num_rows for _, num_rows, _ in takes) == 100 + 25_500, "the copy"
+    takes.clear()
+    for step in range(100):  # in a second
+        await life.report("r7", *digests(250 + step % 5, seed=7))
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1.0)
+    assert 9 <= len(takes) <= 11
+    assert all(later[0] - earlier[0] >= TABLE_FLOOR_S - 1e-6 for earlier, later in itertools.pairwise(takes))
+    assert copy.view.is_resident(digests(254, seed=7)[-1])
+    takes.clear()
+    await life.report("r8", *digests(256, seed=8))
+    await asyncio.sleep(1.0)
+    ((_, num_rows, num_bytes),) = takes
+    assert num_rows == 1
+    assert num_bytes <= 1000
+    follower.cancel()
+    await life.service.close()
+
+
+@virtually
+async def test_an_answer_is_as_long_as_the_question() -> None:
+    life = Life()
+    for index in range(200):
+        await life.report(f"r{index}", *digests(100, seed=index))
+    await life.settle()
+    (cold,) = digests(1, seed=1000)
+    assert len(pickle.dumps(await life.service.assign([cold]))) < 300
+    await life.service.close()
+
+
+@virtually
+async def test_loads_are_told_apart_from_adapters_and_with_their_age() -> None:
+    life = Life()
+    heard: list[tuple[float, dict[str, ReplicaLoad | None], float]] = []
+    loads = WatchedLoads(
+        life.service.watch_loads, "ingress", lambda rows, sent_s: heard.append((now_s(), dict(rows), sent_s))
+    )
+    await life.report("r0", load=3)
+    follower = asyncio.create_task(loads.follow())
+    await asyncio.sleep(0.01)
+    assert heard == [(0.0, {"r0": (3, 0.0)}, 0.0)]
+    table_before = life.service._table._version
+    for _ in range(10):
+        await life.report("r0", load=4)
+        await asyncio.sleep(0.05)
+    assert life.service._table._version == table_before, "no adapter has moved"
+    assert 2 <= len(heard) <= 4, f"every {LOADS_FLOOR_S} s"
+    at_s, rows, sent_s = heard[1]
+    load = rows["r0"]
+    assert load is not None
+    assert load[1] <= sent_s == at_s
+    await life.report("r0", is_leaving=True)
+    await asyncio.sleep(0.5)
+    assert heard[-1][1] == {"r0": None}
+    follower.cancel()
+    await life.service.close()
+
+
+@virtually
+async def test_one_ingress_that_reaches_nobody_changes_nothing_and_a_dead_replica_goes_soon() -> None:
+    life = Life()
+    for index in range(8):
+        await life.report(f"r{index}")
+    watchers = [WatchedPlacement(life.service.watch, f"ingress{index}") for index in range(3)]
+    followers = [asyncio.create_task(watcher.follow()) for watcher in watchers]
+
+    async def reports() -> None:
+        while True:
+            for index in range(1, 8):
+                await life.report(f"r{index}")
+            await asyncio.sleep(1.0)
+
+    reporting = asyncio.create_task(reports())
+    everybody = [f"r{index}" for index in range(8)]
+    for _ in range(5):
+        await life.service.unreached("ingress0", everybody)
+        await asyncio.sleep(1.0)
+    assert [set(watcher.view.replicas) for watcher in watchers] == [set(everybody[1:])] * 3, "r0 is silent, too"
+    for task in (reporting, *followers):
+        task.cancel()
+    await life.service.close()
+
+
+@virtually
+async def test_the_replica_that_was_started_last_says_how_placement_works() -> None:
+    life = Life()
+    await life.report("old")
+    await asyncio.sleep(1.0)
+    await life.report("new", settings=PlacementConfig(silence_s=2.0, policy="least_loaded"))
+    await asyncio.sleep(1.0)
+    assert await life.service.assign(["digest"]) == {}, "a policy without homes"
+    await asyncio.sleep(3.0)
+    assert set((await life.watched()).view.replicas) == set(), "silent for longer than two seconds"
+    await asyncio.sleep(1.0)
+    await life.report("newest", settings=PlacementConfig(policy="there.is.none"))
+    assert await life.service.assign(["digest"]) == {}, "what cannot be read is not taken over"
+    await life.service.close()
+
+
+@virtually
+async def test_shares_come_from_the_store_that_the_replicas_work_with() -> None:
+    stores = Stores(old={"heavy": 0.5, "other": 0.5}, new={"heavy": 1.0})
+    life = Life(stores, PlacementConfig(silence_s=1e6))
+
+    async def num_homes(digest: str = "heavy") -> int:
+        await asyncio.sleep(0.1)
+        return len((await life.service.assign([digest]))[digest])
 
     for index in range(4):
-        await placement.report(ReplicaReport(f"r{index}"), "old")
-    await num_homes(2)
+        await life.report(f"r{index}", store="old")
+    await life.settle()
+    assert await num_homes() == 2
     stores.published["old"].publish({"heavy": 0.75})
-    await num_homes(3)
-    await placement.report(ReplicaReport("r4"), "new")
+    assert await num_homes() == 3
+    await life.report("r4", store="new")
     assert stores.followed == ["old"], "there are replicas that work with it"
     for index in range(4):
-        await placement.gone(f"r{index}")
+        await life.report(f"r{index}", is_leaving=True)
     for index in range(5, 8):
-        await placement.report(ReplicaReport(f"r{index}"), "new")
-    await num_homes(4)
+        await life.report(f"r{index}", store="new")
+    assert await num_homes() == 4
+    assert await num_homes("other") == 1, "the new store knows of no share of it"
     assert stores.followed == ["old", "new"]
-    await placement.close()
+    await life.service.close()
+
+
+def test_messages_of_a_replica_are_as_long_as_what_has_changed() -> None:
+    telling = Telling(Origin("store", "{}", 0.0))
+    names = digests(256)
+    whole = telling.news(ReplicaReport("r0", resident=tuple(sorted(names[:255]))))
+    assert (whole.is_whole, len(whole.loaded), whole.number) == (True, 255, 1)
+    after = tuple(sorted([*names[1:255], names[255]]))
+    change = telling.news(ReplicaReport("r0", 3, 1, resident=after, last_used_s={names[1]: 1.0}))
+    assert change == ReplicaNews("r0", 2, 4, loaded=(names[255],), unloaded=(names[0],), used_s={names[1]: 1.0})
+    assert len(pickle.dumps(change)) < 800
+    again = telling.news(ReplicaReport("r0", resident=after, last_used_s={names[1]: 1.0}))
+    assert again == ReplicaNews("r0", 3)

@@ -15,7 +15,6 @@ import pytest_asyncio
 from app.deployments.ingress import management as management_module
 from app.deployments.ingress.management import Management
 from app.deployments.links.transport import ReplicaGone
-from app.deployments.placement.table import PlacementTable, ReplicaReport
 from app.deployments.registry import catalog as catalog_module
 from app.deployments.registry import following as following_module
 from app.deployments.registry import loading as loading_module
@@ -34,6 +33,7 @@ from app.engine.errors import (
     NotReady,
 )
 from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
+from tests.deployments.placed import Placed
 
 
 @pytest_asyncio.fixture
@@ -168,12 +168,11 @@ async def test_jobs_that_have_ended_leave_nothing_in_memory(
 
 
 async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
-    replicas = {name: ReplicaReport(name, resident=("d1",)) for name in ("r1", "r2")}
-    managed.placement = PlacementTable(replicas)
-    management = Management(managed.client, managed, lambda: managed.placement)
+    managed.placement = Placed(r1=("d1",), r2=("d1",), r3=())
+    management = Management(managed.client, managed, managed.placement)
     await managed.client.load_and_wait(wanted("sql", "one"))
     await managed.client.load_and_wait(wanted("twin", "same"))
-    assert [replica.id for replica in management.residency("d1")] == ["r1", "r2"]
+    assert [replica.id for replica in await management.residency("d1")] == ["r1", "r2"]
     job, _ = await management.unload("twin", **ADA)
     assert job.state is State.REMOVED
     assert managed.dropped == [], "another name means the same contents"
@@ -201,7 +200,7 @@ async def test_an_unload_drains_then_frees(managed: ManagedStore) -> None:
 async def test_an_unload_is_not_overtaken_by_loads_that_were_asked_for_before(
     managed: ManagedStore, open_again: Callable[[], Registry], is_registered: bool
 ) -> None:
-    management = Management(managed.client, managed, PlacementTable)
+    management = Management(managed.client, managed, Placed())
     if is_registered:
         await managed.client.load_and_wait(wanted("sql", "one"))
     gate = managed.store.gates["two"] = asyncio.Event()
@@ -276,9 +275,9 @@ async def test_a_load_that_is_asked_for_after_an_unload_takes_effect(managed: Ma
 
 @pytest.mark.parametrize("error", [EngineFailure("on fire"), NotReady("reached r2"), ReplicaGone("r1")])
 async def test_an_unload_ends_although_a_replica_cannot_free_its_rows(managed: ManagedStore, error: Exception) -> None:
-    managed.placement = PlacementTable({name: ReplicaReport(name, resident=("d1",)) for name in ("r1", "r2")})
+    managed.placement = Placed(r1=("d1",), r2=("d1",))
     managed.drop_errors = {"r1": error}
-    management = Management(managed.client, managed, lambda: managed.placement)
+    management = Management(managed.client, managed, managed.placement)
     await managed.client.load_and_wait(wanted("sql", "one"))
     job, _ = await management.unload("sql", **ADA)
     assert job.state is State.REMOVED
@@ -289,8 +288,8 @@ async def test_an_unload_ends_although_a_replica_cannot_free_its_rows(managed: M
 async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     managed: ManagedStore, open_again: Callable[[], Registry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    managed.placement = PlacementTable({"r1": ReplicaReport("r1", resident=("d1",))})
-    first, second = (Management(managed.client, managed, lambda: managed.placement) for _ in range(2))
+    managed.placement = Placed(r1=("d1",))
+    first, second = (Management(managed.client, managed, managed.placement) for _ in range(2))
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()
     job, _ = await first.unload("sql", wait=False, **ADA)
@@ -305,7 +304,7 @@ async def test_an_unload_whose_ingress_ends_is_taken_up_by_another(
     await first.close()  # the process of the ingress ends
     assert (await managed.client.job(job.id, **MINE)).state is State.DRAINING
     after = ManagedStore(open_again(), managed.store)  # so does the registry's
-    third = Management(after.client, managed, lambda: managed.placement)
+    third = Management(after.client, managed, managed.placement)
     await third.take_up()
     managed.drop_gate.set()
     assert (await end_of(after, job)).state is State.REMOVED
@@ -345,7 +344,7 @@ async def test_an_unload_is_seen_to_while_an_ingress_says_so(
 async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    management = Management(managed.client, managed, PlacementTable)
+    management = Management(managed.client, managed, Placed())
     await managed.client.load_and_wait(wanted("sql", "one"))
     with monkeypatch.context() as patch:
         patch.setattr(managed.registry.catalog, "drained", _away)
@@ -369,11 +368,11 @@ async def test_an_unload_that_could_not_be_written_down_did_not_begin(
     assert managed.view.find("sql", DEFAULT_TENANT) == entry == managed.registry.catalog.get("sql", **MINE), (
         "served, and known to be"
     )
-    assert (await Management(managed.client, managed, PlacementTable).unload("sql", **ADA))[0].state is State.REMOVED
+    assert (await Management(managed.client, managed, Placed()).unload("sql", **ADA))[0].state is State.REMOVED
 
 
 async def test_a_name_that_returns_while_it_drains_is_served(managed: ManagedStore) -> None:
-    management = Management(managed.client, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    management = Management(managed.client, managed, Placed(r1=("d1",)))
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()
     leaving = asyncio.create_task(management.unload("sql", **ADA))
@@ -392,7 +391,7 @@ async def test_an_unload_ends_although_its_contents_are_used_again(
 ) -> None:
     """The same digest: requests that came since keep its rows, and those that it waits for are not told apart."""
     monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
-    management = Management(managed.client, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    management = Management(managed.client, managed, Placed(r1=("d1",)))
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()  # there is always some request for it
     job, _ = await management.unload("sql", wait=False, **ADA)
@@ -410,7 +409,7 @@ async def test_a_drain_goes_on_while_the_registry_is_away(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(management_module, "USED_AGAIN_INTERVAL_S", 0.01)
-    management = Management(managed.client, managed, lambda: PlacementTable({"r1": ReplicaReport("r1")}))
+    management = Management(managed.client, managed, Placed(r1=("d1",)))
     await managed.client.load_and_wait(wanted("sql", "one"))
     managed.drop_gate.clear()
     questions = []
@@ -429,7 +428,7 @@ async def test_a_drain_goes_on_while_the_registry_is_away(
 
 
 async def test_aliases_pins_and_weights_are_known_everywhere(managed: ManagedStore) -> None:
-    management = Management(managed.client, managed, PlacementTable)
+    management = Management(managed.client, managed, Placed())
     for name, source in (("v1", "one"), ("v2", "two")):
         await managed.client.load_and_wait(wanted(name, source))
     await managed.client.put_alias("sql", {"v1": 1.0}, **ADA)
@@ -552,7 +551,7 @@ async def test_what_is_observed_again_is_in_the_journal_once(
 
 async def test_many_at_once_end_as_the_database_says(managed: ManagedStore) -> None:
     """The table follows the database, whatever overtakes what."""
-    management = Management(managed.client, managed, PlacementTable)
+    management = Management(managed.client, managed, Placed())
 
     async def churn(name: str, index: int) -> None:
         for step in range(4):
@@ -582,7 +581,9 @@ async def test_pins_reach_the_tiers_and_the_replicas_and_leave_them(managed: Man
     await managed.client.configure("plain", pinned=True, traffic_weight=3.0, **ADA)
     _, pins = lifecycle.published.pins.current
     assert [entry.name for entry in pins.entries] == ["plain", "sql"], "the heavier first"
-    assert lifecycle.published.shares.current[1] == {"d2": 0.75}
+    news = await lifecycle.published.shares.newer(None, "placement", 1.0)
+    assert news is not None
+    assert dict(news[1].rows) == {"d2": 0.75}
     await managed.client.configure("sql", pinned=False, **ADA)
     assert store.pinned[-1] == {"d2"}
     await managed.client.load_and_wait(wanted("plain", "one"))

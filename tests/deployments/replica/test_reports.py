@@ -10,13 +10,15 @@ import pytest
 import pytest_asyncio
 
 from app.deployments.links.ray_calls import ActorAway
-from app.deployments.placement.table import ReplicaReport
+from app.deployments.placement.table import ReplicaNews
+from app.deployments.placement.telling import Telling
 from app.deployments.replica import reports as module
 from app.deployments.replica.reports import Reports
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import ConfigError, NotReady
 from app.engine.stats import EngineStats
 from tests.deployments.fleet import FakeReplica, Fleet
+from tests.deployments.placed import ORIGIN
 from tests.fakes import fake_adapter, fake_request
 
 
@@ -24,8 +26,9 @@ class Listeners:
     """Placement and the registry, which may be away or slow."""
 
     def __init__(self) -> None:
-        self.reports: list[ReplicaReport] = []
-        self.gone_ids: list[str] = []
+        self.reports: list[ReplicaNews] = []
+        self.resident: set[str] = set()  # as placement knows it
+        self.wants_whole = False
         self.observed: list[tuple[list[str], list[str], dict[str, float]]] = []
         self.placement_error: Exception | None = None
         self.registry_error: Exception | None = None
@@ -33,13 +36,15 @@ class Listeners:
         self.registry_answers.set()
         self.num_updates = 0
 
-    async def report(self, report: ReplicaReport) -> None:
+    async def report(self, news: ReplicaNews) -> bool:
         if self.placement_error is not None:
             raise self.placement_error
-        self.reports.append(report)
-
-    async def gone(self, replica_id: str) -> None:
-        self.gone_ids.append(replica_id)
+        self.reports.append(news)
+        if self.wants_whole and not news.is_whole:
+            return False
+        self.wants_whole = False
+        self.resident = {*news.loaded} if news.is_whole else (self.resident - {*news.unloaded}) | {*news.loaded}
+        return True
 
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
@@ -62,6 +67,7 @@ class Bench:
         self.dispatcher = self.fleet.dispatcher()
         self.listeners = Listeners()
         self.running: asyncio.Task[None] | None = None
+        self.is_leaving = False
 
     @property
     def replica(self) -> FakeReplica:
@@ -76,6 +82,8 @@ class Bench:
             heard,
             heard,
             [heard],
+            telling=Telling(ORIGIN),
+            is_leaving=lambda: self.is_leaving,
             interval_s=interval_s,
             clock=time.monotonic,
         )
@@ -117,10 +125,42 @@ async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(
     adapter = fake_adapter("a", 8)
     bench.start(interval_s=1e6)
     await until(lambda: len(bench.listeners.reports) == 1)
-    assert bench.listeners.reports[0] == ReplicaReport("replica-0")
+    assert bench.listeners.reports[0] == ReplicaNews("replica-0", 1, is_whole=True, origin=ORIGIN)
     await bench.use("r", adapter)
-    await until(lambda: bench.listeners.reports[-1].resident == (adapter.card.digest,))
-    assert set(bench.listeners.reports[-1].last_used_s) == {adapter.card.digest}
+    await until(lambda: bench.listeners.resident == {adapter.card.digest})
+    assert set(bench.listeners.reports[-1].used_s) == {adapter.card.digest}
+
+
+async def test_requests_that_move_no_adapter_are_no_reason_to_report(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OBSERVE_INTERVAL_S", 1e6)
+    adapter = fake_adapter("a", 8)
+    bench.start(interval_s=1e6)
+    await bench.use("r", adapter)
+    await until(lambda: bench.listeners.resident == {adapter.card.digest})
+    num_reports = len(bench.listeners.reports)
+    for index in range(5):
+        await bench.use(f"again{index}", adapter)
+        await until(lambda: not bench.replica.service.changed.is_set())
+    assert len(bench.listeners.reports) == num_reports
+
+
+async def test_placement_that_has_missed_something_is_told_the_whole(bench: Bench) -> None:
+    adapter = fake_adapter("a", 8)
+    bench.start(interval_s=0.01)
+    await bench.use("r", adapter)
+    await until(lambda: bench.listeners.resident == {adapter.card.digest})
+    bench.listeners.resident, bench.listeners.wants_whole = set(), True  # it has restarted
+    await until(lambda: bench.listeners.resident == {adapter.card.digest})
+
+
+async def test_a_replica_that_serve_ends_says_so_and_goes_on_saying_so(bench: Bench) -> None:
+    bench.start(interval_s=0.01)
+    await until(lambda: len(bench.listeners.reports) > 1)
+    assert not any(news.is_leaving for news in bench.listeners.reports)
+    bench.is_leaving = True
+    await until(lambda: sum(news.is_leaving for news in bench.listeners.reports) > 2)
 
 
 async def test_the_registry_hears_only_news(bench: Bench) -> None:
@@ -164,6 +204,7 @@ async def test_placement_that_is_away_is_told_again(bench: Bench) -> None:
     await until(lambda: bench.listeners.num_updates > 2)
     bench.listeners.placement_error = None
     await until(lambda: bool(bench.listeners.reports))
+    assert bench.listeners.reports[0].is_whole
 
 
 async def test_a_failed_engine_is_said_to_be_gone(bench: Bench) -> None:
@@ -175,7 +216,7 @@ async def test_a_failed_engine_is_said_to_be_gone(bench: Bench) -> None:
     assert bench.running is not None
     await asyncio.wait([bench.running])
     assert bench.running.exception() is None
-    assert bench.listeners.gone_ids == ["replica-0"]
+    assert bench.listeners.reports[-1].is_leaving
 
 
 @pytest.mark.parametrize("error", [ConfigError("a damaged table"), TypeError("of another version"), TimeoutError()])
@@ -198,8 +239,8 @@ async def test_placement_that_does_not_answer_delays_one_report_only(
     monkeypatch.setattr(module, "REPORT_TIMEOUT_S", 0.01)
     answers = asyncio.Event()
 
-    async def report(_: ReplicaReport) -> None:
-        await answers.wait()
+    async def report(_: ReplicaNews) -> bool:
+        return await answers.wait()
 
     monkeypatch.setattr(bench.listeners, "report", report)
     bench.start(interval_s=0.01)

@@ -222,10 +222,12 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
     async def adapter(name: str, request: Request) -> Response:
         """One adapter: its state, where it is, why its last load failed."""
         description = await service.management.store.describe(name, tenant_id=http_caller(request).tenant_id)
-        whole = description_body(name, description, service.management)
         if http_caller(request).kind == "project":
-            whole = {field: value for field, value in whole.items() if field not in SHARED_FACTS}
-        return JSONResponse(whole)
+            whole = description_body(name, description, ())
+            return JSONResponse({field: value for field, value in whole.items() if field not in SHARED_FACTS})
+        entry = description.entry
+        replicas = [] if entry is None else await service.management.residency(entry.ref.digest)
+        return JSONResponse(description_body(name, description, replicas))
 
     @routes.patch("/v1/loras/{name}", openapi_extra=takes(ConfigureAdapterBody))
     async def configure(name: str, request: Request) -> Response:

@@ -1,17 +1,25 @@
 """The policy without affinity, to compare others with: any replica may serve any adapter.
 
-In: a digest and the table. Out: no homes, which means anywhere; the least loaded replica gets the request.
+In: a digest and the fleet. Out: no homes, which means anywhere: a request goes where the load is less.
 """
 
 from __future__ import annotations
 
-from app.deployments.placement.table import PlacementTable
+from typing import ClassVar
+
+from pydantic import BaseModel
+
+from app.deployments.placement.policy import NoOptions, PlacementFleet
 
 
-class LeastLoadedPolicy:
-    """Adapters are ignored: every request goes to the replica with the least work."""
+class Policy:
+    """Adapters are ignored."""
 
-    has_homes = False
+    Options: ClassVar[type[BaseModel]] = NoOptions
+    has_homes: ClassVar[bool] = False
 
-    def homes(self, digest: str, table: PlacementTable) -> tuple[str, ...]:  # noqa: ARG002
+    def __init__(self, options: NoOptions) -> None:
+        """There is nothing to choose."""
+
+    def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:  # noqa: ARG002
         return ()

@@ -1,36 +1,40 @@
 """The default policy: an adapter stays where its rows are.
 
-In: a digest and the table. Out: one home. Rendezvous hashing with bounded loads (Mirrokni et al. 2018): no replica
-is home to more than `load_bound` times the mean, and losing a replica moves its own adapters only.
+In: a digest and the fleet. Out: one home. Rendezvous hashing with bounded loads (Mirrokni et al. 2018): no replica is
+home to more than `load_bound` times the mean, and losing a replica moves its own adapters only.
 """
 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
-from app.deployments.placement.rendezvous import rendezvous_order
-from app.deployments.placement.table import PlacementTable
+from pydantic import BaseModel, Field
+
+from app.deployments.placement.policy import NoOptions, PlacementFleet
 
 
-class StickyPolicy:
+class StickyOptions(NoOptions):
+    """`placement.policy_options` of this policy."""
+
+    load_bound: float = Field(
+        default=1.25, ge=1.0, description="A replica is given at most this times the mean number of adapters."
+    )
+
+
+class Policy:
     """An adapter goes where its rows are, else to its rendezvous replica with room under the bound."""
 
-    has_homes = True
+    Options: ClassVar[type[BaseModel]] = StickyOptions
+    has_homes: ClassVar[bool] = True
 
-    def __init__(self, load_bound: float) -> None:
-        self._load_bound = load_bound
+    def __init__(self, options: StickyOptions) -> None:
+        self._load_bound = options.load_bound
 
-    def homes(self, digest: str, table: PlacementTable) -> tuple[str, ...]:
-        if not table.replicas:
+    def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]:
+        if not fleet.num_replicas:
             return ()
-        resident = [report.replica_id for report in table.replicas.values() if digest in report.resident]
-        if resident:
-            return (rendezvous_order(digest, resident)[0],)
-        counts = dict.fromkeys(table.replicas, 0)
-        for homes in table.homes.values():
-            for replica_id in homes:
-                if replica_id in counts:
-                    counts[replica_id] += 1
-        capacity = math.ceil(self._load_bound * (sum(counts.values()) + 1) / len(counts))
-        ranked = rendezvous_order(digest, counts)
-        return (next(replica_id for replica_id in ranked if counts[replica_id] < capacity),)
+        if holders := fleet.holders(digest):
+            return (holders[0],)
+        capacity = math.ceil(self._load_bound * (fleet.num_homes + 1) / fleet.num_replicas)
+        return (next(each for each in fleet.preferred(digest) if fleet.num_homes_at(each) < capacity),)

@@ -335,7 +335,7 @@ async def test_generate_keeps_order_and_counts(http: httpx.AsyncClient) -> None:
 async def test_without_a_replica_nothing_is_ready(http: httpx.AsyncClient, service: Service) -> None:
     assert (await http.get("/health")).status_code == 200
     assert (await http.head("/health")).status_code == 200, "what some load balancers ask"
-    service.fleet.known_gone.append("replica-0")
+    service.fleet.drop("replica-0")
     assert (await http.get("/health")).status_code == 503
     assert (await http.head("/health")).status_code == 503
     answer = await http.post("/v1/completions", json=LEGACY | {"stream": True})
@@ -345,7 +345,7 @@ async def test_without_a_replica_nothing_is_ready(http: httpx.AsyncClient, servi
 
 async def test_a_full_queue_is_429_also_for_a_stream(http: httpx.AsyncClient, service: Service) -> None:
     replica = service.fleet.add()
-    service.fleet.known_gone.append("replica-0")
+    service.fleet.drop("replica-0")
     replica.engine._max_waiting = 0
     for stream in (False, True):
         answer = await http.post("/v1/completions", json=LEGACY | {"stream": stream})

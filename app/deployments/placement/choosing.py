@@ -1,0 +1,49 @@
+"""Which policy the configuration names.
+
+In: `placement.policy` and `placement.policy_options`. Out: the policy. Rule: a name without a dot is a file of
+`policies/`, with the class `Policy` in it; anything else is the dotted path of a class. So a new policy is one file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import cast
+
+from pydantic import ValidationError
+
+from app.config import PlacementConfig
+from app.deployments.placement import policies
+from app.deployments.placement.policy import PlacementPolicy
+from app.engine.errors import ConfigError
+
+
+def make_policy(config: PlacementConfig) -> PlacementPolicy:
+    """Raises ConfigError if there is no such policy, or it does not have these options."""
+    kind = _find(config.policy)
+    try:
+        options = kind.Options.model_validate(dict(config.policy_options))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigError(f"placement.policy_options of {config.policy!r}: {wrong}") from None
+    return kind(options)
+
+
+def _find(name: str) -> type[PlacementPolicy]:
+    names = sorted(module.name for module in pkgutil.iter_modules(policies.__path__))
+    if "." not in name and ":" not in name:
+        if name not in names:
+            raise ConfigError(
+                f"placement.policy {name!r} is none of {', '.join(names)}; "
+                "a policy of your own is named by the dotted path of its class"
+            )
+        path, attribute = f"{policies.__name__}.{name}", "Policy"
+    else:
+        path, _, attribute = name.replace(":", ".").rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(path), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"placement.policy {name!r} cannot be imported: {error}") from error
+    if not all(hasattr(kind, part) for part in ("Options", "has_homes", "homes")):
+        raise ConfigError(f"placement.policy {name!r} is no policy: it needs Options, has_homes and homes")
+    return cast(type[PlacementPolicy], kind)

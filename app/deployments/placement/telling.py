@@ -1,0 +1,44 @@
+"""How a replica tells placement of itself: by what has changed.
+
+In: a replica's state, again and again. Out: messages, each with the changes since the one before. Rule: a message that
+placement may not have had is followed by a whole one, never by changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from app.deployments.placement.table import Origin, ReplicaNews, ReplicaReport
+
+
+class Telling:
+    """One per replica. `origin` goes with every whole message."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._number = 0
+        self._told: ReplicaReport | None = None
+
+    def is_news(self, resident: tuple[str, ...]) -> bool:
+        """Whether other adapters are resident than placement was told."""
+        return self._told is None or self._told.resident != resident
+
+    def news(self, state: ReplicaReport, *, is_leaving: bool = False) -> ReplicaNews:
+        """The next message. Ask `forget` for a whole one if placement does not take it."""
+        told, self._told = self._told, state
+        self._number += 1
+        news = ReplicaNews(state.replica_id, self._number, state.load, is_leaving=is_leaving, active=dict(state.active))
+        if told is None:
+            used_s = dict(state.last_used_s)
+            return replace(news, is_whole=True, loaded=state.resident, used_s=used_s, origin=self._origin)
+        before, now = set(told.resident), set(state.resident)
+        return replace(
+            news,
+            loaded=tuple(sorted(now - before)),
+            unloaded=tuple(sorted(before - now)),
+            used_s={d: used_s for d, used_s in state.last_used_s.items() if told.last_used_s.get(d) != used_s},
+        )
+
+    def forget(self) -> None:
+        """Placement may not know what it was told: the next message is a whole one."""
+        self._told = None

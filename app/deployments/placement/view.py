@@ -1,0 +1,165 @@
+"""Where adapters are, as one process knows it: a copy of placement's table with quick answers.
+
+In: rows of the table, as they change. Out: which replicas there are, an adapter's homes, who holds it. Rule: an answer
+costs what it returns, whatever the number of replicas and adapters. The placement actor keeps its own table in a view,
+too, so that both give a policy the same answers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Set
+
+from app.deployments.links.published import Changes
+from app.deployments.placement.rendezvous import Rendezvous
+from app.deployments.placement.table import Key, Row
+
+#: Homes that were answered and not yet published that are kept, the last ones.
+MAX_ANSWERED = 4096
+
+
+class PlacementView:
+    """One event loop. It is a `PlacementFleet` without loads."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, None] = {}
+        self._homes: dict[str, Row] = {}
+        self._holders: dict[str, set[str]] = {}
+        self._at_home: dict[str, set[str]] = {}
+        self._answered: dict[str, Row] = {}
+        self._num_homes: Counter[str] = Counter()
+        self._rendezvous: Rendezvous | None = None
+        self._unconfirmed: set[Key] | None = None  # of a copy that is coming: what it has not mentioned so far
+        self.num_replica_changes = 0
+
+    @property
+    def replicas(self) -> KeysView[str]:
+        """The replicas on the table."""
+        return self._replicas.keys()
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def num_homes(self) -> int:
+        return self._num_homes.total()
+
+    def num_homes_at(self, replica_id: str) -> int:
+        """Adapters whose home this replica is."""
+        return self._num_homes[replica_id]
+
+    def at_home(self, replica_id: str) -> Set[str]:
+        """Those adapters."""
+        return self._at_home.get(replica_id, set())
+
+    def homes(self, digest: str) -> Row:
+        """The replicas that serve the adapter, oldest first; empty if it has no home."""
+        return self._homes.get(digest) or self._answered.get(digest, ())
+
+    def is_resident(self, digest: str) -> bool:
+        """Whether the adapter was on any replica's device when that last said so."""
+        return digest in self._holders
+
+    def holders(self, digest: str) -> list[str]:
+        """Replicas whose device holds the adapter, in the order in which it prefers them."""
+        holders = self._holders.get(digest, set()) & self._replicas.keys()
+        return [*holders] if len(holders) < 2 else [each for each in self.preferred(digest) if each in holders]
+
+    def preferred(self, digest: str) -> Iterator[str]:
+        """All replicas, in the adapter's own order."""
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(self._replicas)
+        return iter(self._rendezvous.order(digest))
+
+    def take(self, news: Changes[Key, Row]) -> None:
+        """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""
+        if news.is_first:
+            self._unconfirmed = set(self._keys())
+        self.apply(dict(news.rows))
+        if self._unconfirmed is not None:
+            self._unconfirmed.difference_update(key for key, _ in news.rows)
+            if news.is_last:
+                self.apply(dict.fromkeys(self._unconfirmed))
+                self._unconfirmed = None
+
+    def answer(self, homes: Mapping[str, Row]) -> None:
+        """Homes that placement has given on a question; the table's own row follows, and counts instead."""
+        for digest, row in homes.items():
+            if digest not in self._homes:
+                self._answered[digest] = row
+        while len(self._answered) > MAX_ANSWERED:
+            del self._answered[next(iter(self._answered))]
+
+    def apply(self, rows: Mapping[Key, Row | None]) -> None:
+        """Take over changes; None stands for a row that is no more."""
+        for key, row in rows.items():
+            if key[0] == "home":
+                self._set_homes(key[1], row)
+            elif key[0] == "resident":
+                self._set_holder(key[1], key[2], is_there=row is not None)
+            elif key[0] == "replica":
+                self._set_replica(key[1], is_there=row is not None)
+
+    def _set_homes(self, digest: str, row: Row | None) -> None:
+        self._answered.pop(digest, None)
+        for home in self._homes.pop(digest, ()):
+            self._num_homes[home] -= 1
+            self._at_home[home].discard(digest)
+            if not self._at_home[home]:
+                del self._at_home[home], self._num_homes[home]
+        if row is not None:
+            self._homes[digest] = row
+            for home in row:
+                self._num_homes[home] += 1
+                self._at_home.setdefault(home, set()).add(digest)
+
+    def _set_holder(self, digest: str, replica_id: str, *, is_there: bool) -> None:
+        if is_there:
+            self._holders.setdefault(digest, set()).add(replica_id)
+        elif digest in self._holders:
+            self._holders[digest].discard(replica_id)
+            if not self._holders[digest]:
+                del self._holders[digest]
+
+    def _set_replica(self, replica_id: str, *, is_there: bool) -> None:
+        if is_there == (replica_id in self._replicas):
+            return
+        if is_there:
+            self._replicas[replica_id] = None
+        else:
+            del self._replicas[replica_id]
+        self._rendezvous = None
+        self.num_replica_changes += 1
+
+    def _keys(self) -> Iterator[Key]:
+        yield from (("replica", replica_id) for replica_id in self._replicas)
+        yield from (("home", digest) for digest in self._homes)
+        for digest, holders in self._holders.items():
+            yield from (("resident", digest, replica_id) for replica_id in holders)
+
+
+class UsableFleet:
+    """A view without the replicas that cannot be used, for a policy (`PlacementFleet`)."""
+
+    def __init__(self, view: PlacementView, usable: Collection[str], load: Callable[[str], int]) -> None:
+        self._view = view
+        self._usable = usable
+        self.load = load
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._usable)
+
+    @property
+    def num_homes(self) -> int:
+        return self._view.num_homes
+
+    def num_homes_at(self, replica_id: str) -> int:
+        return self._view.num_homes_at(replica_id)
+
+    def holders(self, digest: str) -> list[str]:
+        return [each for each in self._view.holders(digest) if each in self._usable]
+
+    def preferred(self, digest: str) -> Iterator[str]:
+        return (each for each in self._view.preferred(digest) if each in self._usable)

@@ -1,0 +1,54 @@
+"""Replicas that report to placement's books, as a test says."""
+
+from __future__ import annotations
+
+import random
+
+from app.config import PlacementConfig
+from app.deployments.placement.books import PlacementBooks
+from app.deployments.placement.choosing import make_policy
+from app.deployments.placement.policy import PlacementPolicy
+from app.deployments.placement.table import ReplicaReport
+from app.deployments.placement.telling import Telling
+from tests.deployments.placed import ORIGIN
+
+STICKY = make_policy(PlacementConfig())
+LEAST_LOADED = make_policy(PlacementConfig(policy="least_loaded"))
+
+
+class ToldBooks(PlacementBooks):
+    """Books of a fleet whose replicas are called r0, r1, …; each tells of its changes as real ones do."""
+
+    def __init__(self, num_replicas: int = 0, policy: PlacementPolicy = STICKY) -> None:
+        super().__init__(policy, silence_s=10, report_interval_s=1)
+        self.tellings: dict[str, Telling] = {}
+        for index in range(num_replicas):
+            self.hear(ReplicaReport(f"r{index}"), 0.0)
+
+    def hear(self, report: ReplicaReport, now_s: float, *, is_leaving: bool = False) -> bool:
+        """A replica says how it is, wholly if it is asked to. Returns whether it had to be asked."""
+        telling = self.tellings.setdefault(report.replica_id, Telling(ORIGIN))
+        if self.report(telling.news(report, is_leaving=is_leaving), now_s):
+            return False
+        telling.forget()
+        assert self.report(telling.news(report, is_leaving=is_leaving), now_s)
+        return True
+
+    def leave(self, replica_id: str, now_s: float = 0.0) -> None:
+        """A replica says that it leaves."""
+        self.hear(ReplicaReport(replica_id), now_s, is_leaving=True)
+
+    @property
+    def replicas(self) -> list[str]:
+        return sorted(self.view.replicas)
+
+    @property
+    def homes(self) -> dict[str, tuple[str, ...]]:
+        """All adapters' homes."""
+        digests = {digest for replica_id in self.replicas for digest in self.view.at_home(replica_id)}
+        return {digest: self.view.homes(digest) for digest in digests}
+
+
+def digests(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{rng.getrandbits(128):032x}" for _ in range(count)]
