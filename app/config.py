@@ -216,6 +216,24 @@ class LogsConfig(_Settings):
     requests: bool = Field(default=False, description="A line for each HTTP request (an access log).")
 
 
+class PriceConfig(_Settings):
+    """What tokens cost, in dollars per million."""
+
+    input: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Prompt tokens.")
+    cached_input: float = Field(
+        default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Prompt tokens found in the cache."
+    )
+    output: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False, description="Generated tokens.")
+
+
+class TenantsConfig(_Settings):
+    """What is charged. Who the tenants are, their keys and limits are in the database (`polylora tenants`)."""
+
+    prices: dict[str, PriceConfig] = Field(
+        default_factory=dict, description="By name of the base model, or of adapters that cost something else."
+    )
+
+
 class AppConfig(_Settings):
     """Everything `app.main:build` needs."""
 
@@ -226,6 +244,7 @@ class AppConfig(_Settings):
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     logs: LogsConfig = Field(default_factory=LogsConfig)
+    tenants: TenantsConfig = Field(default_factory=TenantsConfig)
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:

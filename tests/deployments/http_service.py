@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from app.config import AppConfig
+from app.config import AppConfig, PriceConfig
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.service import IngressService, Parts
-from app.deployments.ingress.tenancy import Tenancy
+from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.links.transport import Frame
+from app.deployments.tenants.prices import Prices
 from app.engine.request import GenerateRequest, Usage
 from tests.deployments.fleet import Fleet, Unbatched
 from tests.deployments.managed import ManagedStore
+
+#: A dollar per million prompt tokens, ten cents for cached ones, four dollars for generated ones.
+RATES = Rates(Prices({"base": PriceConfig(input=1, cached_input=0.1, output=4)}, "base"), "base")
 
 
 class Letters:
@@ -95,7 +100,7 @@ class Service(IngressService):
         parts = Parts(
             text=Letters(),
             registry=managed.view,
-            tenancy=Tenancy(managed.tenants, managed.tenants_client, managed.clock),
+            tenancy=Tenancy(managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock),
             store=managed.client,
             placer=fleet,
             policy=fleet.policy,

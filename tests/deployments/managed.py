@@ -109,7 +109,8 @@ class ManagedStore:
         self.view = RegistryView()
         self.lifecycle.start()
         self.clock = clock
-        self.tenants_client = TenantsClient(Here(TenantsService(TenantBooks(registry.database), lambda: None)))
+        self.books = TenantBooks(registry.database)
+        self.tenants_client = TenantsClient(Here(TenantsService(self.books, lambda: None, clock)))
         self.tenants = TenantView()
         self.followers = [asyncio.create_task(work) for work in (self._follow(), self._follow_tenants())]
         self.dropped: list[tuple[str, str]] = []

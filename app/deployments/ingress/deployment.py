@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -27,7 +28,7 @@ from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.service import IngressService, Parts
-from app.deployments.ingress.tenancy import Tenancy, WatchedTenants
+from app.deployments.ingress.tenancy import Rates, Tenancy, WatchedTenants
 from app.deployments.ingress.text_model import open_text
 from app.deployments.ingress.watching import WatchedRegistry
 from app.deployments.links.gauges import repeat_gauges
@@ -41,6 +42,7 @@ from app.deployments.placement.placer import ServePlacer, WatchedLoads, WatchedP
 from app.deployments.store.actor import TenantsCallee, store_actor
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.prices import Prices
 from app.logs import start_log
 
 
@@ -62,10 +64,11 @@ class Ingress(AsgiIngress):
         registry = WatchedRegistry(store.watch, ingress_id, metrics.adapters)
         tenants = WatchedTenants(owner, ingress_id)
         placed, loads = WatchedPlacement(placement.watch, ingress_id), Loads(time.monotonic)
+        rates = Rates(Prices(config.tenants.prices, config.model.name), config.model.name)
         parts = Parts(
             text=await asyncio.to_thread(open_text, config),
             registry=registry.view,
-            tenancy=Tenancy(tenants.view, owner, time.time),
+            tenancy=Tenancy(tenants.view, owner, rates, f"{ingress_id}-{uuid.uuid4().hex[:8]}", time.time),
             store=store,
             placer=ServePlacer(placement, placed, ingress_id),
             policy=make_policy(config.placement),
@@ -83,6 +86,8 @@ class Ingress(AsgiIngress):
             registry.follow,
             tenants.follow,
             parts.tenancy.keep_telling,
+            parts.tenancy.limiter.keep_telling,
+            parts.tenancy.metering.keep_flushing,
             placed.follow,
             WatchedLoads(placement.watch_loads, ingress_id, loads.take).follow,
             partial(repeat_gauges, metrics.gauges),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
@@ -17,6 +17,7 @@ from app.deployments.ingress.job import Job, StreamSource
 from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
+from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
 from app.engine.request import GenerateRequest, SamplingParams
@@ -79,6 +80,10 @@ class _Ids(NamedTuple):
     unique: str
 
 
+#: Reserves what sequences may take of their caller's limits. Raises LimitReached.
+Admit = Callable[[Caller, Sequence[GenerateRequest]], Awaitable[Reservation]]
+
+
 class Frontend:
     """One per ingress process. `clock` gives Unix time."""
 
@@ -89,6 +94,7 @@ class Frontend:
         names: Names,
         source: StreamSource,
         limits: LimitsConfig,
+        admit: Admit,
         clock: Callable[[], float],
     ) -> None:
         self._model = model
@@ -96,6 +102,7 @@ class Frontend:
         self._names = names
         self._source = source
         self.limits = limits
+        self._admit = admit
         self._clock = clock
 
     @property
@@ -135,7 +142,7 @@ class Frontend:
         return ref
 
     async def chat(self, body: ChatCompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
-        """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow."""
+        """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         arrival_s = self._clock()
         ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
         messages = [
@@ -151,7 +158,7 @@ class Frontend:
             token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         names = _Fields("messages", body.limit_field, "top_logprobs")
-        return self._job(
+        return await self._job(
             _ids("chatcmpl", request_id),
             caller,
             arrival_s,
@@ -171,7 +178,7 @@ class Frontend:
         names = _Fields("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
         token_ids = await self._prompt_ids(prompts)
-        return self._job(
+        return await self._job(
             _ids("cmpl", request_id),
             caller,
             arrival_s,
@@ -191,7 +198,7 @@ class Frontend:
         names = _Fields("text", params.limit_field, "logprobs", "sampling_params.n")
         self._check_sequences(len(refs), params.n, names)
         token_ids = await self._prompt_ids(body.texts)
-        return self._job(
+        return await self._job(
             _ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
         )
 
@@ -210,7 +217,7 @@ class Frontend:
                 )
         return prompt
 
-    def _job(
+    async def _job(
         self,
         ids: _Ids,
         caller: Caller,
@@ -257,9 +264,12 @@ class Frontend:
             for copy in range(fields.n)
         )
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
+        reservation = await self._admit(caller, requests)
         return Job(
             ids.shown,
             requests,
+            caller,
+            reservation,
             fields.stop_strings,
             fields.n,
             deadline_s,

@@ -12,7 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
+from app.deployments.tenants.limiter import Reservation
 from app.engine.request import GenerateRequest, TokenChunk, TokenLogprobs, Usage
 
 
@@ -54,11 +56,14 @@ class Progress:
 class Job:
     """The sequences of one client request: `num_per_prompt` (n) for each prompt, in order.
 
-    `deadline_s` is a time of the event loop's clock; `clock` gives Unix time.
+    `deadline_s` is a time of the event loop's clock; `clock` gives Unix time. `reservation` is what the job holds
+    of its caller's limits.
     """
 
     request_id: str
     requests: tuple[GenerateRequest, ...]
+    caller: Caller
+    reservation: Reservation
     stops: tuple[str, ...]
     num_per_prompt: int
     deadline_s: float

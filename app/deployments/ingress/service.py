@@ -96,7 +96,9 @@ class IngressService:
         self._cold = ColdRequests(parts.placer, config.limits)
         dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold)
         self._names = AdapterNames(parts.registry, parts.placer, parts.store, parts.steady_clock)
-        self.frontend = Frontend(parts.text, self.base_name, self._names, dispatcher, config.limits, parts.clock)
+        self.frontend = Frontend(
+            parts.text, self.base_name, self._names, dispatcher, config.limits, parts.tenancy.admit, parts.clock
+        )
         self.management = Management(parts.store, parts.replicas, parts.placer)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:
@@ -111,6 +113,8 @@ class IngressService:
 
     def observe(self, route: str, status: int, job: Job | None) -> None:
         """Count a request that has ended; it has no job if it ended before it had sequences."""
+        if job is not None:
+            self.tenancy.end(job)
         first = job.requests[0] if job is not None else None
         self._metrics.request(
             route,
@@ -149,7 +153,7 @@ class IngressService:
 
     async def close(self) -> None:
         """End what goes on in the background; streams that are still open are left to their callers."""
-        for part in (self.management, self._names, self._assigner, self._links):
+        for part in (self.management, self._names, self._assigner, self._links, self.tenancy):
             await part.close()
 
 

@@ -11,6 +11,7 @@ import logging
 import math
 from typing import Any, NamedTuple
 
+from app.deployments.tenants.limits import LimitReached, SpendReached
 from app.engine import errors
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ TABLE: dict[type[Exception], HttpError] = {
     NotAuthenticated: HttpError(401, "authentication_error", "invalid_management_token"),
     InvalidApiKey: HttpError(401, "invalid_request_error", "invalid_api_key"),
     WrongKey: HttpError(403, "insufficient_permissions", "insufficient_permissions"),
+    SpendReached: HttpError(429, "insufficient_quota", "insufficient_quota"),
+    LimitReached: HttpError(429, "requests", "rate_limit_exceeded"),
     InvalidJson: HttpError(400, "invalid_request_error", "invalid_json"),
     errors.ContextOverflow: HttpError(400, "invalid_request_error", "context_length_exceeded"),
     errors.UnsupportedField: HttpError(400, "invalid_request_error", "unsupported_field"),
@@ -125,12 +128,18 @@ def error_answer(error: BaseException) -> ErrorAnswer:
         row, message = UNEXPECTED, "internal error; the server's log has the details"
     else:
         message = str(error)
-    body = {"error": {"message": message, "type": row.type, "param": getattr(error, "param", None), "code": row.code}}
+    kind = "tokens" if isinstance(error, LimitReached) and error.kind == "tokens" else row.type
+    body = {"error": {"message": message, "type": kind, "param": getattr(error, "param", None), "code": row.code}}
     headers = {}
     if isinstance(error, errors.Overloaded | errors.AdapterQuarantined):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     elif isinstance(error, errors.AdapterReadFailed | errors.AdapterWriteFailed):
         headers["Retry-After"] = str(MACHINE_RETRY_S)
+    elif isinstance(error, LimitReached) and error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
+    elif isinstance(error, LimitReached):  # a client that tries again gets the same
+        headers["X-Should-Retry"] = "false"
     elif isinstance(error, NotAuthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, FINAL):

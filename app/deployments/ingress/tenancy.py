@@ -1,26 +1,37 @@
-"""What an ingress does about tenants beside every request: it knows their keys, and tells when keys were used.
+"""What an ingress does about tenants: it knows their keys, admits their requests within their limits, and counts them.
 
-In: the owner's table, and uses of keys. Out: a `TenantView`, read from this process's memory; one call a minute with
-the keys that were used in it. Rule: no request waits for the owner.
+In: the owner's table, requests that are ready to run, and jobs that have ended. Out: a `TenantView`, read from this
+process's memory; reservations; batches for the ledger. Rule: every job is admitted once before it runs and counted once
+when it has ended, however it ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.tenants import Caller
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.watched import Follower
 from app.deployments.tenants.client import TenantsClient
-from app.deployments.tenants.entries import TenantKey, TenantRow
+from app.deployments.tenants.entries import TenantKey, TenantLimits, TenantRow
+from app.deployments.tenants.limiter import Limiter, Reservation
+from app.deployments.tenants.limits import Meter, MeterKind, Need, needs_of
+from app.deployments.tenants.metering import Charge, LedgerKey, Metering
+from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView
 from app.engine.errors import NotReady
+from app.engine.request import GenerateRequest, Usage
 
 logger = logging.getLogger(__name__)
 
 #: How often it is told when keys were last used.
 USE_INTERVAL_S = 60.0
+_NO_LIMITS = TenantLimits()
 
 
 class WatchedTenants(Follower[Changes[TenantKey, TenantRow]]):
@@ -38,14 +49,82 @@ class WatchedTenants(Follower[Changes[TenantKey, TenantRow]]):
             self.complete.set()
 
 
-class Tenancy:
-    """One per ingress. `clock` gives Unix time."""
+class Rates(NamedTuple):
+    """What a request's tokens cost, and the base model's name, under which limits hold for all of them."""
 
-    def __init__(self, view: TenantView, owner: TenantsClient, clock: Callable[[], float]) -> None:
+    prices: Prices
+    base_name: str
+
+
+class Tenancy:
+    """One per ingress. `clock` gives Unix time; `holder` is this process's id, which no other process ever has."""
+
+    def __init__(
+        self, view: TenantView, owner: TenantsClient, rates: Rates, holder: str, clock: Callable[[], float]
+    ) -> None:
         self.view = view
         self.owner = owner
         self.clock = clock
+        self.limiter = Limiter(owner.lend, holder, clock)
+        self.metering = Metering(owner.record, holder)
+        self._rates = rates
         self._used_s: dict[str, float] = {}
+
+    async def admit(self, caller: Caller, requests: Sequence[GenerateRequest]) -> Reservation:
+        """Reserve what these sequences may take at most. Raises LimitReached."""
+        if caller.tenant.limits == _NO_LIMITS:
+            return Reservation({}, settled=True)
+        needs = [self._need(request) for request in requests]
+        return await self.limiter.reserve(caller.tenant, needs_of(caller.tenant, self._rates.base_name, needs))
+
+    def end(self, job: Job) -> None:
+        """A job has ended: settle what it reserved, and count what it has cost. What never began has cost a request."""
+        minute = int(self.clock()) // 60
+        taken: list[Need] = []
+        for index, (request, usage) in enumerate(zip(job.requests, job.usages, strict=True)):
+            model = self._model(request)
+            used = usage or Usage(0, 0, 0)
+            cost = self._rates.prices.of(model, used)
+            taken.append(Need(model, used.prompt_tokens + used.completion_tokens, cost))
+            digest = "" if request.adapter is None else request.adapter.digest
+            key = LedgerKey(minute, request.tenant_id, job.caller.key_id, model, digest, "completions")
+            self.metering.add(
+                key,
+                Charge(
+                    num_requests=int(index == 0),
+                    prompt_tokens=used.prompt_tokens,
+                    cached_tokens=used.cached_tokens,
+                    completion_tokens=used.completion_tokens,
+                    cost_nanos=cost,
+                ),
+            )
+        self.limiter.settle(job.reservation, needs_of(job.caller.tenant, self._rates.base_name, taken))
+
+    def headers(self, caller: Caller) -> dict[str, str]:
+        """What is left of the tenant's limits per minute, in OpenAI's headers; none where there is no limit."""
+        if not caller.tenant.limits.rates:
+            return {}
+        headers: dict[str, str] = {}
+        kinds: tuple[MeterKind, ...] = ("requests", "tokens")
+        for kind in kinds:
+            allowance = self.limiter.allowance(Meter(caller.tenant_id, kind, self._rates.base_name))
+            if allowance is not None:
+                headers[f"x-ratelimit-limit-{kind}"] = str(allowance.limit)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(allowance.remaining)
+                headers[f"x-ratelimit-reset-{kind}"] = duration(allowance.reset_s)
+        return headers
+
+    async def close(self) -> None:
+        """Write down what was used."""
+        await self.metering.flush()
+        await self.limiter.close()
+
+    def _need(self, request: GenerateRequest) -> Need:
+        model, num_prompt, max_tokens = self._model(request), len(request.token_ids), request.sampling.max_tokens
+        return Need(model, num_prompt + max_tokens, self._rates.prices.at_most(model, num_prompt, max_tokens))
+
+    def _model(self, request: GenerateRequest) -> str:
+        return self._rates.base_name if request.adapter is None else request.adapter.name
 
     def note_use(self, key_id: str, now_s: float) -> None:
         """A key has let a request in."""
@@ -67,3 +146,14 @@ class Tenancy:
         except NotReady as error:
             self._used_s = used_s | self._used_s
             logger.info("the last use of %d keys is not written down yet: %s", len(used_s), error)
+
+
+def duration(seconds: float) -> str:
+    """As Go writes it, and OpenAI: 12ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{math.ceil(seconds * 1000) / 1000:g}s"
+    whole = math.ceil(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return (f"{hours}h" if hours else "") + f"{minutes}m{whole % 60}s"

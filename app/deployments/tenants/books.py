@@ -14,6 +14,7 @@ from sqlalchemy import select
 from app.deployments.registry.database import Database
 from app.deployments.tenants.entries import ApiKey, Tenant, TenantChange
 from app.deployments.tenants.key_books import KeyBooks
+from app.deployments.tenants.ledger import Ledger
 from app.deployments.tenants.project_books import ProjectBooks
 from app.deployments.tenants.tables import tenant_audit, tenant_revisions
 
@@ -33,6 +34,7 @@ class TenantBooks:
         self._database = database
         self.projects = ProjectBooks(database)
         self.keys = KeyBooks(database)
+        self.ledger = Ledger(database)
 
     def revision(self) -> int:
         """Rises with each change, whichever process makes it."""

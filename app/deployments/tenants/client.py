@@ -21,7 +21,10 @@ from app.deployments.tenants.entries import (
     TenantKey,
     TenantRow,
 )
+from app.deployments.tenants.lending import Grant, Want
+from app.deployments.tenants.metering import Row
 from app.deployments.tenants.service import TenantsService as _Service
+from app.deployments.tenants.usage import Bucket, UsageQuery
 
 
 class TenantsClient:
@@ -121,3 +124,19 @@ class TenantsClient:
         return await self._owner.call(
             _Service.changes, limit, before=before, after=after, project_ids=project_ids, events=events
         )
+
+    async def lend(self, holder: str, wants: Sequence[Want]) -> list[Grant]:
+        """Tell what an ingress holds of limits, and get what the owner lends it: a grant for each want."""
+        return await self._owner.call(_Service.lend, holder, wants)
+
+    async def remaining_spend(self, project_id: str) -> int | None:
+        """Nanos that a project has left this month; None if nobody has asked for any since the owner began."""
+        return await self._owner.call(_Service.remaining_spend, project_id)
+
+    async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
+        """Write a batch of usage down, once however often it is sent."""
+        await self._owner.call(_Service.record, writer_id, number, rows)
+
+    async def usage(self, query: UsageQuery) -> list[Bucket]:
+        """What was used, by buckets of time."""
+        return await self._owner.call(_Service.usage, query)

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from app.deployments.registry.entries import DEFAULT_TENANT
+from app.engine.message import message
 
 #: What lists of projects, keys and accounts hold unless asked for another number, and at most.
 DEFAULT_PAGE, LARGEST_PAGE = 20, 100
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class RateLimit:
     """What may be asked of one model; None: as much as one likes."""
@@ -25,6 +27,7 @@ class RateLimit:
     requests_per_day: int | None = None
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
     """`rates` by model: the base's row holds for everything, an adapter's for it alone, beside that."""
@@ -36,6 +39,7 @@ class TenantLimits:
     spend_cents: int | None = None
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A project as every ingress knows it.
@@ -67,6 +71,7 @@ class Tenant:
 PUBLIC = Tenant(DEFAULT_TENANT, "default", 0.0)
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """A key as it is stored and published. `project_id` None: it administers, and infers nothing."""
@@ -90,6 +95,7 @@ class ApiKey:
         return self.revoked_s is None and (self.expires_s is None or now_s < self.expires_s)
 
 
+@message
 class IssuedKey(NamedTuple):
     """A new key and its value: the only time that anybody learns it."""
 
@@ -97,6 +103,7 @@ class IssuedKey(NamedTuple):
     value: str
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class ServiceAccount:
     """Whose keys they are, within a project."""
@@ -108,6 +115,7 @@ class ServiceAccount:
     created_s: float
 
 
+@message
 @dataclass(frozen=True, slots=True)
 class TenantChange:
     """One line of the audit: `event` in OpenAI's words, `actor` the id of the key that did it."""

@@ -24,6 +24,10 @@ from app.deployments.tenants.entries import (
     TenantKey,
     TenantRow,
 )
+from app.deployments.tenants.lending import Grant, Lender, Want
+from app.deployments.tenants.limits import month_of
+from app.deployments.tenants.metering import Row
+from app.deployments.tenants.usage import Bucket, UsageQuery
 from app.engine.errors import NotReady
 
 if TYPE_CHECKING:  # a database: a process that only calls the owner starts without
@@ -39,10 +43,16 @@ LOOK_INTERVAL_S = 2.0
 
 
 class TenantsService:
-    """One event loop; the database is called in threads. `watched` is called whenever a process asks for the table."""
+    """One event loop; the database is called in threads.
 
-    def __init__(self, books: TenantBooks, watched: Callable[[], None]) -> None:
+    `watched` is called whenever a process asks for the table; `clock` gives Unix time.
+    """
+
+    def __init__(self, books: TenantBooks, watched: Callable[[], None], clock: Callable[[], float] = time.time) -> None:
         self._books = books
+        self._clock = clock
+        self._spent: dict[tuple[str, str], int] = {}  # by tenant and month: as the ledger said when it was first asked
+        self._lender = Lender(self._tenant, lambda tenant_id, month: self._spent[tenant_id, month])
         self._watched = watched
         self._changing = asyncio.Lock()  # the database and the table change in the same order
         self._revision = -1
@@ -163,6 +173,29 @@ class TenantsService:
         return await asyncio.to_thread(
             changes, limit, before=before, after=after, project_ids=project_ids, events=events
         )
+
+    # -- limits and usage -------------------------------------------------------------------------------
+
+    async def lend(self, holder: str, wants: Sequence[Want]) -> list[Grant]:
+        now_s = self._clock()
+        for meter in (want.meter for want in wants if want.meter.kind == "spend"):
+            place = (meter.tenant_id, month_of(now_s))
+            if place not in self._spent:
+                self._spent[place] = await asyncio.to_thread(self._books.ledger.spent, meter.tenant_id, now_s)
+        return self._lender.lend(holder, wants, now_s)
+
+    async def remaining_spend(self, project_id: str) -> int | None:
+        return self._lender.remaining_spend(project_id)
+
+    async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
+        await asyncio.to_thread(self._books.ledger.record, writer_id, number, rows)
+
+    async def usage(self, query: UsageQuery) -> list[Bucket]:
+        return await asyncio.to_thread(self._books.ledger.buckets, query)
+
+    def _tenant(self, tenant_id: str) -> Tenant | None:
+        row = self._rows.get(("tenant", tenant_id))
+        return row if isinstance(row, Tenant) else None
 
     # -- publishing -----------------------------------------------------------------------------------
 

@@ -130,7 +130,6 @@ ledger = Table(
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
-    Column("repeated_tokens", BigInteger, nullable=False),
     Column("num_loads", BigInteger, nullable=False),
     Column("load_bytes", BigInteger, nullable=False),
     Column("cost_nanos", BigInteger, nullable=False),

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http import admin_bodies as bodies
+from app.deployments.ingress.http.admin_usage import add_spend_routes, add_usage_routes
 from app.deployments.ingress.http.bodies import int_query, page_body, read_json
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.schema import BodyT, parse_body
@@ -49,6 +50,8 @@ def admin_router(service: AdministeredService) -> APIRouter:
     _add_right_routes(routes, service)
     _add_admin_key_routes(routes, service)
     _add_audit_routes(routes, service)
+    add_usage_routes(routes, service.tenancy)
+    add_spend_routes(routes, service.tenancy, service.frontend.limits.max_body_bytes)
     own = APIRouter(prefix="/v1/tenants", dependencies=[Depends(admin_caller)])
     _add_tenant_routes(own, service)
     both = APIRouter()

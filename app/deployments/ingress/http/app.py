@@ -43,6 +43,7 @@ from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
 from app.deployments.registry.entries import AliasEntry
 from app.deployments.registry.view import Entry
+from app.deployments.tenants.limits import LimitReached
 from app.engine.errors import NotFound, PolyloraError
 
 T = TypeVar("T")
@@ -80,7 +81,8 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
         path: str = getattr(request.scope.get("route"), "path", "/none")  # as declared: names are not filled in
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
-        return JSONResponse(answer.body, status_code=answer.status, headers=answer.headers)
+        headers = service.tenancy.headers(http_caller(request)) if isinstance(error, LimitReached) else {}
+        return JSONResponse(answer.body, status_code=answer.status, headers=headers | answer.headers)
 
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(Exception, refuse)
@@ -156,6 +158,7 @@ async def _respond(
     )
     adapter = job.requests[0].adapter
     headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
+    headers |= service.tenancy.headers(job.caller)
     if not body.stream:
         answers = await while_connected(request, job.answers())
         service.observe(route, 200, job)
@@ -195,7 +198,7 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1
-        return JSONResponse(results[0] if is_single else results)
+        return JSONResponse(results[0] if is_single else results, headers=service.tenancy.headers(caller))
 
 
 def model_page(service: HttpService, page: PageQuery, caller: Caller) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from app.deployments.placement.service import PlacementService
 from app.deployments.replica.deployment import EngineReplica
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
+from app.deployments.tenants.service import TenantsService
 from app.engine.errors import NotReady
 from app.engine.message import message_fields
 from app.engine.request import TokenChunk
@@ -32,7 +33,7 @@ from app.engine.request import TokenChunk
 KEPT = Path(__file__).with_name("messages.json")
 
 #: Whose methods other processes call.
-SERVICES = (StoreService, PlacementService, EngineReplica)
+SERVICES = (StoreService, TenantsService, PlacementService, EngineReplica)
 #: What no method names: frames are bytes, and a store answers with what its actor makes of weights.
 UNNAMED = (TokenChunk, SharedAdapter)
 

@@ -252,7 +252,6 @@ def _tenant_usage() -> None:
         sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
         sa.Column("cached_tokens", sa.BigInteger, nullable=False),
         sa.Column("completion_tokens", sa.BigInteger, nullable=False),
-        sa.Column("repeated_tokens", sa.BigInteger, nullable=False),
         sa.Column("num_loads", sa.BigInteger, nullable=False),
         sa.Column("load_bytes", sa.BigInteger, nullable=False),
         sa.Column("cost_nanos", sa.BigInteger, nullable=False),

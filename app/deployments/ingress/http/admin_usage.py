@@ -1,0 +1,193 @@
+"""Usage, costs and spend limits, by which OpenAI's admin client accounts for tenants.
+
+In: requests with an admin key, and the tenants' owner. Out: routes. Buckets, groups and pages are those of OpenAI's
+specification; what it groups by that is not here (users, batches, tiers) is null. Sums are the ledger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.http import admin_bodies as bodies
+from app.deployments.ingress.http.bodies import read_json
+from app.deployments.ingress.schema import parse_body
+from app.deployments.ingress.tenancy import Tenancy
+from app.deployments.ingress.tenants import admin_caller
+from app.deployments.tenants.limits import NANOS_PER_CENT
+from app.deployments.tenants.metering import Charge, RouteKind
+from app.deployments.tenants.usage import WIDTHS, UsageQuery, Width, next_page, usage_query
+from app.engine.errors import InvalidRequest, NotFound
+
+#: What is made of one group's sum.
+Result = Callable[[Mapping[str, str], Charge], dict[str, Any]]
+#: Costs come by the day, and more of them at once than usage does.
+_COST_WIDTH = Width(86_400, 7, 180)
+#: What may be asked of a time: up to the year 5138.
+_MAX_TIME_S = 10**11
+
+
+def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
+    """`/usage/completions`, `/usage/embeddings`, `/costs`."""
+
+    @routes.get("/usage/completions")
+    async def completions(request: Request) -> Response:
+        return await _usage(request, tenancy, "completions", _completions)
+
+    @routes.get("/usage/embeddings")
+    async def embeddings(request: Request) -> Response:
+        return await _usage(request, tenancy, "embeddings", _embeddings)
+
+    @routes.get("/costs")
+    async def costs(request: Request) -> Response:
+        if request.query_params.get("bucket_width", "1d") != "1d":
+            raise InvalidRequest("costs come in buckets of 1d only", param="bucket_width")
+        asked = _list(request, "group_by")
+        columns = ["model" if name == "line_item" else name for name in asked]
+        query = _query(request, tenancy, _COST_WIDTH, "completions", columns)
+        if lines := _list(request, "line_items"):
+            query = _with_only(query, "model", lines)
+        return await _page(tenancy, query, lambda group, charge: _cost(group, charge, asked))
+
+
+def add_spend_routes(routes: APIRouter, tenancy: Tenancy, max_body_bytes: int) -> None:
+    """`/projects/{id}/spend_limit`."""
+    owner, path = tenancy.owner, "/projects/{project_id}/spend_limit"
+
+    async def answer(project_id: str) -> Response:
+        cents = (await owner.project(project_id)).limits.spend_cents
+        if cents is None:
+            raise NotFound(f"project {project_id[:64]!r} has no spend limit")
+        remaining = await owner.remaining_spend(project_id)
+        is_reached = remaining is not None and remaining < NANOS_PER_CENT
+        return JSONResponse(bodies.spend_limit_body(cents, is_reached=is_reached))
+
+    @routes.get(path)
+    async def retrieve(project_id: str) -> Response:
+        return await answer(project_id)
+
+    @routes.post(path)
+    async def update(project_id: str, request: Request) -> Response:
+        body = parse_body(bodies.SpendLimitBody, await read_json(request, max_body_bytes))
+        await owner.limit_spend(project_id, body.threshold_amount, actor=admin_caller(request).key_id)
+        return await answer(project_id)
+
+    @routes.delete(path)
+    async def delete(project_id: str, request: Request) -> Response:
+        await owner.limit_spend(project_id, None, actor=admin_caller(request).key_id)
+        return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
+
+
+async def _usage(request: Request, tenancy: Tenancy, kind: RouteKind, result: Result) -> Response:
+    width = WIDTHS.get(request.query_params.get("bucket_width", "1d"))
+    if width is None:
+        raise InvalidRequest("bucket_width is 1m, 1h or 1d", param="bucket_width")
+    if request.query_params.get("batch") == "true" or _list(request, "user_ids"):
+        raise InvalidRequest("there are no batches and no users here; ask by project, key or model", param="batch")
+    query = _query(request, tenancy, width, kind, _list(request, "group_by"))
+    if models := _list(request, "models"):
+        query = _with_only(query, "model", models)
+    return await _page(tenancy, query, result)
+
+
+async def _page(tenancy: Tenancy, query: UsageQuery, result: Result) -> Response:
+    await tenancy.metering.flush()  # so that whoever asks after a request sees it, if it was of this ingress
+    data = [
+        {
+            "object": "bucket",
+            "start_time": bucket.start_s,
+            "end_time": bucket.end_s,
+            "results": [result(group, charge) for group, charge in bucket.results],
+        }
+        for bucket in await tenancy.owner.usage(query)
+    ]
+    page = next_page(query)
+    return JSONResponse({"object": "page", "data": data, "has_more": page is not None, "next_page": page})
+
+
+def _query(request: Request, tenancy: Tenancy, width: Width, kind: RouteKind, group_by: Sequence[str]) -> UsageQuery:
+    start_s = _time(request, "start_time")
+    if start_s is None:
+        raise InvalidRequest("start_time is needed: Unix seconds", param="start_time")
+    end_s = _time(request, "end_time")
+    only = {"project_id": _list(request, "project_ids"), "key_id": _list(request, "api_key_ids")}
+    return usage_query(
+        start_s,
+        int(tenancy.clock()) + 1 if end_s is None else end_s,
+        width,
+        _number(request, "limit"),
+        request.query_params.get("page"),
+        {column: values for column, values in only.items() if values},
+        group_by,
+        kind,
+    )
+
+
+def _with_only(query: UsageQuery, column: str, values: Sequence[str]) -> UsageQuery:
+    return replace(query, only={**query.only, column: values})
+
+
+def _completions(group: Mapping[str, str], charge: Charge) -> dict[str, Any]:
+    return _group(group) | {
+        "object": "organization.usage.completions.result",
+        "input_tokens": charge.prompt_tokens,
+        "input_cached_tokens": charge.cached_tokens,
+        "input_uncached_tokens": charge.prompt_tokens - charge.cached_tokens,
+        "output_tokens": charge.completion_tokens,
+        "num_model_requests": charge.num_requests,
+        "batch": None,
+        "service_tier": None,
+    }
+
+
+def _embeddings(group: Mapping[str, str], charge: Charge) -> dict[str, Any]:
+    return _group(group) | {
+        "object": "organization.usage.embeddings.result",
+        "input_tokens": charge.prompt_tokens,
+        "num_model_requests": charge.num_requests,
+    }
+
+
+def _cost(group: Mapping[str, str], charge: Charge, asked: Sequence[str]) -> dict[str, Any]:
+    """A line item is a model's or an adapter's tokens; its quantity is said where costs are grouped by it."""
+    is_line = "line_item" in asked
+    return {
+        "object": "organization.costs.result",
+        "amount": {"value": charge.cost_nanos / 1e9, "currency": "usd"},
+        "line_item": group["model"] if is_line else None,
+        "quantity": charge.prompt_tokens + charge.completion_tokens if is_line else None,
+        "quantity_unit": "tokens" if is_line else None,
+        "project_id": group.get("project_id"),
+        "api_key_id": group.get("key_id"),
+    }
+
+
+def _group(group: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "project_id": group.get("project_id"),
+        "api_key_id": group.get("key_id"),
+        "model": group.get("model"),
+        "user_id": None,
+    }
+
+
+def _list(request: Request, name: str) -> list[str]:
+    """A list as the client writes it: name[]=a&name[]=b."""
+    return request.query_params.getlist(f"{name}[]") + request.query_params.getlist(name)
+
+
+def _time(request: Request, name: str) -> int | None:
+    return _number(request, name, _MAX_TIME_S)
+
+
+def _number(request: Request, name: str, highest: int = 10_000) -> int | None:
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 13 and int(text) <= highest):
+        raise InvalidRequest(f"{name} is {text[:40]!r}; it is a whole number up to {highest}", param=name)
+    return int(text)

@@ -1,0 +1,328 @@
+"""An ingress's side of limits: a request is admitted with units that were lent to this process, or not at all.
+
+In: what a request needs of its tenant's meters. Out: a `Reservation`, or `LimitReached`. Units are taken from what this
+process holds; what it lacks is asked of the owner, for all requests that wait at once. When a request ends, what it
+reserved and did not use is there for the next. Rule: no unit admits two requests.
+
+While the owner is away a process admits from a bucket of its own that is as large as the tenant's limit (of spend a
+tenth), and says so when the owner is back: n ingresses overdraw a limit at most n times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.deployments.links.tasks import Tasks
+from app.deployments.tenants.entries import Tenant
+from app.deployments.tenants.lending import Grant, Want
+from app.deployments.tenants.limits import (
+    CONCURRENT_RETRY_S,
+    PERIOD_S,
+    LimitReached,
+    Meter,
+    RateCounter,
+    limit_of,
+    refusal,
+)
+from app.engine.errors import NotReady
+
+logger = logging.getLogger(__name__)
+
+#: Units that nobody took for this long go back to their owner.
+KEEP_S = 1.0
+#: How often an ingress tells its owner what it holds and does not need.
+TELL_INTERVAL_S = 0.5
+#: A meter that has nothing in it is forgotten after this long.
+FORGET_S = 60.0
+#: An owner that has not answered by then is away.
+OWNER_TIMEOUT_S = 1.0
+#: Part of the month's money that one ingress may spend while the owner is away.
+SPEND_OVERDRAFT = 0.1
+
+#: (who, wants) -> grants, one for each. Raises NotReady while the owner is away.
+Lend = Callable[[str, Sequence[Want]], Awaitable[Sequence[Grant]]]
+
+
+class Allowance(NamedTuple):
+    """What is said of one limit with an answer: the limit, what is left, and when all of it will be there again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(slots=True)
+class _Pool:
+    """What this process holds of one meter, and what it knows of the owner's count.
+
+    `units` may be taken, `reserved` are of requests that run, `used` are gone for good (spend only, since the process
+    began). `unasked` were used without the owner, which has not heard of it. `own` stands in for it.
+    """
+
+    units: int = 0
+    reserved: int = 0
+    used: int = 0
+    unasked: int = 0
+    taken_s: float = -math.inf
+    limit: int = 0
+    remaining: int = 0
+    told_s: float = -math.inf
+    own: RateCounter | None = None
+    overdrawn: int = 0
+    told_holding: int = 0
+    told_used: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """What a request holds until it ends."""
+
+    units: Mapping[Meter, int]
+    settled: bool = False
+
+
+class _Waiter(NamedTuple):
+    needs: Mapping[Meter, int]
+    answer: asyncio.Future[None]
+
+
+class Limiter:
+    """One per ingress, on its event loop. `clock` gives seconds; `holder` is this ingress's id."""
+
+    def __init__(self, lend: Lend, holder: str, clock: Callable[[], float]) -> None:
+        self._lend = lend
+        self._holder = holder
+        self._clock = clock
+        self._pools: dict[Meter, _Pool] = {}
+        self._waiters: list[_Waiter] = []
+        self._asking: asyncio.Task[None] | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._tasks = Tasks()
+        self.num_refused = 0
+        self.num_would_refuse = 0  # of tenants whose limits are not enforced
+
+    async def reserve(self, tenant: Tenant, needs: Mapping[Meter, int]) -> Reservation:
+        """Raises LimitReached. Of a tenant whose limits are not enforced nothing is refused."""
+        if not needs:
+            return Reservation({}, settled=True)
+        try:
+            for meter, amount in needs.items():
+                limit = limit_of(tenant.limits, meter) or 0
+                self._pool(meter).limit = limit
+                if amount > limit:
+                    raise refusal(meter, amount, limit, math.inf)
+            if not self._take(needs):
+                await self._wait(needs)
+        except LimitReached:
+            if tenant.enforce:
+                self.num_refused += 1
+                raise
+            self.num_would_refuse += 1
+            return Reservation({}, settled=True)
+        return Reservation(needs)
+
+    def settle(self, reservation: Reservation, actual: Mapping[Meter, int]) -> None:
+        """A request has ended and took so much (of a meter that is left out: all that it reserved); once."""
+        if reservation.settled:
+            return
+        reservation.settled = True
+        now_s = self._clock()
+        for meter, reserved in reservation.units.items():
+            pool = self._pool(meter)
+            used = 0 if meter.kind == "concurrent" else min(reserved, actual.get(meter, reserved))
+            pool.reserved -= reserved
+            pool.used += used if meter.kind == "spend" else 0
+            if reserved > used:
+                pool.units += reserved - used
+                pool.taken_s = now_s
+
+    def allowance(self, meter: Meter) -> Allowance | None:
+        """What this process knows of a rate now; None of one that it has not asked for."""
+        pool = self._pools.get(meter)
+        if pool is None or not pool.limit or meter.kind not in PERIOD_S or pool.told_s == -math.inf:
+            return None
+        refilled = (self._clock() - pool.told_s) * pool.limit / PERIOD_S[meter.kind]
+        remaining = max(0, min(pool.limit, int(pool.remaining + pool.units + refilled)))
+        return Allowance(pool.limit, remaining, (pool.limit - remaining) * PERIOD_S[meter.kind] / pool.limit)
+
+    async def keep_telling(self) -> None:
+        """Give back what is not needed, and say what is held, until cancelled."""
+        while True:
+            await asyncio.sleep(TELL_INTERVAL_S)
+            await self.tell()
+
+    async def tell(self) -> None:
+        """Once. What the owner does not hear is told the next time."""
+        if self._pools:
+            await self._ask([])
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    # -- what is held -----------------------------------------------------------------------------------
+
+    def _pool(self, meter: Meter) -> _Pool:
+        pool = self._pools.get(meter)
+        if pool is None:
+            pool = self._pools[meter] = _Pool()
+        return pool
+
+    def _take(self, needs: Mapping[Meter, int]) -> bool:
+        """All of it or nothing."""
+        pools = [(self._pool(meter), amount) for meter, amount in needs.items()]
+        if any(pool.units < amount for pool, amount in pools):
+            return False
+        now_s = self._clock()
+        for pool, amount in pools:
+            pool.units -= amount
+            pool.reserved += amount
+            pool.taken_s = now_s
+        return True
+
+    def _put_back(self, needs: Mapping[Meter, int]) -> None:
+        for meter, amount in needs.items():
+            pool = self._pool(meter)
+            pool.units += amount
+            pool.reserved -= amount
+
+    # -- asking -----------------------------------------------------------------------------------------
+
+    async def _wait(self, needs: Mapping[Meter, int]) -> None:
+        waiter = _Waiter(needs, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        if self._asking is None:
+            self._asking = self._tasks.start(self._ask_for_all())
+        try:
+            await waiter.answer
+        except asyncio.CancelledError:
+            if waiter.answer.done() and not waiter.answer.cancelled() and waiter.answer.exception() is None:
+                self._put_back(needs)  # it was admitted while it left
+            raise
+
+    async def _ask_for_all(self) -> None:
+        """Ask for those who wait, again and again until nobody does."""
+        try:
+            while self._waiters:
+                waiters, self._waiters = self._waiters, []
+                is_away = not await self._ask([waiter.needs for waiter in waiters])
+                refused = [waiter for waiter in waiters if not self._answer(waiter, is_away=is_away)]
+                for waiter in refused:  # what was lent for them may help others: it goes back at once
+                    for meter in waiter.needs:
+                        self._pool(meter).taken_s = -math.inf
+                if refused and not self._waiters:
+                    await self._ask([])
+        finally:
+            self._asking = None
+
+    def _answer(self, waiter: _Waiter, *, is_away: bool) -> bool:
+        """Whether the request is admitted, or nobody waits for it any more."""
+        if waiter.answer.done():
+            return True
+        short = self._shortage(waiter.needs, is_away=is_away)
+        if short is None:
+            assert self._take(waiter.needs), "there is enough of each"
+            waiter.answer.set_result(None)
+            return True
+        meter, wait_s = short
+        waiter.answer.set_exception(refusal(meter, waiter.needs[meter], self._pool(meter).limit, wait_s))
+        return False
+
+    def _shortage(self, needs: Mapping[Meter, int], *, is_away: bool) -> tuple[Meter, float] | None:
+        """The meter that a request has to wait longest for, and how long; None when there is enough of each."""
+        short: list[tuple[Meter, float]] = []
+        for meter, amount in needs.items():
+            pool = self._pool(meter)
+            missing = amount - pool.units
+            if missing <= 0 or (is_away and self._overdraw(meter, pool, missing)):
+                continue
+            if meter.kind not in PERIOD_S:
+                short.append((meter, math.inf if meter.kind == "spend" else CONCURRENT_RETRY_S))
+                continue
+            wait_s = (missing - pool.remaining) * PERIOD_S[meter.kind] / max(1, pool.limit)
+            short.append((meter, max(0.001, wait_s)))
+        return max(short, key=lambda item: item[1]) if short else None
+
+    def _overdraw(self, meter: Meter, pool: _Pool, missing: int) -> bool:
+        """Add units that the owner has not lent: of rates from a bucket of this process's own, of counts to a bound."""
+        if meter.kind in PERIOD_S:
+            if pool.own is None:
+                pool.own = RateCounter(pool.limit, PERIOD_S[meter.kind])
+            if pool.own.remaining(self._clock()) < missing:
+                return False
+            pool.unasked += pool.own.take(missing, self._clock())
+        else:
+            bound = pool.limit * SPEND_OVERDRAFT if meter.kind == "spend" else pool.limit
+            if pool.overdrawn + missing > bound:
+                return False
+            pool.overdrawn += missing
+        pool.units += missing
+        return True
+
+    async def _ask(self, needs: Sequence[Mapping[Meter, int]]) -> bool:
+        """Tell the owner what is held here and get what it lends; False while it is away."""
+        async with self._one_at_a_time:
+            total: dict[Meter, int] = {}
+            least: dict[Meter, int] = {}
+            for each in needs:
+                for meter, amount in each.items():
+                    total[meter] = total.get(meter, 0) + amount
+                    least[meter] = min(amount, least.get(meter, amount))
+            wants = [
+                want
+                for meter, pool in self._pools.items()
+                if (want := self._want(meter, pool, total.get(meter, 0), least.get(meter, 0))) is not None
+            ]
+            try:
+                async with asyncio.timeout(OWNER_TIMEOUT_S):
+                    grants = await self._lend(self._holder, wants)
+            except (NotReady, TimeoutError) as error:
+                words = str(error) or f"their owner has not answered for {OWNER_TIMEOUT_S:g} s"
+                logger.warning("limits are kept by this ingress alone for now: %s", words)
+                for want in wants:
+                    pool = self._pool(want.meter)
+                    pool.units += want.returned
+                    pool.unasked += want.unasked
+                return False
+            for want, grant in zip(wants, grants, strict=True):
+                pool = self._pool(want.meter)
+                pool.units += grant.granted
+                pool.remaining, pool.told_s = grant.remaining, self._clock()
+                pool.own, pool.overdrawn = None, 0
+                pool.told_holding, pool.told_used = want.holding + grant.granted, want.used
+                if grant.granted:
+                    pool.taken_s = pool.told_s
+            self._forget_idle()
+            return True
+
+    def _forget_idle(self) -> None:
+        """Meters that nobody has used for a minute, and of which nothing is left to tell."""
+        if self._waiters:
+            return
+        now_s = self._clock()
+        for meter, pool in list(self._pools.items()):
+            is_empty = not (pool.units or pool.reserved or pool.used or pool.unasked or pool.told_holding)
+            if is_empty and now_s - pool.taken_s > FORGET_S and now_s - pool.told_s > FORGET_S:
+                del self._pools[meter]
+
+    def _want(self, meter: Meter, pool: _Pool, need: int, least: int) -> Want | None:
+        """What is said of one meter; None if there is nothing to say."""
+        is_idle = not need and self._clock() - pool.taken_s >= KEEP_S
+        missing = max(0, need - pool.units)
+        if meter.kind in PERIOD_S:
+            returned, unasked = pool.units if is_idle else 0, pool.unasked
+            if not (missing or returned or unasked):
+                return None
+            pool.units -= returned
+            pool.unasked = 0
+            return Want(meter, missing, max(0, least - pool.units), returned, unasked)
+        if not need and (is_idle or meter.kind == "concurrent"):
+            pool.units = 0  # totals are told: what is not held is given back
+        holding = pool.units + pool.reserved
+        if not (missing or holding or pool.told_holding or pool.used != pool.told_used):
+            return None
+        return Want(meter, missing, max(0, least - pool.units), holding=holding, used=pool.used)

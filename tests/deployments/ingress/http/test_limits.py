@@ -1,0 +1,236 @@
+"""Limits and usage as clients and operators see them: headers, refusals, and a ledger that agrees with the engines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from app.deployments.ingress import python_calls
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.tenancy import duration
+from app.deployments.tenants.metering import Charge
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.http.test_admin_routes import client_with
+from tests.deployments.ingress.http.test_door import CHAT, Org, org
+
+__all__ = ["org"]
+
+#: A body for every route that generates. A new one belongs here, and is then metered, or the test below fails.
+GENERATING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "sql", "prompt": ["ab", "cde"], "max_tokens": 3, "n": 2, "temperature": 0},
+    "/generate": {"text": ["a", "b"], "lora_path": [None, "sql"], "sampling_params": {"max_new_tokens": 2}},
+}
+
+
+async def used(service: Service) -> Charge:
+    assert await service.tenancy.metering.flush()
+    return await asyncio.to_thread(service.managed.books.ledger.total)
+
+
+async def engines(service: Service) -> Charge:
+    stats = service.fleet.replicas["replica-0"].thread.stats()
+    return Charge(0, stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_tokens_generated)
+
+
+def test_every_route_that_takes_a_body_is_known(service_routes: set[str]) -> None:
+    """Whoever adds a route that generates has to say so: it is not managing, so it is metered."""
+    managing = ("/v1/organization", "/v1/tenants", "/v1/loras", "/v1/aliases")
+    spellings = {"/v1/load_lora", "/v1/unload_lora", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    assert {path for path in service_routes if not path.startswith(managing)} - spellings == set(GENERATING)
+
+
+@pytest_asyncio.fixture
+async def service_routes(service: Service) -> set[str]:
+    app: Any = make_app(service, DoorRules())
+    return {route.path for route in app.routes if {"POST", "PUT"} & getattr(route, "methods", set())}
+
+
+@pytest.mark.parametrize("path", sorted(GENERATING))
+async def test_what_a_route_computes_is_in_the_ledger_to_the_token(org: Org, path: str) -> None:
+    for _ in range(2):  # the second finds its prompt in the cache
+        answer = await org.ask("ada", "POST", path, json=GENERATING[path])
+        assert answer.status_code == 200, answer.text
+    total = await used(org.service)
+    assert total.num_requests == 2
+    assert total[1:4] == (await engines(org.service))[1:4]
+    assert total.prompt_tokens > 0
+    assert total.completion_tokens > 0
+
+
+async def test_python_callers_are_in_the_ledger_too(service: Service) -> None:
+    await python_calls.generate(service, "abc", {"max_tokens": 3}, "sql")
+    assert (await used(service))[:4] == (1, *(await engines(service))[1:4])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_that_fail_and_streams_that_end_are_settled_once(org: Org, stream: bool) -> None:
+    owner = org.service.tenancy.owner
+    await owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 1000, "requests_per_min": 100}, actor="test")
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    for _ in range(5):  # one at a time, so that what is not given back would be missed
+        answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": stream})
+        assert answer.status_code == 200
+    org.service.fleet.known_gone.append("replica-0")
+    failed = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": stream})
+    assert failed.status_code == 503
+    org.service.fleet.known_gone.clear()
+    answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": stream})
+    assert answer.status_code == 200
+    total = await used(org.service)
+    assert total.num_requests == 7
+    assert 1000 - int(answer.headers["x-ratelimit-remaining-tokens"]) <= total[1] + total[3] + 100
+    assert int(answer.headers["x-ratelimit-remaining-requests"]) in (92, 93, 94)
+
+
+async def test_a_client_that_leaves_pays_for_what_it_got(org: Org) -> None:
+    owner = org.service.tenancy.owner
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    backend = org.service.fleet.replicas["replica-0"].backend
+    backend.max_steps = 3
+    asking = asyncio.create_task(
+        org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 50})
+    )
+    while not org.service.num_streams:
+        await asyncio.sleep(0.01)
+    refused = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
+    assert refused.status_code == 429
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    backend.max_steps = None
+    backend.resumed.set()
+    for _ in range(200):
+        answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
+        if answer.status_code == 200:
+            break
+        await asyncio.sleep(0.02)
+    assert answer.status_code == 200
+
+
+async def test_headers_and_refusals_of_rates(org: Org) -> None:
+    owner = org.service.tenancy.owner
+    plain = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
+    assert not [name for name in plain.headers if name.startswith("x-ratelimit")], "no limit, no header"
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 2, "tokens_per_min": 10_000}, actor="test")
+    first, second, third = [await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT) for _ in range(3)]
+    assert [each.status_code for each in (first, second, third)] == [200, 200, 429]
+    assert [each.headers["x-ratelimit-limit-requests"] for each in (first, second, third)] == ["2", "2", "2"]
+    assert [each.headers["x-ratelimit-remaining-requests"] for each in (first, second, third)] == ["1", "0", "0"]
+    assert first.headers["x-ratelimit-reset-requests"].endswith("s")
+    error = third.json()["error"]
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    assert "requests per minute" in error["message"]
+    assert 28 <= int(third.headers["Retry-After"]) <= 30
+    assert abs(int(third.headers["retry-after-ms"]) / 1000 - int(third.headers["Retry-After"])) <= 1
+    assert (await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_a_request_beyond_the_tokens_of_a_minute_is_told_not_to_try_again(org: Org) -> None:
+    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 20}, actor="test")
+    answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 50})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "tokens")
+    assert answer.headers["X-Should-Retry"] == "false"
+    assert "Retry-After" not in answer.headers
+
+
+async def test_an_adapter_s_limit_is_its_own(org: Org) -> None:
+    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 1}, actor="test")
+    statuses = [
+        (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"model": model})).status_code
+        for model in ("sql", "sql", "base", "secret")
+    ]
+    assert statuses == [200, 429, 200, 200]
+
+
+async def test_the_official_client_does_not_try_again_when_the_money_is_gone(org: Org) -> None:
+    owner = org.service.tenancy.owner
+    await owner.limit_spend(org.ids["ada"], 0, actor="test")
+    asked = 0
+
+    async def count(_: httpx.Request) -> None:
+        nonlocal asked
+        asked += 1
+
+    org.http.event_hooks = {"request": [count], "response": []}
+    client = AsyncOpenAI(api_key=org.keys["ada"], base_url="http://test/v1", http_client=org.http, max_retries=3)
+    with pytest.raises(openai.RateLimitError) as caught:
+        await client.chat.completions.create(model="base", messages=[{"role": "user", "content": "hi"}])
+    assert caught.value.code == "insufficient_quota"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert asked == 1
+
+
+async def test_limits_that_are_not_enforced_refuse_nobody(org: Org) -> None:
+    owner = org.service.tenancy.owner
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1}, actor="test")
+    await owner.configure_project(org.ids["ada"], {"enforce": False}, actor="test")
+    for _ in range(3):
+        assert (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
+    assert org.service.tenancy.limiter.num_would_refuse == 2
+
+
+async def test_usage_and_costs_by_the_official_client(org: Org) -> None:
+    admin = client_with(org.http, admin_key=org.admin).admin.organization
+    for who, model in (("ada", "base"), ("ada", "sql"), ("bob", "base")):
+        answer = await org.ask(who, "POST", "/v1/chat/completions", json=CHAT | {"model": model})
+        assert answer.status_code == 200
+    start = int(org.service.tenancy.clock()) - 60
+    minutes = await admin.usage.completions(start_time=start, bucket_width="1m", group_by=["project_id", "model"])
+    results = [result for bucket in minutes.data for result in bucket.results]
+    groups = {(result.project_id, result.model): result for result in results}  # type: ignore[union-attr]
+    assert set(groups) == {(org.ids["ada"], "base"), (org.ids["ada"], "sql"), (org.ids["bob"], "base")}
+    assert all(result.num_model_requests == 1 for result in groups.values())  # type: ignore[union-attr]
+    (day,) = (await admin.usage.completions(start_time=start, project_ids=[org.ids["ada"]])).data[-1:]
+    (total,) = day.results
+    assert total.object == "organization.usage.completions.result"
+    assert total.num_model_requests == 2
+    assert total.project_id is None
+    one = await admin.usage.completions(start_time=start - 7200, bucket_width="1m", limit=30)
+    assert one.has_more
+    assert one.next_page is not None
+    two = await admin.usage.completions(start_time=start - 7200, bucket_width="1m", limit=30, page=one.next_page)
+    assert two.data[0].start_time == one.data[-1].end_time
+    costs = await admin.usage.costs(start_time=start, group_by=["project_id", "line_item"])
+    lines = [result for bucket in costs.data for result in bucket.results]
+    by_line = {(line.project_id, line.line_item): line for line in lines}  # type: ignore[union-attr]
+    base = groups[org.ids["bob"], "base"]
+    expected = (base.input_tokens + 4 * base.output_tokens) / 1e6  # type: ignore[union-attr]
+    assert by_line[org.ids["bob"], "base"].amount.value == pytest.approx(expected)  # type: ignore[union-attr]
+    assert (await admin.usage.embeddings(start_time=start)).data[0].results == []
+    for wrong in ({"bucket_width": "1w"}, {"group_by": ["salt"]}, {"limit": 0}, {"page": "x"}):
+        with pytest.raises(openai.BadRequestError):
+            await admin.usage.completions(start_time=start, **wrong)
+
+
+async def test_spend_limits_by_the_official_client(org: Org) -> None:
+    limits = client_with(org.http, admin_key=org.admin).admin.organization.projects.spend_limit
+    project_id = org.ids["ada"]
+    with pytest.raises(openai.NotFoundError):
+        await limits.retrieve(project_id)
+    made = await limits.update(project_id, threshold_amount=1, currency="USD", interval="month")
+    assert (made.threshold_amount, made.enforcement.status) == (1, "inactive")
+    answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200
+    assert (await limits.delete(project_id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await limits.retrieve(project_id)
+
+
+def test_durations_are_written_as_openai_does() -> None:
+    assert [duration(each) for each in (0, 0.0121, 1, 1.5, 59.9, 60, 361, 7322)] == [
+        "0ms",
+        "13ms",
+        "1s",
+        "1.5s",
+        "59.9s",
+        "1m0s",
+        "6m1s",
+        "2h2m2s",
+    ]

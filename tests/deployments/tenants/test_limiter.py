@@ -1,0 +1,221 @@
+"""Limits over several ingresses and one owner: exact while it is there, bounded while it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from app.deployments.tenants.entries import RateLimit, Tenant, TenantLimits
+from app.deployments.tenants.lending import HOLDER_SILENCE_S, Grant, Lender, Want
+from app.deployments.tenants.limiter import Limiter, Reservation
+from app.deployments.tenants.limits import LimitReached, Meter, SpendReached
+from app.engine.errors import NotReady
+
+REQUESTS, TOKENS = Meter("t", "requests", "base"), Meter("t", "tokens", "base")
+CONCURRENT, SPEND = Meter("t", "concurrent"), Meter("t", "spend")
+
+
+class Owner:
+    """A lender that can be away, and takes a turn of the event loop to answer."""
+
+    def __init__(self, tenant: Tenant, *, spent: int = 0) -> None:
+        self.now_s = 1_000_000_000.0
+        self.tenant = tenant
+        self.spent = spent
+        self.is_away = False
+        self.num_calls = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.lender = Lender(lambda _: self.tenant, lambda *_: self.spent)
+
+    async def lend(self, holder: str, wants: Sequence[Want]) -> list[Grant]:
+        self.num_calls += 1
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise NotReady("the owner restarts")
+        return self.lender.lend(holder, wants, self.now_s)
+
+    def limiter(self, name: str) -> Limiter:
+        return Limiter(self.lend, name, lambda: self.now_s)
+
+
+def tenant(*, enforce: bool = True, **limits: int) -> Tenant:
+    rate = RateLimit(*(limits.pop(name, None) for name in ("requests", "tokens", "day")))
+    rates = {"base": rate} if rate != RateLimit() else {}
+    return Tenant("t", "t", 0.0, enforce=enforce, limits=TenantLimits(rates, **limits))
+
+
+async def attempt(limiter: Limiter, owner: Owner, needs: Mapping[Meter, int]) -> Reservation | LimitReached:
+    try:
+        return await limiter.reserve(owner.tenant, needs)
+    except LimitReached as error:
+        return error
+
+
+def admitted(results: Sequence[Reservation | LimitReached]) -> list[Reservation]:
+    return [result for result in results if isinstance(result, Reservation)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "meter"),
+    [({"requests": 10}, REQUESTS), ({"day": 10}, Meter("t", "day", "base")), ({"max_concurrent": 10}, CONCURRENT)],
+)
+async def test_a_thousand_first_requests_over_two_ingresses_admit_exactly_the_limit(
+    limits: dict[str, int], meter: Meter
+) -> None:
+    owner = Owner(tenant(**limits))
+    ingresses = [owner.limiter("a"), owner.limiter("b")]
+    results = await asyncio.gather(*(attempt(ingresses[i % 2], owner, {meter: 1}) for i in range(1000)))
+    assert len(admitted(results)) == 10
+    assert owner.num_calls < 20, "those who wait are asked for together"
+
+
+async def test_tokens_and_money_are_reserved_before_and_settled_after() -> None:
+    owner = Owner(tenant(tokens=1000, spend_cents=1))
+    limiter, needs = owner.limiter("a"), {TOKENS: 400, SPEND: 4_000_000}
+    first, second = [await limiter.reserve(owner.tenant, needs) for _ in range(2)]
+    with pytest.raises(LimitReached):
+        await limiter.reserve(owner.tenant, needs)
+    limiter.settle(first, {TOKENS: 100, SPEND: 1_000_000})
+    limiter.settle(first, {TOKENS: 0, SPEND: 0})  # once
+    third = await limiter.reserve(owner.tenant, needs)
+    for reservation in (second, third):
+        limiter.settle(reservation, {TOKENS: 400, SPEND: 4_000_000})
+    owner.now_s += 3600
+    with pytest.raises(SpendReached):
+        await limiter.reserve(owner.tenant, needs)
+    await limiter.reserve(owner.tenant, {TOKENS: 1000, SPEND: 1_000_000})
+
+
+async def test_a_request_that_is_larger_than_the_limit_is_told_so_without_asking() -> None:
+    owner = Owner(tenant(tokens=100))
+    with pytest.raises(LimitReached, match="needs 101") as caught:
+        await owner.limiter("a").reserve(owner.tenant, {TOKENS: 101})
+    assert caught.value.retry_after_s is None
+    assert owner.num_calls == 0
+
+
+async def test_what_one_ingress_holds_and_does_not_use_serves_another() -> None:
+    owner = Owner(tenant(requests=100, max_concurrent=5))
+    one, two = owner.limiter("a"), owner.limiter("b")
+    held = [await one.reserve(owner.tenant, {REQUESTS: 1, CONCURRENT: 1}) for _ in range(5)]
+    assert isinstance(await attempt(two, owner, {CONCURRENT: 1}), LimitReached)
+    for reservation in held:
+        one.settle(reservation, {})
+    await one.tell()
+    assert len(admitted([await attempt(two, owner, {CONCURRENT: 1}) for _ in range(6)])) == 5
+    owner.now_s += 2.0
+    await one.tell()  # units lent ahead go back
+    assert len(admitted([await attempt(two, owner, {REQUESTS: 1}) for _ in range(120)])) in (95 + 3, 95 + 4)
+
+
+async def test_at_a_steady_load_over_two_ingresses_less_than_one_percent_is_refused() -> None:
+    owner = Owner(tenant(requests=600, tokens=60_000))
+    ingresses = [owner.limiter("a"), owner.limiter("b")]
+    num_refused, reservations = 0, []
+    for index in range(3000):  # five minutes at the limit: a request of 100 tokens each 0.1 s
+        needs = {REQUESTS: 1, TOKENS: 100}
+        result = await attempt(ingresses[index % 2], owner, needs)
+        if isinstance(result, LimitReached):
+            num_refused += 1
+        else:
+            reservations.append(result)
+        owner.now_s += 0.1
+        if index % 5 == 0:
+            for ingress in ingresses:
+                await ingress.tell()
+    assert num_refused < 0.01 * 3000
+
+
+async def test_above_the_limit_what_is_admitted_is_the_limit() -> None:
+    owner = Owner(tenant(requests=600))
+    ingresses = [owner.limiter("a"), owner.limiter("b")]
+    num_admitted = 0
+    for index in range(6000):  # two minutes at five times the limit
+        num_admitted += isinstance(await attempt(ingresses[index % 2], owner, {REQUESTS: 1}), Reservation)
+        owner.now_s += 0.02
+        if index % 25 == 0:
+            for ingress in ingresses:
+                await ingress.tell()
+    allowed = 600 + 600 * 2  # at once, and what two minutes refill
+    assert 0.99 * allowed <= num_admitted <= allowed
+
+
+async def test_without_the_owner_each_ingress_admits_the_limit_once_more_and_says_so() -> None:
+    owner = Owner(tenant(requests=10))
+    ingresses = [owner.limiter("a"), owner.limiter("b")]
+    owner.is_away = True
+    results = [await attempt(ingress, owner, {REQUESTS: 1}) for ingress in ingresses for _ in range(30)]
+    assert len(admitted(results)) == 20
+    owner.is_away = False
+    for ingress in ingresses:
+        await ingress.tell()
+    owner.now_s += 30.0  # of the 20 five are paid for
+    results = [await attempt(ingress, owner, {REQUESTS: 1}) for ingress in ingresses for _ in range(30)]
+    assert admitted(results) == []
+    owner.now_s += 60.0
+    results = [await attempt(ingress, owner, {REQUESTS: 1}) for ingress in ingresses for _ in range(30)]
+    assert len(admitted(results)) in (4, 5)
+
+
+async def test_an_owner_that_restarts_learns_who_holds_what() -> None:
+    owner = Owner(tenant(max_concurrent=4, spend_cents=1), spent=0)
+    one, two = owner.limiter("a"), owner.limiter("b")
+    held = [await one.reserve(owner.tenant, {CONCURRENT: 1, SPEND: 2_000_000}) for _ in range(3)]
+    one.settle(held.pop(), {SPEND: 2_000_000})
+    owner.spent = 2_000_000  # in the ledger
+    owner.restart()
+    owner.now_s += 2.0  # units that were lent ahead go back
+    await one.tell()
+    results = [await attempt(two, owner, {CONCURRENT: 1, SPEND: 2_000_000}) for _ in range(5)]
+    assert len(admitted(results)) == 2
+
+
+async def test_an_ingress_that_died_holds_nothing() -> None:
+    owner = Owner(tenant(max_concurrent=2))
+    dead, living = owner.limiter("a"), owner.limiter("b")
+    for _ in range(2):
+        await dead.reserve(owner.tenant, {CONCURRENT: 1})
+    assert isinstance(await attempt(living, owner, {CONCURRENT: 1}), LimitReached)
+    owner.now_s += HOLDER_SILENCE_S + 1
+    assert isinstance(await attempt(living, owner, {CONCURRENT: 1}), Reservation)
+
+
+async def test_who_leaves_while_it_waits_takes_nothing() -> None:
+    owner = Owner(tenant(max_concurrent=1))
+    limiter = owner.limiter("a")
+    waiting = asyncio.create_task(limiter.reserve(owner.tenant, {CONCURRENT: 1}))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.sleep(0.01)
+    assert isinstance(await attempt(limiter, owner, {CONCURRENT: 1}), Reservation)
+
+
+async def test_what_is_not_enforced_is_counted() -> None:
+    owner = Owner(tenant(requests=3, enforce=False))
+    limiter = owner.limiter("a")
+    results = [await attempt(limiter, owner, {REQUESTS: 1}) for _ in range(10)]
+    assert len(admitted(results)) == 10
+    assert (limiter.num_refused, limiter.num_would_refuse) == (0, 7)
+
+
+async def test_the_month_s_money_is_new_with_the_month() -> None:
+    owner = Owner(tenant(spend_cents=1), spent=9_000_000)
+    limiter = owner.limiter("a")
+    assert isinstance(await attempt(limiter, owner, {SPEND: 2_000_000}), SpendReached)
+    owner.now_s += 31 * 86_400
+    owner.spent = 0
+    assert isinstance(await attempt(limiter, owner, {SPEND: 2_000_000}), Reservation)
+
+
+async def test_few_requests_ask_the_owner_while_much_is_left() -> None:
+    owner = Owner(tenant(requests=100_000, tokens=10_000_000))
+    limiter = owner.limiter("a")
+    for _ in range(2000):
+        limiter.settle(await limiter.reserve(owner.tenant, {REQUESTS: 1, TOKENS: 500}), {TOKENS: 400})
+    assert owner.num_calls < 40
+    assert limiter.allowance(TOKENS) is not None
