@@ -61,7 +61,7 @@ class EngineReplica:
         store = StoreClient(store_actor(config))
         self._placement = PlacementClient(placement_actor(config, context.app_name))
         origin = Origin(store_name(config), config.placement.model_dump_json(), time.time())
-        adapters = AdapterFetcher(store)
+        adapters = AdapterFetcher(store, time.monotonic)
         service = self._service = EngineService(adapters, time.time)
         loop = asyncio.get_running_loop()
 

@@ -1,14 +1,15 @@
 """The weights of adapters, from the store through shared memory.
 
 In: references to registered adapters. Out: adapters whose arrays are views of Ray's object store: nothing is copied.
-Memory that is lost (its owner died, it was evicted) is asked for once more, after the time that a store needs to
-restart.
+Memory that is lost (its owner died, it was evicted) is asked for again. A store that is away is waited for: its process
+is back within seconds, and after the loss of its node within half a minute, which is how long Ray takes to notice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from app.deployments.links.ray_calls import ActorAway, held
@@ -20,8 +21,9 @@ from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
-#: A store that restarts needs about two seconds; Ray queues the second call meanwhile.
+#: A store that is away is asked again after so long, for so long.
 AGAIN_AFTER_S = 1.0
+STORE_WAIT_S = 60.0
 
 
 class SharedAdapters(Protocol):
@@ -35,24 +37,39 @@ class SharedAdapters(Protocol):
 class AdapterFetcher:
     """Fetches from the store; it remembers nothing."""
 
-    def __init__(self, store: SharedAdapters, *, again_after_s: float = AGAIN_AFTER_S) -> None:
+    def __init__(
+        self,
+        store: SharedAdapters,
+        clock: Callable[[], float],
+        *,
+        again_after_s: float = AGAIN_AFTER_S,
+        wait_s: float = STORE_WAIT_S,
+    ) -> None:
+        """`clock` gives seconds and never goes back."""
         self._store = store
+        self._clock = clock
         self._again_after_s = again_after_s
+        self._wait_s = wait_s
 
     async def fetch(self, ref: AdapterRef) -> LoraAdapter:
-        """The adapter. Raises NotReady while the store is away, and what reading the adapter raises."""
-        try:
-            return await self._fetch_once(ref)
-        except ActorAway as error:
-            logger.info("adapter %s: asking the store again: %s", ref.name, error)
-        await asyncio.sleep(self._again_after_s)
-        try:
-            await self._store.lost(ref.digest)
-            return await self._fetch_once(ref)
-        except ActorAway as error:
-            raise NotReady(
-                f"adapter {ref.name!r} cannot be had while the adapter store restarts; ask again", retry_after_s=2
-            ) from error
+        """The adapter. Raises NotReady if the store stays away, and what reading the adapter raises."""
+        deadline_s = self._clock() + self._wait_s
+        is_lost = False
+        while True:
+            try:
+                if is_lost:
+                    await self._store.lost(ref.digest)
+                return await self._fetch_once(ref)
+            except ActorAway as error:
+                if self._clock() >= deadline_s:
+                    raise NotReady(
+                        f"adapter {ref.name!r} cannot be had: the adapter store has been away for {self._wait_s:g} s; "
+                        "ask again",
+                        retry_after_s=2,
+                    ) from error
+                logger.info("adapter %s: asking the store again: %s", ref.name, error)
+                is_lost = True
+            await asyncio.sleep(self._again_after_s)
 
     async def _fetch_once(self, ref: AdapterRef) -> LoraAdapter:
         shared = await self._store.fetch(ref)
