@@ -1,0 +1,1 @@
+"""Processes are killed and stopped under traffic, and every answer is checked."""

@@ -1,0 +1,142 @@
+"""Requests without end, each compared with the answer that the same request has alone.
+
+In: a service, and requests that were asked alone before. Out: counts of how requests ended, and a sentence for each
+that ended as none should. Only where a door (an ingress, HAProxy) was killed a moment ago may a connection close, or
+the balancer answer for it; what had come until then must be the beginning of the right answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+#: So long after a door was killed its clients may still find that out.
+DOOR_S = 20.0
+#: A request that takes longer hangs.
+ANSWER_TIMEOUT_S = 180.0
+
+
+class Doors:
+    """When doors were killed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._killed_s: list[float] = []
+
+    def killed(self) -> None:
+        self._killed_s.append(self.clock())
+
+    def excuse(self, began_s: float) -> bool:
+        """Whether a request that began then, and has ended now, may have been cut off by the death of a door."""
+        now_s = self.clock()
+        return any(began_s - DOOR_S <= killed_s <= now_s for killed_s in self._killed_s)
+
+
+class Cut(Exception):
+    """The connection closed, or the balancer answered; `text` had come until then."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(reason)
+        self.text = text
+
+
+async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> str:
+    """The text of an answer, read as it comes. Raises Cut, and RuntimeError with what the service says."""
+    text, is_over = "", False
+    try:
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            if answer.status_code != 200:
+                said = (await answer.aread()).decode(errors="replace")
+                if answer.status_code >= 500 and not said.startswith("{"):
+                    raise Cut(f"the balancer says {answer.status_code}", text)
+                raise RuntimeError(f"{answer.status_code}: {said[:300]}")
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    is_over = True
+                elif line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise RuntimeError(f"in the stream: {event['error']}")
+                    text += "".join(choice["text"] for choice in event["choices"])
+    except httpx.TimeoutException as error:
+        raise RuntimeError(f"no end within {ANSWER_TIMEOUT_S:g} s ({type(error).__name__})") from error
+    except httpx.TransportError as error:
+        raise Cut(type(error).__name__, text) from error
+    if not is_over:
+        raise Cut("the stream ended without [DONE]", text)
+    return text
+
+
+class Traffic:
+    """So many streams at a time, until `stop`."""
+
+    def __init__(self, url: str, bodies: Sequence[Mapping[str, Any]], doors: Doors, seed: int) -> None:
+        self._url = url
+        self._bodies = bodies
+        self._doors = doors
+        self._random = random.Random(seed)
+        self._alone: list[str] = []
+        self._over = asyncio.Event()
+        self.ended: Counter[str] = Counter()
+        self.wrongs: list[str] = []
+        self.slowest_s = 0.0
+
+    async def learn(self) -> None:
+        """Ask each request alone: what is right from here on."""
+        async with self._http() as http:
+            self._alone = [await ask(http, body) for body in self._bodies]
+
+    async def compare(self) -> None:
+        """Ask each request alone once more."""
+        async with self._http() as http:
+            for index in range(len(self._bodies)):
+                await self._one(http, index)
+
+    async def run(self, num_streams: int) -> None:
+        async with self._http() as http, asyncio.TaskGroup() as group:
+            for _ in range(num_streams):
+                group.create_task(self._stream(http))
+
+    def stop(self) -> None:
+        self._over.set()
+
+    async def _stream(self, http: httpx.AsyncClient) -> None:
+        while not self._over.is_set():
+            await self._one(http, self._random.randrange(len(self._bodies)))
+
+    async def _one(self, http: httpx.AsyncClient, index: int) -> None:
+        body, alone, began_s = self._bodies[index], self._alone[index], self._doors.clock()
+        try:
+            text = await ask(http, body)
+        except Cut as cut:
+            if not alone.startswith(cut.text):
+                self._wrong("wrong tokens", body, f"{cut.text!r} does not begin {alone!r}")
+            elif self._doors.excuse(began_s):
+                self.ended["cut off by the death of a door"] += 1
+                await asyncio.sleep(0.2)  # the balancer comes back
+            else:
+                self._wrong("cut off", body, f"{cut}, though no door was killed")
+        except RuntimeError as error:
+            self._wrong("refused", body, str(error))
+            await asyncio.sleep(0.5)
+        else:
+            if text == alone:
+                self.ended["answered"] += 1
+            else:
+                self._wrong("wrong tokens", body, f"{text!r} instead of {alone!r}")
+        self.slowest_s = max(self.slowest_s, self._doors.clock() - began_s)
+
+    def _wrong(self, kind: str, body: Mapping[str, Any], what: str) -> None:
+        self.ended[kind] += 1
+        self.wrongs.append(f"{time.strftime('%H:%M:%S')} {body['model']} (seed {body['seed']}): {kind}: {what}")
+
+    def _http(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        return httpx.AsyncClient(base_url=self._url, timeout=ANSWER_TIMEOUT_S, limits=limits)

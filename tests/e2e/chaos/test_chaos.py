@@ -1,0 +1,40 @@
+"""Processes die and stand still under traffic: every answer is right, and every acknowledged change is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from load_tests.service import ROOT
+
+
+def chaos(*options: str, timeout_s: float) -> None:
+    """Run the command; what it found is the failure."""
+    done = subprocess.run(
+        [sys.executable, "-m", "load_tests.chaos", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.stdout, done.stderr[-6000:]
+    report = json.loads(done.stdout)
+    assert report["wrong"] == [], "\n".join([*report["events"], *report["wrong"]])
+    assert done.returncode == 0
+    assert report["events"]
+    assert report["requests"]["answered"] > 0
+
+
+@pytest.mark.e2e
+def test_half_a_minute_of_chaos() -> None:
+    chaos("--minutes", "0.5", "--every", "5", "--streams", "16", "--requests", "28", timeout_s=600)
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+def test_ten_minutes_of_chaos() -> None:
+    chaos("--minutes", "10", "--every", "20", timeout_s=1800)

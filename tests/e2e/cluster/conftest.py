@@ -1,0 +1,176 @@
+"""Three Ray nodes on this machine, an ingress and an engine replica on each, one PostgreSQL for the registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import yaml
+
+from app.cli.ray_switches import RAY_SWITCHES
+from load_tests.process_tree import processes
+from load_tests.service import ROOT, end_session, free_port, own_environment
+from tests.e2e.process import tiny_document
+from tests.e2e.tiny import save_adapter, save_tiny_model
+from tests.postgres import PostgresServer, find_postgres
+
+NUM_NODES = 3
+RANKS = {"r8": 8, "r16": 16}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster, by its raylet, whose children are all processes that work there."""
+
+    raylet: int
+
+    def processes(self) -> list[int]:
+        """The raylet, and what it has started."""
+        found, new = [self.raylet], [self.raylet]
+        children = _children()
+        while new:
+            new = [child for parent in new for child in children.get(parent, [])]
+            found += new
+        return found
+
+    def send(self, number: signal.Signals) -> None:
+        """To every process of the node."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+class NodesOfOneMachine:
+    """The cluster, started by a process of its own (`operate`), and what is known of it."""
+
+    def __init__(self, document: dict[str, Any], environment: dict[str, str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="pln", dir="/tmp"))
+        self.environment = os.environ | own_environment(self.folder) | environment
+        self.environment.pop("RAY_ADDRESS", None)
+        path = self.folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(document))
+        self._log = (self.folder / "operate.log").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.cluster.operate", str(path), str(NUM_NODES)],
+            cwd=ROOT,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        output: IO[bytes] | None = self.process.stdout
+        assert output is not None
+        line = output.readline()
+        assert line.startswith(b"{"), f"the cluster did not start: {line!r}\n{self.tail()}"
+        found = json.loads(line)
+        self.gcs: int = found["gcs"]
+        self.nodes = [Node(raylet) for raylet in found["raylets"]]
+
+    def tail(self) -> str:
+        return (self.folder / "operate.log").read_text(errors="replace")[-6000:]
+
+    def ingress_url(self, node: Node) -> str:
+        """Where the ingress of a node listens: each serves HTTP itself."""
+        ours = set(node.processes())
+        pids = [pid for pid in processes(self.process.pid)["ingress"] if pid in ours]
+        (port,) = {port for pid in pids for port in self._listening(pid)}
+        return f"http://127.0.0.1:{port}"
+
+    def node_of(self, role: str) -> Node:
+        """The node on which the one process of a role (`process_tree.ROLES`) runs."""
+        (pid,) = processes(self.process.pid)[role]
+        return next(node for node in self.nodes if pid in node.processes())
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.send(signal.SIGCONT)
+        end_session(self.process.pid)
+        self.process.wait(120)
+        for stream in (self.process.stdin, self.process.stdout, self._log):
+            assert stream is not None
+            stream.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _listening(self, pid: int) -> set[int]:
+        """Ports for ingresses on which a process listens."""
+        first, last = (int(self.environment[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ("MIN", "MAX"))
+        inodes = set()
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+        ports = set()
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            port = int(fields[1].rpartition(":")[2], 16)
+            if fields[3] == "0A" and fields[9] in inodes and first <= port <= last:
+                ports.add(port)
+        return ports
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesOfOneMachine]:
+    programs = find_postgres()
+    if programs is None:
+        pytest.skip("PostgreSQL's programs are not installed: several nodes need it")
+    folder = tmp_path_factory.mktemp("cluster")
+    save_tiny_model(folder / "model")
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        save_adapter(folder / "loras" / name, rank=rank, seed=seed)
+    document = _document(folder)
+    database = PostgresServer(programs)
+    try:
+        switches = {name: value for name, value, _ in RAY_SWITCHES}
+        started = NodesOfOneMachine(
+            document,
+            {
+                **switches,
+                "OMP_NUM_THREADS": "1",
+                "POLYLORA_REGISTRY_URL": database.new_database(),
+                "RAY_SERVE_ENABLE_HA_PROXY": "0",
+                "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+            },
+        )
+        try:
+            yield started
+        finally:
+            started.stop()
+    finally:
+        database.stop()
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    engine = {"num_kv_blocks": 512, "adapter_rank_rows": 64, "cpu": {"num_threads": 1}}
+    document = tiny_document(free_port(), folder, engine, num_replicas=NUM_NODES)
+    document["proxy_location"] = "HeadOnly"
+    for deployment in document["applications"][0]["deployments"]:
+        deployment["max_replicas_per_node"] = 1
+    return document
+
+
+def _children() -> dict[int, list[int]]:
+    """Process ids by their parents'."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(ValueError, FileNotFoundError, ProcessLookupError):
+            pid = int(entry.name)
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(pid)
+    return children
