@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
-from app.cli.haproxy import main as haproxy_main  # noqa: F401  (what the script of this name runs)
 from app.cli.ray_switches import HA_PROXY_SCRIPT, HA_PROXY_SWITCHES, RAY_SWITCHES
 from app.cli.settings_file import settings_of
-from app.deployments.links.ray_private import READ_VERSION
-from app.main import INGRESS_DRAIN_MARGIN_S, build
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
+    from ray.serve.schema import ServeDeploySchema
+
+    from app.deployments.links.ray_private import READ_VERSION
+    from app.main import INGRESS_DRAIN_MARGIN_S, build
 
 PATH = Path(__file__).parents[1] / "configs" / "kuberay.yaml"
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
-from app.main import INGRESS_DRAIN_MARGIN_S, build
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, while it is imported: pydantic's deprecations
+    from app.main import INGRESS_DRAIN_MARGIN_S, build
 
 
 @pytest.mark.parametrize("request_timeout_s", [600.0, 7200.0])
