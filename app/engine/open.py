@@ -13,6 +13,7 @@ from app.engine.adapters.lora import FEATURES
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig, XlaConfig
 from app.engine.engine import Engine
+from app.engine.errors import CheckpointError
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.worker import EngineThread
@@ -42,6 +43,11 @@ def served_features(config: EngineConfig) -> frozenset[str]:
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """CheckpointError or ConfigError if the model or a setting is not for this backend or machine."""
     config.check_installed()
+    if checkpoint.spec.has_gemma_arithmetic and not isinstance(config.device, CpuConfig):
+        raise CheckpointError(
+            f"models of family {checkpoint.spec.family!r} (soft caps, scaled embeddings, norms behind each block) are "
+            "computed by engine.cpu alone"
+        )
     match config.device:
         case CpuConfig():
             from app.engine.cpu.backend import CpuBackend

@@ -59,14 +59,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+#: Of these the CPU engine computes what the others do not; norms multiply by 1 + w.
+GEMMA: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2Config", {"sliding_window": 19, "query_pre_attn_scalar": 40}),
+    "gemma2 small caps": (
+        "Gemma2Config",
+        {"sliding_window": 30, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 21, "num_hidden_layers": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3 rope linear": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 21,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+}
+
+
 def tiny_model(family: str) -> torch.nn.Module:
     """A float32 model with fresh random weights, biases and norms included, in evaluation mode."""
-    config_class, settings = FAMILIES[family]
+    config_class, settings = (FAMILIES | GEMMA)[family]
     config = getattr(transformers, config_class)(**{**_SIZES, **settings})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            centre = 1.0 if parameter.dim() == 1 and parameter.shape[0] in (40, 24, 10) else 0.0
+            centre = 1.0 if family not in GEMMA and parameter.dim() == 1 and parameter.shape[0] in (40, 24, 10) else 0.0
             parameter.copy_(centre + torch.randn_like(parameter) * 0.15)
     return model
 

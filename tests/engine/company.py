@@ -21,6 +21,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, DeviceConfig, EngineConfig
 from app.engine.engine import Engine
+from app.engine.models.names import POST_NORMS
 from app.engine.models.products import DENSE_TARGETS, target_shape
 from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
@@ -52,6 +53,18 @@ def _spec() -> ModelSpec:
     )
 
 
+def gemma_spec() -> ModelSpec:
+    """The same with soft caps, scaled embeddings, and norms of heads and behind each block."""
+    spec = _spec()
+    layers = tuple(
+        dataclasses.replace(
+            layer, attention=dataclasses.replace(layer.attention, softcap=5.0, qk_norm=True), post_norms=True
+        )
+        for layer in spec.layers
+    )
+    return dataclasses.replace(spec, layers=layers, embedding_scale=6.25, logit_softcap=4.0)
+
+
 def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     generator = np.random.default_rng(seed)
 
@@ -71,6 +84,13 @@ def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
                 yield f"model.layers.{layer}.self_attn.{target}.bias", weight(d_out)
         yield f"model.layers.{layer}.input_layernorm.weight", weight(spec.hidden_size, centre=1.0)
         yield f"model.layers.{layer}.post_attention_layernorm.weight", weight(spec.hidden_size, centre=1.0)
+        if spec.layers[layer].attention.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                head_dim = spec.layers[layer].attention.head_dim
+                yield f"model.layers.{layer}.self_attn.{name}.weight", weight(head_dim, centre=1.0)
+        if spec.layers[layer].post_norms:
+            for path in POST_NORMS.values():
+                yield f"model.layers.{layer}.{path}.weight", weight(spec.hidden_size, centre=1.0)
 
 
 def _sampling(generator: np.random.Generator) -> SamplingParams:
@@ -176,6 +196,7 @@ def disturbed(
     make_backend: Callable[[ModelSpec, Iterator[tuple[str, np.ndarray]], EngineConfig], Backend],
     device: DeviceConfig,
     *,
+    spec: ModelSpec | None = None,
     num_engines: int = 8,
     kv_tokens: Sequence[int] = (138, 160, 240, 1600),
 ) -> np.ndarray:
@@ -185,7 +206,7 @@ def disturbed(
     """
     seed = any_seed()
     generator = np.random.default_rng(seed)
-    spec = _spec()
+    spec = spec or _spec()
     cases = _cases(generator, spec, 40)
     one_thread = device.model_copy(update={"num_threads": 1}) if isinstance(device, CpuConfig) else device
     roomy = EngineConfig(num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False).on(one_thread)

@@ -21,6 +21,7 @@ class Case(NamedTuple):
     head_dim: int
     block_size: int
     window: int | None
+    softcap: float | None = None
 
 
 CASES = [
@@ -31,6 +32,8 @@ CASES = [
     Case(6, 2, 32, 16, 1),
     Case(6, 2, 32, 16, 16),
     Case(6, 2, 32, 32, 37),
+    Case(6, 2, 32, 16, None, 3.0),
+    Case(9, 3, 64, 16, 20, 1.5),
 ]
 
 
@@ -58,7 +61,8 @@ def _kernel(
     out = np.full((len(q), case.heads * case.head_dim), np.nan, np.float32)
     Team(2).run(
         cpu.paged_attention, 1, q.reshape(len(q), -1), case.head_dim, np.float32(case.head_dim**-0.5),
-        case.window or 0, cpu.attention_tasks(query_starts), query_starts, seq_lens, tables, k_memory, v_memory, out,
+        case.window or 0, np.float32(case.softcap or 0.0), cpu.attention_tasks(query_starts), query_starts,
+        seq_lens, tables, k_memory, v_memory, out,
     )  # fmt: skip
     return out
 
@@ -84,7 +88,9 @@ def test_equals_the_definition_and_never_reads_unwritten_memory(case: Case, coun
     q = normal(generator, sum(counts), case.heads, case.head_dim)
     starts = _starts(counts)
     out = _kernel(case, q, keys, values, starts, seq_lens, tables)
-    expected = reference.paged_attention(q, *clean, starts, seq_lens, tables, case.head_dim**-0.5, case.window)
+    expected = reference.paged_attention(
+        q, *clean, starts, seq_lens, tables, case.head_dim**-0.5, case.window, case.softcap
+    )
     assert relative_error(out, expected.reshape(out.shape)) < 4 * TOLERANCE["float32"]
 
 

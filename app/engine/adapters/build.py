@@ -149,6 +149,8 @@ def _replaced(stored: StoredAdapter, spec: ModelSpec) -> dict[str, NDArray[np.fl
     if spec.tie_embeddings and wrapped:
         for name in _OUTER_WEIGHTS:
             parameters.setdefault(name, parameters[wrapped[-1]])
+    if spec.has_gemma_arithmetic and any(name.endswith("norm.weight") for name in parameters):
+        raise AdapterMismatch(f"trained norms of '{spec.name}', which multiply by 1 + w, are not served; train without")
     replaced = {}
     made: dict[int, NDArray[np.float32]] = {}  # a matrix that stands for both ends of a tied base is held once
     for name, tensor in parameters.items():

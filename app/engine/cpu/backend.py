@@ -190,6 +190,7 @@ class CpuBackend:
             gated=np.zeros((tokens, mlp_width), np.float32),
             shrunk=np.zeros((tokens, 3, 64), np.float32),
             kept=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
+            projected=np.zeros((tokens, padded(spec.hidden_size) if sizes.post_norms else 0), np.float32),
             head_inputs=np.zeros((sequences, 0), np.float32),
             sampled=np.zeros((sequences, spec.hidden_size), np.float32),
             logits=np.zeros((sequences, padded(spec.vocab_size)), np.float32),

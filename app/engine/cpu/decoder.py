@@ -30,7 +30,9 @@ from app.kernels.extras.cpu import (
 from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, embed, layer_panels
+from app.kernels.norms.cpu import normalise_and_add
 from app.kernels.paged_attention.cpu import paged_attention
+from app.kernels.scaling.cpu import cap_rows, scale_rows
 from app.kernels.sgmv.cpu import RowPlaces, shrink
 from app.kernels.sgmv.fetching import NextShrink
 
@@ -43,6 +45,7 @@ class Weights(NamedTuple):
     qkv and gate_up hold their modules side by side, each padded to whole panels. Biases, q_norm and
     k_norm are `[L, 0]` where the model has none. `embedding` is `[V, H]`, or `[0, H]` if the rows are read
     from `head` `[1, P, H, 16]` (tied). cos, sin: [ropes, positions, rotary / 2]; layer_rope, layer_window: [L].
+    post_attention_norm and post_mlp_norm are `[L, 0]` in layers without them.
     """
 
     embedding: Floats
@@ -65,6 +68,8 @@ class Weights(NamedTuple):
     layer_rope: NDArray[np.int64]
     layer_window: NDArray[np.int64]
     scales: Floats
+    post_attention_norm: Floats
+    post_mlp_norm: Floats
 
 
 class Sizes(NamedTuple):
@@ -78,6 +83,10 @@ class Sizes(NamedTuple):
     mlp_size: int
     gelu: bool
     eps: np.float32
+    post_norms: bool
+    softcap: np.float32
+    logit_softcap: np.float32
+    embedding_scale: np.float32
 
 
 class ProductRows(NamedTuple):
@@ -135,7 +144,8 @@ class Workspace(NamedTuple):
 
     hidden, qkv and gate_up are as wide as the panels they are written in (padding included); normed,
     attended, gated and sampled are exactly as wide as the products that read them. shrunk: [T, 3, W].
-    kept is as wide as hidden; head_inputs: [P, W]; states: [T, H], those of the pooled rows.
+    kept is as wide as hidden, and so is projected where there are post_norms; head_inputs: [P, W]; states: [T, H],
+    those of the pooled rows.
     """
 
     hidden: Floats
@@ -146,6 +156,7 @@ class Workspace(NamedTuple):
     gated: Floats
     shrunk: Floats
     kept: Floats
+    projected: Floats
     sampled: Floats
     head_inputs: Floats
     logits: Floats
@@ -153,7 +164,7 @@ class Workspace(NamedTuple):
 
 
 #: Phases of a layer, and of a step outside its layers.
-LAYER_PHASES, STEP_PHASES = 12, 6
+LAYER_PHASES, STEP_PHASES = 14, 8
 
 
 @compiled
@@ -169,6 +180,8 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
     phase = embed(team, phase, step.token_ids, weights.embedding, weights.head, hidden[:, :width])
     if step.extra_runs.shape[0] > 0:
         phase = change_embeddings(team, phase, step.token_ids, extras, step.extra_slots, hidden[:, :width])
+    if sizes.embedding_scale != np.float32(1.0):
+        phase = scale_rows(team, phase, sizes.embedding_scale, hidden[:, :width])
     for layer in range(num_layers):
         phase = _attention(
             team, phase, layer, weights, sizes, tables, extras, k_memory[layer], v_memory[layer], step, work
@@ -210,13 +223,21 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
         sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
     )  # fmt: skip
     phase = paged_attention(
-        team, phase, qkv, sizes.head_dim, weights.scales[layer], weights.layer_window[layer], step.attention_tasks,
-        step.query_starts, step.seq_lens, step.block_tables, k_memory, v_memory, attended,
+        team, phase, qkv, sizes.head_dim, weights.scales[layer], weights.layer_window[layer], sizes.softcap,
+        step.attention_tasks, step.query_starts, step.seq_lens, step.block_tables, k_memory, v_memory, attended,
     )  # fmt: skip
     rows_o = tables.o
     if runs.shape[0] > 0:
         a_o, ranks_o = (rows_o.a[0][layer],), rows_o.ranks[layer]
         phase = shrink(team, phase, attended, a_o, ranks_o, tasks, step.widest_rank, places, shrunk)
+    if sizes.post_norms:
+        own = work.projected[:num_tokens]
+        phase = project(
+            team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], False, shrunk,
+            (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, _upcoming(rows_o, layer),
+            ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), own,
+        )  # fmt: skip
+        return normalise_and_add(team, phase, own, weights.post_attention_norm[layer], sizes.eps, hidden)
     # The residual is where the sums of o start: no separate addition.
     return project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk,
@@ -250,6 +271,14 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
         a_down, ranks_down = (rows_down.a[0][layer],), rows_down.ranks[layer]
         phase = shrink(team, phase, gated, a_down, ranks_down, tasks, step.widest_rank, places, shrunk)
     later = min(layer + 1, weights.layer_rope.shape[0] - 1)
+    if sizes.post_norms:
+        own = work.projected[:num_tokens]
+        phase = project(
+            team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], False, shrunk,
+            (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places, _upcoming(rows_down, later),
+            ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), own,
+        )  # fmt: skip
+        return normalise_and_add(team, phase, own, weights.post_mlp_norm[layer], sizes.eps, hidden)
     return project(
         team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
         (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places, _upcoming(rows_down, later),
@@ -269,7 +298,11 @@ def _logits(team, phase, weights, sizes, extras, step, work):
     if step.extra_samples.shape[0] > 0:
         phase = extra_head_inputs(team, phase, sampled, extras, step.extra_samples, inputs)
     head = layer_panels(weights.head, 0)
-    return head_with_extras(team, phase, sampled, head, extras, step.extra_samples, inputs, work.logits[:num_sampled])
+    logits = work.logits[:num_sampled]
+    phase = head_with_extras(team, phase, sampled, head, extras, step.extra_samples, inputs, logits)
+    if sizes.logit_softcap > np.float32(0.0):
+        phase = cap_rows(team, phase, sizes.logit_softcap, logits)
+    return phase
 
 
 @compiled

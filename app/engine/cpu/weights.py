@@ -17,7 +17,7 @@ from app.engine.adapters.lora import LoraKey
 from app.engine.config import WeightStorage
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, expected_tensors
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, POST_NORMS, expected_tensors
 from app.engine.models.products import product_of, uniform_products
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.engine.models.stacks import StackWriter, log_storage
@@ -48,6 +48,10 @@ def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
         mlp_size=gate_up.padded_widths(PANEL)[0],
         gelu=first.mlp.activation == "gelu_tanh",
         eps=np.float32(spec.norm_eps),
+        post_norms=first.post_norms,
+        softcap=np.float32(first.attention.softcap or 0.0),
+        logit_softcap=np.float32(spec.logit_softcap or 0.0),
+        embedding_scale=np.float32(spec.embedding_scale),
     )
 
 
@@ -92,6 +96,7 @@ class WeightPacker:
             "final_norm": zeros(hidden),
             "attention_norm": zeros(count, hidden),
             "mlp_norm": zeros(count, hidden),
+            **{name: zeros(count, hidden if spec.layers[0].post_norms else 0) for name in POST_NORMS},
             "q_norm": zeros(count, norm_width),
             "k_norm": zeros(count, norm_width),
         }
@@ -110,7 +115,7 @@ class WeightPacker:
             "layer_window": np.array([a.window or 0 for a in attentions], np.int64),
             "scales": np.array([a.scale for a in attentions], np.float32),
         }
-        self._norms = {path: name for name, path in LAYER_NORMS.items()}
+        self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | POST_NORMS).items()}
 
     def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
         """Consume every tensor; CheckpointError for one that has no place or is missing."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
+from app.engine.models import hf_gemma
 from app.engine.models.digest import base_digest, file_sha256
 from app.engine.models.gguf import gguf_shapes, gguf_tensors, spec_from_gguf
 from app.engine.models.gguf_file import read_gguf
@@ -73,6 +74,7 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     stored = {key: value for key, value in stored_tensors(folder).items() if not _is_rotary_buffer(key)}
+    is_gemma = config.get("model_type") in hf_gemma.FAMILIES
     files = sorted({tensor.file for tensor in stored.values()})
     parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
     parts += [(file.name, file_sha256(file)) for file in files]
@@ -80,7 +82,10 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     if spec.tie_embeddings and LM_HEAD in stored:
         _check_tied(stored)
         del stored[LM_HEAD]
-    check_tensors(spec, {key: value.shape for key, value in stored.items()})
+    shapes = {key: value.shape for key, value in stored.items()}
+    check_tensors(spec, hf_gemma.renamed(shapes) if is_gemma else shapes)
+    if is_gemma:
+        return Checkpoint(spec, folder, lambda: hf_gemma.canonical_tensors(read_tensors(stored)))
     return Checkpoint(spec, folder, lambda: read_tensors(stored))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.engine.errors import CheckpointError
+from app.engine.models import hf_gemma
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import (
     MAX_SIZE,
@@ -86,6 +87,9 @@ def spec_from_config(
         raise CheckpointError(
             f"model_type {model_type!r} is not supported; supported families are {', '.join(_FAMILIES)}"
         )
+    given = config
+    if model_type in hf_gemma.FAMILIES:
+        config = hf_gemma.plain(config)
     _check_keys(config, family, str(model_type))
     hidden_size = _positive(config, "hidden_size")
     num_layers = checked_num_layers(_positive(config, "num_hidden_layers"))
@@ -114,7 +118,7 @@ def spec_from_config(
                 window=window,
             )
             shared[window] = LayerSpec(attention, mlp)
-    return ModelSpec(
+    spec = ModelSpec(
         name=name,
         family=str(model_type),
         digest=digest,
@@ -127,6 +131,7 @@ def spec_from_config(
         bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
         eos_token_ids=_eos_token_ids(config, generation_config),
     )
+    return hf_gemma.adjusted(spec, given) if model_type in hf_gemma.FAMILIES else spec
 
 
 def _check_keys(config: Mapping[str, Any], family: _Family, model_type: str) -> None:
@@ -320,4 +325,16 @@ _FAMILIES = {
         default_head_dim=128,
         default_kv_heads=32,
     ),
+    **{
+        name: _Family(
+            keys=hf_gemma.KEYS,
+            qkv_bias=_never,
+            o_bias=_never,
+            mlp_bias=_never,
+            windows=lambda _config, num_layers: [None] * num_layers,
+            off=frozenset({"attention_bias", "mlp_bias"}),
+            default_head_dim=256,
+        )
+        for name in hf_gemma.FAMILIES
+    },
 }

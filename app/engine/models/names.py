@@ -27,6 +27,8 @@ LAYER_NORMS: dict[LayerNorm, str] = {
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
 }
+#: Of layers with `post_norms`: the norms of what attention and feed-forward give.
+POST_NORMS = {"post_attention_norm": "self_attn.output_norm", "post_mlp_norm": "mlp.output_norm"}
 _GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD}
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -53,6 +55,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if layer.attention.qk_norm:
             widths |= {"q_norm": layer.attention.head_dim, "k_norm": layer.attention.head_dim}
         shapes |= {f"{prefix}{LAYER_NORMS[norm]}.weight": (width,) for norm, width in widths.items()}
+        if layer.post_norms:
+            shapes |= {f"{prefix}{path}.weight": (spec.hidden_size,) for path in POST_NORMS.values()}
         for product in layer_products(spec, index):
             for target, width in zip(product.targets, product.widths, strict=True):
                 module = prefix + product.kind.path(target)

@@ -31,7 +31,10 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention. `window` is the number of keys a query sees including itself."""
+    """Grouped-query attention. `window` is the number of keys a query sees including itself.
+
+    With a softcap c, a score s becomes c * tanh(s / c) before the softmax (Gemma 2).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -42,6 +45,7 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +59,22 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One pre-norm decoder layer."""
+    """One pre-norm decoder layer.
+
+    `post_norms`: what attention and feed-forward give is normalised, too, before it is added.
+    """
 
     attention: AttentionSpec
     mlp: MlpSpec
+    post_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A causal decoder. `digest` identifies the weights' contents; `name` is for people.
 
-    `eos_token_ids` end a sequence unless the request says otherwise.
+    `eos_token_ids` end a sequence unless the request says otherwise. Embeddings are multiplied by `embedding_scale`;
+    with a `logit_softcap` c, a logit l becomes c * tanh(l / c).
     """
 
     name: str
@@ -79,6 +88,18 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def has_gemma_arithmetic(self) -> bool:
+        """Whether anything beside attention, norms and feed-forward of Llama's kind is computed."""
+        layers = self.layers
+        return (
+            self.embedding_scale != 1.0
+            or self.logit_softcap is not None
+            or any(layer.post_norms or layer.attention.softcap is not None for layer in layers)
+        )
 
 
 def checked_num_layers(num_layers: int) -> int:

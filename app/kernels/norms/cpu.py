@@ -50,6 +50,22 @@ def rms_norm(team, phase, x, weight, eps, out):
 
 
 @compiled
+def normalise_and_add(team, phase, x, weight, eps, out):
+    """out[t] += rms_norm(x[t]) * weight. x: [T, >= H] float32, overwritten; weight: [H]; out: [T, >= H]. One phase."""
+    num_pieces, done = count_pieces(x.shape[0], NORM_ROWS), 0
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, x.shape[0], NORM_ROWS)
+        for t in range(first, end):
+            normalise_row(x[t], weight, eps, weight.shape[0], x[t])
+            for i in range(weight.shape[0]):
+                out[t, i] += x[t, i]
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
+
+
+@compiled
 def gather_normed(team, phase, x, rows, weight, eps, out):
     """out[p] = rms_norm(x[rows[p]]) * weight. One phase."""
     num_rows, done = rows.shape[0], 0

@@ -20,6 +20,7 @@ from app.kernels.machine.compiled import compiled
 from app.kernels.machine.team import leave, take
 from app.kernels.matmul.cpu import multiply_columns
 from app.kernels.paged_attention.softmax import KEYS, softmax_step
+from app.kernels.scaling.cpu import capped
 
 #: Queries of one task.
 _TILE_TOKENS = 16
@@ -28,7 +29,9 @@ _STEP = 16
 
 
 @compiled
-def _attend(queries, first_visible, group, window, table, head, k_memory, v_memory, scores, maxima, sums, acc, after):
+def _attend(
+    queries, first_visible, group, window, softcap, table, head, k_memory, v_memory, scores, maxima, sums, acc, after
+):  # fmt: skip
     """One task. queries: [rows, D], scaled; the rows of token i (group of them) see keys below
     first_visible + i. acc, sums, maxima: [rows, ...] scratch; on return acc / sums is the result. Each product asks
     memory for what the next one reads, the last for `after`, an address of keys."""
@@ -64,6 +67,9 @@ def _attend(queries, first_visible, group, window, table, head, k_memory, v_memo
             if window > 0:
                 low = max(visible - window - base, 0)
             for row in range(token * group, (token + 1) * group):
+                if softcap > np.float32(0.0):
+                    for column in range(low, min(visible - base, KEYS)):
+                        scores[row, column] = capped(scores[row, column], softcap)
                 softmax_step(
                     scores.ctypes.data + row * KEYS * 4, low, min(visible - base, KEYS), maxima.ctypes.data + row * 4,
                     sums.ctypes.data + row * 4, acc.ctypes.data + row * width * 4, width,
@@ -104,12 +110,13 @@ def _offset(memory, table, head, key, stride):
 
 @compiled
 def paged_attention(
-    team, phase, q, head_dim, scale, window, tasks, query_starts, seq_lens, block_tables, k_memory, v_memory, out
+    team, phase, q, head_dim, scale, window, softcap, tasks, query_starts, seq_lens, block_tables, k_memory, v_memory,
+    out,
 ):  # fmt: skip
     """out[t, head] = softmax(scale * q k^T) v over the visible keys; see `reference.paged_attention`. One phase.
 
-    q: [T, >= heads * head_dim] float32. window: 0 for none. tasks: [J, 2] int64 (sequence, first query),
-    see `attention_tasks`. k_memory, v_memory: see the module. out: [T, heads * head_dim], in place.
+    q: [T, >= heads * head_dim] float32. window, softcap (float32): 0 for none. tasks: [J, 2] int64 (sequence, first
+    query), see `attention_tasks`. k_memory, v_memory: see the module. out: [T, heads * head_dim], in place.
     """
     num_kv_heads, width = v_memory.shape[1], v_memory.shape[3]
     group = out.shape[1] // head_dim // num_kv_heads
@@ -135,8 +142,8 @@ def paged_attention(
                 for i in range(head_dim):
                     queries[(t - start) * group + g, i] = q[t, column + i] * scale
         _attend(
-            queries, first_visible, group, window, block_tables[b], head, k_memory, v_memory, scores, maxima, sums,
-            acc, after,
+            queries, first_visible, group, window, softcap, block_tables[b], head, k_memory, v_memory, scores, maxima,
+            sums, acc, after,
         )  # fmt: skip
         for t in range(start, end):
             for g in range(group):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from jax import Array
 
 from app.kernels.paged_attention.cpu import paged_attention, store_rows
@@ -39,6 +40,7 @@ class _Results(NamedTuple):
     values: Floats5
 
 
+_NO_CAP = np.float32(0.0)
 _operands, _results = reader(_Operands), reader(_Results, after=_Operands)
 
 
@@ -48,8 +50,8 @@ def _store_and_attend(record: int) -> None:
     head_dim = given.k.shape[1] // keys.shape[1]
     store_rows(team, 0, given.k[:n], given.v[:n], given.kv_slots, head_dim, keys, values)
     paged_attention(
-        team, 1, given.q[:n], head_dim, given.scale, given.window, given.tasks[: given.num_tasks], given.query_starts,
-        given.seq_lens, given.block_tables, keys, values, found.attended[:n],
+        team, 1, given.q[:n], head_dim, given.scale, given.window, _NO_CAP, given.tasks[: given.num_tasks],
+        given.query_starts, given.seq_lens, given.block_tables, keys, values, found.attended[:n],
     )  # fmt: skip
 
 

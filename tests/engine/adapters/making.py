@@ -116,6 +116,7 @@ def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Gen
     names = [
         name for name in shapes if name.endswith((".bias", "norm.weight", "embed_tokens.weight", "lm_head.weight"))
     ]
+    names = [name for name in names if not name.endswith("output_norm.weight")]  # Gemma's, which adapters do not bring
     linear = [f"{module_path(layer, target)}.weight" for layer in range(len(spec.layers)) for target in DENSE_TARGETS]
     plain = [f"{module_path(key.layer, key.target)}.weight" for key in adapter.weights]
     ids = tuple(rng.permutation(vocab)[: int(rng.integers(1, 40))].tolist())

@@ -11,15 +11,18 @@ import pytest
 
 from app.engine.config import CpuConfig, WeightStorage
 from app.engine.cpu.backend import CpuBackend
+from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
-from tests.engine.company import disturbed
+from tests.engine.company import disturbed, gemma_spec
 
 #: Seconds for each storage, and batches in any case.
 BUDGET_S, MIN_BATCHES = 2, 1000
 
 
-@pytest.mark.parametrize("weight_storage", ["float32", "auto"])
-def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(weight_storage: WeightStorage) -> None:
+@pytest.mark.parametrize(("weight_storage", "spec"), [("float32", None), ("auto", None), ("float32", gemma_spec())])
+def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
+    weight_storage: WeightStorage, spec: ModelSpec | None
+) -> None:
     disturbances = np.zeros(4, np.int64)
     budget = Budget(BUDGET_S)
     while (
@@ -27,6 +30,6 @@ def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(weigh
         or disturbances[0] < MIN_BATCHES
         or (not disturbances.all() and disturbances[0] < 10 * MIN_BATCHES)
     ):
-        disturbances += disturbed(CpuBackend, CpuConfig(weight_storage=weight_storage))
+        disturbances += disturbed(CpuBackend, CpuConfig(weight_storage=weight_storage), spec=spec)
     # The company was not merely polite: everything that could disturb a request has happened.
     assert disturbances.all(), dict(zip(("batches", "preemptions", "evictions", "hits"), disturbances, strict=True))

@@ -161,6 +161,24 @@ def _qwen3(hidden: int, wide: int, layers: int, heads: int, **values: Any) -> di
     )
 
 
+def _gemma(model_type: str, architecture: str, **values: Any) -> dict[str, Any]:
+    config = _common(
+        model_type,
+        architecture,
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=2,
+        cache_implementation="hybrid",
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        pad_token_id=0,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-6,
+    )
+    del config["hidden_act"]
+    return config | values
+
+
 _GPTQ = {"bits": 4, "group_size": 128, "quant_method": "gptq", "desc_act": False, "sym": True}
 _BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"}
 
@@ -351,6 +369,46 @@ PUBLISHED: dict[str, Published] = {
     "Qwen/Qwen3-8B": Published(_qwen3(4096, 12288, 36, 32)),
     "Qwen/Qwen3-4B-Instruct-2507": Published(
         _qwen3(2560, 9728, 36, 32, max_position_embeddings=262144, rope_theta=5000000, tie_word_embeddings=True)
+    ),
+    "google/gemma-2-2b-it": Published(
+        _gemma(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            attn_logit_softcapping=50.0,
+            eos_token_id=[1, 107],
+            final_logit_softcapping=30.0,
+            hidden_act="gelu_pytorch_tanh",
+            hidden_size=2304,
+            intermediate_size=9216,
+            max_position_embeddings=8192,
+            num_attention_heads=8,
+            num_hidden_layers=26,
+            num_key_value_heads=4,
+            rope_theta=10000.0,
+            sliding_window=4096,
+            vocab_size=256000,
+        )
+    ),
+    "google/gemma-3-1b-it": Published(
+        _gemma(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            attn_logit_softcapping=None,
+            eos_token_id=[1, 106],
+            final_logit_softcapping=None,
+            hidden_size=1152,
+            intermediate_size=6912,
+            max_position_embeddings=32768,
+            num_attention_heads=4,
+            num_hidden_layers=26,
+            num_key_value_heads=1,
+            rope_local_base_freq=10000,
+            rope_scaling=None,
+            rope_theta=1000000,
+            sliding_window=512,
+            sliding_window_pattern=6,
+            vocab_size=262144,
+        )
     ),
     "microsoft/Phi-3-mini-4k-instruct": Published(
         _llama(3072, 8192, 32, 32, 32, 4096) | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},

@@ -1,0 +1,1 @@
+"""Rows times a number, and soft caps."""
