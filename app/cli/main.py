@@ -8,6 +8,7 @@
     polylora keygen signing.pem                   make a key for signing adapters
     polylora keygen --admin                       make the first key that manages tenants
     polylora sign adapters/sql --key signing.pem --base URI
+    polylora tenants create acme                  a project and its first key; limits, usage and more
     polylora apply configs/adapters.yaml          make a running service's adapters what the file says
     polylora status                               how a running service is
     polylora doctor --config configs/serve.yaml   would a service start here, and what could it hold
@@ -31,6 +32,7 @@ from app.cli.apply import add_apply
 from app.cli.doctor import add_doctor
 from app.cli.signing import add_signing_commands
 from app.cli.status import add_status
+from app.cli.tenants import add_tenants
 from app.engine.errors import PolyloraError
 from app.release import version
 
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_commands(commands)
     add_signing_commands(commands)
     add_apply(commands)
+    add_tenants(commands)
     add_status(commands)
     add_doctor(commands, Path(DEFAULT_CONFIG))
     for command in commands.choices.values():

@@ -22,6 +22,7 @@ from app.deployments.store.quarantine import Failure
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.tenants.books import TenantBooks
 from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.quota import AdapterQuota
 from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterCard, AdapterRef
@@ -102,6 +103,7 @@ class ManagedStore:
 
     def __init__(self, registry: Registry, store: FakeStore, clock: Callable[[], float] = time.time) -> None:
         self.registry, self.store = registry, store
+        registry.catalog.check_quota = AdapterQuota(registry.database.base_digest)
         self.events = TierEvents()
         store.on_read = self.events.reached
         self.lifecycle = Lifecycle(registry, store, self.events, reserved_names=("base",), clock=clock)

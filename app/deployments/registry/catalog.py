@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class Catalog:
         self._database = database
         self._base = database.base_digest
         self._pin_limits = pin_limits
+        #: Asked in the transaction that registers an adapter of a tenant, after the change. Raises to undo it.
+        self.check_quota: Callable[[Connection, str], None] = lambda *_: None
 
     def register(
         self,
@@ -119,6 +121,7 @@ class Catalog:
                 connection, self._database, [NewEvent("registered", name, tenant_id, generation, digest, detail=uri)]
             )
             self._check_pins(connection, name, bool(values["pinned"]))
+            self.check_quota(connection, tenant_id)
             row = connection.execute(select(adapters).where(*key)).mappings().one()
             if old is not None and old["digest"] != digest:
                 forget_use(connection, self._base, old["digest"])

@@ -17,6 +17,7 @@ from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import open_library
 from app.deployments.store.service import StoreParts
 from app.deployments.store.store import AdapterStore
+from app.deployments.tenants.quota import AdapterQuota
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.models.checkpoint import open_model
 from app.engine.open import served_features
@@ -32,6 +33,7 @@ def open_store(config: AppConfig, put: Callable[[PackedAdapter], H], counts: Tie
     adapters = config.adapters
     checkpoint = open_model(config.model.uri, config.model.name)
     registry = open_registry(config, checkpoint.spec.digest)
+    registry.catalog.check_quota = AdapterQuota(checkpoint.spec.digest)
     pinned = {entry.ref.digest for entry in registry.catalog.pinned()}
     events = TierEvents()  # first: the tiers tell it, the registry follows it
     library = open_library(adapters, checkpoint, served_features(config.engine), counts, events, pinned=pinned)

@@ -16,7 +16,7 @@ from app.deployments.tenants.entries import Tenant, TenantLimits
 from app.engine.errors import PolyloraError
 from app.engine.message import message
 
-MeterKind = Literal["requests", "tokens", "day", "concurrent", "spend"]
+MeterKind = Literal["requests", "tokens", "day", "concurrent", "spend", "adapters"]
 
 #: What a rate's limit is counted over, in seconds.
 PERIOD_S: Mapping[MeterKind, float] = {"requests": 60.0, "tokens": 60.0, "day": 86_400.0}
@@ -27,6 +27,7 @@ _WORDS: Mapping[MeterKind, str] = {
     "day": "requests per day",
     "concurrent": "concurrent requests",
     "spend": "spend of this month",
+    "adapters": "adapters",
 }
 #: Spend is counted in billionths of a dollar: a token's price is a whole number of them.
 NANOS_PER_CENT = 10_000_000
@@ -61,6 +62,10 @@ class LimitReached(PolyloraError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (str(self), self.kind, self.retry_after_s))
+
+
+class AdapterQuotaReached(LimitReached):
+    """A project has as many adapters, or as many bytes of them, as it may."""
 
 
 class SpendReached(LimitReached):

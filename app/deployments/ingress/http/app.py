@@ -9,8 +9,8 @@ its work, streaming or not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -38,7 +38,7 @@ from app.deployments.ingress.schema import (
     GenerateBody,
     parse_body,
 )
-from app.deployments.ingress.status import ClientGone, error_answer
+from app.deployments.ingress.status import TABLE, ClientGone, error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
 from app.deployments.registry.entries import AliasEntry
@@ -160,12 +160,24 @@ async def _respond(
     headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
     headers |= service.tenancy.headers(job.caller)
     if not body.stream:
-        answers = await while_connected(request, job.answers())
+        with _counted_if_cancelled(service, route, job):
+            answers = await while_connected(request, job.answers())
         service.observe(route, 200, job)
         return JSONResponse(answer_format.body(answers, job.num_per_prompt), headers=headers)
     events = _events(job, answer_format)
-    first = await while_connected(request, anext(events))
+    with _counted_if_cancelled(service, route, job):
+        first = await while_connected(request, anext(events))
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
+
+
+@contextmanager
+def _counted_if_cancelled(service: HttpService, route: str, job: Job) -> Iterator[None]:
+    """Serve cancels the task of a client that has left: no error handler hears of that, and the job has ended."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        service.observe(route, TABLE[ClientGone].status, job)
+        raise
 
 
 async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes]:
@@ -194,7 +206,8 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, request_id = inference_caller(request), request_id_of(request)
         job = request.state.job = await service.frontend.generate(body, caller, request_id)
-        answers = await while_connected(request, job.answers())
+        with _counted_if_cancelled(service, "generate", job):
+            answers = await while_connected(request, job.answers())
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
         is_single = isinstance(body.text, str) and body.sampling_params.n == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -309,6 +310,33 @@ async def test_a_project_manages_its_own_adapters_from_its_own_folders(org: Org)
     by_admin = await org.ask("admin", "GET", "/v1/loras/mine", headers={"OpenAI-Project": org.ids["bob"]})
     assert by_admin.status_code == 200
     assert (await org.ask("bob", "DELETE", "/v1/loras/mine")).status_code == 200
+
+
+async def test_loads_at_the_same_time_do_not_pass_the_quota_together(org: Org) -> None:
+    store, project_id = org.service.managed.store, org.ids["bob"]
+    store.contents[f"{project_id}/a"] = store.contents["two"]
+    await org.service.tenancy.owner.configure_project(project_id, {"max_adapters": 3}, actor="test")
+    loads = [
+        org.ask("bob", "POST", "/v1/load_lora_adapter", json={"lora_name": f"n{i}", "lora_path": f"{project_id}/a"})
+        for i in range(8)
+    ]
+    answers = await asyncio.gather(*loads)
+    assert sorted(answer.status_code for answer in answers) == 3 * [200] + 5 * [403]
+    refused = next(answer for answer in answers if answer.status_code == 403)
+    assert refused.json()["error"]["code"] == "adapter_quota_reached"
+    assert refused.headers["X-Should-Retry"] == "false"
+    assert "may have 3" in refused.json()["error"]["message"]
+    listed = (await org.ask("bob", "GET", "/v1/loras")).json()["data"]
+    assert len(listed) == 3
+    again = {"lora_name": listed[0]["id"], "lora_path": f"{project_id}/a"}
+    assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=again)).status_code == 200, "it is no more"
+    await org.service.tenancy.owner.configure_project(
+        project_id, {"max_adapters": None, "max_adapter_bytes": 3 * listed[0]["size_bytes"]}, actor="test"
+    )
+    one_more = {"lora_name": "more", "lora_path": f"{project_id}/a"}
+    assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=one_more)).status_code == 403
+    await org.service.tenancy.owner.configure_project(project_id, {"enforce": False}, actor="test")
+    assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=one_more)).status_code == 200
 
 
 async def test_uses_of_keys_are_told_once_a_minute(org: Org) -> None:

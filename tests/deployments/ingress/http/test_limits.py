@@ -78,16 +78,14 @@ async def test_requests_that_fail_and_streams_that_end_are_settled_once(org: Org
     for _ in range(5):  # one at a time, so that what is not given back would be missed
         answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": stream})
         assert answer.status_code == 200
-    org.service.fleet.known_gone.append("replica-0")
-    failed = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": stream})
-    assert failed.status_code == 503
-    org.service.fleet.known_gone.clear()
-    answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": stream})
-    assert answer.status_code == 200
+    remaining = int(answer.headers["x-ratelimit-remaining-tokens"])
     total = await used(org.service)
-    assert total.num_requests == 7
-    assert 1000 - int(answer.headers["x-ratelimit-remaining-tokens"]) <= total[1] + total[3] + 100
-    assert int(answer.headers["x-ratelimit-remaining-requests"]) in (92, 93, 94)
+    assert remaining >= 1000 - (total.prompt_tokens + total.completion_tokens) - 100, "what was not used came back"
+    org.service.fleet.drop("replica-0")
+    for _ in range(2):
+        failed = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": stream})
+        assert failed.status_code == 503, "not 429: what failed before holds nothing"
+    assert (await used(org.service)).num_requests == 7
 
 
 async def test_a_client_that_leaves_pays_for_what_it_got(org: Org) -> None:

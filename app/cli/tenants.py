@@ -1,0 +1,240 @@
+"""`polylora tenants`: what OpenAI's admin client does, from a shell.
+
+In: arguments, an admin key in `POLYLORA_ADMIN_KEY` (never on the command line, where `ps` shows it) and a running
+service. Out: lines of text, or with --json what the service answered. A key's value is printed once, when it is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from app.config import ADMIN_KEY
+from app.engine.errors import ConfigError, PolyloraError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 60.0
+#: What OpenAI's limits call the arguments of `tenants limit`.
+_RATES = {
+    "requests_per_min": "max_requests_per_1_minute",
+    "tokens_per_min": "max_tokens_per_1_minute",
+    "requests_per_day": "max_requests_per_1_day",
+}
+_SETTINGS = ("weight", "max_concurrent", "max_adapters", "max_adapter_bytes")
+
+
+class TenantsRefused(PolyloraError):
+    """The service's own words for why it did not do what was asked."""
+
+
+def add_tenants(commands: Any) -> None:
+    """Add `tenants` and its subcommands to `argparse.ArgumentParser.add_subparsers()`."""
+    parser = commands.add_parser("tenants", help=f"manage projects, keys and limits (needs {ADMIN_KEY})")
+    parser.add_argument("--url", default=DEFAULT_URL, help="the service's address")
+    parser.add_argument("--json", action="store_true", help="print the service's answer as it is")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    parser.set_defaults(run=_run)
+
+    actions.add_parser("list", help="all projects")
+    create = actions.add_parser("create", help="a project and its first key")
+    create.add_argument("name")
+    for action, text in (
+        ("show", "a project's settings, limits and keys"),
+        ("archive", "end a project; its keys are good for nothing"),
+        ("usage", "what a project used in the last day"),
+        ("rotate-salt", "let nothing be found of what is cached of a project"),
+    ):
+        actions.add_parser(action, help=text).add_argument("project", help="its id")
+    limit = actions.add_parser("limit", help="change what a project may ask for; -1 lifts a limit")
+    limit.add_argument("project", help="its id")
+    limit.add_argument("--model", help="of which adapter the rates are; the base model's hold for everything")
+    for name in _RATES:
+        limit.add_argument(f"--{name.replace('_', '-')}", type=int)
+    limit.add_argument("--weight", type=float, help="its share when many wait")
+    for name in _SETTINGS[1:]:
+        limit.add_argument(f"--{name.replace('_', '-')}", type=int)
+    limit.add_argument("--spend-cents", type=int, help="per calendar month")
+    limit.add_argument("--enforce", choices=("true", "false"), help="false only counts what would be refused")
+    key = actions.add_parser("key", help="another key for a project; prints it once")
+    key.add_argument("project", help="its id")
+    key.add_argument("--expires-in-s", type=int)
+    revoke = actions.add_parser("revoke", help="a key is good for nothing any more")
+    revoke.add_argument("project", help="its id")
+    revoke.add_argument("key", help="its id")
+    share = actions.add_parser("share", help="let exactly these projects use an adapter")
+    share.add_argument("project", help="whose adapter it is")
+    share.add_argument("adapter")
+    share.add_argument("with_projects", nargs="*", metavar="PROJECT")
+
+
+class Service:
+    """Calls of a running service with the admin key of the environment."""
+
+    def __init__(self, url: str, environ: Mapping[str, str]) -> None:
+        """Raises ConfigError without a key."""
+        self._url = url.rstrip("/")
+        self._key = environ.get(ADMIN_KEY) or ""
+        if not self._key:
+            raise ConfigError(f"{ADMIN_KEY} is not set; `polylora keygen --admin` makes an admin key")
+
+    def call(self, method: str, path: str, body: object = None) -> Any:
+        """The answer, decoded. Raises TenantsRefused."""
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self._url}/v1{path}", data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise TenantsRefused(_message(error)) from error
+        except (OSError, ValueError) as error:
+            raise TenantsRefused(f"no service answers at {self._url}: {error}; --url names it") from error
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    service = Service(arguments.url, os.environ)
+    answer, lines = _ACTIONS[arguments.action](service, arguments)
+    print(json.dumps(answer, indent=2) if arguments.json else "\n".join(lines))
+    return 0
+
+
+Result = tuple[Any, list[str]]
+
+
+def _list(service: Service, _: argparse.Namespace) -> Result:
+    projects: list[dict[str, Any]] = []
+    after = ""
+    while True:
+        page = service.call("GET", f"/organization/projects?limit=100&include_archived=true{after}")
+        projects += page["data"]
+        if not page["has_more"]:
+            break
+        after = f"&after={page['last_id']}"
+    return projects, [f"{each['id']}  {each['status']:<8}  {each['name']}" for each in projects]
+
+
+def _create(service: Service, arguments: argparse.Namespace) -> Result:
+    project = service.call("POST", "/organization/projects", {"name": arguments.name})
+    path = f"/organization/projects/{project['id']}/service_accounts"
+    account = service.call("POST", path, {"name": arguments.name})
+    return {"project": project, "service_account": account}, [project["id"], account["api_key"]["value"]]
+
+
+def _show(service: Service, arguments: argparse.Namespace) -> Result:
+    project = f"/organization/projects/{_quoted(arguments.project)}"
+    answer = {
+        "tenant": service.call("GET", f"/tenants/{_quoted(arguments.project)}"),
+        "rate_limits": service.call("GET", f"{project}/rate_limits")["data"],
+        "api_keys": service.call("GET", f"{project}/api_keys?limit=100")["data"],
+    }
+    lines = [f"{name}: {value}" for name, value in answer["tenant"].items() if name != "object"]
+    for rate in answer["rate_limits"]:
+        shown = (f"{short} {rate[long]}" for short, long in _RATES.items() if rate[long] < 2**31 - 1)
+        lines.append(f"model {rate['model']}: {', '.join(shown) or 'no limits'}")
+    lines += [f"{key['id']}  {key['redacted_value']}  {key['name']}" for key in answer["api_keys"]]
+    return answer, lines
+
+
+def _limit(service: Service, arguments: argparse.Namespace) -> Result:
+    given, project = vars(arguments), _quoted(arguments.project)
+    answer: dict[str, Any] = {}
+    rates = {long: given[short] for short, long in _RATES.items() if given[short] is not None}
+    if rates:
+        listed = service.call("GET", f"/organization/projects/{project}/rate_limits")["data"]
+        model = arguments.model or listed[0]["model"]  # the base's is the first
+        body = {name: 2**31 - 1 if value < 0 else value for name, value in rates.items()}
+        answer["rate_limit"] = service.call(
+            "POST", f"/organization/projects/{project}/rate_limits/rl-{_quoted(model)}", body
+        )
+    settings = {name: given[name] for name in _SETTINGS if given[name] is not None}
+    if arguments.enforce is not None:
+        settings["enforce"] = arguments.enforce == "true"
+    if settings:
+        answer["tenant"] = service.call("PATCH", f"/tenants/{project}", settings)
+    if arguments.spend_cents is not None:
+        path = f"/organization/projects/{project}/spend_limit"
+        if arguments.spend_cents < 0:
+            answer["spend_limit"] = service.call("DELETE", path)
+        else:
+            body = {"threshold_amount": arguments.spend_cents, "currency": "USD", "interval": "month"}
+            answer["spend_limit"] = service.call("POST", path, body)
+    if not answer:
+        raise ConfigError("nothing is to be changed; `polylora tenants limit --help` lists what can be")
+    return answer, [f"changed {', '.join(answer)}"]
+
+
+def _key(service: Service, arguments: argparse.Namespace) -> Result:
+    accounts = f"/organization/projects/{_quoted(arguments.project)}/service_accounts"
+    found = service.call("GET", f"{accounts}?limit=1")["data"]
+    if not found:
+        raise TenantsRefused("the project has no service account; create one with OpenAI's admin client")
+    body = {} if arguments.expires_in_s is None else {"expires_in_seconds": arguments.expires_in_s}
+    answer = service.call("POST", f"{accounts}/{found[0]['id']}/api_keys", body)
+    return answer, [answer["id"], answer["value"]]
+
+
+def _usage(service: Service, arguments: argparse.Namespace) -> Result:
+    query = urllib.parse.urlencode(
+        {
+            "start_time": int(time.time()) - 86_400,
+            "bucket_width": "1h",
+            "limit": 25,
+            "project_ids[]": arguments.project,
+            "group_by[]": "model",
+        }
+    )
+    answer = service.call("GET", f"/organization/usage/completions?{query}")
+    lines = [
+        f"{time.strftime('%H:%M', time.gmtime(bucket['start_time']))}  {result['model']}: "
+        f"{result['num_model_requests']} requests, {result['input_tokens']} tokens in "
+        f"({result['input_cached_tokens']} cached), {result['output_tokens']} out"
+        for bucket in answer["data"]
+        for result in bucket["results"]
+    ]
+    return answer, lines or ["nothing was used"]
+
+
+def _one(method: str, path: str, words: str, body: object = None) -> Any:
+    def act(service: Service, arguments: argparse.Namespace) -> Result:
+        names = {name: _quoted(value) for name, value in vars(arguments).items() if isinstance(value, str)}
+        return service.call(method, path.format(**names), body), [words.format(**names)]
+
+    return act
+
+
+def _share(service: Service, arguments: argparse.Namespace) -> Result:
+    path = f"/tenants/{_quoted(arguments.project)}/shares/{_quoted(arguments.adapter)}"
+    answer = service.call("PUT", path, {"project_ids": arguments.with_projects})
+    return answer, [f"{arguments.adapter}: {', '.join(arguments.with_projects) or 'nobody else'}"]
+
+
+_ACTIONS: Mapping[str, Any] = {
+    "list": _list,
+    "create": _create,
+    "show": _show,
+    "archive": _one("POST", "/organization/projects/{project}/archive", "archived {project}", {}),
+    "rotate-salt": _one("POST", "/tenants/{project}/rotate_salt", "{project} starts with an empty cache", {}),
+    "limit": _limit,
+    "key": _key,
+    "revoke": _one("DELETE", "/organization/projects/{project}/api_keys/{key}", "revoked {key}"),
+    "usage": _usage,
+    "share": _share,
+}
+
+
+def _quoted(text: str) -> str:
+    return urllib.parse.quote(text, safe="")
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {error.code}, in a shape that is not this service's; --url names the service"

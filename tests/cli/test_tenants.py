@@ -1,0 +1,107 @@
+"""`polylora tenants` against the application in this process: every action, and what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from email.message import Message
+from io import BytesIO
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from app.cli.main import main
+from app.config import ADMIN_KEY
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.tenants.key_material import is_key, key_digest, new_key
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.conftest import service
+
+__all__ = ["service"]
+
+KEY = new_key(is_admin=True).value
+Run = Callable[..., Any]
+
+
+@pytest_asyncio.fixture
+async def run(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
+    """Runs the command in a thread; what it sends goes to the application on this loop."""
+    application = make_app(service, DoorRules(admin_digest=key_digest(KEY)))
+    transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+    loop = asyncio.get_running_loop()
+
+    def urlopen(request: urllib.request.Request, timeout: float) -> Any:
+        async def send() -> httpx.Response:
+            async with httpx.AsyncClient(transport=transport, timeout=timeout) as client:
+                method, data = request.get_method(), request.data
+                headers = dict(request.header_items())
+                return await client.request(method, request.full_url, content=data, headers=headers)  # type: ignore[arg-type]
+
+        answer = asyncio.run_coroutine_threadsafe(send(), loop).result(30)
+        if answer.status_code >= 400:
+            raise urllib.error.HTTPError(request.full_url, answer.status_code, "", Message(), BytesIO(answer.content))
+        return BytesIO(answer.content)
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.setenv(ADMIN_KEY, KEY)
+
+    async def run(*arguments: str) -> int:
+        return await asyncio.to_thread(main, ["tenants", "--url", "http://test", *arguments])
+
+    yield run
+
+
+async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureFixture[str], service: Service) -> None:
+    assert await run("create", "acme") == 0
+    project_id, value = capsys.readouterr().out.split()
+    assert is_key(value)
+    limits = ["--requests-per-min", "10", "--weight", "2", "--max-adapters", "3", "--spend-cents", "500"]
+    assert await run("limit", project_id, *limits, "--enforce", "false") == 0
+    assert await run("limit", project_id, "--model", "sql", "--tokens-per-min", "1000") == 0
+    assert await run("limit", project_id, "--max-adapters", "-1") == 0
+    tenant = service.tenancy.view.tenant(project_id)
+    assert tenant is not None
+    assert (tenant.weight, tenant.enforce) == (2, False)
+    assert (tenant.limits.max_adapters, tenant.limits.spend_cents) == (None, 500)
+    assert tenant.limits.rates["base"].requests_per_min == 10
+    assert tenant.limits.rates["sql"].tokens_per_min == 1000
+    capsys.readouterr()
+    assert await run("show", project_id) == 0
+    shown = capsys.readouterr().out
+    assert "requests_per_min 10" in shown
+    assert value not in shown
+    assert await run("key", project_id, "--expires-in-s", "60") == 0
+    key_id, second = capsys.readouterr().out.split()
+    assert is_key(second)
+    assert await run("revoke", project_id, key_id) == 0
+    assert service.tenancy.view.find(second, 0.0) is None
+    assert await run("share", project_id, "sql") == 0
+    salt = tenant.salt
+    assert await run("rotate-salt", project_id) == 0
+    assert service.tenancy.view.tenant(project_id).salt != salt  # type: ignore[union-attr]
+    capsys.readouterr()
+    assert await run("usage", project_id) == 0
+    assert capsys.readouterr().out == "nothing was used\n"
+    assert await run("archive", project_id) == 0
+    capsys.readouterr()
+    assert await run("--json", "list") == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["id"], listed["status"]) == (project_id, "archived")
+
+
+async def test_what_goes_wrong_is_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await run("show", "proj_none") == 1
+    assert "there is no project" in capsys.readouterr().err
+    assert await run("limit", "proj_none") == 1
+    assert "nothing is to be changed" in capsys.readouterr().err
+    monkeypatch.delenv(ADMIN_KEY)
+    assert await run("list") == 1
+    assert "keygen --admin" in capsys.readouterr().err
