@@ -17,8 +17,8 @@ from app.deployments.placement.service import LOADS_FLOOR_S, TABLE_FLOOR_S, Plac
 from app.deployments.placement.table import Origin, ReplicaLoad, ReplicaNews, ReplicaReport
 from app.deployments.placement.telling import Telling
 from app.engine.errors import NotReady
+from load_tests.virtual_time import run_virtually
 from tests.deployments.placement.said import digests
-from tests.virtual_time import run_virtually
 
 
 def now_s() -> float:

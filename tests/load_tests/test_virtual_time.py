@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from tests.virtual_time import run_virtually
+from load_tests.virtual_time import run_virtually
 
 
 def test_an_hour_takes_no_time_and_its_events_come_in_order() -> None:

@@ -1,0 +1,177 @@
+"""A service in one process on one clock: placement, ingresses and replicas without engines, as they are in life.
+
+In: numbers of ingresses and replicas. Out: ingresses that place requests, over placement's real service and its real
+tables, loads and floors. Rule: between the parts go the calls that Ray would carry, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from app.config import LimitsConfig, PlacementConfig
+from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.cold import ColdRequests
+from app.deployments.ingress.dispatcher import Dispatcher
+from app.deployments.ingress.links import Links
+from app.deployments.ingress.loads import Loads
+from app.deployments.ingress.streams import Stream
+from app.deployments.links.published import Changes, Version
+from app.deployments.placement.choosing import make_policy
+from app.deployments.placement.placer import WatchedLoads, WatchedPlacement
+from app.deployments.placement.service import PlacementService
+from app.deployments.placement.table import Origin, ReplicaReport, Residency
+from app.deployments.placement.telling import Telling
+from app.deployments.placement.view import PlacementView
+from app.engine.adapters.card import AdapterRef
+from app.engine.request import GenerateRequest, SamplingParams
+from load_tests.control.instant import InstantReplicas
+
+
+def request(name: str, digest: str | None = None) -> GenerateRequest:
+    """A request for the base, or for the adapter with these contents."""
+    ref = None if digest is None else AdapterRef(f"adapter {digest[:8]}", digest, "default")
+    return GenerateRequest(name, "default", (1,), SamplingParams(), adapter=ref)
+
+
+async def _no_shares(*_: object) -> tuple[Version, Changes[str, float]] | None:
+    await asyncio.Event().wait()
+    return None
+
+
+class SimulatedPlacer:
+    """`Placer` over placement's service in this process. `delay_s` is what a question takes."""
+
+    def __init__(self, service: PlacementService, watched: WatchedPlacement, ingress_id: str) -> None:
+        self._service = service
+        self._watched = watched
+        self._ingress_id = ingress_id
+        self.delay_s = 0.0
+        self.questions: list[Sequence[str]] = []
+
+    @property
+    def view(self) -> PlacementView:
+        return self._watched.view
+
+    async def assign(self, digests: Sequence[str]) -> None:
+        self.questions.append(digests)
+        await asyncio.sleep(self.delay_s)
+        self.view.answer(await self._service.assign(digests))
+
+    async def changed(self, timeout_s: float) -> None:
+        await self._watched.changed(timeout_s)
+
+    async def unreached(self, replica_ids: Sequence[str]) -> None:
+        await self._service.unreached(self._ingress_id, replica_ids)
+
+    async def residency(self, digest: str) -> list[Residency]:
+        return await self._service.residency(digest)
+
+
+class _AtOnce:
+    """`Batcher` without any: a stream is assigned when it comes."""
+
+    def __init__(self, assigner: Assigner) -> None:
+        self._assigner = assigner
+
+    async def assign(self, stream: Stream) -> None:
+        self._assigner.assign([stream])
+
+
+class SimulatedIngress:
+    """An ingress from the dispatcher down."""
+
+    def __init__(
+        self, ingress_id: str, service: PlacementService, replicas: InstantReplicas, limits: LimitsConfig, seed: int
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        self.replicas = replicas
+        self.loads = Loads(clock)
+        self.watched = WatchedPlacement(service.watch, ingress_id)
+        self.placer = SimulatedPlacer(service, self.watched, ingress_id)
+        self.links = Links(replicas, self.placer, self.loads)
+        policy = make_policy(PlacementConfig())
+        self.assigner = Assigner(self.links, self.placer, policy, clock, random.Random(seed), limits.replica_wait_s)
+        self.cold = ColdRequests(self.placer, limits)
+        self.dispatcher = Dispatcher(_AtOnce(self.assigner), self.links, self.cold)
+        watched_loads = WatchedLoads(service.watch_loads, ingress_id, self.loads.take)
+        self.followers = [asyncio.create_task(follow()) for follow in (self.watched.follow, watched_loads.follow)]
+
+    async def answer(self, wanted: GenerateRequest) -> None:
+        """Have one request answered. Raises what the dispatcher raises."""
+        async for chunk in self.dispatcher.stream(wanted):
+            if chunk.error is not None:
+                raise chunk.error
+
+    async def close(self) -> None:
+        for follower in self.followers:
+            follower.cancel()
+        await self.assigner.close()
+        await self.dispatcher.close()
+
+
+class SimulatedService:
+    """Placement, its ingresses and replicas; `resident` is what each replica's device holds.
+
+    `carry` may put something between placement's methods and those who call them.
+    """
+
+    def __init__(
+        self,
+        num_ingresses: int,
+        replicas: Sequence[str],
+        service_s: Callable[[], float],
+        *,
+        resident: Mapping[str, Sequence[str]] | None = None,
+        limits: LimitsConfig | None = None,
+        carry: Callable[[PlacementService], None] = lambda _: None,
+    ) -> None:
+        config = PlacementConfig()
+        clock = asyncio.get_running_loop().time
+        self.placement = PlacementService(config, lambda _: _no_shares, lambda: None, clock)
+        carry(self.placement)
+        self.num_running: Counter[str] = Counter()
+        self.resident = {replica_id: tuple(sorted((resident or {}).get(replica_id, ()))) for replica_id in replicas}
+        origin = Origin("store", config.model_dump_json(), 0.0)
+        self._tellings = {replica_id: Telling(origin) for replica_id in replicas}
+        self.silent: set[str] = set()
+        self.ingresses = [
+            SimulatedIngress(
+                f"ingress{index}", self.placement, InstantReplicas(self.num_running, service_s),
+                limits or LimitsConfig(), index,
+            )
+            for index in range(num_ingresses)
+        ]  # fmt: skip
+        self._reporting = [
+            asyncio.create_task(self._report(each, index / len(replicas))) for index, each in enumerate(replicas)
+        ]
+
+    async def start(self) -> None:
+        """Return when every ingress knows every replica, and placement gives homes."""
+        await asyncio.sleep(2.0)
+        while any(len(ingress.placer.view.replicas) < len(self.resident) for ingress in self.ingresses):
+            await asyncio.sleep(0.05)
+
+    async def report(self, replica_id: str) -> None:
+        """Have a replica say now how it is."""
+        telling = self._tellings[replica_id]
+        state = ReplicaReport(replica_id, self.num_running[replica_id], resident=self.resident[replica_id])
+        if not await self.placement.report(telling.news(state)):
+            telling.forget()
+            await self.placement.report(telling.news(state))
+
+    async def close(self) -> None:
+        for task in self._reporting:
+            task.cancel()
+        for ingress in self.ingresses:
+            await ingress.close()
+        await self.placement.close()
+
+    async def _report(self, replica_id: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        while True:
+            if replica_id not in self.silent:
+                await self.report(replica_id)
+            await asyncio.sleep(1.0)
