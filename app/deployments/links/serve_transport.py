@@ -17,7 +17,7 @@ from app.deployments.links.frames import heard, unpack_frame
 from app.deployments.links.protocol import PROTOCOL
 from app.deployments.links.ray_calls import unwrapped
 from app.deployments.links.sockets import connect, frames_beside
-from app.deployments.links.transport import Frame, ReplicaGone
+from app.deployments.links.transport import Frame, ReplicaGone, ReplicaUnreachable
 from app.engine.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,12 @@ class ServeTransport:
         try:
             if connection is None:
                 async with aclosing(heard(call)) as items:
-                    async for packed in items:
-                        yield unpack_frame(packed)
+                    try:
+                        async for packed in items:
+                            yield unpack_frame(packed)
+                    except ReplicaUnreachable:
+                        call.cancel()  # if it still hears anything: it computes nothing more for us
+                        raise
             else:
                 async with aclosing(frames_beside(call, link_id, connection)) as items:
                     async for packed in items:
