@@ -1,6 +1,7 @@
 """Several nodes: what is loaded through one ingress all serve, and a node that dies or falls silent costs no token.
 
-The tests use up the cluster: each takes from it what the next ones do without.
+The tests use up the cluster: each takes from it what the next ones do without. What happens when the head dies is not
+among them (docs/cluster.md says what is known).
 """
 
 from __future__ import annotations
@@ -139,18 +140,3 @@ async def test_the_node_of_the_store_may_die(cluster: NodesOfOneMachine) -> None
                 assert answer.status_code == 503, answer.text
                 await asyncio.sleep(0.5)
     assert await ask(urls[-1], body("new", 1, 60)) == expected["r8"]
-
-
-async def test_tokens_flow_though_the_head_is_dead(cluster: NodesOfOneMachine) -> None:
-    """As long as Ray's other nodes live without it: a minute, unless its state is in a Redis (docs/cluster.md)."""
-    head = cluster.nodes[0]
-    urls = [url for node in cluster.nodes[1:] if node.processes()[1:] for url in [cluster.ingress_url(node)]]
-    expected = {model: await ask(urls[0], body(model, 1, 60)) for model in MODELS}
-    async with traffic(urls, expected) as took_s:
-        await asyncio.sleep(0.5)
-        head.send(signal.SIGKILL)
-        os.kill(cluster.gcs, signal.SIGKILL)
-        await asyncio.sleep(2)
-        num_before = len(took_s)
-        await asyncio.sleep(15)
-        assert len(took_s) > num_before + len(urls) * len(MODELS)
