@@ -131,6 +131,16 @@ class AliasEntry:
 
 @message
 @dataclass(frozen=True, slots=True)
+class AliasVersion:
+    """What an alias stood for, or stands for now (`is_in_force`)."""
+
+    version: int
+    targets: tuple[AliasTarget, ...]
+    is_in_force: bool
+
+
+@message
+@dataclass(frozen=True, slots=True)
 class RegistryJob:
     """Work on a name. `pinned` and `traffic_weight` None: as they are.
 
@@ -227,6 +237,10 @@ def check_name(name: str) -> None:
 
 
 def check_source(source: str) -> None:
-    """Raises UnsafeSource for what is no place, wherever adapters may come from."""
+    """Raises UnsafeSource for what is no place, wherever adapters may come from; InvalidRequest for half of one."""
     if "\0" in source or len(source) > MAX_SOURCE_CHARS:
         raise UnsafeSource(f"{source[:80]!r} is no place: it has a NUL or over {MAX_SOURCE_CHARS} characters")
+    if source.startswith("hf://") and "@" not in source:
+        raise InvalidRequest(
+            f"{source[:200]!r}: a revision is missing; say which one: {source[:200]}@main, or a commit", param="path"
+        )

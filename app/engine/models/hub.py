@@ -60,7 +60,7 @@ def list_hub_files(uri: str, *, endpoint: str | None, token: str | None, timeout
     repo, revision = parse_hub_uri(uri)
     import huggingface_hub
 
-    with _hub_errors(uri):
+    with _hub_errors(uri, endpoint):
         info = huggingface_hub.HfApi(endpoint=endpoint, token=token or False).model_info(
             repo, revision=revision, files_metadata=True, timeout=timeout_s
         )
@@ -88,14 +88,15 @@ def download_hub_files(
             raise NotFound(f"{uri} has no file {name}")
         if size > max_bytes:
             raise AdapterTooLarge(f"{name} of {uri} has {size} bytes but at most {max_bytes} are read")
-        with _hub_errors(str(uri)):
+        with _hub_errors(str(uri), endpoint):
             huggingface_hub.hf_hub_download(
                 uri.repo, name, revision=uri.revision, local_dir=folder, endpoint=endpoint, token=token or False
             )
 
 
 @contextmanager
-def _hub_errors(uri: str) -> Iterator[None]:
+def _hub_errors(uri: str, endpoint: str | None = None) -> Iterator[None]:
+    from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -104,4 +105,4 @@ def _hub_errors(uri: str) -> Iterator[None]:
         raise NotFound(f"the hub has no {uri}, or this server's token (LORA_HF_TOKEN) may not see it") from error
     except Exception as error:
         # The hub's own errors, and its HTTP library's, which has changed from version to version.
-        raise SourceError(f"cannot fetch {uri}: {error}") from error
+        raise SourceError(f"cannot fetch {uri} from {endpoint or ENDPOINT}: {error}") from error

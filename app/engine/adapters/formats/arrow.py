@@ -22,8 +22,8 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import struct
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -119,8 +119,7 @@ def write_card(path: Path, card: ArrowCard) -> None:
     if card.quantization is not None:
         metadata["quantization"] = json.dumps(card.quantization._asdict())
     metadata["checksum"] = _checksum(metadata, rows)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        temporary = Path(file.name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a plain file: the umask says who may read it
     try:
         # Arrow aligns buffers to 8 bytes. Text in the schema moves what follows it, so the first
         # weight is brought to a multiple of 64 with a little of it; row padding does the rest.

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from app.engine.adapters.build import build_adapter
+from app.engine.adapters.formats.base_check import check_base
 from app.engine.adapters.formats.patterns import first_matching
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
@@ -43,11 +44,16 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
 
     Without a base, the layers that the tensors name are taken for all there are.
     """
-    weights = _weights_file(folder)
+    weights = weights_file(folder)
     config = parse_config(read_bounded(folder / CONFIG_NAME, limits.max_config_bytes))
     if config.rank > limits.max_rank:
         raise AdapterTooLarge(f"{CONFIG_NAME}: r is {config.rank} but at most {limits.max_rank} is read")
     found = sort_tensors(read_safetensors(weights, limits))
+    if spec is not None:
+        names = config.target_modules
+        is_plain = isinstance(names, tuple) and not config.exclude_modules and not any("." in name for name in names)
+        is_every_layer = is_plain and config.layers_to_transform is None
+        check_base(found.modules, spec, trained_on=config.trained_on, is_every_layer=is_every_layer)
     _check(config, found, spec)
     modules = _modules(config, found)
     token_ids = token_row_paths(config, found, is_tied=spec is None or spec.tie_embeddings)
@@ -60,7 +66,8 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
     )
 
 
-def _weights_file(folder: Path) -> Path:
+def weights_file(folder: Path) -> Path:
+    """The file of weights in a folder that has what an adapter needs. Raises AdapterFormatError; reads nothing."""
     if not folder.is_dir():
         raise AdapterFormatError(f"'{folder.name}' is not a folder; an adapter is a folder as saved by PEFT")
     for name in (CONFIG_NAME, WEIGHTS_NAME):
@@ -72,8 +79,16 @@ def _weights_file(folder: Path) -> Path:
                 f"'{folder.name}' holds {pickles[0]}, a pickle, which can run code when read; "
                 "save the adapter again with safe_serialization=True"
             )
-        raise AdapterFormatError(f"'{folder.name}' has no {name}; save the adapter with PEFT's save_pretrained")
+        inside = sorted((path for path in folder.glob("checkpoint-*") if (path / CONFIG_NAME).exists()), key=_step)
+        hint = f"did you mean '{folder.name}/{inside[-1].name}'?" if inside else "PEFT's save_pretrained writes it"
+        raise AdapterFormatError(f"'{folder.name}' has no {name}; {hint}")
     return folder / WEIGHTS_NAME
+
+
+def _step(checkpoint: Path) -> tuple[int, str]:
+    """Checkpoints in the order in which they were saved."""
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() and len(number) < 12 else -1, checkpoint.name
 
 
 def _check(config: PeftConfig, found: PeftTensors, spec: ModelSpec | None) -> None:

@@ -106,6 +106,7 @@ class PeftConfig:
     bias: Literal["none", "all", "lora_only"]
     modules_to_save: tuple[str, ...]
     token_indices: Mapping[str, tuple[int, ...]]
+    trained_on: str | None = None  # the base's name, for messages
 
 
 def parse_config(contents: bytes) -> PeftConfig:
@@ -149,6 +150,7 @@ def parse_config(contents: bytes) -> PeftConfig:
         layers_to_transform=layers_to_transform,
         layers_pattern=layers_pattern,
         rank_pattern={key: _rank(f"rank_pattern[{short(key)}]", v) for key, v in _table(config, "rank_pattern")},
+        trained_on=name if isinstance(name := config.get("base_model_name_or_path"), str) and name else None,
         use_dora=use_dora,
         lora_bias=lora_bias,
         bias=bias,

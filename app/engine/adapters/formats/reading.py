@@ -11,6 +11,8 @@ from pathlib import Path
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, read_card
 from app.engine.adapters.formats.peft import read_peft_stored
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.stored import StoredAdapter
@@ -34,4 +36,5 @@ def read_stored(path: Path, spec: ModelSpec | None, limits: ReadLimits = DEFAULT
         return read_card(path, limits).stored
     if not path.exists():
         raise AdapterFormatError(f"there is no file or folder {short(path.name)}")
-    raise AdapterFormatError(f"{short(path.name)} is neither a PEFT folder nor a {CARD_SUFFIX} file")
+    hint = "; name the folder that it lies in" if path.name in (CONFIG_NAME, WEIGHTS_NAME) else ""
+    raise AdapterFormatError(f"{short(path.name)} is neither a PEFT folder nor a {CARD_SUFFIX} file{hint}")

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
+from app.engine.adapters.formats.peft import weights_file
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.isolation.fork import ReadingTask
@@ -54,6 +55,9 @@ class Validator:
 
     def read(self, path: Path, spec: ModelSpec) -> PackedAdapter:
         """The adapter at `path`, packed. Raises the `AdapterError` found, now or the first time."""
+        with reading(path):
+            if path.is_dir():
+                weights_file(path)  # folders that lack a file are alike: what one is told must not be another's
         files = adapter_files(path)
         sizes = tuple(_checked_size(file, self.limits) for file in files)
         self._raise_known(path, spec, sizes)

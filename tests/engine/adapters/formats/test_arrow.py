@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -452,3 +453,13 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     module = StoredModule("m", tensor, tensor, 1.0, use_rslora=False)
     read = read_card(_write(tmp_path, StoredAdapter((module,)))).stored.modules[0]
     assert (read.a.dtype, bytes(read.a.data)) == ("BF16", values.tobytes())
+
+
+def test_a_card_may_be_read_by_whom_the_umask_says(tmp_path: Path) -> None:
+    """A service often runs as another user than the one who converts."""
+    before = os.umask(0o022)
+    try:
+        path = _write(tmp_path, random_stored())
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
