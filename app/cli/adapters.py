@@ -28,7 +28,24 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterError, AdapterFormatError
 from app.engine.models.spec import ModelSpec
 
+#: The settings file of commands that are given none.
+DEFAULT_CONFIG = "configs/serve.yaml"
+
 _QUANTIZE = {"int8": "I8", "int4": "I4"}
+
+
+def add_base_options(parser: argparse.ArgumentParser) -> None:
+    """What says which base model a command is about."""
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument("--base", help="path or source URI of the base model")
+    base.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a settings file: its base")
+
+
+def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
+    """The base model that the options name."""
+    from app.cli.settings_file import read_settings
+
+    return _base_spec(arguments.base or read_settings(arguments.config).model.uri)
 
 
 def add_commands(commands: Any) -> None:
@@ -49,7 +66,7 @@ def add_commands(commands: Any) -> None:
 
     check = commands.add_parser("check", help="would this adapter load on that base model, and if not, why not")
     check.add_argument("source", type=Path)
-    check.add_argument("--base", required=True, help="path or source URI of the base model")
+    add_base_options(check)
     check.set_defaults(run=_check)
 
 
@@ -130,7 +147,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    spec = _base_spec(arguments.base)
+    spec = base_spec_of(arguments)
     try:
         adapter = build_adapter(read_stored(arguments.source, spec), spec, served=FEATURES)
     except AdapterError as error:

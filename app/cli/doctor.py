@@ -26,7 +26,7 @@ from app.release import version
 
 _GIB = 1 << 30
 #: Of one engine process beside what is counted: Python, compiled kernels, activations of a step.
-PROCESS_BYTES = 400 << 20
+PROCESS_BYTES = 900 << 20
 _FLOAT32 = 4
 
 

@@ -10,7 +10,8 @@ What changes, and why:
   in a later packet than its head, as every Python client's does, and the answer was computed to its end.
 - While no ingress is there, HAProxy answers at once: 503, JSON, Retry-After. Ray would answer 404, or hold the
   connection in a second proxy (port 8500) until an ingress is there; that one is kept for the moment in which ingresses
-  take each other's place, but `/health` does not wait for it. `/livez` says that the door stands, whoever is behind it.
+  take each other's place, but `/health` and `/readyz` do not wait for it. `/livez` says that the door stands, whoever
+  is behind it.
 - `X-Forwarded-For` is the address that HAProxy sees, unless it comes from `POLYLORA_TRUSTED_PROXIES` (addresses or
   networks, separated by commas). Ray's template leaves it to the client what the audit says of it.
 - Its control socket is open to its own user only, not to every user of the machine.
@@ -101,6 +102,7 @@ def rewritten(text: str, errors: Mapping[int, Path], environ: Mapping[str, str],
         _change(kept, "backend default_backend", lambda lines: [lines[0], f"    {_not_ready()}"])
     if not was_up:
         kept = [_without_lone_fallback(section) for section in kept]
+    kept = [_with_fallback_that_says_503(section) for section in kept]
     return "\n".join(line for section in kept for line in section) + "\n"
 
 
@@ -185,16 +187,16 @@ def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str) -> _Se
         '    http-request return status 200 content-type application/json string \'{"status": "alive"}\''
         " if { path /livez }",
         *(f"    acl an_ingress_is_up srv_is_up({server})" for server in servers),
-        *([f"    {_not_ready()} if {{ path /health }} !an_ingress_is_up"] if servers else []),
+        *([f"    {_not_ready()} if {{ path /health /readyz }} !an_ingress_is_up"] if servers else []),
     ]
     at = binds[-1] + 1
     return [*lines[:at], *rules, *lines[at:]]
 
 
-def _not_ready() -> str:
+def _not_ready(when: str = "request") -> str:
     body = _error_body("not_ready", "the service is starting or stopping; ask again")
     return (
-        f"http-request return status 503 content-type application/json hdr Retry-After {RETRY_AFTER_S} string '{body}'"
+        f"http-{when} return status 503 content-type application/json hdr Retry-After {RETRY_AFTER_S} string '{body}'"
     )
 
 
@@ -214,6 +216,16 @@ def _without_lone_fallback(section: _Section) -> _Section:
     if not section[0].startswith("backend ") or _ingresses(section):
         return section
     return [line for line in section if not re.match(r"\s*server .* backup$", line)]
+
+
+def _with_fallback_that_says_503(section: _Section) -> _Section:
+    """Serve's second proxy no longer knows an application that is being stopped, and says 404 in plain text: clients do
+    not ask again then. Answers of the application, which are JSON, pass."""
+    found = next((match for line in section if (match := re.match(r"\s*server (\S+) .* backup$", line))), None)
+    if not section[0].startswith("backend ") or found is None:
+        return section
+    unless = f"if {{ status 404 }} {{ srv_name {found[1]} }} {{ res.hdr(content-type) -m beg text/plain }}"
+    return [section[0], f"    {_not_ready('response')} {unless}", *section[1:]]
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
     polylora fetch --config configs/serve.yaml    get the base model, with progress
     polylora convert adapters/sql sql.lora.arrow  turn an adapter into one mapped file, or back
     polylora inspect sql.lora.arrow               show an adapter's ranks, targets, norms and size
-    polylora check adapters/sql --base URI        would it load on that base, and if not, why not
+    polylora check adapters/sql                   would it load on the settings' base (--base: on another), or why not
     polylora keygen signing.pem                   make a key for signing adapters
     polylora keygen --admin                       make the first key that manages tenants
-    polylora sign adapters/sql --key signing.pem --base URI
+    polylora sign adapters/sql --key signing.pem
     polylora tenants create acme                  a project and its first key; limits, usage and more
     polylora apply configs/adapters.yaml          make a running service's adapters what the file says
     polylora status                               how a running service is
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from app.cli.adapters import add_commands
+from app.cli.adapters import DEFAULT_CONFIG, add_commands
 from app.cli.apply import add_apply
 from app.cli.doctor import add_doctor
 from app.cli.signing import add_signing_commands
@@ -35,8 +35,6 @@ from app.cli.status import add_status
 from app.cli.tenants import add_tenants
 from app.engine.errors import PolyloraError
 from app.release import version
-
-DEFAULT_CONFIG = "configs/serve.yaml"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,8 +50,8 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
     host, port = _address(document, host, port)
     url = f"http://{_reachable(host)}:{port}"
     check_port(host, port, "choose another --port")
-    check_open_door(settings, host, os.environ)
     check_folders(settings, os.environ)
+    check_open_door(settings, host, os.environ)
     if not is_joined:
         check_preloaded(settings)
     has_ha_proxy = set_ray_switches()
@@ -188,8 +188,8 @@ def _wait_for_signal(app_names: Sequence[str]) -> None:
             with contextlib.suppress(Exception):  # Serve's controller may be away for a moment, or Ray be stopping
                 applications = serve.status().applications
                 for name in app_names:
-                    states = {title: d.replica_states for title, d in applications[name].deployments.items()}
-                    watch.look({title: {state.value: n for state, n in of.items()} for title, of in states.items()})
+                    found = applications[name].deployments.items()
+                    watch.look({title: (d.status.value, d.replica_states.get("RUNNING", 0)) for title, d in found})
             time.sleep(LOOK_INTERVAL_S)
 
 

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from app.cli.adapters import add_base_options, base_spec_of
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import FEATURES
 from app.engine.errors import ConfigError
@@ -27,7 +28,7 @@ def add_signing_commands(commands: Any) -> None:
     sign = commands.add_parser("sign", help="sign an adapter for a base model")
     sign.add_argument("source", type=Path, help="PEFT folder or card")
     sign.add_argument("--key", type=Path, required=True, help="a file made by keygen")
-    sign.add_argument("--base", required=True, help="path or source URI of the base model")
+    add_base_options(sign)
     sign.set_defaults(run=_sign)
 
 
@@ -48,11 +49,9 @@ def _keygen(arguments: argparse.Namespace) -> int:
 
 def _sign(arguments: argparse.Namespace) -> int:
     from app.engine.adapters.signing.signing import public_key, read_private_key, sign, signature_path
-    from app.engine.models.checkpoint import load_checkpoint
-    from app.engine.models.sources import resolve_model
 
     key = read_private_key(arguments.key)
-    spec = load_checkpoint(resolve_model(arguments.base)).spec
+    spec = base_spec_of(arguments)
     digest = read_adapter(arguments.source, spec, served=FEATURES).card.digest
     path = signature_path(arguments.source)
     path.write_text(sign(digest, key))

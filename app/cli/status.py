@@ -116,7 +116,7 @@ def _tier_row(name: str, counts: Mapping[str, float]) -> Sequence[str]:
 
 
 def _failure_line(event: Mapping[str, Any]) -> str:
-    when = datetime.fromtimestamp(event["time_s"], UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    when = datetime.fromtimestamp(event["created"], UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     return f"  {when}  {event['event']}  {event.get('name') or ''}  {event.get('detail') or ''}".rstrip()
 
 

@@ -1,7 +1,8 @@
 """What becomes of a running service's replicas, in words for the terminal.
 
-In: how many replicas of each deployment are in which state, as Serve says now and then. Out: a line when one was lost,
-and one when as many run again. Rule: a replica that is stopped on purpose (a redeployment, a smaller load) is no loss.
+In: how many replicas of each deployment run, and what Serve does with it, as it says now and then. Out: a line when one
+was lost, and one when as many run again. Rule: a replica that is stopped on purpose (a redeployment, a smaller load) is
+no loss.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-#: What replicas are in, by Serve's words.
-RUNNING, STOPPING = "RUNNING", "STOPPING"
+#: What Serve does with a deployment whose replicas it stops itself.
+ON_PURPOSE = frozenset({"UPDATING", "UPSCALING", "DOWNSCALING"})
 
 
 class ReplicaWatch:
@@ -22,12 +23,12 @@ class ReplicaWatch:
         self._running: dict[str, int] = {}
         self._lost: dict[str, tuple[int, float]] = {}  # by deployment: how many ran before, and when one was lost
 
-    def look(self, deployments: Mapping[str, Mapping[str, int]]) -> None:
-        """deployments: by name, how many replicas are in which state."""
-        for name, states in deployments.items():
-            now, before = states.get(RUNNING, 0), self._running.get(name, 0)
+    def look(self, deployments: Mapping[str, tuple[str, int]]) -> None:
+        """deployments: by name, what Serve does with it, and how many replicas run."""
+        for name, (doing, now) in deployments.items():
+            before = self._running.get(name, 0)
             self._running[name] = now
-            if now < before and not states.get(STOPPING, 0):
+            if now < before and doing not in ON_PURPOSE:
                 self._lost.setdefault(name, (before, self._clock()))
                 self._say(f"{before - now} of {before} {name} lost; Serve starts another")
             elif name in self._lost and now >= self._lost[name][0]:

@@ -82,10 +82,21 @@ def test_check_says_yes_or_why_not(folder: Path, capsys: pytest.CaptureFixture[s
     assert read_peft(folder, SPEC).card.digest in capsys.readouterr().out
     assert _run("check", folder, "--base", "other") == 1
     assert "no: " in (text := capsys.readouterr().out)
-    assert "layers.1" in text
+    assert "2 layers), and this base is 'tiny' (width 24, 1 layers)" in text
 
 
 @pytest.mark.parametrize("pairs", [["a"], ["=b"], ["a=1", "a=2"]])
 def test_metadata_is_key_and_text(pairs: list[str]) -> None:
     with pytest.raises(AdapterFormatError, match="KEY=TEXT"):
         commands.parse_metadata(pairs)
+
+
+def test_without_a_base_it_is_that_of_the_settings(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text("applications: [{import_path: 'app.main:build', args: {model: {uri: tiny}}}]")
+    assert _run("check", folder, "--config", config) == 0
+    assert "yes: 4 modules of 'tiny'" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        _run("check", folder, "--config", config, "--base", "tiny")

@@ -38,7 +38,7 @@ WRITE = """if True:
     )
     api = HAProxyApi(cfg=config, config_file_path=f"{folder}/haproxy.cfg")
     servers = [ServerConfig(f"s{port}", "127.0.0.1", int(port)) for port in ports]
-    fallback = ServerConfig("fallback", "127.0.0.1", 9)
+    fallback = ServerConfig("fallback", "127.0.0.1", 33333)
     backend = BackendConfig("http-polylora", "/", servers=servers, fallback_server=fallback, app_name="polylora")
     api.set_backend_configs({backend.name: backend} if ports else {})
     api._generate_config_file_internal()
@@ -58,21 +58,26 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return found
 
 
-Write = Callable[..., Path]
+@dataclass
+class Write:
+    """Writes Ray's configuration for a port and the ports of ingresses; at `fallback_port` nobody listens."""
+
+    templates: dict[int, str]
+    folder: Path
+    fallback_port: int = 9
+
+    def __call__(self, port: int, *ingress_ports: int) -> Path:
+        text = self.templates[len(ingress_ports)].replace("FOLDER", str(self.folder)).replace("11111", str(port))
+        text = text.replace("33333", str(self.fallback_port))
+        (self.folder / "state").touch()
+        path = self.folder / "haproxy.cfg"
+        path.write_text(text.replace("22222", str(ingress_ports[0])) if ingress_ports else text)
+        return path
 
 
 @pytest.fixture
 def write(templates: dict[int, str], tmp_path: Path) -> Write:
-    """Writes Ray's configuration for a port and the ports of ingresses."""
-
-    def write_configuration(port: int, *ingress_ports: int) -> Path:
-        text = templates[len(ingress_ports)].replace("FOLDER", str(tmp_path)).replace("11111", str(port))
-        (tmp_path / "state").touch()
-        path = tmp_path / "haproxy.cfg"
-        path.write_text(text.replace("22222", str(ingress_ports[0])) if ingress_ports else text)
-        return path
-
-    return write_configuration
+    return Write(templates, tmp_path)
 
 
 @dataclass
@@ -160,10 +165,12 @@ async def test_while_no_ingress_is_up_every_request_is_answered_at_once(write: W
 async def test_health_of_an_ingress_that_is_announced_and_away_is_no_open_connection(write: Write) -> None:
     async with haproxy(write, free_port()) as door, httpx.AsyncClient(base_url=door.url, timeout=20) as http:
         async with asyncio.timeout(20):
-            while (answer := await http.get("/health")).status_code != 503:
+            while (await http.get("/health")).status_code != 503:
                 await asyncio.sleep(0.1)
-        assert answer.json()["error"]["code"] == "not_ready"
-        assert answer.headers["retry-after"] == "2"
+        for path in ("/health", "/readyz"):
+            answer = await http.get(path)
+            assert answer.json()["error"]["code"] == "not_ready"
+            assert answer.headers["retry-after"] == "2"
         answer = await http.get("/v1/models")  # the fallback of this test is not there either
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
@@ -175,6 +182,26 @@ def test_the_fallback_is_kept_once_an_ingress_was_there(write: Write) -> None:
     assert " backup" in alone
     assert " backup" not in rewritten(alone, {}, {})
     assert " backup" in rewritten(alone, {}, {}, was_up=True)
+
+
+async def test_an_application_that_is_being_stopped_is_a_503_and_no_404(write: Write) -> None:
+    """Serve's second proxy, which answers while no ingress does, knows the application no more."""
+    kinds = iter([b"text/plain; charset=utf-8", b"application/json"])
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter, __: bytes) -> None:
+        head = b"HTTP/1.1 404 Not Found\r\ncontent-type: %b\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
+        writer.write(head % next(kinds))
+
+    async with ingress(answer) as port:
+        write.fallback_port = port
+        async with haproxy(write, free_port()) as door, httpx.AsyncClient(base_url=door.url, timeout=20) as http:
+            async with asyncio.timeout(20):
+                while (await http.get("/health")).status_code != 503:
+                    await asyncio.sleep(0.1)
+            answer_ = await http.get("/v1/models")
+            assert (answer_.status_code, answer_.headers["retry-after"]) == (503, "2")
+            assert answer_.json()["error"]["code"] == "not_ready"
+            assert (await http.get("/v1/models/nobody")).status_code == 404, "the application's own"
 
 
 def test_that_an_ingress_was_there_is_remembered_beside_the_file(write: Write) -> None:
@@ -262,7 +289,7 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     gone = {line.strip() for line in before} - {line.strip() for line in after}
     added = {line.strip() for line in after} - {line.strip() for line in before}
     left_out = r"option splice|errorfile|bind |stats|http-request use-serv|frontend prometheus|listen stats|no log"
-    put_in = r"errorfile 503|http-request set-header X-For|http-request return|acl an_ingress|stats socket"
+    put_in = r"errorfile 503|http-request set-header X-For|http-re\w+ return|acl an_ingress|stats socket"
     assert all(re.match(left_out, line) for line in gone), gone
     assert all(re.match(put_in, line) for line in added), added
 

@@ -41,7 +41,7 @@ STATUS: dict[str, Any] = {
         }
     ],
     "tiers": {"host": {"held_adapters": 3, "held_bytes": 1 << 20, "hits": 7}, "disk": {}},
-    "failures": [{"time_s": 0.0, "event": "failed to read", "name": "sql", "detail": None}],
+    "failures": [{"created": 0.0, "event": "failed to read", "name": "sql", "detail": None}],
 }
 
 

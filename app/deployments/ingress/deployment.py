@@ -27,6 +27,7 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
+from app.deployments.ingress.plain_errors import plain_errors
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.tenancy import Rates, Tenancy, WatchedTenants
 from app.deployments.ingress.text_model import open_text
@@ -107,7 +108,7 @@ class Ingress(AsgiIngress):
     def check_health(self) -> None:
         self._tasks.check()
 
-    # -- Python callers (`serve.get_app_handle`) ------------------------------------------------------
+    # -- Python callers (`serve.get_app_handle`); errors are Python's own (`plain_errors`) --
 
     async def generate(
         self,
@@ -116,24 +117,28 @@ class Ingress(AsgiIngress):
         adapter: str | list[str | None] | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """As POST /generate: one result for one text, a list for a list."""
-        return await python_calls.generate(self._service, text, sampling_params, adapter)
+        with plain_errors():
+            return await python_calls.generate(self._service, text, sampling_params, adapter)
 
     async def stream(
         self, text: str, sampling_params: dict[str, Any] | None = None, adapter: str | None = None
     ) -> AsyncGenerator[str]:
         """Pieces of one answer's text as they come (`handle.options(stream=True).stream.remote(...)`)."""
-        async with aclosing(python_calls.stream(self._service, text, sampling_params, adapter)) as pieces:
-            async for piece in pieces:
-                yield piece
+        with plain_errors():
+            async with aclosing(python_calls.stream(self._service, text, sampling_params, adapter)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def list_adapters(self) -> list[dict[str, Any]]:
         return python_calls.list_adapters(self._service)
 
     async def load(self, name: str, path: str) -> dict[str, Any]:
-        return await python_calls.load(self._service, name, path)
+        with plain_errors():
+            return await python_calls.load(self._service, name, path)
 
     async def unload(self, name: str) -> dict[str, Any]:
-        return await python_calls.unload(self._service, name)
+        with plain_errors():
+            return await python_calls.unload(self._service, name)
 
     async def replica_stats(self) -> list[dict[str, Any]]:
         """Counts of every engine replica on the table: for tests and operators."""

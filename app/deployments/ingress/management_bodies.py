@@ -1,16 +1,29 @@
 """Adapters, jobs and aliases as the management routes and the Python handle show them.
 
 In: entries of the registry. Out: plain dictionaries, the bodies of answers. Their values are of Python's own types: a
-Ray job that gets one need not have this package. Nothing is asked or decided here.
+Ray job that gets one need not have this package. Times are Unix seconds, `created` and `updated`; what
+something is in is its `state`. Nothing is asked or decided here.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from app.deployments.ingress.management import ReplicaResidency
-from app.deployments.registry.entries import AliasEntry, CatalogEntry, Description, RegistryJob, State
+from app.deployments.registry.entries import (
+    AliasEntry,
+    AliasVersion,
+    AuditRecord,
+    CatalogEntry,
+    Description,
+    Event,
+    RegistryJob,
+    State,
+)
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
@@ -25,19 +38,17 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "source": entry.source,
         "max_rank": entry.max_rank,
         "size_bytes": entry.size_bytes,
-        "created": int(entry.registered_s),
+        "created": entry.registered_s,
         "owner": entry.owner,
         "pinned": entry.pinned,
         "traffic_weight": entry.traffic_weight,
-        "status": "registered",
     }
 
 
 def unloaded_body(entry: CatalogEntry | None, job: RegistryJob) -> dict[str, Any]:
     """An adapter whose unload has begun, or ended; `entry` None: it was only being loaded."""
-    status = "unloaded" if job.is_done else "unloading"
     body = {"id": job.name, "object": "lora"} if entry is None else adapter_body(entry)
-    return body | {"state": job.state.value, "status": status, "job": job_body(job)}
+    return body | {"state": job.state.value, "job": job_body(job)}
 
 
 def description_body(name: str, description: Description, replicas: Sequence[ReplicaResidency]) -> dict[str, Any]:
@@ -53,7 +64,7 @@ def description_body(name: str, description: Description, replicas: Sequence[Rep
             "residency": residency,
         }
     elif job is not None:
-        body |= {"state": job.state.value, "reason": job.reason, "status": "not registered"}
+        body |= {"state": job.state.value, "reason": job.reason}
     return body | {"job": None if job is None else job_body(job)}
 
 
@@ -84,3 +95,18 @@ def alias_body(entry: AliasEntry) -> dict[str, Any]:
         "previous_version": entry.previous_version,
         "updated": entry.updated_s,
     }
+
+
+def alias_version_body(item: AliasVersion) -> dict[str, Any]:
+    targets = {target.name: target.weight for target in item.targets}
+    return {"id": item.version, "object": "alias.version", "targets": targets, "is_in_force": item.is_in_force}
+
+
+def record_body(record: Event | AuditRecord) -> dict[str, Any]:
+    """An event, or who asked for what; `detail` as an object where it is one."""
+    body = asdict(record)
+    detail = body.get("detail")
+    if isinstance(detail, str) and detail.startswith("{"):
+        with suppress(ValueError):  # an event's may be anybody's text
+            body["detail"] = json.loads(detail)
+    return body | {"created": body.pop("time_s")}

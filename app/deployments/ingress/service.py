@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 from app.config import AppConfig, LimitsConfig
@@ -22,6 +21,7 @@ from app.deployments.ingress.job import Job
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.management import AdapterDropper, Management
+from app.deployments.ingress.management_bodies import record_body
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.links.transport import Transport
 from app.deployments.placement.placer import Placer
@@ -148,7 +148,7 @@ class IngressService:
             "num_open_requests": self._links.num_streams,
             "replicas": [_told(replica) for replica in replicas],
             "tiers": tiers,
-            "failures": [asdict(event) for event in events if event.event.startswith("failed")][:MAX_FAILURES],
+            "failures": [record_body(event) for event in events if event.event.startswith("failed")][:MAX_FAILURES],
         }
 
     async def close(self) -> None:

@@ -35,7 +35,7 @@ class ServeTransport:
         call: Any = self._engines.frames.options(stream=True).remote(
             link_id, by_socket, protocol=PROTOCOL, target_replica_id=replica_id
         )
-        logger.info("frames of replica %s come through %s", replica_id, "a socket" if by_socket else "Ray")
+        logger.debug("frames of replica %s come through %s", replica_id, "a socket" if by_socket else "Ray")
         try:
             if connection is None:
                 async with aclosing(heard(call)) as items:

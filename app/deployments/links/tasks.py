@@ -109,7 +109,7 @@ class Tasks:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, PolyloraError):  # somebody's mistake or bad luck; it says all there is to know
-            logger.info("%s failed: %s", _name(task), error)
+            logger.debug("%s failed: %s", _name(task), error)
         else:
             logger.error("%s failed", _name(task), exc_info=error)
 

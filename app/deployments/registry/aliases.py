@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, and_, insert, select, update
 
 from app.deployments.registry.database import Database, next_revision
-from app.deployments.registry.entries import AliasEntry, AliasTarget, State
+from app.deployments.registry.entries import AliasEntry, AliasTarget, AliasVersion, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import adapters, alias_targets, aliases, named
 from app.deployments.registry.view import Entry, Key
@@ -105,6 +105,23 @@ class Aliases:
             query = query.where(aliases.c.tenant_id == tenant_id)
         with self._database.read() as connection:
             return [entry for _, entry in _read(connection, query)]
+
+    def versions(self, name: str, *, tenant_id: str) -> list[AliasVersion]:
+        """Everything an alias has stood for, newest first. Raises NotFound."""
+        query = (
+            select(alias_targets.c.version, alias_targets.c.target, alias_targets.c.weight)
+            .where(*named(alias_targets, self._base, tenant_id, name))
+            .order_by(alias_targets.c.version.desc(), alias_targets.c.target)
+        )
+        with self._database.read() as connection:
+            if not is_alias(connection, self._base, tenant_id, name):
+                raise _absent(name)
+            in_force = self._entry(connection, tenant_id, name).version
+            rows = connection.execute(query).all()
+        targets: dict[int, list[AliasTarget]] = defaultdict(list)
+        for version, target, weight in rows:
+            targets[version].append(AliasTarget(target, weight))
+        return [AliasVersion(version, tuple(of), version == in_force) for version, of in targets.items()]
 
     def _put(
         self, connection: Connection, name: str, targets: Mapping[str, float], tenant_id: str, who: str

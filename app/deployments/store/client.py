@@ -13,6 +13,7 @@ from app.deployments.links.published import Changes, Version
 from app.deployments.links.ray_calls import Callee
 from app.deployments.registry.entries import (
     AliasEntry,
+    AliasVersion,
     AuditRecord,
     CatalogEntry,
     Description,
@@ -98,6 +99,10 @@ class StoreClient:
     async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
         """Forget an alias. Raises NotFound."""
         return await self._actor.call(_Service.remove_alias, name, tenant_id=tenant_id, who=who)
+
+    async def alias_versions(self, name: str, *, tenant_id: str) -> list[AliasVersion]:
+        """Everything an alias has stood for, newest first. Raises NotFound."""
+        return await self._actor.call(_Service.alias_versions, name, tenant_id=tenant_id)
 
     # -- what is known of them ----------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from app.deployments.links.published import Changes, Version
 from app.deployments.registry.entries import (
     DEFAULT_TENANT,
     AliasEntry,
+    AliasVersion,
     AuditRecord,
     CatalogEntry,
     Description,
@@ -131,6 +132,9 @@ class StoreService(Generic[H]):
 
     async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
         return await self._lifecycle.remove_alias(name, tenant_id=tenant_id, who=who)
+
+    async def alias_versions(self, name: str, *, tenant_id: str) -> list[AliasVersion]:
+        return await asyncio.to_thread(self._registry.aliases.versions, name, tenant_id=tenant_id)
 
     # -- what is known of them ----------------------------------------------------------------------
 

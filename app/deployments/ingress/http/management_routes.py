@@ -22,8 +22,10 @@ from app.deployments.ingress.management import Management
 from app.deployments.ingress.management_bodies import (
     adapter_body,
     alias_body,
+    alias_version_body,
     description_body,
     job_body,
+    record_body,
     unloaded_body,
 )
 from app.deployments.ingress.schema import Body, BodyT, parse_body
@@ -260,7 +262,7 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
                 "path": item.ref.uri,
                 "max_rank": item.max_rank,
                 "size_bytes": item.size_bytes,
-                "created": int(item.registered_s),
+                "created": item.registered_s,
                 "registered_by": item.registered_by,
             }
             for item in await service.management.store.generations(name, tenant_id=tenant_id)
@@ -317,7 +319,7 @@ def _journal_query(request: Request) -> _JournalQuery:
 
 
 def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
-    return JSONResponse(page_body([asdict(record) for record in records[:limit]], has_more=len(records) > limit))
+    return JSONResponse(page_body([record_body(record) for record in records[:limit]], has_more=len(records) > limit))
 
 
 def _add_alias_routes(routes: APIRouter, service: ManagedService) -> None:
@@ -333,6 +335,13 @@ def _add_alias_routes(routes: APIRouter, service: ManagedService) -> None:
         if not isinstance(entry, AliasEntry):
             raise NotFound(f"there is no alias {name[:80]!r}; GET /v1/aliases lists them")
         return JSONResponse(alias_body(entry))
+
+    @routes.get("/v1/aliases/{name}/versions")
+    async def versions(name: str, request: Request) -> Response:
+        """Everything an alias has stood for: what a rollback can bring back."""
+        tenant_id = http_caller(request).tenant_id
+        found = await service.management.store.alias_versions(name, tenant_id=tenant_id)
+        return JSONResponse(page_body([alias_version_body(item) for item in found], has_more=False))
 
     @routes.put("/v1/aliases/{name}", openapi_extra=takes(AliasBody))
     async def put(name: str, request: Request) -> Response:

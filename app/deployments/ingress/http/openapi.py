@@ -7,10 +7,10 @@ OpenAPI 3.1 document. Rule: every route is in it, and every field that a body ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fastapi.routing import APIRoute
+from fastapi.routing import APIRoute, APIRouter
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
@@ -46,10 +46,9 @@ def openapi(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     """The document."""
     schemas: dict[str, Any] = {"Error": _ERROR}
     paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        if isinstance(route, APIRoute):
-            for method in sorted(route.methods or ()):
-                paths.setdefault(route.path, {})[method.lower()] = _operation(route, method, schemas)
+    for route in api_routes(routes):
+        for method in sorted(route.methods or ()):
+            paths.setdefault(route.path, {})[method.lower()] = _operation(route, method, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "polylora", "version": version(), "license": {"name": "Apache-2.0"}},
@@ -60,6 +59,18 @@ def openapi(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         },
         "security": [{}, {"bearer": []}],
     }
+
+
+def api_routes(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
+    """An application's routes, those of the routers that it includes among them.
+
+    FastAPI of some versions keeps an included router as one route. Routers here have their prefixes themselves.
+    """
+    for route in routes:
+        if isinstance(route, APIRoute):
+            yield route
+        elif isinstance(router := getattr(route, "original_router", None), APIRouter):
+            yield from api_routes(router.routes)
 
 
 def body_of(route: APIRoute) -> type[Body] | None:

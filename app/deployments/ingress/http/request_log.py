@@ -18,6 +18,8 @@ from app.logs import Happened
 
 logger = logging.getLogger(__name__)
 
+#: That these answer 503 for a while is no failure: they are asked for it.
+PROBES = frozenset({"/health", "/readyz", "/livez"})
 #: An id that a client, or a proxy before us, gave to its request, and that is written down and answered as it is.
 _PLAIN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -59,7 +61,7 @@ class RequestLog:
             await self._app(scope, receive, watched)
         finally:
             failure = state.get("failure")
-            is_failure = status >= 500 or failure is not None
+            is_failure = (status >= 500 or failure is not None) and scope["path"] not in PROBES
             if is_failure or self._every:
                 client = scope.get("client")
                 line = Happened(

@@ -15,6 +15,7 @@ from app.config import ADMIN_KEY, HttpConfig
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.door import FREE_PATHS
 from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.openapi import api_routes
 from app.deployments.registry.entries import LoadRequest
 from app.deployments.tenants.key_material import key_digest, new_key
 from app.engine.errors import ConfigError
@@ -206,7 +207,7 @@ async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(or
 
 def _routes(org: Org) -> list[Any]:
     app: Any = make_app(org.service, DoorRules())
-    return [route for route in app.routes if hasattr(route, "methods")]
+    return list(api_routes(app.routes))
 
 
 async def test_another_project_s_adapter_does_not_exist(org: Org) -> None:

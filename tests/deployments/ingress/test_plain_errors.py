@@ -1,0 +1,49 @@
+"""Errors as another Ray job gets them: of Python's own classes, with the code and the message of the HTTP answer."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+import pytest
+
+from app.deployments.ingress.plain_errors import plain_errors
+from app.engine.errors import (
+    AdapterUntrusted,
+    DeadlineExceeded,
+    EngineFailure,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    PolyloraError,
+    QueueFull,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (NotFound("no such adapter"), LookupError, "model_not_found: no such adapter"),
+        (InvalidRequest("bad", param="text"), ValueError, "invalid_request: bad"),
+        (AdapterUntrusted("no"), PermissionError, "untrusted_adapter: no"),
+        (DeadlineExceeded("late"), TimeoutError, "timeout: late"),
+        (QueueFull("full"), RuntimeError, "queue_full: full"),
+        (NotReady("soon"), RuntimeError, "not_ready: soon"),
+        (EngineFailure("dead"), RuntimeError, "internal_error: dead"),
+        (KeyError("a bug"), RuntimeError, "internal_error: internal error; the server's log has the details"),
+    ],
+)
+def test_an_error_is_pythons_own(error: Exception, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as caught, plain_errors():
+        raise error
+    assert type(caught.value) is kind
+    assert str(caught.value) == text
+    assert not isinstance(caught.value, PolyloraError)
+    assert caught.value.__cause__ is None
+    assert pickle.loads(pickle.dumps(caught.value)).args == (text,)
+
+
+def test_an_end_is_left_as_it_is() -> None:
+    for end in (asyncio.CancelledError, GeneratorExit):
+        with pytest.raises(end), plain_errors():
+            raise end
