@@ -189,8 +189,15 @@ def _wait_for_signal(app_names: Sequence[str]) -> None:
                 applications = serve.status().applications
                 for name in app_names:
                     found = applications[name].deployments.items()
-                    watch.look({title: (d.status.value, d.replica_states.get("RUNNING", 0)) for title, d in found})
+                    watch.look(
+                        {title: (deployment.status.value, _num_running(deployment)) for title, deployment in found}
+                    )
             time.sleep(LOOK_INTERVAL_S)
+
+
+def _num_running(deployment: Any) -> int:
+    """deployment: as Serve's status has it."""
+    return sum(number for state, number in deployment.replica_states.items() if state.value == "RUNNING")
 
 
 def _drain(app_names: Sequence[str]) -> None:

@@ -123,7 +123,7 @@ class ManagedStore:
 
     @classmethod
     def at(cls, folder: Path) -> ManagedStore:
-        return cls(Registry(sqlite_url(folder / "registry.sqlite"), "base"), FakeStore())
+        return cls(Registry(sqlite_url(folder / "registry.sqlite"), "base", base_names=("base",)), FakeStore())
 
     async def drop_adapter(self, replica_id: str, digest: str) -> int:
         await self.drop_gate.wait()

@@ -45,6 +45,10 @@ class AdapterNames:
         self._asked_s: dict[str, float] = {}  # those that it was asked for, and when, in that order
         self._tasks = Tasks()
 
+    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
+        """Whether a name is an alias, and equal keys choose the base of it."""
+        return self._registry.means_base(name, base_name, sticky_key, tenant_id)
+
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
         ref = self._registry.resolve(name, sticky_key, tenant_id)

@@ -55,6 +55,10 @@ class TextModel(Protocol):
 class Names(Protocol):
     """What the names of adapters mean (`AdapterNames`)."""
 
+    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
+        """Whether a name is an alias, and equal keys choose the base of it."""
+        ...
+
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
         ...
@@ -131,15 +135,15 @@ class Frontend:
         if chosen is None and caller.tenant.may_use(self._base_name):
             return None
         sticky_key = secrets.token_hex(8) if user is None else f"user {user}"
-        owners = () if chosen is None else caller.owners(chosen)
-        refs = (self._names.resolve(str(chosen), sticky_key, owner_id) for owner_id in owners)
-        ref = next((ref for ref in refs if ref is not None), None)
-        if ref is None:
-            raise NotFound(
-                f"there is no model or adapter {(model if lora_path is None else lora_path)[:160]!r}; "
-                "GET /v1/models lists what there is"
-            )
-        return ref
+        for owner_id in () if chosen is None else caller.owners(chosen):
+            if self._names.means_base(str(chosen), self._base_name, sticky_key, owner_id):
+                return None
+            if (ref := self._names.resolve(str(chosen), sticky_key, owner_id)) is not None:
+                return ref
+        raise NotFound(
+            f"there is no model or adapter {(model if lora_path is None else lora_path)[:160]!r}; "
+            "GET /v1/models lists what there is"
+        )
 
     async def chat(self, body: ChatCompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""

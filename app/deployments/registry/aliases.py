@@ -2,14 +2,14 @@
 
 In: an alias and the adapters it sends requests to. Out: `AliasEntry`s. Every change is a new version;
 versions are kept, so that a rollback is one write and brings back exactly what was in force. An alias
-only ever points to registered adapters. Choosing a target for a request is left to `view.py`.
+only ever points to registered adapters and the base. Choosing a target for a request is left to `view.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Select, and_, insert, select, update
@@ -35,7 +35,9 @@ _IN_FORCE = and_(
 class Aliases:
     """Every call is one transaction."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, base_names: Collection[str] = ()) -> None:
+        """base_names: of the base model, which an alias may stand for beside adapters."""
+        self._base_names = frozenset(base_names)
         self._database = database
         self._base = database.base_digest
 
@@ -167,7 +169,7 @@ class Aliases:
     def _check_targets(
         self, connection: Connection, tenant_id: str, targets: Mapping[str, float] | Sequence[str]
     ) -> None:
-        absent = set(targets) - _living(connection, self._base, tenant_id, list(targets))
+        absent = set(targets) - self._base_names - _living(connection, self._base, tenant_id, list(targets))
         if absent:
             raise NotFound(
                 f"no adapter is registered as {min(absent)[:80]!r}; register it before an alias points to it"

@@ -6,7 +6,7 @@ In: a database's URL. Out: its parts, which share the database and nothing else.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from app.config import AppConfig
@@ -31,13 +31,17 @@ class Registry:
         clock: Callable[[], float] = time.time,
         *,
         actor: str = "",
+        base_names: Collection[str] = (),
     ) -> None:
-        """`actor` names this process over restarts (`Stores`). Raises ConfigError, NotReady."""
+        """base_names: what clients call the base model. `actor` names this process over restarts (`Stores`).
+
+        Raises ConfigError, NotReady.
+        """
         self.database = Database(url, base_digest, clock)
         self.stores = Stores(self.database, actor)
         self.revisions = Revisions(self.database)
         self.catalog = Catalog(self.database, pin_limits)
-        self.aliases = Aliases(self.database)
+        self.aliases = Aliases(self.database, base_names)
         self.jobs = Jobs(self.database, self.stores.id)
         self.journal = Journal(self.database)
 
@@ -48,4 +52,9 @@ class Registry:
 def open_registry(config: AppConfig, base_digest: str) -> Registry:
     """The configured database, or a file of SQLite per base model. Raises ConfigError, NotReady."""
     path = Path(config.adapters.state_dir) / f"catalog-{base_digest[:12]}.sqlite"
-    return Registry(config.adapters.registry_url or sqlite_url(path), base_digest, PinLimits.of(config))
+    return Registry(
+        config.adapters.registry_url or sqlite_url(path),
+        base_digest,
+        PinLimits.of(config),
+        base_names=(config.model.name,),
+    )

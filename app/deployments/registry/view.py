@@ -88,6 +88,11 @@ class RegistryView:
         entry = self.find(name, tenant_id)
         return entry if isinstance(entry, CatalogEntry) else None
 
+    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
+        """Whether a request for `name` goes to the base: an alias may stand for it, beside adapters."""
+        entry = self.find(name, tenant_id)
+        return isinstance(entry, AliasEntry) and choose_target(entry, sticky_key) == base_name
+
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter a request for `name` goes to; equal keys choose equally. None: there is no such name."""
         entry = self.find(name, tenant_id)

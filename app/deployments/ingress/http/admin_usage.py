@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http import admin_bodies as bodies
 from app.deployments.ingress.http.bodies import read_json
+from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.schema import parse_body
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
@@ -70,7 +71,7 @@ def add_spend_routes(routes: APIRouter, tenancy: Tenancy, max_body_bytes: int) -
     async def retrieve(project_id: str) -> Response:
         return await answer(project_id)
 
-    @routes.post(path)
+    @routes.post(path, openapi_extra=takes(bodies.SpendLimitBody))
     async def update(project_id: str, request: Request) -> Response:
         body = parse_body(bodies.SpendLimitBody, await read_json(request, max_body_bytes))
         await owner.limit_spend(project_id, body.threshold_amount, actor=admin_caller(request).key_id)

@@ -141,6 +141,7 @@ def parse_config(contents: bytes) -> PeftConfig:
     use_dora, lora_bias = _boolean(config, "use_dora"), _boolean(config, "lora_bias")
     if use_dora and lora_bias:
         raise _refused("lora_bias", lora_bias, "PEFT does not combine it with use_dora")
+    trained_on = config.get("base_model_name_or_path")
     return PeftConfig(
         rank=_rank("r", config.get("r", 8)),
         alpha=_alpha("lora_alpha", config.get("lora_alpha", 8)),
@@ -150,7 +151,7 @@ def parse_config(contents: bytes) -> PeftConfig:
         layers_to_transform=layers_to_transform,
         layers_pattern=layers_pattern,
         rank_pattern={key: _rank(f"rank_pattern[{short(key)}]", v) for key, v in _table(config, "rank_pattern")},
-        trained_on=name if isinstance(name := config.get("base_model_name_or_path"), str) and name else None,
+        trained_on=trained_on if isinstance(trained_on, str) and trained_on else None,
         use_dora=use_dora,
         lora_bias=lora_bias,
         bias=bias,

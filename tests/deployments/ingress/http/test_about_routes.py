@@ -35,8 +35,7 @@ async def test_what_it_is_and_which_version(http: httpx.AsyncClient) -> None:
 async def test_probes(http: httpx.AsyncClient, service: Service) -> None:
     for path in ("/health", "/readyz", "/livez"):
         assert (await http.get(path)).status_code == 200
-    for replica_id in list(service.fleet.table.replicas):
-        await service.fleet.gone(replica_id)
+    service.fleet.drop("replica-0")
     for path in ("/health", "/readyz"):
         answer = await http.get(path)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")

@@ -297,3 +297,21 @@ async def test_the_versions_of_an_alias_are_listed_for_who_rolls_back(http: http
         (1, {"sql": 1.0}, True),
     ]
     assert (await http.get("/v1/aliases/nobody/versions")).status_code == 404
+
+
+async def test_an_alias_may_stand_for_the_base_beside_an_adapter(http: httpx.AsyncClient) -> None:
+    put = await http.put("/v1/aliases/canary", json={"targets": {"base": 50.0, "sql": 50.0}})
+    assert put.status_code == 200, put.text
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True, "model": "canary"}
+    answered = set()
+    for user in range(24):
+        answer = await http.post("/v1/completions", json=body | {"user": str(user)})
+        again = await http.post("/v1/completions", json=body | {"user": str(user)})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("x-polylora-adapter") == again.headers.get("x-polylora-adapter")
+        answered.add(answer.headers.get("x-polylora-adapter"))
+    assert answered == {None, "sql@1"}
+    assert (await http.post("/v1/aliases/canary/promote", json={"target": "base"})).status_code == 200
+    assert (await http.post("/v1/completions", json=body)).headers.get("x-polylora-adapter") is None
+    for name in ("other", "canary"):
+        assert (await http.put("/v1/aliases/x", json={"targets": {name: 1.0}})).status_code == 404

@@ -72,8 +72,7 @@ async def test_a_failure_of_ours_is_told_without_being_asked(
     answer = await http.post("/v1/completions", json=BODY | {"max_tokens": 50, "stream": stream})
     (line,) = told(caplog)
     assert line.what == "request failed"
-    for replica_id in list(service.fleet.table.replicas):
-        await service.fleet.gone(replica_id)
+    service.fleet.drop("replica-0")
     assert (await http.get("/readyz")).status_code == 503
     assert told(caplog) == [line], "a probe asks for it"
     assert line.known["reason"] in answer.text
