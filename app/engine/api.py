@@ -243,8 +243,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     many: list[Prompt] = []
     token_ids: list[int] = []
     for item in prompts:
-        if isinstance(item, int):
-            token_ids.append(item)
+        if isinstance(item, int | np.integer):
+            token_ids.append(int(item))
         else:
             many.append(item)
     if token_ids and many:

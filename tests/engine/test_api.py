@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers.models import WordLevel
@@ -96,6 +97,13 @@ def test_a_stop_token_ends_the_answer_and_is_not_shown(llm: LLM) -> None:
     assert stopped.token_ids == free.token_ids[:count]
     assert stopped.finish_reason == "stop"
     assert len(stopped.text.split()) == count - 1
+
+
+def test_token_ids_may_be_numpys(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0.0)
+    wanted = llm.generate([5, 6, 7], None, sampling)
+    for prompt in (np.array([5, 6, 7]), list(np.array([5, 6, 7])), [np.array([5, 6, 7])]):
+        assert llm.generate(prompt, None, sampling) == wanted  # type: ignore[arg-type]
 
 
 def test_the_chat_template_is_applied(llm: LLM) -> None:

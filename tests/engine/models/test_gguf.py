@@ -26,6 +26,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.gguf import spec_from_gguf
 from app.engine.models.gguf_file import GgufFile, read_gguf
 from app.engine.models.hf_config import spec_from_config
+from tests.seeds import rng
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -177,6 +178,27 @@ def test_every_stored_type_comes_back_as_the_package_reads_it(kind: Kind, tmp_pa
         if original.ndim == 2:
             original = gguf.dequantize(gguf.quantize(original, kind), kind).reshape(original.shape)
         np.testing.assert_array_equal(values, original)
+
+
+#: Types that the package reads and does not write: their blocks are made of random bytes.
+READ_ONLY = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_S, Kind.IQ2_XS]
+
+
+@pytest.mark.parametrize("kind", READ_ONLY)
+@pytest.mark.parametrize("num_rows", [1, 3, 48])
+def test_every_other_type_is_read_as_the_package_reads_it(kind: Kind, num_rows: int, tmp_path: Path) -> None:
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng().integers(0, 256, (num_rows, 512 // block * block_bytes)).astype(np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("t", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with np.errstate(all="ignore"):  # random scales may be infinite or no number
+        values, wanted = read_gguf(tmp_path / "m.gguf").dequantised("t"), gguf.dequantize(raw, kind)
+    assert values.shape == (num_rows, 512)
+    np.testing.assert_array_equal(values, wanted)
 
 
 def test_the_demo_models_tensors_equal_transformers(demo_gguf: Path, demo_transformers: PreTrainedModel) -> None:
