@@ -156,7 +156,7 @@ class LLM:
         The first error of any text is raised, and then none is answered.
         """
         many = _as_prompts(texts)
-        pooling = pooling or PoolingParams()
+        pooling = pooling or PoolingParams(self.spec.pooling)
         paths = _spread("adapters", adapters, len(many))
         requests = [self._request(text, path, None, pooling) for text, path in zip(many, paths, strict=True)]
         vectors = {chunk.request_id: np.frombuffer(chunk.embedding, "<f4") for chunk in self._run(requests)}

@@ -12,7 +12,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.request import Pooling, PoolingParams
+from app.engine.models.spec import Pooling
+from app.engine.request import PoolingParams
 
 
 def pooled_range(method: Pooling, num_tokens: int, start: int, end: int) -> tuple[int, int]:

@@ -12,10 +12,9 @@ from typing import Literal
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.message import message
+from app.engine.models.spec import Pooling
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-#: Which tokens' states make a text's embedding: the last one's, all in equal parts, or the first one's.
-Pooling = Literal["last", "mean", "cls"]
 
 
 @message

@@ -34,7 +34,7 @@ from app.engine.worker import EngineThread
 from tests.deployments.placed import ORIGIN
 from tests.fakes import FakeBackend
 
-LIMITS = BackendLimits(num_kv_blocks=256, block_size=8, adapter_rank_rows=64, rank_alignment=8, max_adapter_slots=16)
+LIMITS = BackendLimits(256, 8, adapter_rank_rows=64, rank_alignment=8, max_adapter_slots=16, can_embed=True)
 
 
 class PausableBackend(FakeBackend):

@@ -18,6 +18,7 @@ from app.deployments.tenants.prices import Prices
 from app.engine.request import GenerateRequest, Usage
 from tests.deployments.fleet import Fleet, Unbatched
 from tests.deployments.managed import ManagedStore
+from tests.fakes import fake_spec
 
 #: A dollar per million prompt tokens, ten cents for cached ones, four dollars for generated ones.
 RATES = Rates(Prices({"base": PriceConfig(input=1, cached_input=0.1, output=4)}, "base"), "base")
@@ -28,6 +29,7 @@ class Letters:
 
     max_context = 128
     vocab_size = 61
+    spec = fake_spec()
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) % 61 for character in text]

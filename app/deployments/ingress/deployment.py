@@ -129,6 +129,16 @@ class Ingress(AsgiIngress):
                 async for piece in pieces:
                     yield piece
 
+    async def embed(
+        self,
+        text: str | list[str],
+        adapter: str | None = None,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+    ) -> list[float] | list[list[float]]:
+        """As POST /v1/embeddings: one vector for one text, a list for a list."""
+        return await python_calls.embed(self._service, text, adapter, pooling, dimensions)
+
     async def list_adapters(self) -> list[dict[str, Any]]:
         return python_calls.list_adapters(self._service)
 

@@ -20,6 +20,7 @@ from app.deployments.ingress.text import Decoder
 from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
+from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
 
 T = TypeVar("T")
@@ -38,6 +39,9 @@ class TextModel(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def encode(self, text: str) -> Sequence[int]: ...
 
@@ -113,6 +117,10 @@ class Frontend:
     def text_model(self) -> TextModel:
         return self._model
 
+    @property
+    def request_timeout_s(self) -> float:
+        return self.limits.request_timeout_s
+
     def find_adapter(
         self, model: str, caller: Caller, lora_path: str | None = None, user: str | None = None
     ) -> AdapterRef | None:
@@ -147,6 +155,7 @@ class Frontend:
 
     async def chat(self, body: ChatCompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
+        self._check_generates()
         arrival_s = self._clock()
         ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
         messages = [
@@ -176,12 +185,13 @@ class Frontend:
 
     async def completion(self, body: CompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """As `chat`."""
+        self._check_generates()
         arrival_s = self._clock()
         ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
         prompts = body.prompts
         names = _Fields("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
-        token_ids = await self._prompt_ids(prompts)
+        token_ids = await self.prompt_ids(prompts, "prompt")
         return await self._job(
             _ids("cmpl", request_id),
             caller,
@@ -196,28 +206,37 @@ class Frontend:
 
     async def generate(self, body: GenerateBody, caller: Caller, request_id: str | None = None) -> Job:
         """As `chat`."""
+        self._check_generates()
         arrival_s = self._clock()
         refs = [self.find_adapter(self._base_name, caller, name) for name in body.adapters]
         params = body.sampling_params
         names = _Fields("text", params.limit_field, "logprobs", "sampling_params.n")
         self._check_sequences(len(refs), params.n, names)
-        token_ids = await self._prompt_ids(body.texts)
+        token_ids = await self.prompt_ids(body.texts, "text")
         return await self._job(
             _ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
         )
 
-    async def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
-        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await _tokenized(num_chars, lambda: [self._ids_of(prompt) for prompt in prompts])
+    def _check_generates(self) -> None:
+        if self._model.spec.encoder is not None:
+            raise InvalidRequest(
+                f"{self._base_name!r} is an encoder: it writes no text; POST /v1/embeddings has its vectors",
+                param="model",
+            )
 
-    def _ids_of(self, prompt: str | list[int]) -> Sequence[int]:
+    async def prompt_ids(self, prompts: Sequence[str | list[int]], param: str) -> list[Sequence[int]]:
+        """Token ids of texts; ids stay as they are. `param` is what the client calls them. Raises InvalidRequest."""
+        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await _tokenized(num_chars, lambda: [self._ids_of(prompt, param) for prompt in prompts])
+
+    def _ids_of(self, prompt: str | list[int], param: str) -> Sequence[int]:
         if isinstance(prompt, str):
             return self._model.encode(prompt)
         for token_id in prompt:
             if token_id >= self._model.vocab_size:
                 raise InvalidRequest(
-                    f"prompt has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
-                    param="prompt",
+                    f"{param} has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
+                    param=param,
                 )
         return prompt
 

@@ -1,4 +1,4 @@
-"""What other Ray jobs may call, without HTTP: generation, whole or as a stream, and a few calls of management.
+"""What other Ray jobs may call, without HTTP: generation, whole or as a stream, embeddings, a few calls of management.
 
 In: the arguments of POST /generate, names, and the ingress's service. Out: results, or pieces of text. Every generation
 is counted once under the route "handle", however it ends.
@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
+from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, as_floats, vectors
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.management import Management
@@ -28,6 +29,12 @@ class CalledService(Protocol):
 
     @property
     def frontend(self) -> Frontend: ...
+
+    @property
+    def embedder(self) -> Embedder: ...
+
+    @property
+    def base_name(self) -> str: ...
 
     @property
     def registry(self) -> RegistryView: ...
@@ -73,6 +80,19 @@ async def stream(
             async for _, delta in deltas:
                 if delta.text:
                     yield delta.text
+
+
+async def embed(
+    service: CalledService, text: str | list[str], adapter: str | None, pooling: str | None, dimensions: int | None
+) -> list[float] | list[list[float]]:
+    """One vector of length 1 for one text, a list for a list. Raises what `Embedder.job` and the engine raise."""
+    fields = {
+        "model": service.base_name, "input": text, "lora_path": adapter, "pooling": pooling, "dimensions": dimensions
+    }  # fmt: skip
+    with _counted(service) as call:
+        job = call.job = await service.embedder.job(parse_body(EmbeddingsRequest, fields), handle_caller())
+        found = [as_floats(vector) for vector in await vectors(job)]
+    return found[0] if isinstance(text, str) else found
 
 
 def list_adapters(service: CalledService) -> list[dict[str, Any]]:

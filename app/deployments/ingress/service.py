@@ -16,6 +16,7 @@ from app.deployments.ingress.adapter_names import AdapterNames
 from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.dispatcher import Batcher, Dispatcher
+from app.deployments.ingress.embeddings import Embedder
 from app.deployments.ingress.frontend import Frontend, TextModel
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.links import Links
@@ -99,6 +100,7 @@ class IngressService:
         self.frontend = Frontend(
             parts.text, self.base_name, self._names, dispatcher, config.limits, parts.tenancy.admit, parts.clock
         )
+        self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy.admit, parts.clock)
         self.management = Management(parts.store, parts.replicas, parts.placer)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:

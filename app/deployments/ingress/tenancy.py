@@ -21,7 +21,7 @@ from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.entries import TenantKey, TenantLimits, TenantRow
 from app.deployments.tenants.limiter import Limiter, Reservation
 from app.deployments.tenants.limits import Meter, MeterKind, Need, needs_of
-from app.deployments.tenants.metering import Charge, LedgerKey, Metering
+from app.deployments.tenants.metering import Charge, LedgerKey, Metering, RouteKind
 from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView
 from app.engine.errors import NotReady
@@ -87,7 +87,8 @@ class Tenancy:
             cost = self._rates.prices.of(model, used)
             taken.append(Need(model, used.prompt_tokens + used.completion_tokens, cost))
             digest = "" if request.adapter is None else request.adapter.digest
-            key = LedgerKey(minute, request.tenant_id, job.caller.key_id, model, digest, "completions")
+            kind: RouteKind = "completions" if request.pooling is None else "embeddings"
+            key = LedgerKey(minute, request.tenant_id, job.caller.key_id, model, digest, kind)
             self.metering.add(
                 key,
                 Charge(
@@ -120,7 +121,8 @@ class Tenancy:
         await self.limiter.close()
 
     def _need(self, request: GenerateRequest) -> Need:
-        model, num_prompt, max_tokens = self._model(request), len(request.token_ids), request.sampling.max_tokens
+        model, num_prompt = self._model(request), len(request.token_ids)
+        max_tokens = request.sampling.max_tokens if request.pooling is None else 0
         return Need(model, num_prompt + max_tokens, self._rates.prices.at_most(model, num_prompt, max_tokens))
 
     def _model(self, request: GenerateRequest) -> str:

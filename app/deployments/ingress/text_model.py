@@ -12,6 +12,7 @@ from app.deployments.ingress.text import Decoder
 from app.engine.adapters.chats import encode_chat
 from app.engine.adapters.text import AdapterText
 from app.engine.models.checkpoint import open_model
+from app.engine.models.spec import ModelSpec
 from app.engine.models.template_process import TemplateProcess
 from app.engine.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -22,16 +23,17 @@ def open_text(config: AppConfig) -> BaseText:
     kv_tokens = config.engine.num_kv_blocks * config.engine.block_size
     positions = checkpoint.spec.max_positions
     max_context = min(config.engine.max_context or positions, kv_tokens or positions)  # 0 blocks: as many as fit
-    return BaseText(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec.vocab_size, max_context)
+    return BaseText(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec, max_context)
 
 
 class BaseText:
     """`TextModel` over a tokenizer. `max_context` is the longest prompt plus answer the engines take."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_context: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, max_context: int) -> None:
         self._tokenizer = tokenizer
         self._templates = TemplateProcess()
-        self.vocab_size = vocab_size
+        self.spec = spec
+        self.vocab_size = spec.vocab_size
         self.max_context = max_context
 
     def encode(self, text: str) -> Sequence[int]:

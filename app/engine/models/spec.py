@@ -12,6 +12,9 @@ from typing import Literal
 
 from app.engine.errors import CheckpointError
 
+#: Which tokens' states make a text's embedding: the last one's, all in equal parts, or the first one's.
+Pooling = Literal["last", "mean", "cls"]
+
 MAX_LAYERS = 1_000  # the deepest published decoders have some 130
 MAX_HEAD_DIM = 8_192  # the widest published heads have 576
 MAX_SIZE = 2**31 - 1  # of whatever a configuration counts: beyond it int32 indices end
@@ -50,16 +53,16 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """Gated feed-forward: down(act(gate(x)) * up(x))."""
+    """Gated feed-forward: down(act(gate(x)) * up(x)); an encoder's has no gate: down(act(up(x)))."""
 
     intermediate_size: int
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
     bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One pre-norm decoder layer.
+    """One pre-norm decoder layer, or one post-norm layer of an encoder.
 
     `post_norms`: what attention and feed-forward give is normalised, too, before it is added.
     """
@@ -70,11 +73,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """A causal decoder. `digest` identifies the weights' contents; `name` is for people.
+class EncoderSpec:
+    """What makes a model a BERT (Devlin et al. 2019) or RoBERTa: every token sees all others, norms have a mean and a
+    bias and come behind attention and feed-forward, positions are learned.
 
-    `eos_token_ids` end a sequence unless the request says otherwise. Embeddings are multiplied by `embedding_scale`;
-    with a `logit_softcap` c, a logit l becomes c * tanh(l / c).
+    num_places: rows of the table of positions; a text's first token takes row `first_place`. num_segments: rows of the
+    table of token types, of which a text is the first.
+    """
+
+    num_places: int
+    first_place: int
+    num_segments: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A causal decoder, or an encoder. `digest` identifies the weights' contents; `name` is for people.
+
+    `eos_token_ids` end a sequence unless the request says otherwise. `pooling` makes embeddings where a request does
+    not say how. A decoder's rows of tokens are multiplied by `embedding_scale`; with a `logit_softcap` c, a logit l
+    becomes c * tanh(l / c).
     """
 
     name: str
@@ -90,6 +108,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    pooling: Pooling = "last"
+    encoder: EncoderSpec | None = None
 
     @property
     def has_gemma_arithmetic(self) -> bool:

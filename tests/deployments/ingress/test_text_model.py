@@ -6,12 +6,12 @@ from pathlib import Path
 
 from app.deployments.ingress.http.answers import TokenOffsets
 from app.deployments.ingress.text_model import BaseText
+from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.tokenizer import load_tokenizer
 
 
 def test_special_tokens_have_bytes_and_no_text(demo_gguf: Path) -> None:
-    tokenizer = load_tokenizer(demo_gguf)
-    text = BaseText(tokenizer, tokenizer.vocab_size, 100)
+    text = BaseText(load_tokenizer(demo_gguf), load_checkpoint(demo_gguf).spec, 100)
     token_ids = [*text.encode("Hello"), *text.encode("<|im_end|>"), *text.encode(" world")]
     decoder = text.decoder()
     assert decoder.push(token_ids) + decoder.flush() == "Hello world"

@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
 from app.deployments.ingress.http.about_routes import AboutService, add_about_routes
 from app.deployments.ingress.http.admin_routes import admin_router
 from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets
@@ -58,6 +59,9 @@ class HttpService(ManagedService, AboutService, Protocol):
     @property
     def tenancy(self) -> Tenancy: ...
 
+    @property
+    def embedder(self) -> Embedder: ...
+
     def observe(self, route: str, status: int, job: Job | None) -> None: ...
 
 
@@ -89,6 +93,7 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
     app.add_exception_handler(PolyloraError, refuse)
     _add_openai_routes(app, service)
     _add_generate_route(app, service)
+    _add_embeddings_route(app, service)
     management = APIRouter(dependencies=[Depends(rules.check_management)])
     add_management_routes(management, service)
     app.include_router(management)
@@ -156,9 +161,7 @@ async def _respond(
         want_logprobs=want_logprobs,
         include_usage=include_usage,
     )
-    adapter = job.requests[0].adapter
-    headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
-    headers |= service.tenancy.headers(job.caller)
+    headers = _adapter_header(job) | service.tenancy.headers(job.caller)
     if not body.stream:
         with _counted_if_cancelled(service, route, job):
             answers = await while_connected(request, job.answers())
@@ -178,6 +181,24 @@ def _counted_if_cancelled(service: HttpService, route: str, job: Job) -> Iterato
     except asyncio.CancelledError:
         service.observe(route, TABLE[ClientGone].status, job)
         raise
+
+
+def _adapter_header(job: Job) -> dict[str, str]:
+    adapter = job.requests[0].adapter
+    return {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
+
+
+def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        body = parse_body(EmbeddingsRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        caller, request_id = inference_caller(request), request_id_of(request)
+        job = request.state.job = await service.embedder.job(body, caller, request_id)
+        with _counted_if_cancelled(service, "embeddings", job):
+            found = await while_connected(request, vectors(job))
+        service.observe("embeddings", 200, job)
+        headers = _adapter_header(job) | service.tenancy.headers(caller)
+        return Response(answer(job, body, found), media_type="application/json", headers=headers)
 
 
 async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes]:
@@ -335,8 +356,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it"
     path = request.url.path[:80]
     message = {
-        404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions or /generate, "
-        "GET /v1/models lists models and adapters, GET /v1/loras says more of the adapters",
+        404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions, "
+        "/v1/embeddings or /generate, GET /v1/models lists models and adapters, GET /v1/loras says more of adapters",
         405: f"{path!r} does not take {request.method}, only {(error.headers or {}).get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}

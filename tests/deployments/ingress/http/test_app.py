@@ -434,7 +434,7 @@ async def test_a_slash_at_the_end_changes_nothing(http: httpx.AsyncClient) -> No
 
 async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
     for answer, status, says in (
-        (await http.post("/v1/embeddings", json={}), 404, "nothing at '/v1/embeddings'.*POST /v1/chat/completions"),
+        (await http.post("/v1/images", json={}), 404, "nothing at '/v1/images'.*POST /v1/chat/completions"),
         (await http.get("/v2/models"), 404, "GET /v1/models lists"),
         (await http.get("/v1/completions"), 405, "'/v1/completions' does not take GET, only POST"),
     ):
