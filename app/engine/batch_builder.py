@@ -48,7 +48,10 @@ class BatchBuilder:
             end = start + count
             table = sequence.block_table
             block_tables[index, : sequence.num_blocks] = table[: sequence.num_blocks]
-            if count == 1:
+            if not sequence.has_memory:
+                token_ids += sequence.token_ids[start:end].tolist()
+                positions += range(start, end)
+            elif count == 1:
                 token_ids.append(sequence.token_ids.item(start))
                 positions.append(start)
                 kv_slots.append(table.item(start // block_size) * block_size + start % block_size)

@@ -72,6 +72,11 @@ class Engine:
                 f"{self.spec.max_positions} positions; lower it, or set 0 for the model's own limit"
             )
         self.max_context = config.max_context or self.spec.max_positions
+        if self.spec.encoder is not None and config.max_batch_tokens < self.max_context:
+            raise ConfigError(
+                f"engine.max_batch_tokens is {config.max_batch_tokens} but an encoder computes a text in one step, and "
+                f"{self.spec.name!r} takes up to {self.max_context} tokens; raise it, or lower engine.max_context"
+            )
         self._max_waiting = config.max_waiting
         self._kv_capacity = limits.num_kv_blocks * limits.block_size
         self._meter = Meter()
@@ -114,7 +119,7 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         validate_request(request, self.spec, self.max_context, self._kv_capacity)
-        if request.pooling is not None and not self._backend.limits.can_embed:
+        if request.pooling is not None and not self.can_embed:
             raise UnsupportedField("this engine computes no embeddings; serve them with engine.cpu", param="pooling")
         self._check_adapter(request, adapter)
         num_waiting = len(self._live_ids) - self._scheduler.num_running
@@ -178,6 +183,11 @@ class Engine:
     def max_rank(self) -> int:
         """The largest rank that an adapter may have here; 0 if there is no room for any."""
         return self._adapters.max_rank
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether requests may ask for an embedding."""
+        return self._backend.limits.can_embed
 
     @property
     def failure(self) -> EngineFailure | None:

@@ -13,7 +13,7 @@ from app.engine.adapters.lora import FEATURES
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, CudaConfig, EngineConfig, XlaConfig
 from app.engine.engine import Engine
-from app.engine.errors import CheckpointError
+from app.engine.errors import CheckpointError, ConfigError
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.worker import EngineThread
@@ -43,6 +43,10 @@ def served_features(config: EngineConfig) -> frozenset[str]:
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """CheckpointError or ConfigError if the model or a setting is not for this backend or machine."""
     config.check_installed()
+    if checkpoint.spec.encoder is not None and not isinstance(config.device, CpuConfig):
+        raise ConfigError(
+            f"{checkpoint.spec.name!r} is an encoder, which engine.{config.device.name} cannot compute; use engine.cpu"
+        )
     if checkpoint.spec.has_gemma_arithmetic and not isinstance(config.device, CpuConfig):
         raise CheckpointError(
             f"models of family {checkpoint.spec.family!r} (soft caps, scaled embeddings, norms behind each block) are "
@@ -51,8 +55,10 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     match config.device:
         case CpuConfig():
             from app.engine.cpu.backend import CpuBackend
+            from app.engine.cpu.encoder_backend import EncoderBackend
 
-            return CpuBackend(checkpoint.spec, checkpoint.tensors(), config)
+            kind = CpuBackend if checkpoint.spec.encoder is None else EncoderBackend
+            return kind(checkpoint.spec, checkpoint.tensors(), config)
         case CudaConfig():
             from app.engine.cuda import loading as cuda_loading
 

@@ -57,6 +57,8 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_context: int
     `kv_capacity` is the number of tokens that all KV blocks together hold.
     """
     if request.pooling is None:
+        if spec.encoder is not None:
+            raise InvalidRequest(f"{spec.name!r} is an encoder: it writes no text, only embeddings", param="model")
         validate_sampling(request.sampling, spec)
     else:
         _check_pooling(request.pooling, spec)
@@ -70,7 +72,7 @@ def validate_request(request: GenerateRequest, spec: ModelSpec, max_context: int
     if request.pooling is not None:
         if request.resume_token_ids:
             raise InvalidRequest("resume_token_ids are not for a request with pooling", param="resume_token_ids")
-        _check_text(num_prompt, max_context, kv_capacity)
+        _check_text(num_prompt, max_context, kv_capacity if spec.encoder is None else max_context)
         return
     max_tokens = request.sampling.max_tokens
     if len(request.resume_token_ids) > max_tokens:
@@ -102,8 +104,10 @@ def _check_text(num_tokens: int, max_context: int, kv_capacity: int) -> None:
 
 
 def _check_pooling(pooling: PoolingParams, spec: ModelSpec) -> None:
-    if pooling.method not in ("last", "mean"):
-        raise InvalidRequest(f"pooling is {pooling.method!r} but {spec.name!r} has 'last' and 'mean'", param="pooling")
+    methods = ("last", "mean") if spec.encoder is None else ("last", "mean", "cls")
+    if pooling.method not in methods:
+        known = " and ".join(map(repr, methods))
+        raise InvalidRequest(f"pooling is {pooling.method!r} but {spec.name!r} has {known}", param="pooling")
     if pooling.num_dimensions is not None:
         _integer("dimensions", pooling.num_dimensions, 1, spec.hidden_size)
 

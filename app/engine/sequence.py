@@ -35,7 +35,8 @@ class Sequence:
     `order` is the number of its first admission, kept through preemption: the older of two
     sequences is never preempted for the younger. `bypassed` counts admissions of others made while
     this one was first in fair order and had to wait. `num_given` tokens came with the request.
-    `pooled_sums` [H] float64: of one that is embedded, the hidden states added so far; else [0].
+    `has_memory`: whether K and V are kept between steps. `pooled_sums` [H] float64: of one that is
+    embedded, the hidden states added so far; else [0].
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class Sequence:
         "block_table",
         "bypassed",
         "extra_bytes",
+        "has_memory",
         "max_tokens",
         "num_blocks",
         "num_cached",
@@ -95,8 +97,9 @@ class Sequence:
         self.num_computed = 0
         self.num_cached: int | None = None
 
+        self.has_memory = spec.encoder is None
         self.block_size = block_size
-        self.block_table: NDArray[np.int32] = np.zeros(-(-capacity // block_size), np.int32)
+        self.block_table: NDArray[np.int32] = np.zeros(self.num_blocks_for(capacity), np.int32)
         self.num_blocks = 0
         self.root = root_hash(spec.digest, self.adapter_digest, request.cache_salt)
         self.block_hashes: list[bytes] = []
@@ -116,7 +119,11 @@ class Sequence:
     @property
     def may_skip_tokens(self) -> bool:
         """Whether it can start from cached K and V: a mean needs every token's own state."""
-        return self.pooling is None or self.pooling.method == "last"
+        return self.has_memory and (self.pooling is None or self.pooling.method == "last")
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take; none of an encoder's, whose tokens are all computed in one step."""
+        return -(-num_tokens // self.block_size) if self.has_memory else 0
 
     @property
     def num_pending(self) -> int:

@@ -18,7 +18,7 @@ from app.engine.engine import Engine
 from app.engine.errors import EngineFailure, QueueFull
 from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
-from app.engine.request import GenerateRequest, SamplingParams
+from app.engine.request import GenerateRequest, PoolingParams, SamplingParams
 
 #: The tenant of the requests that warm an engine up, and the name of their adapter.
 WARM_UP = "warm-up"
@@ -34,7 +34,7 @@ def warm_up(engine: Engine) -> None:
         return
     adapter = _null_adapter(engine.spec) if engine.max_rank else None
     requests = []
-    for index in range(NUM_REQUESTS):
+    for index in range(NUM_REQUESTS + engine.can_embed):
         uses_adapter = adapter is not None and index % 2 == 1
         sampling = SamplingParams(
             max_tokens=NUM_ANSWER_TOKENS,
@@ -51,6 +51,7 @@ def warm_up(engine: Engine) -> None:
             sampling,
             AdapterRef(WARM_UP, adapter.card.digest, WARM_UP) if adapter is not None and uses_adapter else None,
             cache_salt=WARM_UP.encode(),
+            pooling=PoolingParams("mean") if index == NUM_REQUESTS or engine.spec.encoder is not None else None,
         )
         requests.append((request, adapter if uses_adapter else None))
     _run(engine, requests)

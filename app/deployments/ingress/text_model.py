@@ -20,7 +20,8 @@ from app.engine.models.tokenizer import Tokenizer, load_tokenizer
 def open_text(config: AppConfig) -> BaseText:
     """The text side of the configured base model. Raises SourceError, CheckpointError."""
     checkpoint = open_model(config.model.uri, config.model.name)
-    kv_tokens = config.engine.num_kv_blocks * config.engine.block_size
+    has_memory = checkpoint.spec.encoder is None
+    kv_tokens = has_memory * config.engine.num_kv_blocks * config.engine.block_size
     positions = checkpoint.spec.max_positions
     max_context = min(config.engine.max_context or positions, kv_tokens or positions)  # 0 blocks: as many as fit
     return BaseText(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec, max_context)

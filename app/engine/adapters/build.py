@@ -29,7 +29,7 @@ from app.engine.adapters.lora import (
     check_served,
     widened,
 )
-from app.engine.adapters.modules import OUTER_MODULES, Module, layer_modules
+from app.engine.adapters.modules import ENCODER_FEATURES, OUTER_MODULES, Module, layer_modules
 from app.engine.adapters.stored import EMBEDDING_PATH, StoredAdapter, StoredModule, StoredTensor, content_digest
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
@@ -53,7 +53,7 @@ def build_adapter(
     if not stored.modules:
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     parts = _Parts()
-    table = layer_modules(len(spec.layers))
+    table = layer_modules(len(spec.layers), is_encoder=spec.encoder is not None)
     for module in stored.modules:
         place = table.get(module.path)
         if place is None:
@@ -76,7 +76,7 @@ def build_adapter(
         MappingProxyType(replaced),
         MappingProxyType(token_rows),
     )
-    check_served(adapter, served | MAY_BE_COPIES)
+    check_served(adapter, served | MAY_BE_COPIES if spec.encoder is None else served & ENCODER_FEATURES)
     return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec)))
 
 

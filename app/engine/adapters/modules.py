@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.engine.models.products import DENSE, target_shape
+from app.engine.models.encoder_names import LAYERS as ENCODER_LAYERS
+from app.engine.models.products import DENSE, ENCODER, target_shape
 from app.engine.models.spec import ModelSpec
 
 #: Modules outside the layers that an adapter may name.
 OUTER_MODULES = ("model.embed_tokens", "lm_head")
+#: What comes behind an encoder's last hidden state, so that no embedding depends on it: `target_modules: ["dense"]` and
+#: "all-linear" train it along.
+UNREAD_MODULE = "pooler.dense"
+#: What an encoder's adapters may do beyond plain LoRA.
+ENCODER_FEATURES = frozenset({"DoRA", "lora_bias"})
 
 
 class Module(NamedTuple):
@@ -32,12 +38,13 @@ class Module(NamedTuple):
         return shapes[0][0], tuple(d_out for _, d_out in shapes)
 
 
-def layer_modules(num_layers: int) -> dict[str, Module]:
+def layer_modules(num_layers: int, *, is_encoder: bool = False) -> dict[str, Module]:
     """Path → module, split and fused, in layer order."""
-    split = {kind.path(target): (target,) for kind in DENSE for target in kind.targets}
-    fused = {kind.path(kind.fused): kind.targets for kind in DENSE if kind.fused is not None}
+    kinds, layers = (ENCODER, ENCODER_LAYERS) if is_encoder else (DENSE, "model.layers")
+    split = {kind.path(target): (target,) for kind in kinds for target in kind.targets}
+    fused = {kind.path(kind.fused): kind.targets for kind in kinds if kind.fused is not None}
     return {
-        f"model.layers.{layer}.{path}": Module(layer, targets)
+        f"{layers}.{layer}.{path}": Module(layer, targets)
         for layer in range(num_layers)
         for path, targets in (split | fused).items()
     }

@@ -169,10 +169,10 @@ def _selected(config: PeftConfig, names: Sequence[str]) -> list[str]:
 
 
 def _in_layers(config: PeftConfig, name: str) -> bool:
-    """Names here are "model.layers.<i>.…": a layers_pattern other than "layers" finds no index."""
+    """Names here are "model.layers.<i>.…" or "encoder.layer.<i>.…": another layers_pattern finds no index."""
     if config.layers_to_transform is None:
         return True
     parts = name.split(".")
-    if len(parts) < 4 or (config.layers_pattern and not listed("model.layers", config.layers_pattern)):
+    if len(parts) < 4 or (config.layers_pattern and not listed(".".join(parts[:2]), config.layers_pattern)):
         return False
     return int(parts[2]) in config.layers_to_transform

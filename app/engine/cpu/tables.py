@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.cpu.decoder import AdapterTables, ProductRows
+from app.engine.cpu.encoder import EncoderTables
 from app.engine.cpu.rows import AdapterRows
 from app.engine.models.products import targets_of, uniform_products
 from app.engine.models.spec import ModelSpec
@@ -28,6 +29,12 @@ _ASKED_FOR = {
     "o": ("up_proj",),
     "gate_up": ("down_proj",),
     "down": ("q_proj", "k_proj", "v_proj"),
+}
+_ENCODER_ASKED_FOR = {
+    "qkv": ("attention.output.dense",),
+    "o": ("intermediate.dense",),
+    "up": ("output.dense",),
+    "down": ("query", "key", "value"),
 }
 
 
@@ -50,15 +57,17 @@ class RankRowMemory:
             return slice(targets.index(first), targets.index(first) + count)
 
         rows = {}
+        asked_for = _ASKED_FOR if spec.encoder is None else _ENCODER_ASKED_FOR
         for product in products:
             own = of(product.targets[0], len(product.targets))
-            coming = of(_ASKED_FOR[product.name][0], len(_ASKED_FOR[product.name]))
+            coming = of(asked_for[product.name][0], len(asked_for[product.name]))
             a = self._a[coming]
             upcoming: Any = NextShrink((*a, *a[-1:] * (3 - len(a))), self._ranks[:, :, coming])  # type: ignore[arg-type]
             rows[product.name] = ProductRows(
                 tuple(self._a[own]), tuple(self._b[own]), self._ranks[:, :, own], own.start, upcoming
             )
-        self.tables = AdapterTables(**rows, places=self._places)
+        #: `AdapterTables`, or an encoder's `EncoderTables`.
+        self.tables: Any = (AdapterTables if spec.encoder is None else EncoderTables)(**rows, places=self._places)
 
     @property
     def memory(self) -> tuple[NDArray[np.float32], ...]:

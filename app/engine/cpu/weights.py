@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from app.engine.adapters.lora import LoraKey
 from app.engine.config import WeightStorage
 from app.engine.cpu import decoder as cpu_decoder
+from app.engine.cpu.encoder import EncoderWeights
 from app.engine.errors import CheckpointError
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, POST_NORMS, expected_tensors
 from app.engine.models.products import product_of, uniform_products
@@ -58,7 +59,7 @@ def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
 class PackedModules:
     """The base's modules for `AdapterExtras`."""
 
-    def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights) -> None:
+    def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
         self._products, self._weights = uniform_products(spec), weights
 
     def panels(self, key: LoraKey) -> Floats:

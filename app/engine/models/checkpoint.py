@@ -9,8 +9,8 @@ NumPy only; backends convert.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from app.engine.errors import CheckpointError
 from app.engine.models import hf_gemma
 from app.engine.models.digest import base_digest, file_sha256
+from app.engine.models.encoder_config import encoder_spec, folder_pooling, is_encoder
+from app.engine.models.encoder_names import without_heads
 from app.engine.models.gguf import gguf_shapes, gguf_tensors, spec_from_gguf
 from app.engine.models.gguf_file import read_gguf
 from app.engine.models.hf_config import spec_from_config
@@ -74,11 +76,14 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     stored = {key: value for key, value in stored_tensors(folder).items() if not _is_rotary_buffer(key)}
+    if is_encoder(config):
+        return _load_encoder(folder, name, config, stored)
     is_gemma = config.get("model_type") in hf_gemma.FAMILIES
     files = sorted({tensor.file for tensor in stored.values()})
     parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
     parts += [(file.name, file_sha256(file)) for file in files]
     spec = spec_from_config(config, name, base_digest(parts), read_json(generation) if generation.is_file() else None)
+    spec = replace(spec, pooling=folder_pooling(folder) or spec.pooling)
     if spec.tie_embeddings and LM_HEAD in stored:
         _check_tied(stored)
         del stored[LM_HEAD]
@@ -87,6 +92,17 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     if is_gemma:
         return Checkpoint(spec, folder, lambda: hf_gemma.canonical_tensors(read_tensors(stored)))
     return Checkpoint(spec, folder, lambda: read_tensors(stored))
+
+
+def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> Checkpoint:
+    files = sorted({tensor.file for tensor in stored.values()})
+    parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
+    parts += [(file.name, file_sha256(file)) for file in files]
+    spec = encoder_spec(config, name, base_digest(parts), folder_pooling(folder) or "mean")
+    names = without_heads(stored)
+    check_tensors(spec, {plain: stored[key].shape for key, plain in names.items()})
+    own = {key: stored[key] for key in names}
+    return Checkpoint(spec, folder, lambda: ((names[key], tensor) for key, tensor in read_tensors(own)))
 
 
 def _is_rotary_buffer(name: str) -> bool:

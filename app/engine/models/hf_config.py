@@ -30,7 +30,7 @@ _READ = """
     rope_parameters partial_rotary_factor bos_token_id eos_token_id
 """
 # These change nothing about a forward pass at inference.
-_INERT = """
+INERT_KEYS = """
     architectures torch_dtype dtype transformers_version use_cache initializer_range attention_dropout
     pretraining_tp _name_or_path name_or_path pad_token_id sep_token_id tokenizer_class return_dict
     output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward id2label
@@ -91,18 +91,18 @@ def spec_from_config(
     if model_type in hf_gemma.FAMILIES:
         config = hf_gemma.plain(config)
     _check_keys(config, family, str(model_type))
-    hidden_size = _positive(config, "hidden_size")
-    num_layers = checked_num_layers(_positive(config, "num_hidden_layers"))
-    num_heads = _positive(config, "num_attention_heads")
+    hidden_size = positive(config, "hidden_size")
+    num_layers = checked_num_layers(positive(config, "num_hidden_layers"))
+    num_heads = positive(config, "num_attention_heads")
     num_kv_heads = _num_kv_heads(config, family, num_heads)
     head_dim = _head_dim(config, family, hidden_size, num_heads)
-    max_positions = _positive(config, "max_position_embeddings")
+    max_positions = positive(config, "max_position_embeddings")
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
     rope = rope_spec(_rope_parameters(config), head_dim, max_positions)
-    mlp = MlpSpec(_positive(config, "intermediate_size"), _activation(config), family.mlp_bias(config))
+    mlp = MlpSpec(positive(config, "intermediate_size"), _activation(config), family.mlp_bias(config))
     shared: dict[int | None, LayerSpec] = {}
     for window in family.windows(config, num_layers):
         if window not in shared:
@@ -122,7 +122,7 @@ def spec_from_config(
         name=name,
         family=str(model_type),
         digest=digest,
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
         max_positions=max_positions,
         norm_eps=_norm_eps(config),
@@ -135,7 +135,7 @@ def spec_from_config(
 
 
 def _check_keys(config: Mapping[str, Any], family: _Family, model_type: str) -> None:
-    known = family.keys.union(_READ.split(), _INERT.split())
+    known = family.keys.union(_READ.split(), INERT_KEYS.split())
     for key, value in config.items():
         if key in _FIXED:
             if value not in _FIXED[key]:
@@ -152,7 +152,7 @@ def _check_keys(config: Mapping[str, Any], family: _Family, model_type: str) -> 
 def _num_kv_heads(config: Mapping[str, Any], family: _Family, num_heads: int) -> int:
     """null is one per query head; an absent key is the family's own number, as in transformers."""
     is_null = "num_key_value_heads" in config and config["num_key_value_heads"] is None
-    return _positive(config, "num_key_value_heads", num_heads if is_null else family.default_kv_heads or num_heads)
+    return positive(config, "num_key_value_heads", num_heads if is_null else family.default_kv_heads or num_heads)
 
 
 def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> int:
@@ -160,7 +160,7 @@ def _head_dim(config: Mapping[str, Any], family: _Family, hidden_size: int, num_
         raise CheckpointError(
             f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and head_dim is not given"
         )
-    return checked_head_dim(_positive(config, "head_dim", family.default_head_dim or hidden_size // num_heads))
+    return checked_head_dim(positive(config, "head_dim", family.default_head_dim or hidden_size // num_heads))
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +209,8 @@ def _token_id(value: object, key: str) -> int | None:
     return value
 
 
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A size; CheckpointError unless it is a positive integer. A key that is absent or null has the default."""
     value = config.get(key)
     if value is None:
         value = default
@@ -227,8 +228,8 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 
 def _no_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
     """A window is accepted where it reaches over the whole context, and so changes nothing."""
-    positions = _positive(config, "max_position_embeddings")
-    if config.get("sliding_window") is not None and _positive(config, "sliding_window") < positions:
+    positions = positive(config, "max_position_embeddings")
+    if config.get("sliding_window") is not None and positive(config, "sliding_window") < positions:
         raise CheckpointError(
             f"config key 'sliding_window' is {config['sliding_window']}; models of this type have no window, so only "
             f"null or at least max_position_embeddings ({positions}) is accepted"
@@ -255,7 +256,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
     """null is none; an absent key is 4096, as in transformers."""
     if "sliding_window" in config and config["sliding_window"] is None:
         return None
-    return _positive(config, "sliding_window", 4096)
+    return positive(config, "sliding_window", 4096)
 
 
 def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from app.engine.errors import CheckpointError
+from app.engine.models.encoder_names import encoder_tensors
 from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 
@@ -48,6 +49,8 @@ _GGUF_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of `spec`; a weight is [d_out, d_in]. No lm_head where it is tied."""
+    if spec.encoder is not None:
+        return encoder_tensors(spec)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."

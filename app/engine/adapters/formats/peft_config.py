@@ -57,7 +57,10 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "megatron_config": ((None,), "Megatron layers are not served"),
     "monteclora_config": ((None,), "MonteCLoRA is not served"),
     "target_parameters": ((None, []), "parameter targets are not served"),
-    "task_type": ((None, "CAUSAL_LM"), "only causal language models are served"),
+    "task_type": (
+        (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
+        "only causal language models and embeddings (FEATURE_EXTRACTION) are served",
+    ),
     "use_bdlora": ((None, False), "BD-LoRA is not served"),
     "use_qalora": ((None, False), "QALoRA is not served"),
     "velora_config": ((None,), "VeLoRA is not served"),

@@ -25,11 +25,13 @@ LORA_BIAS, MAGNITUDE = ".lora_B.bias", ".lora_magnitude_vector"
 _PARTS = {**HALVES, **EMBEDDING_HALVES, LORA_BIAS: "bias", MAGNITUDE: "magnitude"}
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 _ROW_BASE = ".token_adapter.base_layer.weight"
-#: Spellings that PEFT reads as the names above: with the adapter's name left in, and DoRA's m before PEFT 0.11.
+#: Spellings that PEFT reads as the names above: with the adapter's name left in, DoRA's m before PEFT 0.11, and
+#: adapters of a decoder without its head (task FEATURE_EXTRACTION).
 _OTHER_SPELLINGS = (
     (re.compile(r"\.(lora_[AB])\.default\.(weight|bias)$"), r".\1.\2"),
     (re.compile(r"\.(lora_embedding_[AB])\.default$"), r".\1"),
     (re.compile(r"\.lora_magnitude_vector(\.default)?\.weight$"), ".lora_magnitude_vector"),
+    (re.compile(r"^(layers|embed_tokens|norm)\."), r"model.\1."),
 )
 #: What a module of modules_to_save has beside its own weight, under names that PEFT does not load into it.
 _UNUSED = re.compile(r"(?P<path>.+)\.(?P<part>modules_to_save|original_module)\.(?P<kind>weight|bias)")

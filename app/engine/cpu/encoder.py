@@ -1,0 +1,191 @@
+"""An encoder on the CPU: one compiled call runs all layers over whole texts, without the GIL.
+
+In: packed weights, adapter tables, a step's arrays. Out: the last hidden state of every token. As the decoder's
+(`app.engine.cpu.decoder`) it is run by every thread of a `Team`, with one base product per module and step and deltas
+added in place; but norms come behind what they norm, a token sees its whole text, and nothing is kept between steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.cpu.decoder import ProductRows
+from app.kernels.bidirectional_attention.cpu import bidirectional_attention
+from app.kernels.gelu.cpu import gelu
+from app.kernels.layer_norm.cpu import embed_normed, layer_norm
+from app.kernels.linear.cpu import ProductExtras, project
+from app.kernels.machine.compiled import compiled
+from app.kernels.matmul.quantised import Stack, layer_panels
+from app.kernels.sgmv.cpu import RowPlaces, shrink
+from app.kernels.sgmv.fetching import NextShrink
+
+Floats = NDArray[np.float32]
+
+
+class EncoderWeights(NamedTuple):
+    """Packed weights, layers stacked, as the decoder's `Weights`.
+
+    words: [V, H]; places: [P, H]; segment: [H]. input_norm: [2, H], weight and bias; attention_norm, mlp_norm:
+    [L, 2, H], of the norms behind attention and behind the feed-forward.
+    """
+
+    words: Floats
+    places: Floats
+    segment: Floats
+    input_norm: Floats
+    attention_norm: Floats
+    mlp_norm: Floats
+    qkv: Stack
+    qkv_bias: Floats
+    o: Stack
+    o_bias: Floats
+    up: Stack
+    up_bias: Floats
+    down: Stack
+    down_bias: Floats
+
+
+class EncoderSizes(NamedTuple):
+    """Numbers of the model. q_size is padded to whole panels."""
+
+    num_layers: int
+    head_dim: int
+    q_size: int
+    scale: np.float32
+    eps: np.float32
+
+
+class EncoderTables(NamedTuple):
+    """Rank rows of all products, and where in them each adapter's lie."""
+
+    qkv: ProductRows
+    o: ProductRows
+    up: ProductRows
+    down: ProductRows
+    places: RowPlaces
+
+
+class EncoderStep(NamedTuple):
+    """A step's arrays, as in `app.engine.batch.ForwardBatch`; positions are rows of the table of places.
+
+    longest: tokens of the longest text. The others as in the decoder's `Step`.
+    """
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    query_starts: NDArray[np.int32]
+    longest: int
+    runs: NDArray[np.int64]
+    shrink_tasks: NDArray[np.int64]
+    widest_rank: int
+    extra_runs: NDArray[np.int64]
+
+
+class EncoderWorkspace(NamedTuple):
+    """Scratch for the largest step: T rows each.
+
+    hidden, qkv and up are as wide as the panels they are written in; states, attended and activated exactly as wide as
+    the products that read them. kept is as wide as hidden; shrunk: [T, 3, W].
+    """
+
+    hidden: Floats
+    states: Floats
+    qkv: Floats
+    attended: Floats
+    up: Floats
+    activated: Floats
+    shrunk: Floats
+    kept: Floats
+
+
+#: Phases of a layer, and of a step outside its layers.
+LAYER_PHASES, STEP_PHASES = 12, 1
+
+
+@compiled
+def encode(team, phase, weights, sizes, tables, extras, step, work):
+    """Run every layer over the step's T tokens; leaves their last hidden states in work.states."""
+    num_tokens = step.token_ids.shape[0]
+    phase = embed_normed(
+        team, phase, step.token_ids, step.positions, weights.words, weights.places, weights.segment,
+        weights.input_norm[0], weights.input_norm[1], sizes.eps, work.hidden[:num_tokens], work.states[:num_tokens],
+    )  # fmt: skip
+    for layer in range(sizes.num_layers):
+        phase = _attention(team, phase, layer, weights, sizes, tables, extras, step, work)
+        phase = _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
+    return phase
+
+
+@compiled
+def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
+    """states = norm(hidden + o(attention(qkv(states)))), every product with its deltas."""
+    num_tokens = step.token_ids.shape[0]
+    hidden, states, qkv = work.hidden[:num_tokens], work.states[:num_tokens], work.qkv[:num_tokens]
+    attended, shrunk, kept = work.attended[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    runs, tasks, places, widest = step.runs, step.shrink_tasks, tables.places, step.widest_rank
+    rows, rows_o = tables.qkv, tables.o
+    if runs.shape[0] > 0:
+        phase = shrink(team, phase, states, _three(rows.a, layer), rows.ranks[layer], tasks, widest, places, shrunk)
+    phase = project(
+        team, phase, states, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
+        _three(rows.b, layer), rows.ranks[layer], runs, places, _upcoming(rows, layer),
+        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
+    )  # fmt: skip
+    phase = bidirectional_attention(
+        team, phase, qkv, sizes.q_size, sizes.q_size, sizes.head_dim, sizes.scale, step.query_starts, step.longest,
+        attended,
+    )  # fmt: skip
+    if runs.shape[0] > 0:
+        a_o = (rows_o.a[0][layer],)
+        phase = shrink(team, phase, attended, a_o, rows_o.ranks[layer], tasks, widest, places, shrunk)
+    phase = project(
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk,
+        (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, _upcoming(rows_o, layer),
+        ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
+    )  # fmt: skip
+    norm = weights.attention_norm[layer]
+    return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)
+
+
+@compiled
+def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
+    """states = norm(hidden + down(gelu(up(states)))), every product with its deltas."""
+    num_tokens = step.token_ids.shape[0]
+    hidden, states, up = work.hidden[:num_tokens], work.states[:num_tokens], work.up[:num_tokens]
+    activated, shrunk, kept = work.activated[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
+    runs, tasks, places, widest = step.runs, step.shrink_tasks, tables.places, step.widest_rank
+    rows, rows_down = tables.up, tables.down
+    if runs.shape[0] > 0:
+        phase = shrink(team, phase, states, (rows.a[0][layer],), rows.ranks[layer], tasks, widest, places, shrunk)
+    phase = project(
+        team, phase, states, layer_panels(weights.up, layer), weights.up_bias[layer], False, shrunk,
+        (rows.b[0][layer],), rows.ranks[layer], runs, places, _upcoming(rows, layer),
+        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), up,
+    )  # fmt: skip
+    phase = gelu(team, phase, up, activated)
+    if runs.shape[0] > 0:
+        a_down = (rows_down.a[0][layer],)
+        phase = shrink(team, phase, activated, a_down, rows_down.ranks[layer], tasks, widest, places, shrunk)
+    phase = project(
+        team, phase, activated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
+        (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places,
+        _upcoming(rows_down, min(layer + 1, sizes.num_layers - 1)),
+        ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
+    )  # fmt: skip
+    norm = weights.mlp_norm[layer]
+    return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)
+
+
+@compiled
+def _three(tables, layer):
+    """One layer of three stacked tables."""
+    return tables[0][layer], tables[1][layer], tables[2][layer]
+
+
+@compiled
+def _upcoming(rows, layer):
+    """One layer of what a product asks memory for."""
+    return NextShrink(_three(rows.upcoming.tables, layer), rows.upcoming.ranks[layer])

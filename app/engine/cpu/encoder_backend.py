@@ -1,0 +1,193 @@
+"""The CPU engine's backend for encoders: owns weights and adapter tables, and has no KV memory.
+
+In: a checkpoint's tensors, by their Hugging Face names, and the engine's sizes. Out: a `Backend` whose batches hold
+whole texts, every one of them to be pooled. Which rows are used is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.batch import ForwardBatch, ForwardOutput
+from app.engine.config import CpuConfig, EngineConfig, WeightStorage
+from app.engine.cpu import encoder
+from app.engine.cpu.extras import AdapterExtras
+from app.engine.cpu.pooling import added
+from app.engine.cpu.rows import PreparedRows
+from app.engine.cpu.tables import RankRowMemory
+from app.engine.cpu.weights import PackedModules, padded
+from app.engine.errors import CheckpointError
+from app.engine.models import encoder_names as names
+from app.engine.models.products import uniform_products
+from app.engine.models.spec import ModelSpec
+from app.engine.models.stacks import StackWriter, log_storage
+from app.kernels.machine.team import Team
+from app.kernels.matmul.cpu import PANEL
+from app.kernels.sgmv.cpu import RANK_PANEL, adapter_runs, shrink_tasks
+
+Floats = NDArray[np.float32]
+
+
+class EncoderBackend:
+    """Weights in packed panels, float32 arithmetic; every text's bits independent of its company."""
+
+    def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
+        """`tensors` yields each weight once. Raises CheckpointError for a missing tensor."""
+        assert spec.encoder is not None
+        self.spec = spec
+        self._first_place = spec.encoder.first_place
+        self.limits = BackendLimits(
+            num_kv_blocks=0,
+            block_size=config.block_size,
+            adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
+            rank_alignment=RANK_PANEL,
+            max_adapter_slots=config.max_adapter_slots,
+            adapter_extra_bytes=config.adapter_extra_bytes,
+            takes_bfloat16=True,
+            can_embed=True,
+        )
+        attention = spec.layers[0].attention
+        self._sizes = encoder.EncoderSizes(
+            num_layers=len(spec.layers),
+            head_dim=attention.head_dim,
+            q_size=padded(spec.hidden_size),
+            scale=np.float32(attention.scale),
+            eps=np.float32(spec.norm_eps),
+        )
+        self._num_phases = encoder.STEP_PHASES + encoder.LAYER_PHASES * len(spec.layers)
+        cpu = config.section(CpuConfig)
+        self._team = Team(cpu.num_threads or len(os.sched_getaffinity(0)))
+        self._weights = _packed(spec, tensors, cpu.weight_storage, self._team)
+        self._rows = RankRowMemory(spec, self.limits.adapter_rank_rows, self.limits.max_adapter_slots)
+        self._prepared = PreparedRows(spec)
+        base = PackedModules(spec, self._weights)
+        self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
+        self._work = _workspace(spec, config.max_batch_tokens)
+        if self.limits.adapter_rank_rows:
+            self._extras.warm_up()
+            self._rows.warm_up(self._team)
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """See `Backend.prepare_adapter`."""
+        self._prepared.of(adapter)
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """See `Backend.write_adapter`. Raises AdapterMismatch for a module this encoder does not have."""
+        self._extras.write(adapter_slot, adapter)
+        self._rows.write(self._team, adapter_slot, row_start, self._prepared.of(adapter))
+
+    def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
+        """See `Backend.is_ready`: a write has ended when it returns."""
+        return True
+
+    def release_adapter(self, adapter_slot: int) -> None:
+        """See `Backend.release_adapter`."""
+        self._extras.release(adapter_slot)
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """See `Backend.forward`; no token is drawn."""
+        assert batch.pooling is not None, "an encoder's requests are all to be embedded"
+        runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
+        step = encoder.EncoderStep(
+            token_ids=batch.token_ids,
+            positions=batch.positions + np.int32(self._first_place),
+            query_starts=batch.query_starts,
+            longest=int(np.diff(batch.query_starts).max()),
+            runs=runs,
+            shrink_tasks=shrink_tasks(runs),
+            widest_rank=self._rows.widest(runs[:, 2]),
+            extra_runs=self._extras.runs(runs),
+        )
+        if step.widest_rank > self._work.shrunk.shape[2]:
+            shape = (len(self._work.shrunk), 3, padded(step.widest_rank))
+            self._work = self._work._replace(shrunk=np.empty(shape, np.float32))
+        self._team.run(
+            encoder.encode, self._num_phases, self._weights, self._sizes, self._rows.tables, self._extras.tables, step,
+            self._work,
+        )  # fmt: skip
+        sums = added(self._work.states, batch.pooling.ranges, batch.pooling.sums, self._team)
+        return ForwardOutput(np.zeros(0, np.int32), np.zeros(0, np.float32), (), sums=sums)
+
+    def close(self) -> None:
+        """End the threads and drop every array."""
+        self._team.close()
+        for name in ("_weights", "_rows", "_extras", "_work"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+
+def _packed(
+    spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], storage: WeightStorage, team: Team
+) -> encoder.EncoderWeights:
+    """Every tensor in its place; CheckpointError for one that has none or is missing."""
+    expected = names.encoder_tensors(spec)
+    count, hidden = len(spec.layers), spec.hidden_size
+    norms = {names.ATTENTION_NORM: np.zeros((count, 2, hidden), np.float32)}
+    norms[names.MLP_NORM] = np.zeros((count, 2, hidden), np.float32)
+    input_norm = np.zeros((2, hidden), np.float32)
+    whole: dict[str, Floats] = {}
+    stacks, biases, places = {}, {}, {}
+    for product in uniform_products(spec):
+        width = product.width(PANEL)
+        stacks[product.name] = StackWriter((count, width, product.d_in), storage, team)
+        biases[f"{product.name}_bias"] = np.zeros((count, width), np.float32)
+        for target, start in zip(product.targets, product.starts(PANEL), strict=True):
+            places[product.kind.path(target)] = product.name, start
+    for name, stored in tensors:
+        if expected.pop(name, None) is None:
+            raise CheckpointError(f"tensor {name!r} has no place in {spec.name}")
+        tensor = np.asarray(stored).astype(np.float32, copy=False)
+        module, part = name.rsplit(".", 1)
+        if module == names.INPUT_NORM:
+            input_norm[int(part == "bias")] = tensor
+        elif name in (names.WORDS, names.PLACES, names.SEGMENTS):
+            whole[name] = np.ascontiguousarray(tensor)
+        else:
+            layer, path = module.removeprefix(f"{names.LAYERS}.").split(".", 1)
+            if path in norms:
+                norms[path][int(layer), int(part == "bias")] = tensor
+                continue
+            product_name, column = places[path]
+            if part == "bias":
+                biases[f"{product_name}_bias"][int(layer), column : column + len(tensor)] = tensor
+            else:
+                stacks[product_name].store(int(layer), column, tensor)
+    if expected:
+        raise CheckpointError(f"{spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
+    packed: dict[str, Any] = {name: writer.stack for name, writer in stacks.items()}
+    log_storage(spec.name, packed)
+    return encoder.EncoderWeights(
+        words=whole[names.WORDS],
+        places=whole[names.PLACES],
+        segment=whole[names.SEGMENTS][0].copy(),
+        input_norm=input_norm,
+        attention_norm=norms[names.ATTENTION_NORM],
+        mlp_norm=norms[names.MLP_NORM],
+        **packed,
+        **biases,
+    )
+
+
+def _workspace(spec: ModelSpec, num_tokens: int) -> encoder.EncoderWorkspace:
+    hidden, wide = spec.hidden_size, spec.layers[0].mlp.intermediate_size
+
+    def rows(*shape: int) -> Floats:
+        return np.zeros((num_tokens, *shape), np.float32)
+
+    return encoder.EncoderWorkspace(
+        hidden=rows(padded(hidden)),
+        states=rows(hidden),
+        qkv=rows(3 * padded(hidden)),
+        attended=rows(hidden),
+        up=rows(padded(wide)),
+        activated=rows(wide),
+        shrunk=rows(3, 64),
+        kept=rows(padded(hidden)),
+    )
