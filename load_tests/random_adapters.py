@@ -23,19 +23,18 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from app.engine.adapters.modules import layer_modules
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.products import DENSE_TARGETS, target_shape
+from app.engine.models.products import DENSE_TARGETS, ENCODER_TARGETS
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.models.spec import ModelSpec
 from load_tests.measuring import numbers
 
-_PARENTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn")
-
 
 def write_random_adapter(
-    folder: Path, spec: ModelSpec, rank: int, seed: int, targets: Sequence[str] = DENSE_TARGETS, bf16: bool = False
+    folder: Path, spec: ModelSpec, rank: int, seed: int, targets: Sequence[str] | None = None, bf16: bool = False
 ) -> Path:
-    """One adapter over `targets` of every layer; lora_alpha equals the rank. Returns `folder`.
+    """One adapter over `targets` of every layer, None for all there are; lora_alpha equals the rank. Returns `folder`.
 
     A is N(0, 1/d_in) and B N(0, 0.05²/r): a delta of about a twentieth of the input's size, enough to
     change the tokens, too little to make the hidden states explode.
@@ -43,10 +42,13 @@ def write_random_adapter(
     rng = np.random.default_rng(seed)
     kind = ml_dtypes.bfloat16 if bf16 else np.float32
     tensors = {}
-    for layer in range(len(spec.layers)):
-        for target in targets:
-            d_in, d_out = target_shape(spec, layer, target)
-            path = f"base_model.model.model.layers.{layer}.{_PARENTS.get(target, 'mlp')}.{target}"
+    is_encoder = spec.encoder is not None
+    if targets is None:
+        targets = ENCODER_TARGETS if is_encoder else DENSE_TARGETS
+    for module_path, module in layer_modules(len(spec.layers), is_encoder=is_encoder).items():
+        if not module.is_fused and module.targets[0] in targets:
+            d_in, (d_out,) = module.shape(spec)
+            path = f"base_model.model.{module_path}"
             a = rng.standard_normal((rank, d_in), np.float32) * d_in**-0.5
             b = rng.standard_normal((d_out, rank), np.float32) * 0.05 * rank**-0.5
             tensors[f"{path}.lora_A.weight"] = a.astype(kind)
@@ -54,7 +56,7 @@ def write_random_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "FEATURE_EXTRACTION" if is_encoder else "CAUSAL_LM",
         "base_model_name_or_path": spec.name,
         "r": rank,
         "lora_alpha": rank,
