@@ -4,8 +4,8 @@ In: waiting sequences and the cost of what was served. Out: sequences in fair or
 was served least, priced and divided by its weight, goes first; within a tenant, first come first
 served. A tenant that returns is lifted to the least counter of those waiting, so idling saves up no
 credit. Bound (VTC's fairness theorem): while two tenants both wait and what they wait for is a turn,
-their weighted service differs by at most twice the larger of one longest prompt's price and the
-price of everything running at once. A sequence marked as urgent (it was
+their weighted service differs by at most twice the larger of one longest prompt's price, with its
+adapter's load, and the price of everything running at once, with what it holds. A sequence marked as urgent (it was
 preempted, or could not be placed while others passed it) is offered first. What fits, and when, is
 for admission to decide.
 """
@@ -22,6 +22,10 @@ from app.engine.sequence import Sequence
 INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
 RANK_ROW_PRICE = 1.0
+#: What a running sequence holds is read in every step, and kept from others: each block and rank row, per token that
+#: the sequence gets. A context of 1,000 tokens and an adapter of rank 64 each add one to a token's price of two.
+HELD_BLOCK_PRICE = 1 / 64
+HELD_ROW_PRICE = 1 / 64
 
 #: Counters of absent tenants that are remembered; beyond it the lowest are forgotten, which favours
 #: a returning tenant by at most the difference to the queue's least counter.
@@ -109,6 +113,11 @@ class FairQueue:
             yield sequence
             cost = INPUT_PRICE * sequence.num_pending / sequence.request.weight
             heapq.heapreplace(heap, (counter + cost, index, queue))
+
+    def charge_token(self, sequence: Sequence) -> None:
+        """Count a generated token, and what the sequence held for it, against its tenant."""
+        held = HELD_BLOCK_PRICE * sequence.num_blocks + HELD_ROW_PRICE * sequence.rank
+        self.charge(sequence, OUTPUT_PRICE + held)
 
     def charge(self, sequence: Sequence, price: float) -> None:
         """Count served work, in prompt tokens, against the sequence's tenant."""

@@ -17,7 +17,7 @@ from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.admission import Admission
-from app.engine.scheduling.fair_queue import OUTPUT_PRICE, FairQueue
+from app.engine.scheduling.fair_queue import FairQueue
 from app.engine.scheduling.prefill import PrefillPace, spend_rest, split_prefill
 from app.engine.sequence import Sequence, Status
 from app.engine.stats import Meter
@@ -180,7 +180,7 @@ class Scheduler:
             token_id = drawn[row - 1]
             sequence.append(token_id)
             self._meter.generated(sequence.tenant_id)
-            self._queue.charge(sequence, OUTPUT_PRICE)
+            self._queue.charge_token(sequence)
             logprobs = _logprobs(output, row - 1, token_id) if sequence.wants_logprobs else ()
             if token_id in sequence.stop_ids or sequence.num_tokens - sequence.num_prompt >= sequence.max_tokens:
                 reason = sequence.finish_reason()

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from app.engine.request import SamplingParams
 from app.engine.scheduling import fair_queue
-from app.engine.scheduling.fair_queue import INPUT_PRICE, OUTPUT_PRICE, FairQueue
+from app.engine.scheduling.fair_queue import (
+    HELD_BLOCK_PRICE,
+    HELD_ROW_PRICE,
+    INPUT_PRICE,
+    OUTPUT_PRICE,
+    RANK_ROW_PRICE,
+    FairQueue,
+)
 from app.engine.sequence import Sequence
 from tests.budgets import examples
 from tests.fakes import fake_request, fake_spec
@@ -131,6 +138,69 @@ def test_backlogged_tenants_stay_within_the_bound(data: st.DataObject) -> None:
         running = [entry for entry in running if entry[1]]
         bound = 2 * max(INPUT_PRICE * longest, OUTPUT_PRICE * 12 * max_running)
         assert max(served.values()) - min(served.values()) <= bound
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data())
+def test_the_bound_holds_with_loads_held_memory_and_preemptions(data: st.DataObject) -> None:
+    """Random lengths, ranks and weights; adapters are loaded, contexts grow, and sequences lose their blocks.
+
+    A preempted sequence is computed again at nobody's charge: it is not its tenant's fault. It comes back first.
+    """
+    tenants = {f"t{i}": data.draw(st.sampled_from([0.5, 1.0, 4.0])) for i in range(data.draw(st.integers(2, 4)))}
+    longest, max_running, max_output, max_rank, block_size = 32, 4, 12, 64, 8
+    queue, count = FairQueue(), 0
+    running: list[tuple[Sequence, list[int]]] = []
+    left_of: dict[str, list[int]] = {}
+
+    def push(tenant: str) -> None:
+        nonlocal count
+        item = sequence(f"r{count}", tenant, prompt=data.draw(st.integers(1, longest)), weight=tenants[tenant])
+        item.rank = data.draw(st.sampled_from([0, 8, max_rank]))
+        queue.push(item)
+        count += 1
+
+    for _ in range(40):
+        for tenant in tenants:
+            waiting = sum(1 for item in queue.candidates() if item.tenant_id == tenant)
+            for _ in range(max_running + 1 - waiting):
+                push(tenant)
+        while len(running) < max_running:
+            first = next(queue.candidates())
+            left = left_of.get(first.request_id)
+            if left is None:
+                left = left_of[first.request_id] = [data.draw(st.integers(1, max_output))]
+                queue.charge(first, INPUT_PRICE * first.num_prompt)
+                if data.draw(st.booleans()):
+                    queue.charge(first, RANK_ROW_PRICE * first.rank)
+            queue.remove(first)
+            first.num_blocks = -(-first.num_prompt // block_size)
+            running.append((first, left))
+        for item, left in running:
+            queue.charge_token(item)
+            item.num_blocks = min(item.num_blocks + 1, -(-(longest + max_output) // block_size))
+            left[0] -= 1
+        running = [entry for entry in running if entry[1][0]]
+        if running and data.draw(st.integers(0, 9)) == 0:
+            victim, _ = running.pop()
+            queue.push_preempted(victim)
+        blocks = -(-(longest + max_output) // block_size)
+        token = OUTPUT_PRICE + HELD_BLOCK_PRICE * blocks + HELD_ROW_PRICE * max_rank
+        start = INPUT_PRICE * longest + RANK_ROW_PRICE * max_rank
+        bound = 2 * max(start, token * max_output * max_running) / min(tenants.values())
+        counters = queue.counters()
+        assert max(counters.values()) - min(counters.values()) <= bound
+
+
+def test_what_is_held_is_charged_with_each_token() -> None:
+    queue = FairQueue()
+    small, large = sequence("small", "a", prompt=8), sequence("large", "b", prompt=8, weight=2.0)
+    large.rank, large.num_blocks = 64, 64
+    for item in (small, large):
+        queue.push(item)
+    for item in (small, large):
+        queue.charge_token(item)
+    assert queue.counters() == {"a": OUTPUT_PRICE, "b": (OUTPUT_PRICE + 2) / 2}
 
 
 def test_the_number_of_remembered_tenants_is_bounded() -> None:
