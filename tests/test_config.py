@@ -18,7 +18,6 @@ from app.engine.errors import ConfigError
         ({"modle": {}}, "modle is an unknown key; did you mean 'model'"),
         ({"engine": {"max_lora_rank": 8}}, r"engine\.max_lora_rank"),
         ({"engine": {"block_size": 7}}, r"engine\.block_size"),
-        ({"placement": {"policy": "random"}}, r"placement\.policy"),
         ({"placement": {"silence_s": 1.5}}, "at least twice report_interval_s"),
         ({"model": {"name": "a:b"}}, r"model\.name"),
         ({"adapters": {"preload": [{"name": "../x", "path": "x"}]}}, r"adapters\.preload\.0\.name"),

@@ -28,6 +28,7 @@ from app.cli.settings_file import IMPORT_PATH, read_document, settings_of
 from app.cli.waiting import StartFailed, check_actors, check_ha_proxy, reason_in, wait_until_ready
 from app.cli.watching import ReplicaWatch
 from app.config import AppConfig
+from app.deployments.placement.choosing import make_policy
 from app.engine.errors import ConfigError
 from app.logs import Happened, start_log
 
@@ -54,6 +55,7 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
     check_open_door(settings, host, os.environ)
     if not is_joined:
         check_preloaded(settings)
+        make_policy(settings.placement)
     has_ha_proxy = set_ray_switches()
     if not has_ha_proxy:
         _say("HAProxy is not used; Serve's own proxy costs more CPU per token")

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from app.cli import checks, ray_switches, waiting
 from app.cli import serve as serving
@@ -29,7 +30,7 @@ from app.cli.ray_switches import (
     set_ray_switches,
 )
 from app.engine.errors import ConfigError
-from load_tests.service import serve_arguments
+from load_tests.service import free_port, serve_arguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,6 +215,18 @@ def test_a_missing_jax_is_told_before_anything_starts(monkeypatch: pytest.Monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "jax" else pytest.fail(name))
     with pytest.raises(ConfigError, match=r"jax is not installed: pip install 'polylora\[jax\]'"):
         serving.serve_until_stopped(ROOT / "configs/serve-jax.yaml", None, None, dashboard=False)
+
+
+def test_a_placement_policy_that_is_none_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("POLYLORA_STATE_DIR", str(tmp_path / "state"))
+    application = {"import_path": "app.main:build", "args": {"placement": {"policy": "stiky"}}}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    with pytest.raises(ConfigError, match=r"'stiky' is none of least_loaded, sticky"):
+        serving.serve_until_stopped(path, None, free_port(), dashboard=False)
 
 
 def test_measurements_start_the_service_as_make_does() -> None:

@@ -16,6 +16,7 @@ from app.deployments.store.sources.places import Sources
 from app.deployments.store.sources.time_limit import TimedFetcher
 from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import AdapterTooLarge, NotFound, SourceError, UnsafeSource
 from tests.deployments.store.sources.conftest import OpenLibrary
 from tests.deployments.store.sources.servers import GoogleStorage
@@ -72,7 +73,7 @@ def test_a_public_bucket(
     library = open_library(bucket(storage))
     located = library.from_source("gs://adapters/team/a")
     assert (located.uri, located.packed.card) == ("gs://adapters/team/a", card)
-    assert set(storage.gets) == {object_path(name) for name in files}, "nothing else was asked for"
+    assert set(storage.gets) == {object_path(name) for name in {*files, *TEXT_FILES}}, "nothing else was asked for"
     assert set(storage.authorizations.values()) == {None}
     assert library.from_disk(card.digest, located.uri) is not None
     with pytest.raises(NotFound, match="gs://adapters/team/none"):

@@ -15,6 +15,7 @@ from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.isolation.packing import unpack_adapter
 from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import AdapterQuarantined, NotFound, SourceError
 from tests.deployments.fleet import Fleet
 from tests.deployments.ingress.test_dispatcher import collect, make_request
@@ -62,7 +63,7 @@ async def test_two_hundred_first_requests_over_two_ingresses_are_one_fetch(
     for _, last in await asyncio.gather(*answers):
         assert last.finish_reason in ("length", "stop")
         assert last.error is None
-    assert server.gets == {f"/a/{name}": 1 for name in files}
+    assert server.gets == {f"/a/{name}": 1 for name in {*files, *TEXT_FILES}}
     assert store.counts.of("source")["loads"] == 1
     assert store.counts.of("host")["held_adapters"] == 1
     for ingress in ingresses:

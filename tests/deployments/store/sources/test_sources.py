@@ -19,6 +19,7 @@ from app.deployments.store.sources.urls import UrlFetcher
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, write_card
 from app.engine.adapters.formats.peft import read_peft_stored
+from app.engine.adapters.text import TEXT_FILES
 from app.engine.errors import (
     AdapterError,
     AdapterFormatError,
@@ -101,13 +102,13 @@ def test_a_web_server(
     library = open_library(urls(f"{server.url}/adapters/"))
     uri, packed, _ = library.from_source(url)
     assert (uri, packed.card) == (url, card)
-    assert set(server.gets) == {f"/adapters/a/{name}" for name in files}, "nothing else was asked for"
+    assert set(server.gets) == {f"/adapters/a/{name}" for name in {*files, *TEXT_FILES}}, "nothing else was asked for"
     kept = library.from_disk(card.digest, url)
     assert kept is not None
     assert kept.card == card
     again = open_library(urls(f"{server.url}/adapters/")).from_disk(card.digest, url)
     assert again is not None, "the disk tier outlives the process"
-    assert sum(server.gets.values()) == 2
+    assert sum(server.gets.values()) == len({*files, *TEXT_FILES})
     with pytest.raises(NotFound):
         library.from_source(f"{server.url}/adapters/none")
 
