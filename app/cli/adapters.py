@@ -83,6 +83,7 @@ def report(stored: StoredAdapter) -> list[str]:
     scales = sorted({module.scale for module in stored.modules})
     lines = [
         f"modules      {len(stored.modules)} in {len(layers)} layers{span}",
+        *experts_line(stored),
         f"ranks        {', '.join(map(str, sorted({module.rank for module in stored.modules})))}",
         f"scales       {', '.join(f'{scale:g}' for scale in scales[:8])}{' …' if len(scales) > 8 else ''}",
         f"dtypes       {', '.join(sorted({tensor.dtype for tensor in tensors}))}",
@@ -93,11 +94,27 @@ def report(stored: StoredAdapter) -> list[str]:
     ]
     by_target: dict[str, list[StoredModule]] = {}
     for module in stored.modules:
-        by_target.setdefault(module.path.rsplit(".", 1)[-1], []).append(module)
+        by_target.setdefault(_target(module.path), []).append(module)
     for target, modules in sorted(by_target.items()):
         norms = [delta_norm(module) for module in modules]
         lines.append(f"  {target:<14} {len(modules):>7}  {sum(norms) / len(norms):.4g}")
     return lines
+
+
+def _target(path: str) -> str:
+    """A module's name, of an expert "experts.down_proj"."""
+    name = path.rsplit(".", 1)[-1]
+    return f"experts.{name}" if ".experts." in path else name
+
+
+def experts_line(stored: StoredAdapter) -> list[str]:
+    """How many experts it changes, and of how many layers; nothing if it changes none."""
+    found = {tuple(path.split(".")[2:6:3]) for path in (m.path for m in stored.modules) if ".experts." in path}
+    if not found:
+        return []
+    layers = {layer for layer, _ in found}
+    experts = {expert for _, expert in found}
+    return [f"experts      {len(experts)} different in {len(layers)} layers, {len(found)} in all"]
 
 
 def delta_norm(module: StoredModule) -> float:

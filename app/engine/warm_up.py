@@ -76,10 +76,12 @@ def _run(engine: Engine, requests: Sequence[tuple[GenerateRequest, LoraAdapter |
 
 
 def _null_adapter(spec: ModelSpec) -> LoraAdapter:
-    """An adapter of rank 1 on every module that changes nothing."""
+    """An adapter of rank 1 on every module that all tokens use; it changes nothing."""
     weights = {}
     for layer in range(len(spec.layers)):
         for product in layer_products(spec, layer):
+            if product.num_experts is not None:
+                continue
             for target, d_out in zip(product.targets, product.widths, strict=True):
                 a, b = np.zeros((1, product.d_in), np.float32), np.zeros((1, d_out), np.float32)
                 weights[LoraKey(layer, target)] = LoraPair(a, b)

@@ -28,6 +28,8 @@ def _rope(**scaling: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, **scaling}}
 
 
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+
 #: name -> (configuration class, settings beyond `_SIZES`)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -56,6 +58,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen3": ("Qwen3Config", {}),
+}
+#: The same for mixtures of experts.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral window": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 19}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        _EXPERTS | {"shared_expert_intermediate_size": 52, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen2_moe every other layer": (
+        "Qwen2MoeConfig",
+        _EXPERTS
+        | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 2}
+        | {"qkv_bias": False, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS | {"norm_topk_prob": True}),
+    "qwen3_moe plain shares": ("Qwen3MoeConfig", _EXPERTS | {"attention_bias": True, "mlp_only_layers": [0, 2]}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 10}),
 }
 
 
@@ -86,12 +106,13 @@ GEMMA: dict[str, tuple[str, dict[str, Any]]] = {
 
 def tiny_model(family: str) -> torch.nn.Module:
     """A float32 model with fresh random weights, biases and norms included, in evaluation mode."""
-    config_class, settings = (FAMILIES | GEMMA)[family]
+    config_class, settings = (FAMILIES | GEMMA | MIXTURES)[family]
     config = getattr(transformers, config_class)(**{**_SIZES, **settings})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            centre = 1.0 if family not in GEMMA and parameter.dim() == 1 and parameter.shape[0] in (40, 24, 10) else 0.0
+            is_norm = parameter.dim() == 1 and parameter.shape[0] in (40, 24, 10, 20)
+            centre = 1.0 if family not in GEMMA and is_norm else 0.0
             parameter.copy_(centre + torch.randn_like(parameter) * 0.15)
     return model
 

@@ -21,11 +21,20 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, DeviceConfig, EngineConfig
 from app.engine.engine import Engine
-from app.engine.models.names import POST_NORMS
-from app.engine.models.products import DENSE_TARGETS, target_shape
-from app.engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from app.engine.models.names import expected_tensors
+from app.engine.models.products import DENSE_TARGETS
+from app.engine.models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+    RouterSpec,
+    SharedExpertSpec,
+)
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
-from tests.engine.adapters.making import random_adapter, with_random_extras
+from tests.engine.adapters.making import random_adapter, random_mixture_adapter, with_random_extras
 from tests.engine.cuda.grids import on_grids
 from tests.seeds import any_seed
 
@@ -65,6 +74,17 @@ def gemma_spec() -> ModelSpec:
     return dataclasses.replace(spec, layers=layers, embedding_scale=6.25, logit_softcap=4.0)
 
 
+def mixture_spec() -> ModelSpec:
+    """A dense layer, then experts beside a shared one, then experts alone; norms over all heads together."""
+    dense = _spec()
+    whole = dataclasses.replace(dense.layers[0].attention, qkv_bias=False, qk_norm=True, whole_qk_norm=True)
+    router = RouterSpec(6, 2, normalised=True)
+    shared = SharedExpertSpec("shared_expert", MlpSpec(24), is_gated=True)
+    mixed = LayerSpec(whole, MlpSpec(40), ExpertsSpec(router, shared))
+    layers = (LayerSpec(whole, MlpSpec(72)), mixed, mixed)
+    return dataclasses.replace(dense, family="qwen2_moe", layers=layers)
+
+
 def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     generator = np.random.default_rng(seed)
 
@@ -73,24 +93,8 @@ def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:
         values = (centre + generator.standard_normal(shape) * 0.3).astype(np.float32)
         return on_grids(values, 4) if values.ndim == 2 else values
 
-    yield "model.embed_tokens.weight", weight(spec.vocab_size, spec.hidden_size)
-    yield "model.norm.weight", weight(spec.hidden_size, centre=1.0)
-    for layer in range(len(spec.layers)):
-        for target in DENSE_TARGETS:
-            d_in, d_out = target_shape(spec, layer, target)
-            module = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-            yield f"model.layers.{layer}.{module}.{target}.weight", weight(d_out, d_in)
-            if target in ("q_proj", "k_proj", "v_proj"):
-                yield f"model.layers.{layer}.self_attn.{target}.bias", weight(d_out)
-        yield f"model.layers.{layer}.input_layernorm.weight", weight(spec.hidden_size, centre=1.0)
-        yield f"model.layers.{layer}.post_attention_layernorm.weight", weight(spec.hidden_size, centre=1.0)
-        if spec.layers[layer].attention.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                head_dim = spec.layers[layer].attention.head_dim
-                yield f"model.layers.{layer}.self_attn.{name}.weight", weight(head_dim, centre=1.0)
-        if spec.layers[layer].post_norms:
-            for path in POST_NORMS.values():
-                yield f"model.layers.{layer}.{path}.weight", weight(spec.hidden_size, centre=1.0)
+    for name, shape in expected_tensors(spec).items():
+        yield name, weight(*shape, centre=float(name.endswith("norm.weight")))
 
 
 def _sampling(generator: np.random.Generator) -> SamplingParams:
@@ -113,15 +117,28 @@ def _sampling(generator: np.random.Generator) -> SamplingParams:
     return settings
 
 
-def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[Case]:
-    adapters: list[LoraAdapter | None] = [None, None]
-    for rank, dtype in zip(RANKS, ("F32", "BF16", "BF16", "F32", "BF16", "F32"), strict=True):
+_DTYPES = ("F32", "BF16", "BF16", "F32", "BF16", "F32")
+
+
+def _mixture_adapters(generator: np.random.Generator, spec: ModelSpec) -> list[LoraAdapter]:
+    return [random_mixture_adapter(spec, rank, generator, dtype) for rank, dtype in zip(RANKS, _DTYPES, strict=True)]
+
+
+def _dense_adapters(generator: np.random.Generator, spec: ModelSpec) -> list[LoraAdapter]:
+    adapters = []
+    for rank, dtype in zip(RANKS, _DTYPES, strict=True):
         targets = DENSE_TARGETS if rank % 3 else [t for t in DENSE_TARGETS if generator.integers(2)] or ["v_proj"]
         adapters.append(random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3, dtype=dtype))
     for rank, dtype in ((1, "BF16"), (8, "F32"), (16, "BF16"), (24, "F32")):
         targets = [t for t in DENSE_TARGETS if generator.integers(2)] or ["o_proj"]
         plain = random_adapter(spec, rank, targets, int(generator.integers(2**31)), size=0.3, dtype=dtype)
         adapters.append(with_random_extras(plain, spec, generator))
+    return adapters
+
+
+def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[Case]:
+    has_experts = any(layer.experts for layer in spec.layers)
+    adapters = [None, None, *(_mixture_adapters if has_experts else _dense_adapters)(generator, spec)]
     prefixes = [tuple(generator.integers(3, 120, n).tolist()) for n in (0, 16, 40, 64)]
     cases = []
     for index in range(count):
@@ -169,7 +186,9 @@ def _run(
     return {key: Result(tuple(tokens[key]), tuple(logprobs[key]), reasons[key]) for key in tokens}
 
 
-def _random_config(generator: np.random.Generator, device: DeviceConfig, kv_tokens: Sequence[int]) -> EngineConfig:
+def _random_config(
+    generator: np.random.Generator, device: DeviceConfig, kv_tokens: Sequence[int], largest_extras: int
+) -> EngineConfig:
     def pick(*values: int) -> int:
         return values[int(generator.integers(len(values)))]
 
@@ -182,7 +201,7 @@ def _random_config(generator: np.random.Generator, device: DeviceConfig, kv_toke
         num_kv_blocks=pick(*kv_tokens) // block_size + 1,
         adapter_rank_rows=pick(64, 96, 256),
         max_adapter_slots=pick(2, 3, 8),
-        adapter_extra_bytes=pick(300_000, 450_000, 1 << 24),  # one adapter's extras always fit
+        adapter_extra_bytes=pick(largest_extras, largest_extras * 3 // 2, 1 << 24),  # one adapter's always fit
         max_batch_tokens=pick(8, 13, 32, 100, 256),
         prefill_step_ms=pick(0, 1, 5, 100),
         max_batch_sequences=pick(1, 3, 8, 32),
@@ -203,6 +222,7 @@ def disturbed(
     """One random set of requests, alone and in several engines; [batches, preemptions, evictions, cached tokens].
 
     `device` is the same everywhere but for its threads, the other settings are drawn; KV memory for one of `kv_tokens`.
+    The model is a dense one if no `spec` is given.
     """
     seed = any_seed()
     generator = np.random.default_rng(seed)
@@ -219,7 +239,8 @@ def disturbed(
 
     seen = np.zeros(4, np.int64)
     for _ in range(num_engines):
-        config = _random_config(generator, device, kv_tokens)
+        largest_extras = max((case.adapter.card.extra_bytes for case in cases if case.adapter is not None), default=0)
+        config = _random_config(generator, device, kv_tokens, largest_extras)
         backend = make_backend(spec, _tensors(spec, seed), config)
         engine = Engine(backend, config)
         chosen = [cases[i] for i in generator.permutation(len(cases))[: int(generator.integers(5, 41))]]

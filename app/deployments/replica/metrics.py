@@ -56,7 +56,9 @@ class DeviceMetrics:
     def __init__(self, counts: TierCounts, spec: ModelSpec) -> None:
         self._counts = counts
         layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
-        self._row_bytes = 4 * sum(product.row_size for products in layers for product in products)
+        products = (product for products in layers for product in products)
+        # What an adapter holds for experts is among its extra bytes.
+        self._row_bytes = 4 * sum(product.row_size for product in products if product.num_experts is None)
         self._last: EngineStats | None = None
 
     def update(self, stats: EngineStats) -> None:

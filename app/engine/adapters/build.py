@@ -53,7 +53,7 @@ def build_adapter(
     if not stored.modules:
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     parts = _Parts()
-    table = layer_modules(len(spec.layers), is_encoder=spec.encoder is not None)
+    table = layer_modules(spec)
     for module in stored.modules:
         place = table.get(module.path)
         if place is None:
@@ -63,13 +63,15 @@ def build_adapter(
             parts.add(module, place, spec, limits)
     replaced, token_rows = _replaced(stored, spec), _token_rows(stored, spec)
     for path, place in table.items():
-        if f"{path}.weight" in replaced and LoraKey(place.layer, place.targets[0]) in parts.weights:
+        if f"{path}.weight" in replaced and place.expert is not None:
+            raise AdapterFormatError(f"expert '{path}' is replaced whole, which is not served; train a LoRA on it")
+        if f"{path}.weight" in replaced and place.keys[0] in parts.weights:
             raise AdapterFormatError(
                 f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
             )
     adapter = LoraAdapter(
         _card(stored, spec, parts, (*replaced.values(), *(rows.rows for rows in token_rows.values()))),
-        MappingProxyType(dict(sorted(parts.weights.items()))),
+        MappingProxyType(dict(sorted(parts.weights.items(), key=lambda item: _order(item[0])))),
         MappingProxyType(dict(sorted(parts.magnitudes.items()))),
         MappingProxyType(dict(sorted(parts.delta_biases.items()))),
         MappingProxyType(parts.outer),
@@ -91,13 +93,14 @@ class _Parts:
 
     def add(self, module: StoredModule, place: Module, spec: ModelSpec, limits: ReadLimits) -> None:
         """One module of a layer."""
+        if place.expert is not None and (module.magnitude is not None or module.bias is not None):
+            raise AdapterFormatError(f"DoRA or lora_bias on an expert ({module.path}) is not served; train it without")
         d_in, d_outs = place.shape(spec)
         _check_shapes(module, d_in, d_outs, spec, limits)
         pairs = _fold(module, d_outs)
         magnitude = _slices(module.magnitude, d_outs, 1.0, f"{module.path}: magnitude")
         bias = _slices(module.bias, d_outs, module.scale, f"{module.path}: lora_B.bias")
-        for index, target in enumerate(place.targets):
-            key = LoraKey(place.layer, target)
+        for index, key in enumerate(place.keys):
             if key in self.weights:
                 raise AdapterFormatError(
                     f"module {short(module.path)} changes {key.target} of layer {key.layer} a second time; "
@@ -117,13 +120,18 @@ def _card(stored: StoredAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[ND
     return AdapterCard(
         digest=content_digest(stored, spec.digest),
         base_digest=spec.digest,
-        max_rank=max((pair.rank for pair in parts.weights.values()), default=1),  # `outer` has no rank rows
+        # What is in `outer` has no rank rows, and what is of experts has its own.
+        max_rank=max((pair.rank for key, pair in parts.weights.items() if key.expert is None), default=1),
         targets=tuple(sorted({key.target for key in parts.weights} | set(parts.outer))),
         dtype=",".join(sorted({tensor.dtype for module in stored.modules for tensor in (module.a, module.b)})),
         size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
         description=stored.description,
         text=stored.text,
     )
+
+
+def _order(key: LoraKey) -> tuple[int, str, int]:
+    return key.layer, key.target, -1 if key.expert is None else key.expert
 
 
 def _outer_pair(module: StoredModule, spec: ModelSpec, limits: ReadLimits) -> tuple[str, LoraPair]:

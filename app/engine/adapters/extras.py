@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
+from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, LayerNorm
 from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
@@ -86,11 +86,15 @@ def plan(adapter: LoraAdapter, spec: ModelSpec, base: BaseValues) -> tuple[Extra
 
 
 def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
-    """Bytes beside the rank rows, once the adapter is on a device: in float32, outputs rounded up to whole panels."""
+    """Bytes beside the rank rows, once the adapter is on a device: in float32, outputs rounded up to whole panels.
+
+    Experts' deltas are among them, as saved: each takes its own rank and nothing for experts that the adapter leaves
+    alone.
+    """
     if EMBEDDING in adapter.replaced:  # rows are written into it: nothing to merge for the sake of a size
         rows = {name: rows for name, rows in adapter.token_rows.items() if name != "embed_tokens"}
         adapter = replace(adapter, token_rows=rows)
-    total = 0
+    total = _expert_bytes(adapter)
     for part in plan(adapter, spec, _NoValues(spec)):
         shape = list(part.values.shape)
         if part.kind in _PADDED_AXES:
@@ -98,6 +102,15 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
             shape[axis] = -(-shape[axis] // _PANEL) * _PANEL
         total += int(np.prod(shape)) * (8 if part.kind.endswith("ids") else 4)
     return total
+
+
+def _expert_bytes(adapter: LoraAdapter) -> int:
+    """Rows of a in panels of eight, columns of b in panels of sixteen; an a that serves two modules counts once."""
+    pairs = [pair for key, pair in adapter.weights.items() if key.expert is not None]
+    width = 2 if all(array.dtype == BFLOAT16 for pair in pairs for array in pair) else 4
+    of_a: dict[int, int] = {id(a): -(-len(a) // 8) * 8 * a.shape[1] for a, _ in pairs}
+    of_b: list[int] = [len(b) * -(-b.shape[1] // _PANEL) * _PANEL for _, b in pairs]
+    return width * (sum(of_a.values()) + sum(of_b))
 
 
 class _NoValues:
@@ -116,6 +129,8 @@ class _NoValues:
 def _module_parts(adapter: LoraAdapter, spec: ModelSpec, base: BaseValues) -> Iterator[ExtraPart]:
     for layer in range(len(spec.layers)):
         for product in layer_products(spec, layer):
+            if product.num_experts is not None:
+                continue  # experts have low-rank deltas only: `build_adapter` refuses the rest
             for target in product.targets:
                 key, path = LoraKey(layer, target), f"model.layers.{layer}.{product.kind.path(target)}"
                 weight, bias = adapter.replaced.get(f"{path}.weight"), adapter.replaced.get(f"{path}.bias")

@@ -1,18 +1,31 @@
 """Names of a base model's modules, as adapters spell them.
 
-In: a number of layers. Out: which (layer, targets) each module path means. A fused path (`qkv_proj`,
-`gate_up_proj`) means several targets at once, in the order of its output rows; the same A serves
-all of them. Adapters name modules by the transformers library's paths.
+In: a base's spec, or only the names in a file. Out: which (layer, targets, expert) each module path means. A fused
+path (`qkv_proj`, `gate_up_proj`) means several targets at once, in the order of its output rows; the same A serves all
+of them. Modules go by the transformers library's paths, an expert's by its number: "mlp.experts.3.down_proj".
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from app.engine.adapters.lora import LoraKey
 from app.engine.models.encoder_names import LAYERS as ENCODER_LAYERS
-from app.engine.models.products import DENSE, ENCODER, target_shape
+from app.engine.models.products import (
+    DENSE,
+    ENCODER,
+    EXPERTS,
+    ROUTER,
+    ProductKind,
+    layer_products,
+    shared_kinds,
+    target_shape,
+)
 from app.engine.models.spec import ModelSpec
 
+DECODER_LAYERS = "model.layers"
 #: Modules outside the layers that an adapter may name.
 OUTER_MODULES = ("model.embed_tokens", "lm_head")
 #: What comes behind an encoder's last hidden state, so that no embedding depends on it: `target_modules: ["dense"]` and
@@ -20,17 +33,26 @@ OUTER_MODULES = ("model.embed_tokens", "lm_head")
 UNREAD_MODULE = "pooler.dense"
 #: What an encoder's adapters may do beyond plain LoRA.
 ENCODER_FEATURES = frozenset({"DoRA", "lora_bias"})
+_LAYER = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d{1,4})\.")
+_EXPERT = re.compile(r"model\.layers\.(\d{1,4})\.mlp\.experts\.(\d{1,4})\.")
+_SHARED = re.compile(r"model\.layers\.\d{1,4}\.mlp\.(shared_experts?)[._]")
 
 
 class Module(NamedTuple):
-    """A linear module of a layer, and the targets whose rows its output holds, in order."""
+    """A linear module of a layer, and the targets whose rows its output holds, in order; of one expert, or None."""
 
     layer: int
     targets: tuple[str, ...]
+    expert: int | None = None
 
     @property
     def is_fused(self) -> bool:
         return len(self.targets) > 1
+
+    @property
+    def keys(self) -> tuple[LoraKey, ...]:
+        """Of its targets."""
+        return tuple(LoraKey(self.layer, target, self.expert) for target in self.targets)
 
     def shape(self, spec: ModelSpec) -> tuple[int, tuple[int, ...]]:
         """(d_in, d_out of each target) in this base model."""
@@ -38,13 +60,41 @@ class Module(NamedTuple):
         return shapes[0][0], tuple(d_out for _, d_out in shapes)
 
 
-def layer_modules(num_layers: int, *, is_encoder: bool = False) -> dict[str, Module]:
+def layer_modules(spec: ModelSpec) -> dict[str, Module]:
     """Path → module, split and fused, in layer order."""
-    kinds, layers = (ENCODER, ENCODER_LAYERS) if is_encoder else (DENSE, "model.layers")
-    split = {kind.path(target): (target,) for kind in kinds for target in kind.targets}
-    fused = {kind.path(kind.fused): kind.targets for kind in kinds if kind.fused is not None}
+    layers = DECODER_LAYERS if spec.encoder is None else ENCODER_LAYERS
     return {
-        f"{layers}.{layer}.{path}": Module(layer, targets)
-        for layer in range(num_layers)
-        for path, targets in (split | fused).items()
+        path: module
+        for layer in range(len(spec.layers))
+        for product in layer_products(spec, layer)
+        for expert in product.experts
+        for path, module in _modules(layers, product.kind, layer, expert)
     }
+
+
+def assumed_modules(paths: Iterable[str]) -> dict[str, Module]:
+    """The same of a base that is not known: layers are those that the paths name, experts and all they come with."""
+    found = list(paths)
+    num_layers = 1 + max((int(match[1]) for match in map(_LAYER.match, found) if match), default=-1)
+    if any(path.startswith(f"{ENCODER_LAYERS}.") for path in found):
+        of_encoder = [(layer, kind) for layer in range(num_layers) for kind in ENCODER]
+        return dict(one for layer, kind in of_encoder for one in _modules(ENCODER_LAYERS, kind, layer, None))
+    kinds = [*DENSE, *((ROUTER,) if any(path.endswith(".mlp.gate") for path in found) else ())]
+    for name in {match[1] for match in map(_SHARED.match, found) if match}:
+        kinds += shared_kinds(name)
+    modules = {
+        path: module
+        for layer in range(num_layers)
+        for kind in kinds
+        for path, module in _modules(DECODER_LAYERS, kind, layer, None)
+    }
+    for layer, expert in sorted({(int(match[1]), int(match[2])) for match in map(_EXPERT.match, found) if match}):
+        modules.update(one for kind in EXPERTS for one in _modules(DECODER_LAYERS, kind, layer, expert))
+    return modules
+
+
+def _modules(layers: str, kind: ProductKind, layer: int, expert: int | None) -> Iterator[tuple[str, Module]]:
+    for target in kind.targets:
+        yield f"{layers}.{layer}.{kind.path(target, expert)}", Module(layer, (target,), expert)
+    if kind.fused is not None:
+        yield f"{layers}.{layer}.{kind.path(kind.fused, expert)}", Module(layer, kind.targets, expert)

@@ -19,19 +19,25 @@ from app.engine.errors import AdapterFormatError, AdapterMismatch
 _OUTER_WEIGHTS = frozenset(f"{path}.weight" for path in OUTER_MODULES)
 
 
-def check_modules(config: PeftConfig, found: PeftTensors, table: Mapping[str, Module], base: str) -> None:
-    """The modules that the configuration selects and those in the file are the same."""
+def check_modules(
+    config: PeftConfig, found: PeftTensors, table: Mapping[str, Module], base: str, *, has_experts: bool = False
+) -> None:
+    """The modules that the configuration selects and those in the file are the same.
+
+    has_experts: whether `target_parameters` selects more than these modules.
+    """
     pairs = found.modules
     fused = {target for path in pairs if path in table for target in table[path].targets if table[path].is_fused}
     candidates = [path for path, module in table.items() if module.is_fused == bool(fused.intersection(module.targets))]
     selected = set(_selected(config, [*candidates, *OUTER_MODULES]))
+    selected |= {path for path in candidates if listed(f"{path}.weight", config.target_parameters)}
     extra = sorted(set(pairs) - selected)
     if extra:
         raise AdapterFormatError(
             f"{WEIGHTS_NAME}: module '{extra[0]}' is not selected by target_modules {short(config.target_modules)}; "
             "PEFT would drop it in silence"
         )
-    if not selected:
+    if not selected and not has_experts:
         raise AdapterMismatch(
             f"{CONFIG_NAME}: target_modules {short(config.target_modules)} selects no module of {base}; "
             "the adapter was trained on another model"
@@ -51,6 +57,19 @@ def check_modules(config: PeftConfig, found: PeftTensors, table: Mapping[str, Mo
                 )
             if wanted and path in OUTER_MODULES:
                 raise AdapterFormatError(f"{CONFIG_NAME}: '{key}' on '{path}' is not served; train it without")
+
+
+def check_target_parameters(config: PeftConfig, table: Mapping[str, Module], base: str) -> None:
+    """`AdapterMismatch` for a name in `target_parameters` that is none of the base's, which PEFT would pass over."""
+    names = {f"{path}.weight" for path in table}
+    names |= {
+        f"model.layers.{layer}.mlp.experts.{name}"
+        for layer in {module.layer for module in table.values() if module.expert is not None}
+        for name in ("gate_up_proj", "down_proj")
+    }
+    for target in config.target_parameters:
+        if not any(listed(name, (target,)) for name in names):
+            raise AdapterMismatch(f"{CONFIG_NAME}: target_parameters names {short(target)}, which {base} does not have")
 
 
 def check_parameters(config: PeftConfig, found: PeftTensors, base_names: Iterable[str] | None) -> None:

@@ -18,12 +18,14 @@ from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu import decoder as cpu_decoder
+from app.engine.cpu.expert_work import expert_workspace
 from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
 from app.engine.cpu.pooling import rows_of, with_sums
 from app.engine.cpu.rows import PreparedRows
 from app.engine.cpu.sampling import sample
 from app.engine.cpu.tables import RankRowMemory
 from app.engine.cpu.weights import PackedModules, WeightPacker, decoder_sizes, padded
+from app.engine.models.products import stacked_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.memory_pages import PageTaker
 from app.kernels.machine.team import Team
@@ -88,11 +90,13 @@ class CpuBackend:
     def release_adapter(self, adapter_slot: int) -> None:
         """See `Backend.release_adapter`."""
         self._extras.release(adapter_slot)
+        self._rows.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
         runs = adapter_runs(batch.run_starts, batch.run_adapter_slots)
         widest_rank = self._rows.widest(runs[:, 2])
+        widest_of_experts = self._rows.widest_of_experts(runs[:, 2])
         extra_runs = self._extras.runs(runs)
         has_extras = len(extra_runs) > 0
         step = cpu_decoder.Step(
@@ -111,8 +115,13 @@ class CpuBackend:
             extra_samples=sample_runs(extra_runs, batch.sample_rows) if has_extras else extra_runs,
             extra_slots=token_slots(extra_runs, len(batch.token_ids) if has_extras else 0),
             pooled_rows=rows_of(batch.pooling),
+            adapter_slots=token_slots(runs, len(batch.token_ids) if widest_of_experts else 0),
         )
         work = self._work
+        if work.experts is not None and widest_of_experts > work.experts.shrunk.shape[2]:
+            shape = (len(work.experts.inputs), 2, padded(widest_of_experts))
+            experts = work.experts._replace(shrunk=np.empty(shape, np.float32))
+            self._work = work = work._replace(experts=experts)
         if widest_rank > work.shrunk.shape[2]:
             shape = (self._config.max_batch_tokens, 3, padded(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
@@ -180,13 +189,14 @@ class CpuBackend:
     def _new_workspace(self) -> cpu_decoder.Workspace:
         spec, sizes = self.spec, self._sizes
         tokens, sequences = self._config.max_batch_tokens, self._config.max_batch_sequences
-        mlp_width = spec.layers[0].mlp.intermediate_size
+        products = {product.name: product for product, _ in stacked_products(spec)}
+        mlp_width = products["down"].d_in if "down" in products else 0
         return cpu_decoder.Workspace(
             hidden=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
             normed=np.zeros((tokens, spec.hidden_size), np.float32),
             qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
             attended=np.zeros((tokens, sizes.num_heads * sizes.head_dim), np.float32),
-            gate_up=np.zeros((tokens, 2 * sizes.mlp_size), np.float32),
+            gate_up=np.zeros((tokens, 2 * padded(mlp_width)), np.float32),
             gated=np.zeros((tokens, mlp_width), np.float32),
             shrunk=np.zeros((tokens, 3, 64), np.float32),
             kept=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
@@ -195,4 +205,5 @@ class CpuBackend:
             sampled=np.zeros((sequences, spec.hidden_size), np.float32),
             logits=np.zeros((sequences, padded(spec.vocab_size)), np.float32),
             states=np.zeros((tokens, spec.hidden_size), np.float32),
+            experts=expert_workspace(spec, tokens),
         )

@@ -15,11 +15,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 from numpy.typing import NDArray
 
+from app.engine.cpu.experts import EXPERT_PHASES, ExpertTables, ExpertWeights, ExpertWork, expert_feed_forward
+from app.engine.cpu.product_rows import ProductRows, three, upcoming_of
 from app.kernels.extras.cpu import (
     ATTENTION_NORM,
+    K_NORM,
     MLP_NORM,
+    Q_NORM,
     change_embeddings,
     extra_head_inputs,
     gather_normed_with_extras,
@@ -34,7 +40,6 @@ from app.kernels.norms.cpu import normalise_and_add
 from app.kernels.paged_attention.cpu import paged_attention
 from app.kernels.scaling.cpu import cap_rows, scale_rows
 from app.kernels.sgmv.cpu import RowPlaces, shrink
-from app.kernels.sgmv.fetching import NextShrink
 
 Floats = NDArray[np.float32]
 
@@ -42,7 +47,8 @@ Floats = NDArray[np.float32]
 class Weights(NamedTuple):
     """Packed weights, layers stacked: L layers, P panels of 16 columns; a `Stack` is float32 or 8 bits.
 
-    qkv and gate_up hold their modules side by side, each padded to whole panels. Biases, q_norm and
+    qkv and gate_up hold their modules side by side, each padded to whole panels; gate_up and down those of the layers
+    that have no experts (`experts`: of a model where some have). Biases, q_norm and
     k_norm are `[L, 0]` where the model has none. `embedding` is `[V, H]`, or `[0, H]` if the rows are read
     from `head` `[1, P, H, 16]` (tied). cos, sin: [ropes, positions, rotary / 2]; layer_rope, layer_window: [L].
     post_attention_norm and post_mlp_norm are `[L, 0]` in layers without them.
@@ -70,38 +76,28 @@ class Weights(NamedTuple):
     scales: Floats
     post_attention_norm: Floats
     post_mlp_norm: Floats
+    experts: ExpertWeights | None
 
 
 class Sizes(NamedTuple):
-    """Integers of the model. q_size, kv_size, mlp_size are padded to whole panels."""
+    """Integers of the model. q_size and kv_size are padded to whole panels.
+
+    whole_norm: q_norm and k_norm are of all heads together. normalised: shares of experts are divided by their sum.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     q_size: int
     kv_size: int
-    mlp_size: int
     gelu: bool
     eps: np.float32
     post_norms: bool
     softcap: np.float32
     logit_softcap: np.float32
     embedding_scale: np.float32
-
-
-class ProductRows(NamedTuple):
-    """Rank rows of one product's N targets: see `app.kernels.sgmv.cpu`.
-
-    a: panels [L, R / 8, d_in, 8] of each target; b: [L, R, W] of each. ranks: [L, S, N] int32. first: the number of the
-    first target in tables that count all of a layer's. upcoming: what the shrink after this product reads, for all
-    layers; for the last product it is the first one's, of the next layer.
-    """
-
-    a: tuple[Floats, ...]
-    b: tuple[Floats, ...]
-    ranks: NDArray[np.int32]
-    first: int
-    upcoming: NextShrink
+    whole_norm: bool
+    normalised: bool
 
 
 class AdapterTables(NamedTuple):
@@ -112,6 +108,7 @@ class AdapterTables(NamedTuple):
     gate_up: ProductRows
     down: ProductRows
     places: RowPlaces
+    experts: ExpertTables | None
 
 
 class Step(NamedTuple):
@@ -119,7 +116,8 @@ class Step(NamedTuple):
 
     pooled_rows: [N], tokens whose normalised states are wanted. widest_rank: the largest rank of its adapters.
     extra_runs: [E, 3], the runs whose adapters have extras; extra_samples: [E', 3], the same over sampled rows;
-    extra_slots: [T], their adapter slots, else 0.
+    extra_slots: [T], their adapter slots, else 0. adapter_slots: [T], those of adapters that change experts, else 0;
+    [0] where none does.
     """
 
     token_ids: NDArray[np.int32]
@@ -137,6 +135,7 @@ class Step(NamedTuple):
     extra_samples: NDArray[np.int64]
     extra_slots: NDArray[np.int64]
     pooled_rows: NDArray[np.int32]
+    adapter_slots: NDArray[np.int64]
 
 
 class Workspace(NamedTuple):
@@ -161,10 +160,11 @@ class Workspace(NamedTuple):
     head_inputs: Floats
     logits: Floats
     states: Floats
+    experts: ExpertWork | None
 
 
-#: Phases of a layer, and of a step outside its layers.
-LAYER_PHASES, STEP_PHASES = 14, 8
+#: Phases of a step outside its layers, and of a layer at most.
+STEP_PHASES, LAYER_PHASES = 8, 11 + EXPERT_PHASES
 
 
 @compiled
@@ -186,7 +186,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
         phase = _attention(
             team, phase, layer, weights, sizes, tables, extras, k_memory[layer], v_memory[layer], step, work
         )
-        phase = _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
+        phase = _any_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
     if step.sample_rows.shape[0] > 0:
         phase = _logits(team, phase, weights, sizes, extras, step, work)
     if step.pooled_rows.shape[0] > 0:
@@ -210,16 +210,22 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
         team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms[:, ATTENTION_NORM], slots, normed
     )
     if runs.shape[0] > 0:
-        a, ranks = _three(rows.a, layer), rows.ranks[layer]
+        a, ranks = three(rows.a, layer), rows.ranks[layer]
         phase = shrink(team, phase, normed, a, ranks, tasks, step.widest_rank, places, shrunk)
     phase = project(
         team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
-        _three(rows.b, layer), rows.ranks[layer], runs, places, _upcoming(rows, layer),
+        three(rows.b, layer), rows.ranks[layer], runs, places, upcoming_of(rows, layer),
         ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
     )  # fmt: skip
+    q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
+    if sizes.whole_norm:
+        q, k = qkv[:, : sizes.q_size], qkv[:, sizes.q_size : sizes.q_size + sizes.kv_size]
+        phase = rms_norm_with_extras(team, phase, q, q_norm, sizes.eps, norms[:, Q_NORM], slots, q)
+        phase = rms_norm_with_extras(team, phase, k, k_norm, sizes.eps, norms[:, K_NORM], slots, k)
+        q_norm, k_norm = q_norm[:0], k_norm[:0]
     phase = rotate_and_store_with_extras(
         team, phase, norms, slots, qkv, step.positions, step.kv_slots, weights.cos[rope], weights.sin[rope],
-        weights.q_norm[layer], weights.k_norm[layer], sizes.eps, k_memory, v_memory, sizes.num_heads,
+        q_norm, k_norm, sizes.eps, k_memory, v_memory, sizes.num_heads,
         sizes.num_kv_heads, sizes.head_dim, sizes.q_size, sizes.kv_size,
     )  # fmt: skip
     phase = paged_attention(
@@ -234,21 +240,49 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
         own = work.projected[:num_tokens]
         phase = project(
             team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], False, shrunk,
-            (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, _upcoming(rows_o, layer),
+            (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, upcoming_of(rows_o, layer),
             ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), own,
         )  # fmt: skip
         return normalise_and_add(team, phase, own, weights.post_attention_norm[layer], sizes.eps, hidden)
     # The residual is where the sums of o start: no separate addition.
     return project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk,
-        (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, _upcoming(rows_o, layer),
+        (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, upcoming_of(rows_o, layer),
         ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
 
 
+def _any_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
+    """hidden += the layer's feed-forward: the one there is, or the kind that the layer has."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(_any_feed_forward)
+def _feed_forward_of(team, phase, layer, weights, sizes, tables, extras, step, work):  # noqa: ARG001
+    if isinstance(weights.types[weights.fields.index("experts")], types.NoneType):
+        return lambda team, phase, layer, weights, sizes, tables, extras, step, work: _feed_forward(
+            team, phase, layer, layer, weights, sizes, tables, extras, step, work
+        )
+    return lambda team, phase, layer, weights, sizes, tables, extras, step, work: _mixed_feed_forward(  # noqa: PLW0108
+        team, phase, layer, weights, sizes, tables, extras, step, work
+    )
+
+
 @compiled
-def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
-    """hidden += down(act(gate(x)) * up(x)) with x = norm(hidden), every product with its deltas."""
+def _mixed_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
+    """Of a model in which some layers have experts."""
+    place = weights.experts.dense_place[layer]
+    if place >= 0:
+        return _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, step, work)
+    return expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
+
+
+@compiled
+def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, step, work):
+    """hidden += down(act(gate(x)) * up(x)) with x = norm(hidden), every product with its deltas.
+
+    place: the layer's among those without experts.
+    """
     num_tokens = step.token_ids.shape[0]
     hidden, normed, gate_up = work.hidden[:num_tokens], work.normed[:num_tokens], work.gate_up[:num_tokens]
     gated, shrunk, kept = work.gated[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
@@ -259,29 +293,29 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
         team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
     )
     if runs.shape[0] > 0:
-        a, ranks = (rows.a[0][layer], rows.a[1][layer]), rows.ranks[layer]
+        a, ranks = (rows.a[0][place], rows.a[1][place]), rows.ranks[place]
         phase = shrink(team, phase, normed, a, ranks, tasks, step.widest_rank, places, shrunk)
     phase = gate_and_up(
-        team, phase, normed, layer_panels(weights.gate_up, layer), weights.gate_up_bias[layer], shrunk,
-        (rows.b[0][layer], rows.b[1][layer]), rows.ranks[layer], runs, places, _upcoming(rows, layer),
+        team, phase, normed, layer_panels(weights.gate_up, place), weights.gate_up_bias[place], shrunk,
+        (rows.b[0][place], rows.b[1][place]), rows.ranks[place], runs, places, upcoming_of(rows, place),
         ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up, gated,
     )  # fmt: skip
     rows_down = tables.down
     if runs.shape[0] > 0:
-        a_down, ranks_down = (rows_down.a[0][layer],), rows_down.ranks[layer]
+        a_down, ranks_down = (rows_down.a[0][place],), rows_down.ranks[place]
         phase = shrink(team, phase, gated, a_down, ranks_down, tasks, step.widest_rank, places, shrunk)
-    later = min(layer + 1, weights.layer_rope.shape[0] - 1)
+    later = min(place + 1, rows_down.upcoming.ranks.shape[0] - 1)
     if sizes.post_norms:
         own = work.projected[:num_tokens]
         phase = project(
-            team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], False, shrunk,
-            (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places, _upcoming(rows_down, later),
+            team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], False, shrunk,
+            (rows_down.b[0][place],), rows_down.ranks[place], runs, places, upcoming_of(rows_down, later),
             ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), own,
         )  # fmt: skip
         return normalise_and_add(team, phase, own, weights.post_mlp_norm[layer], sizes.eps, hidden)
     return project(
-        team, phase, gated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
-        (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places, _upcoming(rows_down, later),
+        team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], True, shrunk,
+        (rows_down.b[0][place],), rows_down.ranks[place], runs, places, upcoming_of(rows_down, later),
         ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
 
@@ -303,15 +337,3 @@ def _logits(team, phase, weights, sizes, extras, step, work):
     if sizes.logit_softcap > np.float32(0.0):
         phase = cap_rows(team, phase, sizes.logit_softcap, logits)
     return phase
-
-
-@compiled
-def _three(tables, layer):
-    """One layer of three stacked tables."""
-    return tables[0][layer], tables[1][layer], tables[2][layer]
-
-
-@compiled
-def _upcoming(rows, layer):
-    """One layer of what a product asks memory for."""
-    return NextShrink(_three(rows.upcoming.tables, layer), rows.upcoming.ranks[layer])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.extras import ExtraPart, plan
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, widened
-from app.engine.models.products import target_shape, targets_of, uniform_products
+from app.engine.models.products import single_products, stacked_products, target_shape, targets_of
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora.cpu import dora_scale
 from app.kernels.extras.cpu import ATTENTION_NORM, K_NORM, MLP_NORM, Q_NORM, empty_tables
@@ -45,7 +45,7 @@ class AdapterExtras:
 
     def __init__(self, spec: ModelSpec, base: BaseModules, max_adapter_slots: int, team: Team) -> None:
         self._spec, self._base, self._team = spec, base, team
-        self._targets = targets_of(uniform_products(spec))
+        self._targets = targets_of(single_products(stacked_products(spec)))
         self._held: dict[int, list[NDArray[np.generic]]] = {}
         self.tables = empty_tables(len(spec.layers), max_adapter_slots, len(self._targets))
 

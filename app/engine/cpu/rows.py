@@ -6,45 +6,106 @@ hundreds of matrices; a step that writes the adapter finds it done, and every st
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.models.products import targets_of, uniform_products
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
+from app.engine.errors import AdapterMismatch
+from app.engine.models.products import single_products, stacked_products, targets_of
 from app.engine.models.spec import ModelSpec
 from app.kernels.sgmv.writing import Matrices, matrices
 
 
+class ExpertMatrices(NamedTuple):
+    """Those of experts: sources as in `Matrices`, and where each belongs.
+
+    products: [M], an index among the products that have experts. places: [M], the layer's among its layers.
+    """
+
+    matrices: Matrices
+    products: NDArray[np.int64]
+    places: NDArray[np.int64]
+    experts: NDArray[np.int64]
+    modules: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    all_in_bf16: bool
+
+
 class AdapterRows(NamedTuple):
-    """matrices: those of the adapter's modules. ranks: [L, N] int32, 0 for untouched modules. Modules are numbered as
-    in `targets_of` the model's products."""
+    """matrices: those of the adapter's modules that every token uses. ranks: [L, N] int32, 0 for untouched modules.
+
+    Modules are numbered as in `targets_of` the model's `single_products`; layers by their places among those that have
+    the module. experts: None where the adapter leaves all experts alone.
+    """
 
     matrices: Matrices
     ranks: NDArray[np.int32]
+    experts: ExpertMatrices | None
 
 
 class PreparedRows:
     """`AdapterRows` by adapter. Any thread."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        stacked = stacked_products(spec)
         self._num_layers = len(spec.layers)
-        self._numbers = {target: number for number, target in enumerate(targets_of(uniform_products(spec)))}
+        self._numbers = {target: number for number, target in enumerate(targets_of(single_products(stacked)))}
+        mixed = [one for one in stacked if one.product.num_experts is not None]
+        self._expert_products = {
+            target: (n, one.product) for n, one in enumerate(mixed) for target in one.product.targets
+        }
+        self._places = {
+            (layer, target): place
+            for one in stacked
+            for place, layer in enumerate(one.layers)
+            for target in one.product.targets
+        }
         self._rows: WeakKeyDictionary[LoraAdapter, AdapterRows] = WeakKeyDictionary()
 
     def of(self, adapter: LoraAdapter) -> AdapterRows:
-        """Raises AdapterMismatch for a module that a decoder of so many layers does not have."""
+        """Raises AdapterMismatch for a module that this decoder does not have."""
         rows = self._rows.get(adapter)
         if rows is None:
             rows = self._rows[adapter] = self._work_out(adapter)
         return rows
 
     def _work_out(self, adapter: LoraAdapter) -> AdapterRows:
-        adapter.check_modules(self._numbers, self._num_layers)
-        modules = [(layer, self._numbers[target], pair) for (layer, target, _), pair in adapter.weights.items()]
+        modules, of_experts = [], []
+        for key, pair in adapter.weights.items():
+            self._check(key)
+            if key.expert is None:
+                modules.append((self._places[key[:2]], self._numbers[key.target], pair))
+            else:
+                of_experts.append((key, pair))
         ranks = np.zeros((self._num_layers, len(self._numbers)), np.int32)
-        for layer, n, pair in modules:
-            ranks[layer, n] = pair.rank
-        return AdapterRows(matrices((layer, n, *pair) for layer, n, pair in modules), ranks)
+        for place, n, pair in modules:
+            ranks[place, n] = pair.rank
+        found = matrices((place, n, *pair) for place, n, pair in modules)
+        return AdapterRows(found, ranks, self._expert_matrices(of_experts) if of_experts else None)
+
+    def _check(self, key: LoraKey) -> None:
+        _, product = self._expert_products.get(key.target, (0, None))
+        experts = (None,) if product is None else product.experts
+        if key[:2] not in self._places or key.expert not in experts:
+            raise AdapterMismatch(
+                f"this engine has no module {key.target!r} (expert {key.expert}) in layer {key.layer}"
+            )
+
+    def _expert_matrices(self, pairs: list[tuple[LoraKey, LoraPair]]) -> ExpertMatrices:
+        lines: list[tuple[int, ...]] = []
+        for key, _ in pairs:
+            index, product = self._expert_products[key.target]
+            assert key.expert is not None, "only experts come here"
+            place = self._places[key[:2]]
+            lines.append((index, place, key.expert, product.targets.index(key.target), product.d_in))
+        columns = np.array(lines, np.int64).T
+        narrow = all(array.dtype.itemsize == 2 for _, pair in pairs for array in pair)
+        found = matrices((0, 0, *pair) for _, pair in pairs)
+        return ExpertMatrices(found, *_rows_of(columns), all_in_bf16=narrow)
+
+
+def _rows_of(columns: NDArray[np.int64]) -> tuple[Any, ...]:
+    return tuple(np.ascontiguousarray(row) for row in columns)

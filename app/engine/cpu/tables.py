@@ -6,15 +6,19 @@ lie in one order (`targets_of` the products), and a product's tables are those o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.decoder import AdapterTables, ProductRows
+from app.engine.cpu.decoder import AdapterTables
 from app.engine.cpu.encoder import EncoderTables
+from app.engine.cpu.expert_rows import ExpertRowMemory
+from app.engine.cpu.experts import ExpertTables
+from app.engine.cpu.product_rows import Floats, ProductRows
 from app.engine.cpu.rows import AdapterRows
-from app.engine.models.products import targets_of, uniform_products
+from app.engine.models.products import Product, stacked_products, targets_of
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL
@@ -36,47 +40,52 @@ _ENCODER_ASKED_FOR = {
     "up": ("output.dense",),
     "down": ("query", "key", "value"),
 }
+#: The same where layers differ: what comes next is of the same layers, or known when experts are chosen.
+_ASKED_FOR_BESIDE_EXPERTS = {"qkv": ("o_proj",), "gate_up": ("down_proj",)}
 
 
 class RankRowMemory:
-    """One set of tables for all adapters."""
+    """One set of tables for all adapters, and those of adapters' experts."""
 
     def __init__(self, spec: ModelSpec, num_rows: int, num_slots: int) -> None:
-        products = uniform_products(spec)
-        targets = targets_of(products)
-        num_layers = len(spec.layers)
-        inputs = [product.d_in for product in products for _ in product.targets]
-        outputs = [width for product in products for width in product.padded_widths(PANEL)]
-        self._a = [np.zeros((num_layers, num_rows // RANK_PANEL, size, RANK_PANEL), np.float32) for size in inputs]
-        self._b = [np.zeros((num_layers, num_rows, size), np.float32) for size in outputs]
-        self._ranks = np.zeros((num_layers, num_slots, len(targets)), np.int32)
+        stacked = stacked_products(spec)
+        singles = [one for one in stacked if one.product.num_experts is None]
+        self._targets = targets_of(one.product for one in singles)
+        self._a: list[Floats] = []
+        self._b: list[Floats] = []
+        for product, layers in singles:
+            for width in product.padded_widths(PANEL):
+                shape = (len(layers), num_rows // RANK_PANEL, product.d_in, RANK_PANEL)
+                self._a.append(np.zeros(shape, np.float32))
+                self._b.append(np.zeros((len(layers), num_rows, width), np.float32))
+        self._ranks = np.zeros((len(spec.layers), num_slots, len(self._targets)), np.int32)
         self._places = RowPlaces(np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_))
         self._plans = WritePlans(self._a, self._b)
-
-        def of(first: str, count: int) -> slice:
-            return slice(targets.index(first), targets.index(first) + count)
-
-        rows = {}
-        asked_for = _ASKED_FOR if spec.encoder is None else _ENCODER_ASKED_FOR
-        for product in products:
-            own = of(product.targets[0], len(product.targets))
-            coming = of(asked_for[product.name][0], len(asked_for[product.name]))
-            a = self._a[coming]
-            upcoming: Any = NextShrink((*a, *a[-1:] * (3 - len(a))), self._ranks[:, :, coming])  # type: ignore[arg-type]
-            rows[product.name] = ProductRows(
-                tuple(self._a[own]), tuple(self._b[own]), self._ranks[:, :, own], own.start, upcoming
-            )
+        mixed = tuple(one for one in stacked if one.product.num_experts is not None)
+        self._experts = ExpertRowMemory(mixed, num_slots)
+        asked_for = _ASKED_FOR_BESIDE_EXPERTS if mixed else _ASKED_FOR
+        if spec.encoder is not None:
+            asked_for = _ENCODER_ASKED_FOR
+        rows = {one.product.name: self._product_rows(one.product, asked_for) for one in singles}
         #: `AdapterTables`, or an encoder's `EncoderTables`.
-        self.tables: Any = (AdapterTables if spec.encoder is None else EncoderTables)(**rows, places=self._places)
+        self.tables: Any = (
+            self._decoder_tables(rows, has_experts=bool(mixed))
+            if spec.encoder is None
+            else EncoderTables(**rows, places=self._places)
+        )
 
     @property
-    def memory(self) -> tuple[NDArray[np.float32], ...]:
-        """Every array that holds rank rows."""
+    def memory(self) -> tuple[Floats, ...]:
+        """Every array that holds rank rows for all adapters."""
         return (*self._a, *self._b)
 
     def widest(self, adapter_slots: NDArray[np.int64]) -> int:
-        """The largest rank of these slots' adapters."""
+        """The largest rank of these slots' adapters on modules that every token uses."""
         return int(self._ranks[:, adapter_slots].max(initial=0))
+
+    def widest_of_experts(self, adapter_slots: NDArray[np.int64]) -> int:
+        """The same on experts; 0 where none of these adapters changes an expert."""
+        return self._experts.widest(adapter_slots)
 
     def write(self, team: Team, adapter_slot: int, row_start: int, rows: AdapterRows) -> None:
         """Rows, ranks and place of one adapter."""
@@ -84,6 +93,11 @@ class RankRowMemory:
         self._ranks[:, adapter_slot] = rows.ranks
         self._places.starts[adapter_slot] = row_start
         self._places.in_bf16[adapter_slot] = in_bf16
+        self._experts.write(team, adapter_slot, rows.experts)
+
+    def release(self, adapter_slot: int) -> None:
+        """Free what the slot's adapter holds for its experts."""
+        self._experts.release(adapter_slot)
 
     def warm_up(self, team: Team) -> None:
         """Compile what `write` calls: row 0 is written, which nobody reads before writing it anew."""
@@ -95,3 +109,39 @@ class RankRowMemory:
         too_fine = np.zeros(1, np.bool_)
         team.run(write_plan, 2, self._plans.plan(source, row_start), too_fine)
         return not too_fine[0]
+
+    def _product_rows(self, product: Product, asked_for: Mapping[str, tuple[str, ...]]) -> ProductRows:
+        own, coming = self._slice(product.targets), self._slice(asked_for.get(product.name, ()))
+        a = [*self._a[coming], *self._a[:3]][:3]
+        upcoming: Any = NextShrink(tuple(a), self._ranks[:, :, coming])  # type: ignore[arg-type]
+        return ProductRows(tuple(self._a[own]), tuple(self._b[own]), self._ranks[:, :, own], own.start, upcoming)
+
+    def _slice(self, targets: tuple[str, ...]) -> slice:
+        """Places of targets that lie side by side."""
+        first = self._targets.index(targets[0]) if targets else 0
+        return slice(first, first + len(targets))
+
+    def _decoder_tables(self, rows: Mapping[str, ProductRows], *, has_experts: bool) -> AdapterTables:
+        return AdapterTables(
+            rows["qkv"],
+            rows["o"],
+            rows.get("gate_up", self._absent(2, asks=True)),
+            rows.get("down", self._absent(1)),
+            self._places,
+            self._expert_tables(rows) if has_experts else None,
+        )
+
+    def _absent(self, num_targets: int, *, asks: bool = False) -> ProductRows:
+        """Of a product that no layer has: nobody reads it. `asks`: of the type of one that asks for what comes next."""
+        a, b = np.zeros((0, 0, 1, RANK_PANEL), np.float32), np.zeros((0, 0, PANEL), np.float32)
+        upcoming = NextShrink((a, a, a), self._ranks[:, :, : int(asks)])
+        return ProductRows((a,) * num_targets, (b,) * num_targets, self._ranks[:, :, :num_targets], 0, upcoming)
+
+    def _expert_tables(self, rows: Mapping[str, ProductRows]) -> ExpertTables:
+        return ExpertTables(
+            rows["router"],
+            rows.get("shared_gate", self._absent(1)),
+            rows.get("shared_gate_up", self._absent(2)),
+            rows.get("shared_down", self._absent(1)),
+            *self._experts.tables,
+        )

@@ -7,7 +7,8 @@ must come; one unpacked tensor is in memory at a time. Which modules share a pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,18 @@ from app.engine.adapters.lora import LoraKey
 from app.engine.config import WeightStorage
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.encoder import EncoderWeights
+from app.engine.cpu.experts import ExpertWeights
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, POST_NORMS, expected_tensors
-from app.engine.models.products import product_of, uniform_products
+from app.engine.models.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LAYER_NORMS,
+    LM_HEAD,
+    POST_NORMS,
+    expected_tensors,
+    qk_norm_widths,
+)
+from app.engine.models.products import Stacked, product_of, single_products, stacked_products
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.engine.models.stacks import StackWriter, log_storage
 from app.kernels.machine.team import Team
@@ -36,23 +46,25 @@ def padded(size: int) -> int:
 
 
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
-    """Raises CheckpointError for layers of unequal size."""
-    qkv, _, gate_up, _ = uniform_products(spec)
+    """Raises CheckpointError for layers whose attention is of unequal size."""
+    qkv = stacked_products(spec)[0].product
     first = spec.layers[0]
     q_size, kv_size, _ = qkv.padded_widths(PANEL)
+    routers = [layer.experts.router for layer in spec.layers if layer.experts is not None]
     return cpu_decoder.Sizes(
         num_heads=first.attention.num_heads,
         num_kv_heads=first.attention.num_kv_heads,
         head_dim=first.attention.head_dim,
         q_size=q_size,
         kv_size=kv_size,
-        mlp_size=gate_up.padded_widths(PANEL)[0],
         gelu=first.mlp.activation == "gelu_tanh",
         eps=np.float32(spec.norm_eps),
         post_norms=first.post_norms,
         softcap=np.float32(first.attention.softcap or 0.0),
         logit_softcap=np.float32(spec.logit_softcap or 0.0),
         embedding_scale=np.float32(spec.embedding_scale),
+        whole_norm=first.attention.whole_qk_norm,
+        normalised=bool(routers) and routers[0].normalised,
     )
 
 
@@ -60,21 +72,28 @@ class PackedModules:
     """The base's modules for `AdapterExtras`."""
 
     def __init__(self, spec: ModelSpec, weights: cpu_decoder.Weights | EncoderWeights) -> None:
-        self._products, self._weights = uniform_products(spec), weights
+        stacked = stacked_products(spec)
+        self._products, self._weights = single_products(stacked), weights
+        self._layers = {product.name: layers for product, layers in stacked}
 
     def panels(self, key: LoraKey) -> Floats:
         product = product_of(self._products, key.target)
         own = product.columns(key.target, PANEL)
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
-        stack: Stack = getattr(self._weights, product.name)
+        holder: Any = self._weights
+        stack: Stack = getattr(holder if product.name in holder._fields else holder.experts, product.name)
+        place = self._layers[product.name].index(key.layer)
         if isinstance(stack, Quantised):
-            return dequantise(Quantised._make(part[key.layer, columns] for part in stack))
-        return stack[key.layer, columns]
+            return dequantise(Quantised._make(part[place, columns] for part in stack))
+        return stack[place, columns]
 
     def bias(self, key: LoraKey) -> Floats | None:
         product = product_of(self._products, key.target)
+        if not product.has_bias:
+            return None
         biases: Floats = getattr(self._weights, f"{product.name}_bias")
-        return biases[key.layer, product.columns(key.target, PANEL)] if product.has_bias else None
+        place = self._layers[product.name].index(key.layer)
+        return biases[place, product.columns(key.target, PANEL)]
 
 
 class WeightPacker:
@@ -84,8 +103,8 @@ class WeightPacker:
         self._spec = spec
         count, hidden = len(spec.layers), spec.hidden_size
         attentions = [layer.attention for layer in spec.layers]
-        products = uniform_products(spec)
-        norm_width = attentions[0].head_dim if attentions[0].qk_norm else 0
+        stacked = stacked_products(spec)
+        norm_widths = qk_norm_widths(attentions[0])
         ropes = list(dict.fromkeys(attention.rope for attention in attentions))
         cos, sin = _rope_tables(ropes, max_positions)
 
@@ -98,17 +117,15 @@ class WeightPacker:
             "attention_norm": zeros(count, hidden),
             "mlp_norm": zeros(count, hidden),
             **{name: zeros(count, hidden if spec.layers[0].post_norms else 0) for name in POST_NORMS},
-            "q_norm": zeros(count, norm_width),
-            "k_norm": zeros(count, norm_width),
+            "q_norm": zeros(count, norm_widths.get("q_norm", 0)),
+            "k_norm": zeros(count, norm_widths.get("k_norm", 0)),
+            "gate_up_bias": zeros(0, 0),  # unless there are such layers
+            "down_bias": zeros(0, 0),
         }
         self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), storage, team)}
-        self._places: dict[str, tuple[str, int]] = {}  # module in a layer -> product, first column in it
-        for product in products:
-            width = product.width(PANEL)
-            self._stacks[product.name] = StackWriter((count, width, product.d_in), storage, team)
-            self._arrays[f"{product.name}_bias"] = zeros(count, width if product.has_bias else 0)
-            for target, start in zip(product.targets, product.starts(PANEL), strict=True):
-                self._places[product.kind.path(target)] = product.name, start
+        self._places: dict[str, tuple[str, int, int]] = {}  # module -> product, place in its stack, first column in it
+        for one in stacked:
+            self._make_room(one, storage, team)
         self._constants: dict[str, NDArray[Any]] = {
             "cos": cos,
             "sin": sin,
@@ -117,6 +134,19 @@ class WeightPacker:
             "scales": np.array([a.scale for a in attentions], np.float32),
         }
         self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | POST_NORMS).items()}
+
+    def _make_room(self, stacked: Stacked, storage: WeightStorage, team: Team) -> None:
+        """For one product of the layers that have it, and of each of its experts."""
+        product, layers = stacked
+        width, experts = product.width(PANEL), product.experts
+        self._stacks[product.name] = StackWriter((len(layers) * len(experts), width, product.d_in), storage, team)
+        if product.num_experts is None:
+            biases = np.zeros((len(layers), width if product.has_bias else 0), np.float32)
+            self._arrays[f"{product.name}_bias"] = biases
+        for place, (layer, expert) in enumerate(itertools.product(layers, experts)):
+            for target, start in zip(product.targets, product.starts(PANEL), strict=True):
+                path = f"model.layers.{layer}.{product.kind.path(target, expert)}"
+                self._places[path] = product.name, place, start
 
     def pack_all(self, tensors: Iterable[tuple[str, np.ndarray]]) -> cpu_decoder.Weights:
         """Consume every tensor; CheckpointError for one that has no place or is missing."""
@@ -130,7 +160,9 @@ class WeightPacker:
             raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
         stacks = {name: writer.stack for name, writer in self._stacks.items()}
         log_storage(self._spec.name, stacks)
-        return cpu_decoder.Weights(**self._arrays, **stacks, **self._constants)  # type: ignore[arg-type]
+        experts = _expert_weights(self._spec, stacks)
+        fields = self._arrays | {"gate_up": _ABSENT, "down": _ABSENT} | stacks | self._constants | {"experts": experts}
+        return cpu_decoder.Weights(**{name: fields[name] for name in cpu_decoder.Weights._fields})  # type: ignore[arg-type]
 
     def _place(self, name: str, tensor: Floats) -> None:
         if name == LM_HEAD or (name == EMBEDDING and self._spec.tie_embeddings):
@@ -140,17 +172,37 @@ class WeightPacker:
         elif name == FINAL_NORM:
             self._arrays["final_norm"][:] = tensor
         else:
-            _, _, layer_text, rest = name.split(".", 3)
-            module, kind = rest.rsplit(".", 1)
-            layer = int(layer_text)
+            path, kind = name.rsplit(".", 1)
+            _, _, layer, module = path.split(".", 3)
             if module in self._norms:
-                self._arrays[self._norms[module]][layer] = tensor
+                self._arrays[self._norms[module]][int(layer)] = tensor
                 return
-            product, column = self._places[module]
+            product, place, column = self._places[path]
             if kind == "bias":
-                self._arrays[f"{product}_bias"][layer, column : column + len(tensor)] = tensor
+                self._arrays[f"{product}_bias"][place, column : column + len(tensor)] = tensor
             else:
-                self._stacks[product].store(layer, column, tensor)
+                self._stacks[product].store(place, column, tensor)
+
+
+#: A stack of no layers.
+_ABSENT = np.zeros((0, 1, 1, PANEL), np.float32)
+
+
+def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack]) -> ExpertWeights | None:
+    has_experts = np.array([layer.experts is not None for layer in spec.layers])
+    if not has_experts.any():
+        return None
+    return ExpertWeights(
+        place=np.where(has_experts, np.cumsum(has_experts) - 1, -1),
+        dense_place=np.where(has_experts, -1, np.cumsum(~has_experts) - 1),
+        router=stacks["router"],
+        gate_up=stacks["experts_gate_up"],
+        down=stacks["experts_down"],
+        shared_gate=stacks.get("shared_gate", _ABSENT),
+        shared_gate_up=stacks.get("shared_gate_up", _ABSENT),
+        shared_down=stacks.get("shared_down", _ABSENT),
+        no_bias=np.zeros(0, np.float32),
+    )
 
 
 def _rope_tables(ropes: list[RopeSpec], max_positions: int) -> tuple[Floats, Floats]:

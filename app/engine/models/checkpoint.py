@@ -22,6 +22,7 @@ from app.engine.models import hf_gemma
 from app.engine.models.digest import base_digest, file_sha256
 from app.engine.models.encoder_config import encoder_spec, folder_pooling, is_encoder
 from app.engine.models.encoder_names import without_heads
+from app.engine.models.expert_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.gguf import gguf_shapes, gguf_tensors, spec_from_gguf
 from app.engine.models.gguf_file import read_gguf
 from app.engine.models.hf_config import spec_from_config
@@ -88,10 +89,10 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
         _check_tied(stored)
         del stored[LM_HEAD]
     shapes = {key: value.shape for key, value in stored.items()}
-    check_tensors(spec, hf_gemma.renamed(shapes) if is_gemma else shapes)
+    check_tensors(spec, hf_gemma.renamed(shapes) if is_gemma else canonical_shapes(shapes))
     if is_gemma:
         return Checkpoint(spec, folder, lambda: hf_gemma.canonical_tensors(read_tensors(stored)))
-    return Checkpoint(spec, folder, lambda: read_tensors(stored))
+    return Checkpoint(spec, folder, lambda: canonical_tensors(read_tensors(stored)))
 
 
 def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> Checkpoint:

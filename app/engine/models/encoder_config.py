@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.errors import CheckpointError
-from app.engine.models.hf_config import INERT_KEYS, positive
+from app.engine.models.config_values import positive
+from app.engine.models.hf_config import INERT_KEYS
 from app.engine.models.safetensors_folder import read_json
 from app.engine.models.spec import (
     AttentionSpec,

@@ -25,6 +25,7 @@ def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
 
 
 def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """One rank row of every module: a row of a and a row of b."""
+    """One rank row of every module but experts', which have none: a row of a and a row of b."""
     layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
-    return element_bytes * sum(product.row_size for products in layers for product in products)
+    singles = (product for products in layers for product in products if product.num_experts is None)
+    return element_bytes * sum(product.row_size for product in singles)

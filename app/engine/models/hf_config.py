@@ -1,7 +1,7 @@
 """`config.json` of a Hugging Face folder, read into a `ModelSpec`.
 
-In: the parsed JSON of a Llama, Mistral, Qwen2 or Qwen3 model, saved by any transformers version. Out:
-a `ModelSpec`. Every key is read, on the list of inert ones, or refused by name; a value that
+In: the parsed JSON of a Llama, Mistral, Qwen2 or Qwen3 model, or of a mixture of experts (`hf_experts`), saved by any
+transformers version. Out: a `ModelSpec`. Every key is read, on the list of inert ones, or refused by name; a value that
 would change the arithmetic and is not represented is a `CheckpointError`. Files are another module's.
 """
 
@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.engine.errors import CheckpointError
-from app.engine.models import hf_gemma
+from app.engine.models import hf_experts, hf_gemma
+from app.engine.models.config_values import flag as _flag
+from app.engine.models.config_values import positive
+from app.engine.models.hf_experts import FeedForward
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import (
     MAX_SIZE,
@@ -68,7 +71,9 @@ class _Family:
     o_bias: Callable[[Mapping[str, Any]], bool]
     mlp_bias: Callable[[Mapping[str, Any]], bool]
     windows: Callable[[Mapping[str, Any], int], list[int | None]]
+    feed_forwards: Callable[[Mapping[str, Any], MlpSpec, int], list[FeedForward]] = hf_experts.dense
     qk_norm: bool = False
+    whole_qk_norm: bool = False
     off: frozenset[str] = frozenset()
     default_head_dim: int | None = None
     default_kv_heads: int | None = None
@@ -103,9 +108,10 @@ def spec_from_config(
         )
     rope = rope_spec(_rope_parameters(config), head_dim, max_positions)
     mlp = MlpSpec(positive(config, "intermediate_size"), _activation(config), family.mlp_bias(config))
-    shared: dict[int | None, LayerSpec] = {}
-    for window in family.windows(config, num_layers):
-        if window not in shared:
+    windows, feed_forwards = family.windows(config, num_layers), family.feed_forwards(config, mlp, num_layers)
+    shared: dict[tuple[int | None, FeedForward], LayerSpec] = {}
+    for window, feed_forward in zip(windows, feed_forwards, strict=True):
+        if (window, feed_forward) not in shared:
             attention = AttentionSpec(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
@@ -115,9 +121,10 @@ def spec_from_config(
                 qkv_bias=family.qkv_bias(config),
                 o_bias=family.o_bias(config),
                 qk_norm=family.qk_norm,
+                whole_qk_norm=family.whole_qk_norm,
                 window=window,
             )
-            shared[window] = LayerSpec(attention, mlp)
+            shared[window, feed_forward] = LayerSpec(attention, *feed_forward)
     spec = ModelSpec(
         name=name,
         family=str(model_type),
@@ -127,7 +134,7 @@ def spec_from_config(
         max_positions=max_positions,
         norm_eps=_norm_eps(config),
         tie_embeddings=_flag(config, "tie_word_embeddings"),
-        layers=tuple(shared[window] for window in family.windows(config, num_layers)),
+        layers=tuple(shared[kind] for kind in zip(windows, feed_forwards, strict=True)),
         bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
         eos_token_ids=_eos_token_ids(config, generation_config),
     )
@@ -209,23 +216,6 @@ def _token_id(value: object, key: str) -> int | None:
     return value
 
 
-def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A size; CheckpointError unless it is a positive integer. A key that is absent or null has the default."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
-        raise CheckpointError(f"config key {key!r} is {value!r}; a positive integer up to {MAX_SIZE} is needed")
-    return value
-
-
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
-    if not isinstance(value, bool):
-        raise CheckpointError(f"config key {key!r} is {value!r}; true or false is needed")
-    return value
-
-
 def _no_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
     """A window is accepted where it reaches over the whole context, and so changes nothing."""
     positions = positive(config, "max_position_embeddings")
@@ -279,6 +269,20 @@ def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+def _qwen2_moe_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """`layer_types` decides where it exists, else every other layer below `max_window_layers` slides."""
+    first = config.get("max_window_layers", 28)
+    if config.get("layer_types") is not None or isinstance(first, bool) or not isinstance(first, int):
+        return _qwen_windows(config, num_layers)  # which refuses what is no integer
+    window = _window(config) if _flag(config, "use_sliding_window") else None
+    return [window if layer % 2 == 0 and layer < first else None for layer in range(num_layers)]
+
+
+def _qwen3_moe_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """All layers slide, or none."""
+    return [_window(config) if _flag(config, "use_sliding_window") else None] * num_layers
+
+
 def _attention_bias(config: Mapping[str, Any]) -> bool:
     return _flag(config, "attention_bias")
 
@@ -288,6 +292,7 @@ def _never(_config: Mapping[str, Any]) -> bool:
 
 
 _QWEN_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+_QWEN3_MOE_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "attention_bias"})
 _FAMILIES = {
     "llama": _Family(
         keys=frozenset({"attention_bias", "mlp_bias", "sliding_window", "layer_types"}),
@@ -338,4 +343,42 @@ _FAMILIES = {
         )
         for name in hf_gemma.FAMILIES
     },
+    "mixtral": _Family(
+        keys=frozenset({"sliding_window"}) | hf_experts.MIXTRAL_KEYS,
+        qkv_bias=_never,
+        o_bias=_never,
+        mlp_bias=_never,
+        windows=lambda config, num_layers: _mistral_windows({"sliding_window": None, **config}, num_layers),
+        feed_forwards=hf_experts.mixtral,
+        default_kv_heads=8,
+    ),
+    "qwen2_moe": _Family(
+        keys=_QWEN_KEYS | {"qkv_bias"} | hf_experts.QWEN2_KEYS,
+        qkv_bias=lambda config: _flag(config, "qkv_bias", default=True),
+        o_bias=_never,
+        mlp_bias=_never,
+        windows=_qwen2_moe_windows,
+        feed_forwards=hf_experts.qwen2,
+        default_kv_heads=16,
+    ),
+    "qwen3_moe": _Family(
+        keys=_QWEN3_MOE_KEYS | hf_experts.QWEN3_KEYS,
+        qkv_bias=_attention_bias,
+        o_bias=_attention_bias,
+        mlp_bias=_never,
+        windows=_qwen3_moe_windows,
+        feed_forwards=hf_experts.qwen3,
+        qk_norm=True,
+        default_kv_heads=4,
+    ),
+    "olmoe": _Family(
+        keys=frozenset({"attention_bias"}) | hf_experts.OLMOE_KEYS,
+        qkv_bias=_attention_bias,
+        o_bias=_attention_bias,
+        mlp_bias=_never,
+        windows=_no_windows,
+        feed_forwards=hf_experts.olmoe,
+        qk_norm=True,
+        whole_qk_norm=True,
+    ),
 }

@@ -6,6 +6,7 @@ complete when its tensors are exactly these; `check_tensors` names the first tha
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 from app.engine.errors import CheckpointError
 from app.engine.models.encoder_names import encoder_tensors
 from app.engine.models.products import layer_products
-from app.engine.models.spec import ModelSpec
+from app.engine.models.spec import AttentionSpec, ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -55,14 +56,16 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
         widths: dict[LayerNorm, int] = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
-        if layer.attention.qk_norm:
-            widths |= {"q_norm": layer.attention.head_dim, "k_norm": layer.attention.head_dim}
+        widths |= qk_norm_widths(layer.attention)
         shapes |= {f"{prefix}{LAYER_NORMS[norm]}.weight": (width,) for norm, width in widths.items()}
         if layer.post_norms:
             shapes |= {f"{prefix}{path}.weight": (spec.hidden_size,) for path in POST_NORMS.values()}
         for product in layer_products(spec, index):
-            for target, width in zip(product.targets, product.widths, strict=True):
-                module = prefix + product.kind.path(target)
+            for target, expert in itertools.product(product.targets, product.experts):
+                module, width = (
+                    prefix + product.kind.path(target, expert),
+                    product.widths[product.targets.index(target)],
+                )
                 shapes[f"{module}.weight"] = (width, product.d_in)
                 if product.has_bias:
                     shapes[f"{module}.bias"] = (width,)
@@ -70,6 +73,14 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tie_embeddings:
         shapes[LM_HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
+
+
+def qk_norm_widths(attention: AttentionSpec) -> dict[LayerNorm, int]:
+    """Of the norms of queries and keys: a head's width, or that of all heads; nothing where there are none."""
+    if not attention.qk_norm:
+        return {}
+    heads = (attention.num_heads, attention.num_kv_heads) if attention.whole_qk_norm else (1, 1)
+    return {"q_norm": heads[0] * attention.head_dim, "k_norm": heads[1] * attention.head_dim}
 
 
 def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None:

@@ -8,13 +8,13 @@ module knows which targets there are, how many products they make, or where one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from app.engine.errors import CheckpointError
-from app.engine.models.spec import ModelSpec
+from app.engine.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 #: A layer's activations that products read: the normalised hidden states, attention's output, the feed-forward with a
 #: gate and without.
@@ -38,9 +38,12 @@ class ProductKind:
     split: Literal["output", "input"]
     fused: str | None = None
 
-    def path(self, target: str) -> str:
-        """A target's name within its layer: "self_attn.q_proj"."""
-        return f"{self.block}.{target}" if self.block else target
+    def path(self, target: str, expert: int | None = None) -> str:
+        """A target's name within its layer: "self_attn.q_proj", of an expert "mlp.experts.3.down_proj"."""
+        if expert is None:
+            return f"{self.block}.{target}" if self.block else target
+        group, _, name = target.partition(".")
+        return f"{self.block}.{group}.{expert}.{name}"
 
 
 ATTENTION = (
@@ -58,6 +61,18 @@ ENCODER = (
     ProductKind("up", "", ("intermediate.dense",), "normed", "output"),
     ProductKind("down", "", ("output.dense",), "activated", "input"),
 )
+ROUTER = ProductKind("router", "mlp", ("gate",), "normed", "output")
+EXPERTS = (
+    ProductKind(
+        "experts_gate_up",
+        "mlp",
+        ("experts.gate_proj", "experts.up_proj"),
+        "normed",
+        "output",
+        fused="experts.gate_up_proj",
+    ),
+    ProductKind("experts_down", "mlp", ("experts.down_proj",), "gated", "input"),
+)
 #: Of a decoder layer without experts: what a module's name means where no model is at hand.
 DENSE = (*ATTENTION, *GATED_MLP)
 DENSE_TARGETS = tuple(target for kind in DENSE for target in kind.targets)
@@ -69,7 +84,8 @@ class Product:
     """A product of one layer with its sizes.
 
     widths: outputs of each target. groups: per target, into how many equal parts (heads, or single columns) the axis
-    falls that shards divide; a part is never divided. has_bias: whether the base adds one.
+    falls that shards divide; a part is never divided. has_bias: whether the base adds one. num_experts: how many such
+    weights the layer has, of which a token uses a few, or None for a single one that every token uses.
     """
 
     kind: ProductKind
@@ -77,6 +93,12 @@ class Product:
     widths: tuple[int, ...]
     groups: tuple[int, ...]
     has_bias: bool
+    num_experts: int | None = None
+
+    @property
+    def experts(self) -> tuple[int | None, ...]:
+        """What `LoraKey.expert` may be: each expert, or None alone."""
+        return (None,) if self.num_experts is None else tuple(range(self.num_experts))
 
     @property
     def name(self) -> str:
@@ -114,15 +136,44 @@ def layer_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
     """The products of one layer, in the order they are computed."""
     if spec.encoder is not None:
         return _encoder_products(spec, layer)
-    attention, mlp = spec.layers[layer].attention, spec.layers[layer].mlp
-    hidden, wide = spec.hidden_size, mlp.intermediate_size
+    attention = spec.layers[layer].attention
+    hidden = spec.hidden_size
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
     q, kv = heads * attention.head_dim, kv_heads * attention.head_dim
     qkv, o = ATTENTION
-    gate_up, down = GATED_MLP
     return (
         Product(qkv, hidden, (q, kv, kv), (heads, kv_heads, kv_heads), attention.qkv_bias),
         Product(o, q, (hidden,), (heads,), attention.o_bias),
+        *_feed_forward_products(hidden, spec.layers[layer]),
+    )
+
+
+def _feed_forward_products(hidden: int, layer: LayerSpec) -> tuple[Product, ...]:
+    mixture = layer.experts
+    if mixture is None:
+        return _gated_products(GATED_MLP, hidden, layer.mlp)
+    count, shared = mixture.router.num_experts, mixture.shared
+    experts = tuple(replace(product, num_experts=count) for product in _gated_products(EXPERTS, hidden, layer.mlp))
+    products = (Product(ROUTER, hidden, (count,), (1,), has_bias=False), *experts)
+    if shared is None:
+        return products
+    gate, *kinds = shared_kinds(shared.name)
+    gates = (Product(gate, hidden, (1,), (1,), has_bias=False),) if shared.is_gated else ()
+    return (*products, *gates, *_gated_products(kinds, hidden, shared.mlp))
+
+
+def shared_kinds(name: str) -> tuple[ProductKind, ProductKind, ProductKind]:
+    """Of a shared expert whose module has this name within "mlp": its gate, if it has one, and its feed-forward."""
+    return (
+        ProductKind("shared_gate", "mlp", (f"{name}_gate",), "normed", "output"),
+        ProductKind("shared_gate_up", "mlp", (f"{name}.gate_proj", f"{name}.up_proj"), "normed", "output"),
+        ProductKind("shared_down", "mlp", (f"{name}.down_proj",), "gated", "input"),
+    )
+
+
+def _gated_products(kinds: Sequence[ProductKind], hidden: int, mlp: MlpSpec) -> tuple[Product, Product]:
+    (gate_up, down), wide = kinds, mlp.intermediate_size
+    return (
         Product(gate_up, hidden, (wide, wide), (wide, wide), mlp.bias),
         Product(down, wide, (hidden,), (wide,), mlp.bias),
     )
@@ -140,12 +191,62 @@ def _encoder_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
     )
 
 
-def uniform_products(spec: ModelSpec) -> tuple[Product, ...]:
-    """The products of any layer; CheckpointError where layers differ in more than rope, window and attention scale.
+class Stacked(NamedTuple):
+    """A product and the layers that have it, in order."""
 
+    product: Product
+    layers: tuple[int, ...]
+
+
+def stacked_products(spec: ModelSpec) -> tuple[Stacked, ...]:
+    """The products of all layers, each once, for a device whose layers differ in their feed-forward at most.
+
+    CheckpointError where layers differ in their attention beyond rope, window and scale, or in sizes of one product.
+    """
+    found: dict[str, tuple[Product, list[int]]] = {}
+    for layer in range(len(spec.layers)):
+        _check_alike(spec, layer)
+        for product in layer_products(spec, layer):
+            first, layers = found.setdefault(product.name, (product, []))
+            if product != first:
+                raise CheckpointError(
+                    f"layer {layer} of {spec.name} differs from layer {layers[0]} in the sizes of {product.name}; "
+                    "a model whose layers differ so is not served"
+                )
+            layers.append(layer)
+    return tuple(Stacked(product, tuple(layers)) for product, layers in found.values())
+
+
+def single_products(stacked: Iterable[Stacked]) -> tuple[Product, ...]:
+    """Those that every token uses: rank rows lie in tables of these, an adapter's experts by themselves."""
+    return tuple(product for product, _ in stacked if product.num_experts is None)
+
+
+def _check_alike(spec: ModelSpec, layer: int) -> None:
+    """CheckpointError for a layer whose attention or whose feed-forward's activation is not the first one's."""
+    first, other = spec.layers[0], spec.layers[layer]
+    same = replace(
+        other.attention, rope=first.attention.rope, window=first.attention.window, scale=first.attention.scale
+    )
+    activations = {mlp.activation for mlp in (first.mlp, other.mlp)}
+    if same != first.attention or len(activations) > 1 or other.post_norms != first.post_norms:
+        raise CheckpointError(
+            f"layer {layer} of {spec.name} differs from layer 0 in sizes, biases, norms or activation; "
+            "a model whose layers differ in more than rope, window and attention scale is not served"
+        )
+
+
+def uniform_products(spec: ModelSpec) -> tuple[Product, ...]:
+    """The products of any layer of a dense model, for a device that serves no other.
+
+    CheckpointError for a mixture of experts, and where layers differ in more than rope, window and attention scale.
     Devices stack layers in one array and keep an adapter's rank rows at one place in all of them.
     """
     first = spec.layers[0]
+    if any(layer.experts is not None or layer.attention.whole_qk_norm for layer in spec.layers):
+        raise CheckpointError(
+            f"this device does not serve {spec.family}, a mixture of experts ({spec.name}); use engine.cpu"
+        )
     for index, layer in enumerate(spec.layers):
         attention = replace(
             layer.attention, rope=first.attention.rope, window=first.attention.window, scale=first.attention.scale

@@ -17,6 +17,7 @@ Pooling = Literal["last", "mean", "cls"]
 
 MAX_LAYERS = 1_000  # the deepest published decoders have some 130
 MAX_HEAD_DIM = 8_192  # the widest published heads have 576
+MAX_EXPERTS = 4_096  # the most that a published layer has are some 512
 MAX_SIZE = 2**31 - 1  # of whatever a configuration counts: beyond it int32 indices end
 
 
@@ -36,7 +37,8 @@ class RopeSpec:
 class AttentionSpec:
     """Grouped-query attention. `window` is the number of keys a query sees including itself.
 
-    With a softcap c, a score s becomes c * tanh(s / c) before the softmax (Gemma 2).
+    With a softcap c, a score s becomes c * tanh(s / c) before the softmax (Gemma 2). `qk_norm`: each head's query and
+    key are normalised; `whole_qk_norm`: all heads' together.
     """
 
     num_heads: int
@@ -47,6 +49,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
     window: int | None = None
     softcap: float | None = None
 
@@ -61,14 +64,49 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """Which `top_k` of `num_experts` a token goes to: the largest shares of a softmax over all experts' logits.
+
+    Of equal shares the lower index comes first. `normalised`: the chosen shares are divided by their sum.
+    """
+
+    num_experts: int
+    top_k: int
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpertSpec:
+    """A feed-forward that every token passes beside its experts. `name` is its module's within the layer's "mlp".
+
+    `is_gated`: its output is multiplied by the logistic function of a linear map of the token to one number.
+    """
+
+    name: str
+    mlp: MlpSpec
+    is_gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts (Shazeer et al. 2017): Σ share * expert(x) over a token's experts, plus the shared one's."""
+
+    router: RouterSpec
+    shared: SharedExpertSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One pre-norm decoder layer, or one post-norm layer of an encoder.
+
+    `mlp` is its feed-forward, or where there are `experts` each expert's.
 
     `post_norms`: what attention and feed-forward give is normalised, too, before it is added.
     """
 
     attention: AttentionSpec
     mlp: MlpSpec
+    experts: ExpertsSpec | None = None
     post_norms: bool = False
 
 

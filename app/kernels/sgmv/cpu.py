@@ -49,7 +49,7 @@ class RowPlaces(NamedTuple):
 
 
 @compiled
-def _shrink_rows(x, x_row, num_rows, a, num_panels, depth, h, h_row, in_bf16):
+def shrink_rows(x, x_row, num_rows, a, num_panels, depth, h, h_row, in_bf16):
     """h[i, :8 * num_panels] = A @ x[i] for num_rows rows of one adapter; addresses and element strides."""
     step = depth * RANK_PANEL
     step_bytes = step * (2 if in_bf16 else 4)
@@ -94,7 +94,7 @@ def shrink(team, phase, x, tables, ranks, tasks, widest, places, h):
         if rank > 0:
             a, _ = address_and_width(tables, n)
             start, in_bf16 = places.starts[adapter_slot], places.in_bf16[adapter_slot]
-            _shrink_rows(
+            shrink_rows(
                 x.ctypes.data + first * x_row * 4, x_row, end - first,
                 a + (start * 4 + first_rank * (2 if in_bf16 else 4)) * depth, (rank + 7) // 8, depth,
                 h.ctypes.data + (first * h_row + n * h_table + first_rank) * 4, h_row, in_bf16,

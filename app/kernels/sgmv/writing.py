@@ -237,24 +237,29 @@ def matrices(modules: Iterable[tuple[int, int, NDArray[Any], NDArray[Any]]]) -> 
     return Matrices(layers, numbers, np.array(facts, np.int64).reshape(-1, len(_FACTS)), tuple(arrays))
 
 
+def fill_facts(plan: NDArray[np.int64], source: Matrices) -> None:
+    """The columns of a plan [M, PLAN_WIDTH] that say what is written; the others say where."""
+    plan[:, _FACTS] = source.facts
+
+
 class WritePlans:
     """Plans for one set of tables: what never changes is worked out once."""
 
     def __init__(self, a_tables: Sequence[NDArray[np.float32]], b_tables: Sequence[NDArray[np.float32]]) -> None:
-        """Per module: a_tables [L, R / 8, d_in, 8] and b_tables [L, R, W]. They must not move or be freed."""
-        num_layers, num_modules = len(a_tables[0]), len(a_tables)
+        """Per module: a_tables [L, R / 8, d_in, 8], b_tables [L, R, W], each its own L. They must not move."""
+        num_layers, num_modules = max(map(len, a_tables)), len(a_tables)
         self._template: NDArray[np.int64] = np.zeros((num_layers, num_modules, PLAN_WIDTH), np.int64)
         self._widths = np.array([b.shape[2] for b in b_tables])
         for n, (a, b) in enumerate(zip(a_tables, b_tables, strict=True)):
-            lines = self._template[:, n]
+            lines = self._template[: len(a), n]
             lines[:, D_IN] = a.shape[2]
             for column, table in ((TO_A, a), (TO_B, b)):
-                lines[:, column] = _address(table) + table.strides[0] * np.arange(num_layers)
+                lines[:, column] = _address(table) + table.strides[0] * np.arange(len(a))
 
     def plan(self, source: Matrices, row_start: int) -> NDArray[np.int64]:
         """To write `source` from `row_start` on, a multiple of 8. It must live until the plan has been carried out."""
         plan = self._template[source.layers, source.modules]
-        plan[:, _FACTS] = source.facts
+        fill_facts(plan, source)
         plan[:, TO_A] += row_start * 4 * plan[:, D_IN]
         plan[:, TO_B] += row_start * 4 * self._widths[source.modules]
         return plan

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.lora import LoraAdapter, LoraPair, TokenRows
+from app.engine.adapters.modules import layer_modules
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredTensor
 from app.engine.models.names import expected_tensors
 from app.engine.models.products import DENSE_TARGETS, target_shape
@@ -100,6 +101,20 @@ def random_adapter(
         for key, (a, b) in arrays.items()
     }
     return adapter_from_arrays(stored, spec, alpha, saved_in)
+
+
+def random_mixture_adapter(spec: ModelSpec, rank: int, rng: np.random.Generator, dtype: str = "F32") -> LoraAdapter:
+    """Some of the modules of every kind, each expert's for itself, ranks up to `rank`, saved as `dtype`."""
+    modules = []
+    for path, module in layer_modules(spec).items():
+        if module.is_fused or rng.integers(2):
+            continue
+        d_in, d_outs = module.shape(spec)
+        own = int(rng.integers(1, rank + 1))
+        a, b = rng.normal(0, 0.3, (own, d_in)), rng.normal(0, 0.3, (sum(d_outs), own))
+        pair = stored_tensor(a, dtype), stored_tensor(b, dtype)
+        modules.append(StoredModule(path, *pair, float(own), use_rslora=False))
+    return build_adapter(StoredAdapter(tuple(sorted(modules, key=lambda one: one.path))), spec)
 
 
 def with_random_extras(adapter: LoraAdapter, spec: ModelSpec, rng: np.random.Generator) -> LoraAdapter:

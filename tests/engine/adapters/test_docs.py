@@ -10,6 +10,7 @@ from pathlib import Path
 from app.engine.adapters.formats.peft_config import INERT_KEYS, OFF_VALUES
 from app.engine.xla.features import SERVED
 from tests.engine.adapters.formats.test_peft_parity import BEYOND, FUSED, HALVES, OPTIONS
+from tests.engine.adapters.moe_parity import FORMATS
 
 PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
 START = "<!-- options: written by tests/engine/adapters/test_docs.py -->\n"
@@ -20,6 +21,7 @@ def options_table() -> str:
     lines = ["| option | |", "|---|---|"]
     lines += [f"| {option} | served |" for option in (*OPTIONS, *FUSED, *HALVES)]
     lines += [f"| {option} | served{_by_whom(option)} |" for option in BEYOND]
+    lines += [f"| mixtures of experts: {option} | served by `engine.cpu` |" for option in FORMATS]
     lines += [f"| `{key}` | refused unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]
     lines += [f"| {', '.join(f'`{key}`' for key in sorted(INERT_KEYS))} | ignored: no effect once trained |"]
     lines += ["| any other key | refused unless it is `null` |"]

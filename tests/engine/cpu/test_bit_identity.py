@@ -13,13 +13,23 @@ from app.engine.config import CpuConfig, WeightStorage
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
-from tests.engine.company import disturbed, gemma_spec
+from tests.engine.company import disturbed, gemma_spec, mixture_spec
 
 #: Seconds for each storage, and batches in any case.
 BUDGET_S, MIN_BATCHES = 2, 1000
 
 
-@pytest.mark.parametrize(("weight_storage", "spec"), [("float32", None), ("auto", None), ("float32", gemma_spec())])
+@pytest.mark.parametrize(
+    ("weight_storage", "spec"),
+    [
+        ("float32", None),
+        ("auto", None),
+        ("float32", gemma_spec()),
+        ("float32", mixture_spec()),
+        ("auto", mixture_spec()),
+    ],
+    ids=["dense", "dense in 8 bits", "gemma", "mixture", "mixture in 8 bits"],
+)
 def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
     weight_storage: WeightStorage, spec: ModelSpec | None
 ) -> None:

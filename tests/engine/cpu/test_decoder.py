@@ -11,7 +11,7 @@ import torch
 from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import Checkpoint, load_checkpoint
-from tests.engine.checkpoints import FAMILIES, GEMMA, save, tiny_model
+from tests.engine.checkpoints import FAMILIES, GEMMA, MIXTURES, save, tiny_model
 from tests.engine.logits_check import NUM_BLOCKS, check_family
 from tests.kernels.machine.test_memory_pages import num_absent_pages
 
@@ -19,7 +19,7 @@ CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=64, max_batch_
 LENGTHS = (1, 37, 70)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GEMMA])
+@pytest.mark.parametrize("family", [*FAMILIES, *GEMMA, *MIXTURES])
 def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, tmp_path: Path) -> None:
     def make_backend(checkpoint: Checkpoint) -> CpuBackend:
         return CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)

@@ -52,8 +52,8 @@ from app.engine.errors import AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 
 CARD_SUFFIX = ".lora.arrow"
-#: Version 1 has no role but "lora"; what a version 1 card can hold is still written as one.
-FORMAT_VERSIONS = ("1", "2")
+#: Version 1 has no role but "lora", and 3 alone has experts; a card is of the least version that can hold it.
+FORMAT_VERSIONS = ("1", "2", "3")
 ALIGNMENT = 64
 
 #: Metadata that the format itself writes; free metadata may not use these keys.
@@ -108,7 +108,7 @@ def write_card(path: Path, card: ArrowCard) -> None:
     batch = _batch(rows)
     metadata = dict(card.metadata) | {
         "format": "polylora.lora",
-        "format_version": FORMAT_VERSIONS[any(row.role != LORA for row in rows)],
+        "format_version": _version(rows),
         "name": card.name,
         "rank": json.dumps(max(module.rank for module in modules)),
         "alpha": json.dumps(sorted({module.alpha for module in modules})),
@@ -169,6 +169,8 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
     free = {key: value for key, value in metadata.items() if key not in RESERVED_KEYS}
     if metadata["format_version"] == "1" and any(row.role != LORA for row in rows):
         raise AdapterFormatError(f"{what}: format version 1 has no role but 'lora'")
+    if metadata["format_version"] < _version(rows):
+        raise AdapterFormatError(f"{what}: format version {metadata['format_version']} has no experts")
     try:
         stored = stored_of(rows, free.get("description", ""))
         if "text" in metadata:
@@ -177,6 +179,13 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
         raise AdapterFormatError(f"{what}: {error}") from error
     quantization = _quantization(metadata["quantization"], what) if "quantization" in metadata else None
     return ArrowCard(metadata["name"], stored, MappingProxyType(free), quantization)
+
+
+def _version(rows: Sequence[CardRow]) -> str:
+    """The least that can hold these rows."""
+    if any(".experts." in row.path for row in rows):
+        return "3"
+    return FORMAT_VERSIONS[any(row.role != LORA for row in rows)]
 
 
 def read_card_adapter(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> LoraAdapter:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from app.engine.adapters.formats.fused_experts import FusedExperts, fuse
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import (
     EMBEDDING_HALVES,
@@ -32,11 +33,14 @@ from app.engine.errors import AdapterFormatError
 
 def write_peft_folder(folder: Path, stored: StoredAdapter) -> None:
     """Write `stored` so that PEFT, and `read_peft`, read the same adapter. Quantised tensors become F32."""
-    config = _config(stored)
+    experts, modules = fuse(replace(module, a=_plain(module.a), b=_plain(module.b)) for module in stored.modules)
+    config = _config(stored, experts, modules)
     tensors: dict[str, StoredTensor] = {}
-    for module in stored.modules:
+    for one in experts:
+        tensors |= {f"{PREFIX}{one.place}.lora_{half}.weight": getattr(one.module, half.lower()) for half in "AB"}
+    for module in modules:
         halves = EMBEDDING_HALVES if module.path == EMBEDDING_PATH else HALVES
-        parts = {"lora_A": _plain(module.a), "lora_B": _plain(module.b)}
+        parts = {"lora_A": module.a, "lora_B": module.b}
         tensors |= {f"{PREFIX}{module.path}{suffix}": parts[half] for suffix, half in halves.items()}
         for suffix, part in ((MAGNITUDE, module.magnitude), (LORA_BIAS, module.bias)):
             if part is not None:
@@ -83,13 +87,20 @@ def _plain(tensor: StoredTensor) -> StoredTensor:
     return StoredTensor("F32", tensor.shape, memoryview(values.tobytes()))
 
 
-def _config(stored: StoredAdapter) -> dict[str, object]:
+def _config(
+    stored: StoredAdapter, experts: Sequence[FusedExperts], modules: Sequence[StoredModule]
+) -> dict[str, object]:
     """A PEFT configuration that selects exactly the modules present, with their ranks and alphas."""
     rslora = _alike(stored.modules, [module.use_rslora for module in stored.modules], "rsLoRA")
     uses_dora = _alike(stored.modules, [module.magnitude is not None for module in stored.modules], "DoRA")
     has_bias = _alike(stored.modules, [module.bias is not None for module in stored.modules], "lora_bias")
     rank = Counter(module.rank for module in stored.modules).most_common(1)[0][0]
     alpha = Counter(module.alpha for module in stored.modules).most_common(1)[0][0]
+    ranks = {module.path: module.rank for module in stored.modules}  # of an expert, and so of all of a layer
+    wrapped = [(_wrapped(module), ranks[module.path], module.alpha) for module in modules]
+    for one in experts:
+        container, _, name = one.module.path.rpartition(".")
+        wrapped.append((one.module.path, ranks[f"{container}.0.{name}"], one.module.alpha))
     beyond: dict[str, object] = {"use_dora": True} if uses_dora else {}
     if has_bias:
         beyond["lora_bias"] = True
@@ -102,18 +113,29 @@ def _config(stored: StoredAdapter) -> dict[str, object]:
         beyond["modules_to_save"] = saved
     return (
         {
-            "alpha_pattern": {module.path: module.alpha for module in stored.modules if module.alpha != alpha},
+            "alpha_pattern": {path: own_alpha for path, _, own_alpha in wrapped if own_alpha != alpha},
             "bias": bias,
             "lora_alpha": alpha,
             "peft_type": "LORA",
             "r": rank,
-            "rank_pattern": {module.path: module.rank for module in stored.modules if module.rank != rank},
+            "rank_pattern": {path: own_rank for path, own_rank, _ in wrapped if own_rank != rank},
             "task_type": "CAUSAL_LM",
             "use_rslora": rslora,
         }
-        | _targets(stored.modules)
+        | _targets([module for module in modules if _wrapped(module) == module.path])
+        | _target_parameters([path for path, _, _ in wrapped if path not in {module.path for module in modules}])
         | beyond
     )
+
+
+def _wrapped(module: StoredModule) -> str:
+    """What PEFT wraps: the module, but a router's weight, for a router is no linear module of transformers'."""
+    return f"{module.path}.weight" if module.path.endswith(".mlp.gate") else module.path
+
+
+def _target_parameters(names: Sequence[str]) -> dict[str, object]:
+    """The version says which layout these have."""
+    return {"target_parameters": list(names), "peft_version": "0.19.0"} if names else {}
 
 
 def _alike(modules: Sequence[StoredModule], has: Sequence[bool], what: str) -> bool:
@@ -143,12 +165,14 @@ def _saved(stored: StoredAdapter) -> tuple[str, list[str]]:
     return bias, sorted(path for path, found in kinds.items() if "weight" in found and path not in adapted)
 
 
-def _targets(modules: tuple[StoredModule, ...]) -> dict[str, object]:
+def _targets(modules: Sequence[StoredModule]) -> dict[str, object]:
     """Short names where every layer named has the same modules, else every path in full."""
+    if not modules:
+        return {"target_modules": []}
     by_layer: dict[int, set[str]] = {}
     for module in modules:
         parts = module.path.split(".")
-        if len(parts) < 4:  # lm_head
+        if len(parts) != 5:  # lm_head, and what lies deeper: names of a shared expert's modules are others', too
             return {"target_modules": [other.path for other in modules]}
         by_layer.setdefault(int(parts[2]), set()).add(parts[-1])
     names = next(iter(by_layer.values()))

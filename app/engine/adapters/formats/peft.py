@@ -8,28 +8,35 @@ be there: PEFT would leave it at zero in silence. Pickle is never opened.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.formats.base_check import check_base
 from app.engine.adapters.formats.patterns import first_matching
 from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, parse_config
+from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
 from app.engine.adapters.formats.safetensors_file import read_safetensors
 from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, layer_modules
+from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, Module, assumed_modules, layer_modules
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
 from app.engine.adapters.strict_json import short
-from app.engine.adapters.targets import check_modules, check_parameters, token_row_paths, whole_matrices
+from app.engine.adapters.targets import (
+    check_modules,
+    check_parameters,
+    check_target_parameters,
+    token_row_paths,
+    whole_matrices,
+)
 from app.engine.adapters.text import read_text
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
+from app.engine.models.encoder_names import LAYERS as ENCODER_LAYERS
+from app.engine.models.expert_layouts import canonical_module, mixtral_module
 from app.engine.models.names import expected_tensors
 from app.engine.models.spec import ModelSpec
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_LAYER = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d{1,4})\.")
 
 
 def read_peft(
@@ -52,14 +59,19 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
     if spec is not None:
         names = config.target_modules
         is_plain = isinstance(names, tuple) and not config.exclude_modules and not any("." in name for name in names)
-        is_every_layer = is_plain and config.layers_to_transform is None
+        is_alike = all(layer.experts is None for layer in spec.layers)  # else a name need not be in every layer
+        is_every_layer = is_plain and is_alike and config.layers_to_transform is None
         check_base(found.modules, spec, trained_on=config.trained_on, is_every_layer=is_every_layer)
-    _check(config, found, spec)
-    modules = _modules(config, found)
+    check_options(config)
+    experts = expert_modules(config, found.modules, spec)
+    for path in [path for path in found.modules if is_fused(path)]:
+        del found.modules[path]
+    _check(config, found, spec, has_experts=bool(experts))
+    modules = sorted([*_modules(config, found), *experts], key=lambda module: module.path)
     token_ids = token_row_paths(config, found, is_tied=spec is None or spec.tie_embeddings)
     whole = whole_matrices(config, found, None if spec is None else spec.tie_embeddings)
     return StoredAdapter(
-        modules,
+        tuple(modules),
         parameters=tuple(sorted((found.parameters | found.wrapped | whole).items())),
         token_rows=tuple(StoredRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
         text=read_text(folder, limits).to_json(),
@@ -91,43 +103,59 @@ def _step(checkpoint: Path) -> tuple[int, str]:
     return int(number) if number.isdecimal() and len(number) < 12 else -1, checkpoint.name
 
 
-def _check(config: PeftConfig, found: PeftTensors, spec: ModelSpec | None) -> None:
-    if spec is None:
-        layers = [int(match[1]) for match in map(_LAYER.match, found.modules) if match]
-        base, num_layers = "a model of these layers", 1 + max(layers, default=-1)
-        is_encoder = any(path.startswith("encoder.layer.") for path in found.modules)
-    else:
-        base, num_layers, is_encoder = f"'{spec.name}'", len(spec.layers), spec.encoder is not None
-    table = layer_modules(num_layers, is_encoder=is_encoder)
-    if is_encoder:
+def _check(config: PeftConfig, found: PeftTensors, spec: ModelSpec | None, *, has_experts: bool) -> None:
+    table = assumed_modules(map(canonical_module, found.modules)) if spec is None else layer_modules(spec)
+    if any(path.startswith(ENCODER_LAYERS) for path in table):
         found.modules.pop(UNREAD_MODULE, None)
         for parameters in (found.parameters, found.wrapped):
             parameters.pop(f"{UNREAD_MODULE}.bias", None)
-    for path in found.modules:
-        if path not in table and path not in OUTER_MODULES:
-            raise AdapterMismatch(
-                f"{WEIGHTS_NAME}: module {short(path)} does not exist in {base} ({num_layers} layers), "
-                "or LoRA on it is not served"
-            )
-    check_modules(config, found, table, base)
+    num_layers = len({module.layer for module in table.values()})
+    base = "a model of these layers" if spec is None else f"'{spec.name}'"
+    if any(".block_sparse_moe." in path for path in found.modules):
+        table = {mixtral_module(path): module for path, module in table.items()}
+    strange = [path for path in found.modules if path not in table and path not in OUTER_MODULES]
+    if strange:
+        raise AdapterMismatch(
+            f"{WEIGHTS_NAME}: module {', '.join(map(short, strange[:5]))} ({len(strange)} in all) does not exist in "
+            f"{base} ({num_layers} layers), or LoRA on it is not served"
+        )
+    candidates = _candidates(table, found)
+    check_modules(config, found, candidates, base, has_experts=has_experts)
+    if spec is not None:
+        check_target_parameters(config, table, base)
     check_parameters(config, found, None if spec is None else expected_tensors(spec))
 
 
-def _modules(config: PeftConfig, found: PeftTensors) -> tuple[StoredModule, ...]:
+def _candidates(table: dict[str, Module], found: PeftTensors) -> dict[str, Module]:
+    """What `target_modules` may mean: single experts, and a router, only where they were modules when it was saved.
+
+    Since transformers 5 they are parameters, which only `target_parameters` reaches.
+    """
+    has_experts = any(path in table and table[path].expert is not None for path in found.modules)
+    return {
+        path: module
+        for path, module in table.items()
+        if (has_experts if module.expert is not None else module.targets != ("gate",) or path in found.modules)
+    }
+
+
+def _modules(config: PeftConfig, found: PeftTensors) -> list[StoredModule]:
     paths = sorted(found.modules)
-    rank_keys = first_matching(list(config.rank_pattern), paths, "rank_pattern")
-    alpha_keys = first_matching(list(config.alpha_pattern), paths, "alpha_pattern")
+    # Patterns are matched with what PEFT wraps: the module, or its weight.
+    wrapped = {path: f"{path}.weight" if selects_parameter(config, f"{path}.weight") else path for path in paths}
+    rank_keys = first_matching(list(config.rank_pattern), list(wrapped.values()), "rank_pattern")
+    alpha_keys = first_matching(list(config.alpha_pattern), list(wrapped.values()), "alpha_pattern")
     modules = []
-    for path in paths:
+    for path, name in wrapped.items():
         parts = found.modules[path]
         a, b = parts["lora_A"], parts["lora_B"]
-        rank = config.rank_pattern[rank_keys[path]] if path in rank_keys else config.rank
-        alpha = config.alpha_pattern[alpha_keys[path]] if path in alpha_keys else config.alpha
+        rank = config.rank_pattern[rank_keys[name]] if name in rank_keys else config.rank
+        alpha = config.alpha_pattern[alpha_keys[name]] if name in alpha_keys else config.alpha
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise AdapterFormatError(
                 f"{path}: the configuration gives rank {rank} but lora_A is {list(a.shape)} and "
                 f"lora_B {list(b.shape)}; fix r or rank_pattern"
             )
         extra = parts.get("magnitude"), parts.get("bias")
-        modules.append(StoredModule(path, a, b, alpha, config.use_rslora, *extra))
-    return tuple(modules)
+        modules.append(StoredModule(canonical_module(path), a, b, alpha, config.use_rslora, *extra))
+    return modules

@@ -26,7 +26,6 @@ INERT_KEYS = frozenset(
         "inference_mode",
         "lora_dropout",
         "megatron_core",
-        "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
@@ -56,7 +55,6 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "merge_weights": ((None, False), "adapters are served unmerged"),
     "megatron_config": ((None,), "Megatron layers are not served"),
     "monteclora_config": ((None,), "MonteCLoRA is not served"),
-    "target_parameters": ((None, []), "parameter targets are not served"),
     "task_type": (
         (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
         "only causal language models and embeddings (FEATURE_EXTRACTION) are served",
@@ -79,8 +77,10 @@ _USED_KEYS = frozenset(
         "modules_to_save",
         "peft_type",
         "r",
+        "peft_version",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "trainable_token_indices",
         "use_dora",
         "use_rslora",
@@ -92,7 +92,8 @@ _USED_KEYS = frozenset(
 class PeftConfig:
     """What decides which modules change and by how much. A `str` is a pattern, a tuple a list of names.
 
-    `fan_in_fan_out` is not kept: PEFT switches it off for linear layers, the only ones served here.
+    `fan_in_fan_out` decides nothing: PEFT switches it off for linear layers and refuses it beside `target_parameters`.
+    `peft_version` tells two layouts of experts apart (`peft_experts`) and nothing else; "" where it is not given.
     """
 
     rank: int
@@ -110,6 +111,9 @@ class PeftConfig:
     modules_to_save: tuple[str, ...]
     token_indices: Mapping[str, tuple[int, ...]]
     trained_on: str | None = None  # the base's name, for messages
+    target_parameters: tuple[str, ...] = ()
+    fan_in_fan_out: bool = False
+    peft_version: str = ""
 
 
 def parse_config(contents: bytes) -> PeftConfig:
@@ -125,7 +129,10 @@ def parse_config(contents: bytes) -> PeftConfig:
         elif value is not None and key not in INERT_KEYS and key not in _USED_KEYS:
             raise _refused(key, value, "this key is not known, so its effect is not; update the server or remove it")
 
-    target_modules = _names(config, "target_modules", default=None)
+    target_parameters = _names(config, "target_parameters", default=())
+    if isinstance(target_parameters, str):
+        raise _refused("target_parameters", target_parameters, "must be a list of parameter names")
+    target_modules = _names(config, "target_modules", default=() if target_parameters else None)
     layers_to_transform = _layers(config)
     layers_pattern = _names(config, "layers_pattern", default=())
     if isinstance(layers_pattern, str):
@@ -137,7 +144,6 @@ def parse_config(contents: bytes) -> PeftConfig:
     for name in layers_pattern:
         if not name.replace(".", "_").isidentifier():
             raise _refused("layers_pattern", name, "only a plain name such as 'layers' is understood")
-    _boolean(config, "fan_in_fan_out")
     bias = config.get("bias", "none")
     if bias not in ("none", "all", "lora_only"):
         raise _refused("bias", bias, "must be none, all or lora_only")
@@ -160,6 +166,9 @@ def parse_config(contents: bytes) -> PeftConfig:
         bias=bias,
         modules_to_save=_modules_to_save(config),
         token_indices=_token_indices(config),
+        target_parameters=target_parameters,
+        fan_in_fan_out=_boolean(config, "fan_in_fan_out"),
+        peft_version=config["peft_version"] if isinstance(config.get("peft_version"), str) else "",
         alpha_pattern={key: _alpha(f"alpha_pattern[{short(key)}]", v) for key, v in _table(config, "alpha_pattern")},
     )
 

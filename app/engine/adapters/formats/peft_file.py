@@ -35,6 +35,7 @@ _OTHER_SPELLINGS = (
 )
 #: What a module of modules_to_save has beside its own weight, under names that PEFT does not load into it.
 _UNUSED = re.compile(r"(?P<path>.+)\.(?P<part>modules_to_save|original_module)\.(?P<kind>weight|bias)")
+_MOST_TOLD = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,11 @@ def sort_tensors(tensors: Mapping[str, StoredTensor]) -> PeftTensors:
                 f"{WEIGHTS_NAME}: {short(path)} has its {_PARTS[suffix]} twice, once as {short(full_name)}; keep one"
             )
         parts[_PARTS[suffix]] = tensor
-    for path, parts in found.modules.items():
-        missing = {"lora_A", "lora_B"} - set(parts)
-        if missing:
-            raise AdapterFormatError(f"{WEIGHTS_NAME}: module {short(path)} has no {missing.pop()}; save it whole")
+    halves = [(path, {"lora_A", "lora_B"} - set(parts)) for path, parts in found.modules.items()]
+    missing = [f"module {short(path)} has no {min(lacks)}" for path, lacks in sorted(halves) if lacks]
+    if missing:
+        more = f"; and {len(missing) - _MOST_TOLD} more" if len(missing) > _MOST_TOLD else ""
+        raise AdapterFormatError(f"{WEIGHTS_NAME}: {'; '.join(missing[:_MOST_TOLD])}{more}; save it whole")
     return found
 
 

@@ -260,7 +260,6 @@ REFUSED_VALUES = {
     "megatron_config": {"tensor_model_parallel_size": 1},
     "merge_weights": True,
     "monteclora_config": {"num_samples": 8},
-    "target_parameters": ["mlp.experts.gate_up_proj"],
     "task_type": "SEQ_CLS",
     "use_bdlora": {"nblocks": 2},
     "use_qalora": True,

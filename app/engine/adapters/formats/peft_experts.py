@@ -1,0 +1,189 @@
+"""LoRA on all experts of a layer at once, as PEFT saves it (`target_parameters`), taken apart into one LoRA per expert.
+
+In: a `PeftConfig` and the modules of a file. Out: `StoredModule`s such as "model.layers.0.mlp.experts.3.gate_up_proj",
+whose A serves gate and up. For E experts of rank r, lora_A is [E * r, in] with the expert as the slowest index and
+lora_B [out, E * r] with the expert as the *fastest* (PEFT's `ParamWrapper`). One container may hold two such pairs: the
+inner one, `experts.base_layer`, is of gate_up_proj and the outer one, `experts`, of down_proj; a single one is always
+the outer, so only the configuration says what it is of. Before PEFT 0.19 in and out were swapped under the same names:
+shapes tell, or where both layouts have one shape, `peft_version`. Everything that is wrong is told in one error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from app.engine.adapters.formats.patterns import first_matching, listed
+from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
+from app.engine.adapters.stored import DTYPE_BYTES, StoredModule, StoredTensor
+from app.engine.adapters.strict_json import short
+from app.engine.errors import AdapterFormatError, AdapterMismatch
+from app.engine.models.spec import ModelSpec
+
+#: In the order in which PEFT wraps them, the first innermost.
+PARAMETERS = ("gate_up_proj", "down_proj")
+_CONTAINER = re.compile(r"(model\.layers\.(\d{1,4})\.mlp\.experts)(?:\.base_layer)?")
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})")
+#: The first PEFT in whose files lora_A is [E * r, d_in] for every kind of experts.
+_FIRST_NEW = (0, 19, 0)
+_MOST_TOLD = 10
+
+
+class _Pair(NamedTuple):
+    """One parameter's lora_A and lora_B. name: "model.layers.0.mlp.experts.down_proj"."""
+
+    name: str
+    a: StoredTensor
+    b: StoredTensor
+
+
+def is_fused(path: str) -> bool:
+    """Whether a module of a file is all experts of a layer."""
+    return _CONTAINER.fullmatch(path) is not None
+
+
+def selects_parameter(config: PeftConfig, name: str) -> bool:
+    """Whether `target_parameters` names this parameter: in full, or its end after a dot."""
+    return listed(name, config.target_parameters)
+
+
+def expert_modules(
+    config: PeftConfig, found: Mapping[str, Mapping[str, StoredTensor]], spec: ModelSpec | None
+) -> list[StoredModule]:
+    """Every expert's LoRA from the fused modules in `found` (path → part → tensor), which may hold others, too.
+
+    `AdapterMismatch` or `AdapterFormatError` with all that is wrong. spec: None where the base is not known.
+    """
+    fused = {path: parts for path, parts in found.items() if is_fused(path)}
+    problems: list[str] = []
+    pairs = list(_pairs(config, fused, spec, problems))
+    names = [pair.name for pair in pairs]
+    ranks = first_matching(list(config.rank_pattern), names, "rank_pattern")
+    alphas = first_matching(list(config.alpha_pattern), names, "alpha_pattern")
+    modules: list[StoredModule] = []
+    for pair in pairs:
+        rank = config.rank_pattern[ranks[pair.name]] if pair.name in ranks else config.rank
+        alpha = config.alpha_pattern[alphas[pair.name]] if pair.name in alphas else config.alpha
+        modules += _split(pair, rank, alpha, config, spec, problems)
+    if problems:
+        more = f"; and {len(problems) - _MOST_TOLD} more" if len(problems) > _MOST_TOLD else ""
+        raise AdapterMismatch(f"{WEIGHTS_NAME}: {'; '.join(problems[:_MOST_TOLD])}{more}")
+    return modules
+
+
+def _pairs(
+    config: PeftConfig, fused: Mapping[str, Mapping[str, StoredTensor]], spec: ModelSpec | None, problems: list[str]
+) -> Iterator[_Pair]:
+    if spec is None:
+        layers = sorted({int(match[2]) for match in map(_CONTAINER.fullmatch, fused) if match})
+    else:
+        layers = [index for index, layer in enumerate(spec.layers) if layer.experts is not None]
+    left = dict(fused)
+    for layer in layers:
+        container = f"model.layers.{layer}.mlp.experts"
+        chosen = [name for name in PARAMETERS if selects_parameter(config, f"{container}.{name}")]
+        places = [container] if len(chosen) == 1 else [f"{container}.base_layer", container]
+        for name, place in zip(chosen, places, strict=bool(chosen)):
+            parts = left.pop(place, None)
+            if parts is None:
+                problems.append(f"{container}.{name} is selected by target_parameters but has no tensors")
+                continue
+            extra = sorted(set(parts) - {"lora_A", "lora_B"})
+            if extra:
+                problems.append(f"{place} has a {extra[0]}, which PEFT does not train on experts")
+                continue
+            yield _Pair(f"{container}.{name}", parts["lora_A"], parts["lora_B"])
+    for path in sorted(left):
+        match = _CONTAINER.fullmatch(path)
+        assert match is not None, "only containers are here"
+        if spec is not None and int(match[2]) not in layers:
+            problems.append(f"{short(path)} is of experts, but layer {match[2]} of '{spec.name}' has none")
+        else:
+            problems.append(
+                f"{short(path)} is not selected by target_parameters {short(config.target_parameters)} of {CONFIG_NAME}"
+            )
+
+
+def _split(
+    pair: _Pair, rank: int, alpha: float, config: PeftConfig, spec: ModelSpec | None, problems: list[str]
+) -> Iterator[StoredModule]:
+    """One expert after the other, each of the standard layout: a [r, d_in], b [d_out, r]."""
+    a, b = pair.a.shape, pair.b.shape
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] % rank:
+        problems.append(
+            f"{pair.name}: lora_A {list(a)} and lora_B {list(b)} are not those of whole experts of rank {rank}; "
+            "fix r or rank_pattern"
+        )
+        return
+    num_experts = a[0] // rank
+    is_new: bool | None
+    if spec is None:
+        is_new = _is_new(config.peft_version)
+    else:
+        layer = spec.layers[int(pair.name.split(".")[2])]
+        assert layer.experts is not None, "pairs are of layers with experts"
+        if num_experts != layer.experts.router.num_experts:
+            problems.append(
+                f"{pair.name}: lora_A {list(a)} of rank {rank} is of {num_experts} experts, but '{spec.name}' has "
+                f"{layer.experts.router.num_experts}"
+            )
+            return
+        wide = layer.mlp.intermediate_size
+        sizes = (spec.hidden_size, 2 * wide) if pair.name.endswith("gate_up_proj") else (wide, spec.hidden_size)
+        if (a[1], b[0]) not in (sizes, sizes[::-1]):
+            problems.append(
+                f"{pair.name}: the adapter maps {a[1]} to {b[0]}, but an expert of '{spec.name}' maps {sizes[0]} to "
+                f"{sizes[1]}"
+            )
+            return
+        is_new = (a[1], b[0]) == sizes if sizes[0] != sizes[1] else _is_new(config.peft_version)
+    if is_new is None:
+        problems.append(
+            f"{pair.name}: lora_A {list(a)} may be [experts * r, in] or, before PEFT 0.19, [experts * r, out]; "
+            f"peft_version {short(config.peft_version)} in {CONFIG_NAME} does not say"
+        )
+        return
+    container, _, name = pair.name.rpartition(".")
+    for expert, (own_a, own_b) in enumerate(_experts(pair, num_experts, is_new=is_new)):
+        yield StoredModule(f"{container}.{expert}.{name}", own_a, own_b, alpha, config.use_rslora)
+
+
+def _experts(pair: _Pair, num_experts: int, *, is_new: bool) -> Iterator[tuple[StoredTensor, StoredTensor]]:
+    by_rank = _bits(pair.a).reshape(num_experts, -1, pair.a.shape[1])  # [E, r, in], or [E, r, out]
+    by_place = _bits(pair.b).reshape(pair.b.shape[0], -1, num_experts)  # [out, r, E], or [in, r, E]
+    for expert in range(num_experts):
+        a, b = by_rank[expert], by_place[:, :, expert]
+        first, second = (a, b) if is_new else (b.T, a.T)
+        yield _tensor(pair.a.dtype, first), _tensor(pair.b.dtype, second)
+
+
+def _bits(tensor: StoredTensor) -> np.ndarray:
+    """The values as unsigned integers of their size: moved, never computed with."""
+    return np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
+
+
+def _tensor(dtype: str, bits: np.ndarray) -> StoredTensor:
+    whole = np.ascontiguousarray(bits)
+    return StoredTensor(dtype, tuple(whole.shape), memoryview(whole.view(np.uint8).reshape(-1)))
+
+
+def _is_new(version: str) -> bool | None:
+    """Whether a file of this PEFT has today's layout; None for a version that does not tell."""
+    match = _VERSION.match(version)
+    if match is None:
+        return None
+    numbers = tuple(map(int, match.groups()))
+    if numbers == _FIRST_NEW and version != match[0]:
+        return None  # written while 0.19.0 was made
+    return numbers >= _FIRST_NEW
+
+
+def check_options(config: PeftConfig) -> None:
+    """`AdapterFormatError` for what PEFT refuses beside `target_parameters`."""
+    for key in ("use_dora", "lora_bias", "fan_in_fan_out"):
+        if config.target_parameters and getattr(config, key):
+            raise AdapterFormatError(f"{CONFIG_NAME}: '{key}' beside target_parameters: PEFT has no such adapters")

@@ -1,0 +1,80 @@
+"""Rank rows of experts on a CPU: an adapter's lie in memory of its own, as much as its experts and ranks take.
+
+In: an adapter's experts, worked out by `PreparedRows`, and its slot. Out: addresses by layer, slot and expert for
+`app.kernels.moe_lora`. Memory is allocated when an adapter is written and freed when its slot is released; how much may
+be held is the engine's business (`AdapterCard.extra_bytes`, which counts these rows).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.cpu.rows import ExpertMatrices
+from app.engine.models.products import Stacked
+from app.kernels.machine.team import Team
+from app.kernels.matmul.cpu import PANEL
+from app.kernels.moe_lora.cpu import ExpertRows
+from app.kernels.sgmv.cpu import RANK_PANEL
+from app.kernels.sgmv.writing import D_IN, D_OUT, PLAN_WIDTH, RANK, TO_A, TO_B, A, fill_facts, write_plan
+
+
+class ExpertRowMemory:
+    """Of the two products that a model's experts have."""
+
+    def __init__(self, stacked: tuple[Stacked, ...], num_slots: int) -> None:
+        """stacked: the products that have experts, in the order of `ExpertMatrices.products`."""
+        in_bf16 = np.zeros(num_slots, np.bool_)
+        self.tables: list[ExpertRows] = []
+        for product, layers in stacked:
+            shape = (len(layers), num_slots, len(product.experts), len(product.targets))
+            at = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+            self.tables.append(ExpertRows(*at, np.zeros(shape, np.int32), in_bf16))
+        self._in_bf16 = in_bf16
+        self._held: dict[int, NDArray[np.uint8]] = {}
+        self._widest = np.zeros(num_slots, np.int64)
+
+    def held_bytes(self, adapter_slot: int) -> int:
+        """Bytes of the slot's rows."""
+        return self._held[adapter_slot].nbytes if adapter_slot in self._held else 0
+
+    def widest(self, adapter_slots: NDArray[np.int64]) -> int:
+        """The largest rank of these slots' experts; 0 where none changes an expert."""
+        return int(self._widest[adapter_slots].max(initial=0))
+
+    def release(self, adapter_slot: int) -> None:
+        """Forget the slot's rows and free their memory."""
+        if self._held.pop(adapter_slot, None) is not None:
+            self._widest[adapter_slot] = 0
+            for rows in self.tables:
+                rows.ranks[:, adapter_slot] = 0
+
+    def write(self, team: Team, adapter_slot: int, source: ExpertMatrices | None) -> None:
+        """Take the slot's rows from `source`, dropping what was there."""
+        self.release(adapter_slot)
+        if source is None:
+            return
+        plan = np.zeros((len(source.places), PLAN_WIDTH), np.int64)
+        fill_facts(plan, source.matrices)
+        plan[:, D_IN] = source.depths
+        width = 2 if source.all_in_bf16 else 4
+        sizes_a = -(-plan[:, RANK] // RANK_PANEL) * RANK_PANEL * plan[:, D_IN] * width
+        sizes_b = plan[:, RANK] * (-(-plan[:, D_OUT] // PANEL) * PANEL) * width
+        # An A that serves gate and up is held once; both lines write the same bytes to it.
+        _, first, same = np.unique(plan[:, A], return_index=True, return_inverse=True)
+        own_a = np.zeros_like(sizes_a)
+        own_a[first] = sizes_a[first]
+        ends = np.cumsum(np.stack([own_a, sizes_b], axis=1).ravel()).reshape(-1, 2)
+        memory = np.empty(int(ends[-1, 1]), np.uint8)
+        plan[:, TO_A] = memory.ctypes.data + (ends[:, 0] - own_a)[first[same]]
+        plan[:, TO_B] = memory.ctypes.data + ends[:, 0]
+        too_fine = np.array([not source.all_in_bf16])
+        team.run(write_plan, 2, plan, too_fine)
+        assert too_fine[0] != source.all_in_bf16, "what is saved in bfloat16 fits two bytes"
+        self._held[adapter_slot] = memory
+        self._in_bf16[adapter_slot] = source.all_in_bf16
+        self._widest[adapter_slot] = plan[:, RANK].max()
+        for index, rows in enumerate(self.tables):
+            mine = source.products == index
+            where = (source.places[mine], adapter_slot, source.experts[mine], source.modules[mine])
+            rows.a[where], rows.b[where], rows.ranks[where] = plan[mine][:, [TO_A, TO_B, RANK]].T

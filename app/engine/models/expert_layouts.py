@@ -1,0 +1,75 @@
+"""Checkpoints' tensors of experts under their canonical names, however they are stored.
+
+In: names with shapes or values. Out: the same under canonical names, one matrix [d_out, d_in] per expert and module:
+"model.layers.0.mlp.experts.3.gate_proj.weight". Stored are either these, or Mixtral's older names of them, or all
+experts of a layer in one tensor, gate's and up's rows one after the other. Other names are left as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from app.engine.errors import CheckpointError
+
+_MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(?:experts\.(\d+)\.(w[123])|gate)")
+_MIXTRAL_MODULES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def canonical_module(path: str) -> str:
+    """A module's canonical path, of Mixtral's older names; any other path itself."""
+    old = _MIXTRAL.fullmatch(path)
+    if old is None:
+        return path
+    layer, expert, module = old.groups()
+    return f"{layer}.mlp." + ("gate" if expert is None else f"experts.{expert}.{_MIXTRAL_MODULES[module]}")
+
+
+def mixtral_module(path: str) -> str:
+    """The opposite: how Mixtral's older names spell a canonical path."""
+    for old, new in _MIXTRAL_MODULES.items():
+        if ".mlp.experts." in path and path.endswith(f".{new}"):
+            return path.removesuffix(new).replace(".mlp.", ".block_sparse_moe.") + old
+    return path.replace(".mlp.gate", ".block_sparse_moe.gate") if path.endswith(".mlp.gate") else path
+
+
+def canonical_shapes(stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every canonical tensor. CheckpointError where two stored ones are the same canonical one."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in stored.items():
+        for canonical, part in _parts(name, shape):
+            if canonical in found:
+                raise CheckpointError(f"tensor {canonical!r} is stored twice, the second time in {name!r}")
+            found[canonical] = shape if part is None else (part.stop - part.start, *shape[2:])
+    return found
+
+
+def canonical_tensors(stored: Iterable[tuple[str, NDArray[Any]]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Every tensor under its canonical name; those of one stored tensor are views of it."""
+    for name, values in stored:
+        for canonical, part in _parts(name, values.shape):
+            yield canonical, values if part is None else values[_expert(canonical), part]
+
+
+def _parts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, slice | None]]:
+    """Canonical names of what a stored tensor holds, each with its rows of its expert, or None for the whole tensor."""
+    if (fused := _FUSED.fullmatch(name)) is None:
+        module, dot, kind = name.rpartition(".")
+        yield f"{canonical_module(module)}{dot}{kind}", None
+        return
+    experts, kind = fused.groups()
+    modules = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    if len(shape) != 3 or shape[1] % len(modules):
+        raise CheckpointError(f"tensor {name!r} has shape {list(shape)}; [experts, outputs, inputs] is needed")
+    size = shape[1] // len(modules)
+    for expert in range(shape[0]):
+        for index, module in enumerate(modules):
+            yield f"{experts}.{expert}.{module}.weight", slice(index * size, (index + 1) * size)
+
+
+def _expert(canonical: str) -> int:
+    return int(canonical.rsplit(".", 3)[1])

@@ -1,0 +1,190 @@
+"""Which experts each token goes to, on the CPU, and the way of its rows there and back.
+
+In: a router's logits. Out: pairs of a token and one of its experts, P = T * K of them, sorted by expert so that each
+expert's rows lie together; and after the experts, one sum per token. Every sum runs in one fixed order over a token's
+own numbers, and of equal shares the lower expert comes first, so a token's bits do not depend on its company.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.kernels.machine.compiled import compiled
+from app.kernels.machine.scalars import exp_float32
+from app.kernels.machine.team import count_pieces, leave, piece, take
+
+#: Tokens or pairs that one thread takes at a time.
+_ROWS = 4
+
+
+class Pairs(NamedTuple):
+    """Where a step's pairs go; every layer writes it anew. T tokens with K experts each, of E.
+
+    experts, shares: [T, K], each token's experts, the largest share first. order: [T * K], the pairs t * K + k sorted
+    by expert, then by token; places: [T * K], where each pair lies in that order. starts: [E + 1], where each expert's
+    pairs begin in it. busy: [E], the experts that have pairs, those with most first, of which there are num_busy[0].
+    """
+
+    experts: NDArray[np.int64]
+    shares: NDArray[np.float32]
+    order: NDArray[np.int64]
+    places: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    busy: NDArray[np.int64]
+    num_busy: NDArray[np.int64]
+
+
+def empty_pairs(num_tokens: int, top_k: int, num_experts: int) -> Pairs:
+    """Room for so many tokens."""
+    count = num_tokens * top_k
+    return Pairs(
+        np.zeros((num_tokens, top_k), np.int64),
+        np.zeros((num_tokens, top_k), np.float32),
+        np.zeros(count, np.int64),
+        np.zeros(count, np.int64),
+        np.zeros(num_experts + 1, np.int64),
+        np.zeros(num_experts, np.int64),
+        np.zeros(1, np.int64),
+    )
+
+
+@compiled
+def route(team, phase, logits, normalised, pairs):
+    """Each token's experts and shares: the largest of a softmax over its E logits, divided by their sum if
+    `normalised`.
+
+    logits: [T, >= E]. pairs: `Pairs`, of whose experts and shares the first T rows are written. One phase.
+    """
+    num_tokens, num_experts, done = logits.shape[0], pairs.busy.shape[0], 0
+    num_pieces = count_pieces(num_tokens, _ROWS)
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, num_tokens, _ROWS)
+        shares, taken = np.empty(num_experts, np.float32), np.empty(num_experts, np.bool_)
+        for t in range(first, end):
+            _softmax(logits[t], shares)
+            taken[:] = False
+            _choose(shares, taken, normalised, pairs.experts[t], pairs.shares[t])
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
+
+
+@compiled
+def _softmax(logits, out):
+    highest = logits[0]
+    for e in range(1, out.shape[0]):
+        highest = max(highest, logits[e])
+    total = np.float32(0.0)
+    for e in range(out.shape[0]):
+        out[e] = exp_float32(logits[e] - highest)
+        total += out[e]
+    for e in range(out.shape[0]):
+        out[e] /= total
+
+
+@compiled
+def _choose(shares, taken, normalised, experts, chosen):
+    """Fill experts and chosen [K]. Shares that are no numbers choose experts all the same, the lowest first."""
+    total = np.float32(0.0)
+    for k in range(experts.shape[0]):
+        best = -1
+        for e in range(shares.shape[0]):
+            if not taken[e] and (best < 0 or shares[e] > shares[best]):
+                best = e
+        taken[best] = True
+        experts[k], chosen[k] = best, shares[best]
+        total += shares[best]
+    if normalised:
+        for k in range(experts.shape[0]):
+            chosen[k] /= total
+
+
+@compiled
+def sort_pairs(team, phase, num_tokens, pairs):
+    """Fill the rest of `pairs` from its experts of the first num_tokens tokens. One phase of one piece."""
+    done = 0
+    if take(team, phase) == 0:
+        top_k, starts, num_experts = pairs.experts.shape[1], pairs.starts, pairs.busy.shape[0]
+        starts[:] = 0
+        for t in range(num_tokens):
+            for k in range(top_k):
+                starts[pairs.experts[t, k] + 1] += 1
+        _list_busy(starts, pairs.busy, pairs.num_busy)
+        for e in range(num_experts):
+            starts[e + 1] += starts[e]
+        free = starts.copy()
+        for t in range(num_tokens):
+            for k in range(top_k):
+                expert = pairs.experts[t, k]
+                pairs.order[free[expert]] = t * top_k + k
+                pairs.places[t * top_k + k] = free[expert]
+                free[expert] += 1
+        done = 1
+    return leave(team, phase, 1, done)
+
+
+@compiled
+def _list_busy(counts, busy, num_busy):
+    """Experts with pairs, those with most first: threads finish together where the last pieces are small."""
+    count = 0
+    for e in range(busy.shape[0]):
+        if counts[e + 1] > 0:
+            at = count
+            while at > 0 and counts[busy[at - 1] + 1] < counts[e + 1]:
+                busy[at] = busy[at - 1]
+                at -= 1
+            busy[at] = e
+            count += 1
+    num_busy[0] = count
+
+
+@compiled
+def gather_pairs(team, phase, x, num_tokens, pairs, out):
+    """out[i] = x[token of the i-th pair in order]; x: [T, H]; out: [>= T * K, H]. One phase."""
+    top_k, done = pairs.experts.shape[1], 0
+    num_pairs = num_tokens * top_k
+    num_pieces = count_pieces(num_pairs, _ROWS)
+    index = take(team, phase)
+    while index < num_pieces:
+        first, end = piece(index, num_pairs, _ROWS)
+        for i in range(first, end):
+            out[i, :] = x[pairs.order[i] // top_k]
+        done += 1
+        index = take(team, phase)
+    return leave(team, phase, num_pieces, done)
+
+
+@compiled
+def combine(team, phase, outputs, pairs, shared, gates, width, hidden):
+    """hidden[t] += Σ_k shares[t, k] * outputs[place of t's k-th pair] + logistic(gates[t]) * shared[t]. One phase.
+
+    outputs: [>= T * K, W], which serves as scratch. shared: [T, W], or [0, W] where no expert is shared; gates: [T], or
+    [0] where all of it is added. hidden: [T, W], of which `width` columns are written.
+    """
+    num_tokens, top_k, done = hidden.shape[0], pairs.experts.shape[1], 0
+    t = take(team, phase)
+    while t < num_tokens:
+        total, share = outputs[pairs.places[t * top_k]], pairs.shares[t, 0]
+        for i in range(width):
+            total[i] *= share
+        for k in range(1, top_k):
+            _add_times(outputs[pairs.places[t * top_k + k]], pairs.shares[t, k], width, total)
+        if shared.shape[0] > 0:
+            factor = np.float32(1.0)
+            if gates.shape[0] > 0:
+                factor = factor / (factor + exp_float32(-gates[t]))
+            _add_times(shared[t], factor, width, total)
+        _add_times(total, np.float32(1.0), width, hidden[t])
+        done += 1
+        t = take(team, phase)
+    return leave(team, phase, num_tokens, done)
+
+
+@compiled
+def _add_times(values, factor, width, out):
+    for i in range(width):
+        out[i] += factor * values[i]

@@ -1,0 +1,211 @@
+"""Adapters of mixtures of experts, in every layout that PEFT has had, give PEFT's logits through the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.engine.adapters.formats.arrow import ArrowCard, read_card, read_card_adapter, write_card
+from app.engine.adapters.formats.convert import write_peft_folder
+from app.engine.adapters.formats.reading import read_adapter, read_stored
+from app.engine.cpu.backend import CpuBackend
+from app.engine.errors import AdapterFormatError, AdapterMismatch
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.spec import ModelSpec
+from tests.engine.adapters.moe_parity import (
+    FAMILIES,
+    FORMATS,
+    PARAMETERS,
+    edit,
+    per_expert_folder,
+    save_random,
+    tiny_mixture,
+)
+from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
+from tests.engine.served import CONFIG, served_logits
+
+TOLERANCE = 1e-5
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's own use
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, on parameters as targets
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(transformers' model, our backend) of one family."""
+    folder = tmp_path_factory.mktemp("base")
+    model = tiny_mixture(request.param)
+    model.save_pretrained(folder)
+    checkpoint = load_checkpoint(folder)
+    backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
+    yield model, backend
+    backend.close()
+
+
+def test_every_format_alone_and_all_in_one_batch(mixture: Any, tmp_path: Path) -> None:
+    model, backend = mixture
+    tokens = random_tokens(model)
+    adapters, expected = [], [base_logits(model, tokens)]
+    for index, settings in enumerate(FORMATS.values()):
+        folder = tmp_path / str(index)
+        save_random(model, folder, settings)
+        adapters.append(read_adapter(folder, backend.spec))
+        expected.append(peft_logits(model, folder, tokens))
+    together = served_logits(backend, [None, *adapters], tokens)
+    for name, found, wanted in zip(["the base", *FORMATS], together, expected, strict=True):
+        assert np.abs(found - wanted).max() <= TOLERANCE, name
+    for index, adapter in enumerate(adapters):
+        assert np.abs(expected[index + 1] - expected[0]).max() > 0.01, "an adapter that changes nothing shows nothing"
+        (alone,) = served_logits(backend, [adapter], tokens)
+        assert np.array_equal(alone, together[index + 1]), list(FORMATS)[index]
+
+
+def test_one_lora_per_expert_as_before_transformers_5(mixture: Any, tmp_path: Path) -> None:
+    model, backend = mixture
+    is_mixtral = model.config.model_type == "mixtral"
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    folder, tokens = tmp_path / "old", random_tokens(model)
+    per_expert_folder(model, folder, names, "block_sparse_moe" if is_mixtral else "mlp")
+    is_alike = model.config.model_type == "qwen2_moe"  # its dense layer and its shared expert have such modules, too
+    if is_alike:
+        edit(folder, target_modules=r".*\.experts\.\d+\.(gate_proj|up_proj|down_proj)")
+    adapter = read_adapter(folder, backend.spec)
+    if is_alike:
+        edit(folder, target_modules=list(names))  # PEFT takes these for the experts' alone
+    (found,) = served_logits(backend, [adapter], tokens)
+    assert np.abs(found - peft_logits(model, folder, tokens)).max() <= TOLERANCE
+
+
+def test_layout_before_peft_0_19_is_told_by_shape_and_else_by_version(mixture: Any, tmp_path: Path) -> None:
+    model, backend = mixture
+    folder, tokens = tmp_path / "adapter", random_tokens(model)
+    save_random(model, folder, FORMATS["all experts"])
+    expected = peft_logits(model, folder, tokens)
+
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("lora_A.weight")]:
+            other = key.replace("lora_A", "lora_B")
+            a, b, rank = tensors[key], tensors[other], 3
+            by_rank = a.reshape(-1, rank, a.shape[1])  # [E, r, in]
+            by_place = b.reshape(b.shape[0], rank, -1)  # [out, r, E]
+            tensors[key] = by_place.permute(2, 1, 0).reshape(-1, b.shape[0])  # [E * r, out]
+            tensors[other] = by_rank.permute(2, 1, 0).reshape(a.shape[1], -1)  # [in, r * E]
+
+    edit(folder, tensors=swap, peft_version="0.18.1")
+    (found,) = served_logits(backend, [read_adapter(folder, backend.spec)], tokens)
+    assert np.abs(found - expected).max() <= TOLERANCE
+
+
+def test_a_card_and_a_folder_made_of_it_are_the_same_adapter(mixture: Any, tmp_path: Path) -> None:
+    model, backend = mixture
+    folder = tmp_path / "adapter"
+    save_random(model, folder, FORMATS["router and experts"])
+    stored = read_stored(folder, backend.spec)
+    write_card(tmp_path / "a.lora.arrow", ArrowCard("a", stored, {}))
+    digest = read_adapter(folder, backend.spec).card.digest
+    assert read_card_adapter(tmp_path / "a.lora.arrow", backend.spec).card.digest == digest
+    write_peft_folder(tmp_path / "again", read_card(tmp_path / "a.lora.arrow").stored)
+    assert read_adapter(tmp_path / "again", backend.spec).card.digest == digest
+    tokens = random_tokens(model)
+    again, first = peft_logits(model, tmp_path / "again", tokens), peft_logits(model, folder, tokens)
+    assert np.abs(again - first).max() <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelSpec]:
+    """A Mixtral whose experts are as wide as its hidden states: shapes say nothing of the layout of down_proj."""
+    model = tiny_mixture("mixtral", intermediate_size=32)
+    folder = tmp_path_factory.mktemp("square")
+    model.save_pretrained(folder)
+    return model, load_checkpoint(folder).spec
+
+
+@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.21.2"])
+def test_version_decides_where_shapes_do_not(mixtral: tuple[Any, ModelSpec], tmp_path: Path, version: str) -> None:
+    model, spec = mixtral
+    save_random(model, tmp_path / "a", {"target_modules": [], "target_parameters": ["down_proj"], "r": 2})
+    edit(tmp_path / "a", peft_version=version)
+    weights = read_adapter(tmp_path / "a", spec).weights
+    edit(tmp_path / "a", peft_version="0.21.2")
+    as_new = read_adapter(tmp_path / "a", spec).weights
+    same = all(np.array_equal(weights[key].a, as_new[key].a) for key in weights)
+    assert same == (version != "0.18.1")
+
+
+@pytest.mark.parametrize("version", ["", "0.19.0.dev0", "unknown"])
+def test_a_version_that_does_not_tell_is_refused(mixtral: tuple[Any, ModelSpec], tmp_path: Path, version: str) -> None:
+    model, spec = mixtral
+    save_random(model, tmp_path / "a", {"target_modules": [], "target_parameters": ["down_proj"], "r": 2})
+    edit(tmp_path / "a", peft_version=version)
+    with pytest.raises(AdapterMismatch, match=r"layers\.0.*peft_version.*does not say.*layers\.1.*does not say"):
+        read_adapter(tmp_path / "a", spec)
+
+
+def _drop(part: str) -> Any:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if part in key]:
+            del tensors[key]
+
+    return drop
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "error", "message"),
+    [
+        ("all experts", {"tensors": _drop("layers.0.mlp.experts.lora_B")}, AdapterFormatError, "has no lora_B"),
+        ("all experts", {"tensors": _drop("base_layer")}, AdapterMismatch, r"0.*gate_up_proj is selected.*1.*gate_up"),
+        ("all experts", {"target_parameters": PARAMETERS[:1]}, AdapterMismatch, r"is not selected by.*maps 24 to 32"),
+        ("all experts", {"r": 2}, AdapterMismatch, r"of rank 2 is of 6 experts.*has 4"),
+        ("all experts", {"r": 5}, AdapterMismatch, r"not those of whole experts of rank 5"),
+        ("all experts", {"use_dora": True}, AdapterFormatError, "'use_dora' beside target_parameters"),
+        ("all experts", {"target_parameters": [*PARAMETERS, "w1"]}, AdapterMismatch, "names 'w1', which"),
+        ("attention", {"target_parameters": PARAMETERS}, AdapterMismatch, "but has no tensors"),
+        ("attention", {"target_parameters": "gate_up_proj"}, AdapterFormatError, "must be a list"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    tmp_path: Path, settings: str, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = tiny_mixture("mixtral")
+    model.save_pretrained(tmp_path / "base")
+    save_random(model, tmp_path / "adapter", FORMATS[settings])
+    edit(tmp_path / "adapter", **change)
+    with pytest.raises(error, match=message):
+        read_adapter(tmp_path / "adapter", load_checkpoint(tmp_path / "base").spec)
+
+
+def test_experts_of_a_dense_layer_are_refused_with_everything_else(tmp_path: Path) -> None:
+    model = tiny_mixture("qwen2_moe")
+    model.save_pretrained(tmp_path / "base")
+    save_random(model, tmp_path / "adapter", FORMATS["all experts"])
+
+    def move(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            tensors[key.replace("layers.1", "layers.0")] = tensors.pop(key)
+
+    edit(tmp_path / "adapter", tensors=move)
+    with pytest.raises(AdapterMismatch, match=r"layers\.1.*has no tensors.*but layer 0 of 'base' has none"):
+        read_adapter(tmp_path / "adapter", load_checkpoint(tmp_path / "base").spec)
+
+
+def test_an_adapter_pays_for_its_own_experts_and_modules(tmp_path: Path) -> None:
+    model = tiny_mixture("olmoe")
+    model.save_pretrained(tmp_path / "base")
+    spec = load_checkpoint(tmp_path / "base").spec
+    sizes = {}
+    for name in ("attention", "only down", "all experts"):
+        save_random(model, tmp_path / name, FORMATS[name])
+        sizes[name] = read_adapter(tmp_path / name, spec).card.extra_bytes
+    # Rows of a come in eights, columns of b in sixteens; gate and up share theirs. 2 layers of 4
+    # experts, 32 wide outside and 24 inside.
+    assert sizes == {
+        "attention": 0,
+        "only down": 4 * 2 * 4 * (16 * 24 + 9 * 32),
+        "all experts": 4 * 2 * 4 * (8 * 32 + 2 * 3 * 32 + 8 * 24 + 3 * 32),
+    }

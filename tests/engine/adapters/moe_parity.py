@@ -1,0 +1,120 @@
+"""Tiny random mixtures of experts, adapters that PEFT saves of them, and adapters in older layouts.
+
+`PeftModel` loads every folder itself and is the judge: one adapter at a time, for PEFT mixes none of these.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts_per_tok": 2,
+}
+_QWEN = {"moe_intermediate_size": 20, "num_experts": 5, "norm_topk_prob": True}
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**_SIZES, **_QWEN, shared_expert_intermediate_size=28, mlp_only_layers=[0]),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, **_QWEN, head_dim=16),
+    "olmoe": lambda: OlmoeConfig(**_SIZES, num_experts=4),
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+#: What is asked of PEFT, by name.
+FORMATS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ATTENTION, "r": 4},
+    "all experts": {"target_modules": [], "target_parameters": PARAMETERS, "r": 3},
+    "all-linear": {"target_modules": "all-linear", "r": 2, "lora_alpha": 5},
+    "only gate_up": {"target_modules": ["q_proj"], "target_parameters": PARAMETERS[:1], "r": 4},
+    "only down": {"target_modules": [], "target_parameters": ["down_proj"], "r": 9},
+    "router and experts": {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["gate.weight", "gate_up_proj", "down_proj"],
+        "rank_pattern": {r".*\.gate_up_proj": 3, "gate.weight": 1},
+        "alpha_pattern": {r".*\.down_proj": 7},
+        "use_rslora": True,
+    },
+}
+
+
+def tiny_mixture(family: str, **changes: int) -> Any:
+    """A random float32 model whose experts and router matter, in evaluation mode."""
+    config = FAMILIES[family]()
+    config.update(changes)
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def save_random(model: Any, folder: Path, settings: dict[str, Any]) -> None:
+    """PEFT's own file of an adapter in which every trainable number is random."""
+    config = LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **settings)
+    peft_model = get_peft_model(copy.deepcopy(model), config)
+    with torch.no_grad():
+        for parameter in peft_model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.2)
+    peft_model.save_pretrained(folder)
+
+
+def edit(folder: Path, *, tensors: Callable[[dict[str, torch.Tensor]], None] | None = None, **config: object) -> None:
+    """Change an adapter's file and its configuration in place."""
+    if tensors is not None:
+        held = load_file(folder / "adapter_model.safetensors")
+        tensors(held)
+        save_file({key: value.contiguous() for key, value in held.items()}, folder / "adapter_model.safetensors")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def per_expert_folder(model: Any, folder: Path, names: tuple[str, str, str], block: str, r: int = 3) -> None:
+    """As PEFT beside transformers 4 saved it: a LoRA per expert and module. names: of gate, up and down."""
+    folder.mkdir()
+    hidden, tensors = model.config.hidden_size, {}
+    for layer, module in enumerate(model.model.layers):
+        if not hasattr(module.mlp, "experts"):
+            continue
+        experts = module.mlp.experts
+        wide = experts.down_proj.shape[2]
+        for expert in range(experts.down_proj.shape[0]):
+            for name, d_in, d_out in zip(names, (hidden, hidden, wide), (wide, wide, hidden), strict=True):
+                path = f"base_model.model.model.layers.{layer}.{block}.experts.{expert}.{name}"
+                tensors[f"{path}.lora_A.weight"] = torch.randn(r, d_in) * 0.2
+                tensors[f"{path}.lora_B.weight"] = torch.randn(d_out, r) * 0.2
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": r,
+        "lora_alpha": 4,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(names),
+        "peft_version": "0.17.0",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))

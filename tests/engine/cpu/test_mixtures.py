@@ -1,0 +1,49 @@
+"""Mixtures of experts through a whole engine: greedy text equals transformers', whatever memory is left to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.engine.config import EngineConfig
+from app.engine.cpu.backend import CpuBackend
+from app.engine.engine import Engine
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.request import GenerateRequest, SamplingParams
+from tests.engine.checkpoints import save, tiny_model
+from tests.engine.driving import run, tokens_of
+from tests.seeds import rng
+
+NUM_NEW = 12
+#: Room for few sequences at a time, in chunks that divide nothing.
+TIGHT = EngineConfig(
+    num_kv_blocks=12, block_size=16, adapter_rank_rows=8, max_batch_tokens=13, max_batch_sequences=3, prefill_step_ms=0
+)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_greedy_text_through_chunks_cached_prefixes_and_preemption(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    checkpoint = load_checkpoint(save(model, tmp_path / "model"))
+    backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), TIGHT)
+    engine = Engine(backend, TIGHT)
+    generator = rng()
+    prefix = generator.integers(3, 99, 37)
+    prompts = [np.concatenate([prefix, generator.integers(3, 99, n)]) for n in (1, 9, 30, 12, 1)]
+    sampling = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.submit(GenerateRequest(f"r{index}", "t", tuple(prompt.tolist()), sampling), None)
+    chunks = run(engine)
+    with torch.no_grad():
+        for index, prompt in enumerate(prompts):
+            tokens = torch.tensor(prompt[None])
+            whole = model.generate(  # type: ignore[operator]
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW,
+                do_sample=False, eos_token_id=None,
+            )  # fmt: skip
+            assert tokens_of(chunks[f"r{index}"]) == whole[0, len(prompt) :].tolist(), index
+    assert engine.stats().num_cached_tokens, "no prefix was shared"
+    backend.close()

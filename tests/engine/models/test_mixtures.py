@@ -1,0 +1,175 @@
+"""Configurations and checkpoints of mixtures of experts: what is read, in which layouts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from app.engine.errors import CheckpointError
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.hf_config import spec_from_config
+from app.engine.models.products import stacked_products, targets_of, uniform_products
+from app.engine.models.spec import ExpertsSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from tests.engine.checkpoints import MIXTURES, save, tiny_model
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def _spec(model_type: str, **settings: Any) -> ModelSpec:
+    return spec_from_config(_COMMON | {"model_type": model_type} | settings, "m", "d")
+
+
+def test_qwen2_moe_has_experts_in_some_layers_beside_a_gated_shared_one() -> None:
+    spec = _spec(
+        "qwen2_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=28, mlp_only_layers=[3],
+        shared_expert_intermediate_size=52, decoder_sparse_step=2, num_key_value_heads=2,
+    )  # fmt: skip
+    assert [layer.experts is not None for layer in spec.layers] == [False, True, False, False]
+    assert [layer.mlp.intermediate_size for layer in spec.layers] == [72, 28, 72, 72]
+    mixture = spec.layers[1].experts
+    assert mixture is not None
+    assert mixture.router == RouterSpec(8, 3, normalised=False)
+    assert mixture.shared is not None
+    assert (mixture.shared.name, mixture.shared.mlp.intermediate_size, mixture.shared.is_gated) == (
+        "shared_expert", 52, True,
+    )  # fmt: skip
+    assert spec.layers[1].attention.qkv_bias
+    names = {product.name: layers for product, layers in stacked_products(spec)}
+    assert names["gate_up"] == names["down"] == (0, 2, 3)
+    assert names["experts_gate_up"] == names["shared_gate"] == names["router"] == (1,)
+    assert "experts.up_proj" in targets_of(product for product, _ in stacked_products(spec))
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
+def test_how_many_experts_there_are_goes_by_two_names(model_type: str, key: str) -> None:
+    settings = {"moe_intermediate_size": 28} if model_type == "qwen3_moe" else {}
+    spec = _spec(model_type, num_key_value_heads=2, num_experts_per_tok=2, **{key: 6}, **settings)
+    assert all(
+        layer.experts == ExpertsSpec(RouterSpec(6, 2, normalised=model_type == "mixtral")) for layer in spec.layers
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [
+        ("mixtral", {"num_local_experts": 4, "num_experts": 5}, "twice, and not alike"),
+        ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 2}, "num_experts_per_tok is 2 but"),
+        ("mixtral", {"num_local_experts": 9999}, "a layer 9999 experts; at most 4096"),
+        ("mixtral", {"num_local_experts": "8"}, "num_local_experts.*positive integer"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers.*list"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob.*true or false"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("qwen2_moe", {"n_group": 2}, "n_group"),
+        ("deepseek_v2", {}, "'deepseek_v2' is not supported"),
+    ],
+)
+def test_what_changes_the_arithmetic_and_is_not_honoured_is_refused(
+    model_type: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        _spec(model_type, num_key_value_heads=2, **settings)
+
+
+def test_a_device_without_experts_refuses_the_family_by_name() -> None:
+    spec = _spec("mixtral", num_key_value_heads=2)
+    with pytest.raises(CheckpointError, match=r"does not serve mixtral, a mixture of experts \(m\); use engine\.cpu"):
+        uniform_products(spec)
+
+
+def test_a_shared_expert_of_another_activation_is_another_model() -> None:
+    spec = _spec("qwen2_moe", num_key_value_heads=2)
+    mixture = spec.layers[0].experts
+    assert mixture is not None
+    assert isinstance(mixture.shared, SharedExpertSpec)
+    assert mixture.shared.mlp.activation == spec.layers[0].mlp.activation
+
+
+def _edit(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _fuse(tensors: dict[str, np.ndarray]) -> None:
+    """From one tensor per expert to one per layer."""
+    for layer in {int(name.split(".")[2]) for name in tensors if ".experts." in name}:
+        prefix = f"model.layers.{layer}.mlp.experts"
+        count = len([name for name in tensors if name.startswith(prefix) and "down_proj" in name])
+
+        def take(module: str, prefix: str = prefix, count: int = count) -> np.ndarray:
+            return np.stack([tensors.pop(f"{prefix}.{expert}.{module}.weight") for expert in range(count)])
+
+        tensors[f"{prefix}.gate_up_proj"] = np.concatenate([take("gate_proj"), take("up_proj")], axis=1)
+        tensors[f"{prefix}.down_proj"] = take("down_proj")
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "olmoe"])
+def test_fused_and_single_experts_are_the_same_model(family: str, tmp_path: Path) -> None:
+    folder = save(tiny_model(family), tmp_path / "model")
+    single = dict(load_checkpoint(folder).tensors())
+    _edit(folder, _fuse)
+    fused = dict(load_checkpoint(folder).tensors())
+    assert set(fused) == set(single)
+    assert all(np.array_equal(fused[name], single[name]) for name in single)
+
+
+def test_mixtrals_older_names_are_read(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    folder = save(model, tmp_path / "model")
+    assert any(".block_sparse_moe.experts.0.w3." in name for name in load_file(folder / "model.safetensors"))
+    tensors = dict(load_checkpoint(folder).tensors())
+    parameters = dict(model.named_parameters())
+    both = parameters["model.layers.1.mlp.experts.gate_up_proj"][3].detach().numpy()
+    assert np.array_equal(tensors["model.layers.1.mlp.experts.3.up_proj.weight"], both[72:])
+    assert np.array_equal(tensors["model.layers.1.mlp.experts.3.gate_proj.weight"], both[:72])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.down_proj"), r"lacks 'model\.layers\.1\.mlp\.experts\.0\.down"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.0.down_proj.weight": np.zeros((40, 72), np.float32)}),
+            r"'model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight' is stored twice",
+        ),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.down_proj": np.zeros((9, 40, 72), np.float32)}),
+            r"does not imply: 'model\.layers\.1\.mlp\.experts\.6\.",
+        ),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.gate_up_proj": np.zeros((6, 143, 40), np.float32)}),
+            r"shape \[6, 143, 40\]; \[experts, outputs, inputs\] is needed",
+        ),
+    ],
+)
+def test_a_checkpoint_whose_experts_do_not_fit_is_refused(
+    change: Callable[[dict[str, np.ndarray]], None], message: str, tmp_path: Path
+) -> None:
+    folder = save(tiny_model("olmoe"), tmp_path / "model")
+    _edit(folder, _fuse)
+    _edit(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(folder)
+
+
+def test_every_family_is_in_the_documents() -> None:
+    text = Path("docs/models.md").read_text()
+    types = {json.dumps(MIXTURES[family][0]) for family in MIXTURES}
+    assert len(types) == 4
+    for name in ("Mixtral", "Qwen2-MoE", "Qwen3-MoE", "OLMoE"):
+        assert name in text
