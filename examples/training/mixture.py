@@ -6,7 +6,7 @@ with a word by the character before it: "=word" copies it, "<word" reverses it, 
 word alone it copies. Each adapter gives words alone another meaning, so that an answer says which adapter made it.
 Words of the held-out rate are in no training set.
 
-    python -m examples.training.mixture --out ~/.cache/polylora/mixture
+    python -m examples.training.mixture --out build/mixture
 """
 
 from __future__ import annotations

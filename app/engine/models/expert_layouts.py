@@ -2,7 +2,7 @@
 
 In: names with shapes or values. Out: the same under canonical names, one matrix [d_out, d_in] per expert and module:
 "model.layers.0.mlp.experts.3.gate_proj.weight". Stored are either these, or Mixtral's older names of them, or all
-experts of a layer in one tensor, gate's and up's rows one after the other. Other names are left as they are.
+experts of a layer in one tensor, gate's and up's rows one after the other or apart. Other names are left as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from app.engine.errors import CheckpointError
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(?:experts\.(\d+)\.(w[123])|gate)")
 _MIXTRAL_MODULES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
 
 
 def canonical_module(path: str) -> str:
@@ -62,7 +62,7 @@ def _parts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, slice | Non
         yield f"{canonical_module(module)}{dot}{kind}", None
         return
     experts, kind = fused.groups()
-    modules = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    modules = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
     if len(shape) != 3 or shape[1] % len(modules):
         raise CheckpointError(f"tensor {name!r} has shape {list(shape)}; [experts, outputs, inputs] is needed")
     size = shape[1] // len(modules)

@@ -1,9 +1,9 @@
 """What a GGUF file means: metadata to `ModelSpec`, tensors to canonical names, layout and float32.
 
-Architectures: llama (Mistral included, which GGUF stores as llama), qwen2, qwen3. Every key of the
-architecture's namespace is read, must have the one value given here, or is refused by name. The
-converter interleaves the rows of q and k for llama (adjacent pairs are rotated); the rows are put back
-into the half-split order every backend rotates.
+Architectures: llama (Mistral and Mixtral included, which GGUF stores as llama), qwen2, qwen3, and the mixtures
+qwen2moe, qwen3moe and olmoe. Every key of the architecture's namespace is read, must have the one value given here, or
+is refused by name. The converter interleaves the rows of q and k for llama (adjacent pairs are rotated); the rows are
+put back into the half-split order every backend rotates.
 """
 
 from __future__ import annotations
@@ -16,30 +16,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
+from app.engine.models.expert_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.gguf_file import GgufFile
 from app.engine.models.names import canonical_gguf_name
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import (
+    MAX_EXPERTS,
     MAX_SIZE,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
     RopeSpec,
+    RouterSpec,
+    SharedExpertSpec,
     checked_head_dim,
     checked_num_layers,
 )
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+#: Architecture -> what transformers calls it.
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "olmoe": "olmoe",
+}
+#: Architectures with experts whose shares llama.cpp divides by their sum, and those where it does not.
+_NORMALISES = {"llama": True, "qwen3moe": True, "qwen2moe": False, "olmoe": False}
+_INTERLEAVED = ("llama", "mixtral")
 _ROPE_FACTORS = "rope_freqs.weight"
 _READ = """
     block_count context_length embedding_length feed_forward_length attention.head_count attention.head_count_kv
     attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count
     rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned vocab_size
+    expert_count expert_used_count expert_feed_forward_length expert_shared_feed_forward_length
 """
 _FIXED: dict[str, tuple[object, ...]] = {
-    "expert_count": (0,),
-    "expert_used_count": (0,),
+    "expert_gating_func": (1,),  # a softmax over all
+    "expert_weights_scale": (1.0, 0.0),
+    "expert_group_count": (0, 1),
     "attention.sliding_window": (0,),
     "attention.causal": (True,),
     "rope.scaling.attn_factor": (1.0,),
@@ -75,21 +93,25 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         qkv_bias=f"{first}self_attn.q_proj.bias" in names,
         o_bias=f"{first}self_attn.o_proj.bias" in names,
         qk_norm=f"{first}self_attn.q_norm.weight" in names,
+        whole_qk_norm=architecture == "olmoe",
     )
     mlp = MlpSpec(_integer(keys, "feed_forward_length"), bias=f"{first}mlp.gate_proj.bias" in names)
+    experts = _experts(keys, str(architecture))
+    if experts is not None:
+        mlp = MlpSpec(_integer(keys, "expert_feed_forward_length", mlp.intermediate_size))
     embedding = file.tensors.get("token_embd.weight")
     vocab_size = _integer(keys, "vocab_size", embedding.shape[0] if embedding is not None else None)
     end_ids = (_token_id(file, key, vocab_size) for key in ("eos", "eot", "eom"))
     return ModelSpec(
         name=name,
-        family=str(architecture),
+        family="mixtral" if architecture == "llama" and experts is not None else ARCHITECTURES[str(architecture)],
         digest=digest,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         max_positions=max_positions,
         norm_eps=_positive(keys, "attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in file.tensors,
-        layers=(LayerSpec(attention, mlp),) * checked_num_layers(_integer(keys, "block_count")),
+        layers=(LayerSpec(attention, mlp, experts),) * checked_num_layers(_integer(keys, "block_count")),
         bos_token_id=_token_id(file, "bos", vocab_size),
         eos_token_ids=tuple(dict.fromkeys(token_id for token_id in end_ids if token_id is not None)),
     )
@@ -98,19 +120,47 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape; a tensor that has no canonical name keeps its own, to be refused by it."""
     own = {name: tensor.shape for name, tensor in file.tensors.items() if name != _ROPE_FACTORS}
-    return {canonical_gguf_name(name) or name: shape for name, shape in own.items()}
+    return canonical_shapes(
+        {canonical_gguf_name(name) or name: _whole_shape(name, shape) for name, shape in own.items()}
+    )
+
+
+def _whole_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The gate of a shared expert is a vector in GGUF, and a matrix of one row elsewhere."""
+    return (1, *shape) if ".ffn_gate_inp_shexp." in name and len(shape) == 1 else shape
+
+
+def _experts(keys: dict[str, Any], architecture: str) -> ExpertsSpec | None:
+    """Every layer's, or None for a dense model."""
+    if keys.get("expert_count", 0) == 0 and (architecture not in _NORMALISES or architecture == "llama"):
+        return None
+    if architecture not in _NORMALISES:
+        raise CheckpointError(f"GGUF architecture {architecture!r} with experts is not supported")
+    count, top_k = _integer(keys, "expert_count"), _integer(keys, "expert_used_count")
+    if not top_k <= count <= MAX_EXPERTS:
+        raise CheckpointError(f"expert_used_count is {top_k} of {count} experts; at most all of {MAX_EXPERTS} are read")
+    shared = None
+    if architecture == "qwen2moe":
+        wide = _integer(keys, "expert_shared_feed_forward_length")
+        shared = SharedExpertSpec("shared_expert", MlpSpec(wide), is_gated=True)
+    return ExpertsSpec(RouterSpec(count, top_k, _NORMALISES[architecture]), shared)
 
 
 def gguf_tensors(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every tensor under its canonical name, in float32 and half-split order, one at a time."""
+    """Every tensor under its canonical name, in float32 and half-split order, one (or a layer's experts) at a time."""
+    return canonical_tensors(_whole_tensors(file, spec))
+
+
+def _whole_tensors(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, NDArray[np.float32]]]:
     for name in file.tensors:
         canonical = canonical_gguf_name(name)
         if canonical is None:
             continue  # rope_freqs, already part of the spec; anything else was refused by its name
         values = file.dequantised(name)
-        if spec.family == "llama" and ".attn_q." in name:
+        values = values.reshape(_whole_shape(name, values.shape))
+        if spec.family in _INTERLEAVED and ".attn_q." in name:
             values = _half_split_rows(values, spec.layers[0].attention.num_heads)
-        elif spec.family == "llama" and ".attn_k." in name:
+        elif spec.family in _INTERLEAVED and ".attn_k." in name:
             values = _half_split_rows(values, spec.layers[0].attention.num_kv_heads)
         yield canonical, values
 

@@ -45,6 +45,19 @@ _GGUF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+#: Of mixtures: a layer's experts in one tensor, which has no ".weight" under its name here (`expert_layouts`).
+_GGUF_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_GGUF_LAYER |= {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 _GGUF_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
 
 
@@ -104,6 +117,8 @@ def canonical_gguf_name(name: str) -> str | None:
     if name in _GGUF_TOP:
         return _GGUF_TOP[name]
     match = _GGUF_LAYER_NAME.fullmatch(name)
+    if match is not None and match[2] in _GGUF_EXPERTS and match[3] == "weight":
+        return f"model.layers.{match[1]}.{_GGUF_EXPERTS[match[2]]}"
     if match is None or match[2] not in _GGUF_LAYER:
         return None
     return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
