@@ -166,18 +166,28 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     spec = base_spec_of(arguments)
     try:
-        adapter = build_adapter(read_stored(arguments.source, spec), spec, served=FEATURES)
+        lines = fits(arguments.source, spec)
     except AdapterError as error:
         print(f"no: {error}")
         return 1
-    card = adapter.card
-    print(
-        f"yes: {len(adapter.weights)} modules of '{spec.name}', rank {card.max_rank}, {card.size_bytes} bytes in memory"
-    )
-    if adapter.features:
-        print(f"needs an engine that applies {' and '.join(sorted(adapter.features))}: {card.extra_bytes} bytes there")
-    print(f"digest {card.digest}")
+    print("\n".join(lines))
     return 0
+
+
+def fits(source: Path, spec: ModelSpec) -> list[str]:
+    """Lines about an adapter that loads on this base. Raises an `AdapterError` that says why it does not."""
+    adapter = build_adapter(read_stored(source, spec), spec, served=FEATURES)
+    card = adapter.card
+    lines = [
+        f"yes: {len(adapter.weights)} modules of '{spec.name}', rank {card.max_rank}, {card.size_bytes} bytes in memory"
+    ]
+    num_experts = sum(key.expert is not None for key in adapter.weights)
+    if num_experts:
+        lines.append(f"{num_experts} of them are experts'; beside rank rows it holds {card.extra_bytes} bytes")
+    if adapter.features:
+        needs = " and ".join(sorted(adapter.features))
+        lines.append(f"needs an engine that applies {needs}: {card.extra_bytes} bytes there")
+    return [*lines, f"digest {card.digest}"]
 
 
 def _load(source: Path) -> tuple[StoredAdapter, str, Mapping[str, str], Quantization | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,19 @@ import pytest
 
 from app.cli import adapters as commands
 from app.cli.main import main
-from app.engine.adapters.formats.arrow import CARD_SUFFIX, read_card
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.formats.peft import read_peft
+from app.engine.adapters.stored import StoredAdapter, StoredModule
 from app.engine.errors import AdapterFormatError
-from app.engine.models.spec import ModelSpec
-from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, tiny_spec, write_peft
+from app.engine.models.spec import ExpertsSpec, ModelSpec, RouterSpec
+from tests.engine.adapters.making import (
+    peft_config,
+    peft_tensors,
+    random_arrays,
+    stored_tensor,
+    tiny_spec,
+    write_peft,
+)
 
 SPEC = tiny_spec()
 ARRAYS = random_arrays(SPEC, 4, ["q_proj", "o_proj"])
@@ -100,3 +109,25 @@ def test_without_a_base_it_is_that_of_the_settings(
     assert "yes: 4 modules of 'tiny'" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         _run("check", folder, "--config", config, "--base", "tiny")
+
+
+def test_experts_are_counted(tmp_path: Path) -> None:
+    """Two of four experts in one of the layers at rank 2, 24 wide outside and 40 inside; rows come in panels."""
+    layer = SPEC.layers[0]
+    mixture = replace(SPEC, layers=(replace(layer, experts=ExpertsSpec(RouterSpec(4, 2, normalised=True))),) * 2)
+    modules = [
+        StoredModule(
+            f"model.layers.1.mlp.experts.{expert}.down_proj", stored_tensor(np.ones((2, 40))),
+            stored_tensor(np.ones((24, 2))), 2.0, use_rslora=False,
+        )
+        for expert in (1, 3)
+    ]  # fmt: skip
+    stored = StoredAdapter(tuple(modules))
+    lines = "\n".join(commands.report(stored))
+    assert "experts      2 different in 1 layers, 2 in all" in lines
+    assert "experts.down_proj" in lines
+    card = tmp_path / f"experts{CARD_SUFFIX}"
+    write_card(card, ArrowCard("experts", stored, {}))
+    assert f"2 of them are experts'; beside rank rows it holds {4 * 2 * (8 * 40 + 2 * 32)} bytes" in commands.fits(
+        card, mixture
+    )

@@ -6,7 +6,7 @@ hundreds of matrices; a step that writes the adapter finds it done, and every st
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -101,11 +101,8 @@ class PreparedRows:
             assert key.expert is not None, "only experts come here"
             place = self._places[key[:2]]
             lines.append((index, place, key.expert, product.targets.index(key.target), product.d_in))
-        columns = np.array(lines, np.int64).T
+        columns = np.ascontiguousarray(np.array(lines, np.int64).T)
         narrow = all(array.dtype.itemsize == 2 for _, pair in pairs for array in pair)
         found = matrices((0, 0, *pair) for _, pair in pairs)
-        return ExpertMatrices(found, *_rows_of(columns), all_in_bf16=narrow)
-
-
-def _rows_of(columns: NDArray[np.int64]) -> tuple[Any, ...]:
-    return tuple(np.ascontiguousarray(row) for row in columns)
+        products, places, experts, modules, depths = columns
+        return ExpertMatrices(found, products, places, experts, modules, depths, narrow)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.engine.adapters.formats.peft_experts import PARAMETERS
-from app.engine.adapters.stored import DTYPE_BYTES, StoredModule, StoredTensor
+from app.engine.adapters.formats.peft_experts import PARAMETERS, bits_of, tensor_of
+from app.engine.adapters.stored import StoredModule
 from app.engine.errors import AdapterFormatError
 
 _ONE = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate_up_proj|down_proj)")
@@ -54,14 +54,7 @@ def _together(path: str, members: list[tuple[int, StoredModule]]) -> StoredModul
             f"{path}: PEFT has all experts of a layer at one rank, alpha and type, which the {len(members)} of this "
             "adapter are not; convert it as a card"
         )
-    a = np.concatenate([_bits(m.a) for _, m in members])  # [E * r, in]
-    b = np.stack([_bits(m.b) for _, m in members], axis=2).reshape(first.b.shape[0], -1)  # [out, r * E]
-    pair = (
-        StoredTensor(tensor.dtype, bits.shape, memoryview(np.ascontiguousarray(bits).view(np.uint8).reshape(-1)))
-        for tensor, bits in ((first.a, a), (first.b, b))
-    )
-    return StoredModule(path, *pair, first.alpha, first.use_rslora)
-
-
-def _bits(tensor: StoredTensor) -> np.ndarray:
-    return np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
+    a = np.concatenate([bits_of(m.a) for _, m in members])  # [E * r, in]
+    b = np.stack([bits_of(m.b) for _, m in members], axis=2).reshape(first.b.shape[0], -1)  # [out, r * E]
+    whole = tensor_of(first.a.dtype, a), tensor_of(first.b.dtype, b)
+    return StoredModule(path, *whole, first.alpha, first.use_rslora)

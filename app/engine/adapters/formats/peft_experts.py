@@ -153,22 +153,23 @@ def _split(
 
 
 def _experts(pair: _Pair, num_experts: int, *, is_new: bool) -> Iterator[tuple[StoredTensor, StoredTensor]]:
-    by_rank = _bits(pair.a).reshape(num_experts, -1, pair.a.shape[1])  # [E, r, in], or [E, r, out]
-    by_place = _bits(pair.b).reshape(pair.b.shape[0], -1, num_experts)  # [out, r, E], or [in, r, E]
+    by_rank = bits_of(pair.a).reshape(num_experts, -1, pair.a.shape[1])  # [E, r, in], or [E, r, out]
+    by_place = bits_of(pair.b).reshape(pair.b.shape[0], -1, num_experts)  # [out, r, E], or [in, r, E]
     for expert in range(num_experts):
         a, b = by_rank[expert], by_place[:, :, expert]
         first, second = (a, b) if is_new else (b.T, a.T)
-        yield _tensor(pair.a.dtype, first), _tensor(pair.b.dtype, second)
+        yield tensor_of(pair.a.dtype, first), tensor_of(pair.b.dtype, second)
 
 
-def _bits(tensor: StoredTensor) -> np.ndarray:
+def bits_of(tensor: StoredTensor) -> np.ndarray:
     """The values as unsigned integers of their size: moved, never computed with."""
     return np.frombuffer(tensor.data, f"<u{DTYPE_BYTES[tensor.dtype]}").reshape(tensor.shape)
 
 
-def _tensor(dtype: str, bits: np.ndarray) -> StoredTensor:
+def tensor_of(dtype: str, bits: np.ndarray) -> StoredTensor:
+    """What `bits_of` read."""
     whole = np.ascontiguousarray(bits)
-    return StoredTensor(dtype, tuple(whole.shape), memoryview(whole.view(np.uint8).reshape(-1)))
+    return StoredTensor(dtype, tuple(whole.shape), whole.view(np.uint8).reshape(-1).data)
 
 
 def _is_new(version: str) -> bool | None:
