@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.decoder import ProductRows
+from app.engine.cpu.product_rows import ProductRows
 from app.kernels.bidirectional_attention.cpu import bidirectional_attention
 from app.kernels.gelu.cpu import gelu
 from app.kernels.layer_norm.cpu import embed_normed, layer_norm
