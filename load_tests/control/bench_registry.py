@@ -116,6 +116,7 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "pinned": False,
         "traffic_weight": 1.0,
         "registered_s": time.time(),
+        "text": "",
     }
     with registry.database.write() as connection:
         revision = next_revision(connection, registry.database.base_digest)

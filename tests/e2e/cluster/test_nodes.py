@@ -125,7 +125,7 @@ async def test_the_head_may_stand_still(cluster: NodesOfOneMachine) -> None:
 async def test_the_node_of_the_store_may_die(cluster: NodesOfOneMachine) -> None:
     victim = cluster.node_of("store")
     if victim is cluster.nodes[0]:
-        pytest.skip("the store is on the head node, which dies in the next test")
+        pytest.skip("Ray put the store on the head node, whose death is not survived (docs/cluster.md)")
     urls = others(cluster, victim)
     expected = {model: await ask(urls[0], body(model, 1, 60)) for model in MODELS}
     async with traffic(urls, expected):
