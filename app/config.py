@@ -1,11 +1,11 @@
 """The service's settings: what `args:` of the Serve application file may say.
 
-In: a mapping (YAML). Out: a frozen `AppConfig`, checked before anything loads; an unknown key is an
-error. How many replicas there are and what each may use is Ray Serve's own configuration
-(`deployments:` in the same file) and is not repeated here. Environment variables carry secrets and paths only:
-`LORA_PATH` adds a folder that adapters may be loaded from, `POLYLORA_STATE_DIR` moves the registry and
-`POLYLORA_REGISTRY_URL` (which may hold a password) puts it into another database. `POLYLORA_MANAGEMENT_TOKEN` and
-`POLYLORA_ADMIN_KEY` are read where an ingress runs and nowhere else.
+In: a mapping (YAML). Out: a frozen `AppConfig`, checked before anything loads; an unknown key is an error. How many
+replicas there are and what each may use is Ray Serve's own configuration (`deployments:` in the same file) and is not
+repeated here. Environment variables carry secrets and paths only: `LORA_PATH` adds a folder that adapters may be loaded
+from, `POLYLORA_STATE_DIR` moves the registry and `POLYLORA_REGISTRY_URL` puts it into another database; a password in
+it is for the process of the registry alone. `POLYLORA_MANAGEMENT_TOKEN` and `POLYLORA_ADMIN_KEY` are read where an
+ingress runs and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -125,6 +126,16 @@ class AdaptersConfig(_Settings):
     registry_url: str | None = Field(
         default=None, description="postgresql://user@host/database for a registry elsewhere than in state_dir."
     )
+
+    @field_validator("registry_url")
+    @classmethod
+    def _no_password(cls, url: str | None) -> str | None:
+        if url is not None and url.startswith("postgresql") and url != without_password(url):
+            raise ValueError(
+                "holds a password, which settings do not: put the URL into POLYLORA_REGISTRY_URL, or the password "
+                "into PGPASSWORD or the file that PGPASSFILE names"
+            )
+        return url
 
     @field_validator("urls")
     @classmethod
@@ -266,8 +277,28 @@ class AppConfig(_Settings):
 
     @property
     def store_key(self) -> str:
-        """Changes when the adapter store must be a new one: it is built from `for_store` and nothing else."""
-        return hashlib.sha256(self.for_store.model_dump_json().encode()).hexdigest()[:12]
+        """One for each registry: its database and its base model. Other settings reach the store that there is."""
+        place = registry_place(self.adapters)
+        return hashlib.sha256(f"{place}\n{self.model.uri}".encode()).hexdigest()[:12]
+
+
+def registry_place(adapters: AdaptersConfig) -> str:
+    """Which database the registry is in, whoever asks there."""
+    if adapters.registry_url is None:
+        return f"file {adapters.state_dir}"
+    url = urlsplit(adapters.registry_url)
+    if url.scheme.partition("+")[0] == "sqlite":
+        return f"file {url.path}"
+    hosts = [value for key, value in parse_qsl(url.query) if key in ("host", "port")]
+    return f"{url.scheme.partition('+')[0]} {url.hostname or ''}:{url.port or ''}{url.path} {' '.join(hosts)}"
+
+
+def without_password(url: str) -> str:
+    """A database's URL as it may be shown, and told to other processes."""
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    query = urlencode([(key, value) for key, value in parse_qsl(parts.query) if key != "password"], safe="/")
+    return urlunsplit(parts._replace(netloc=user.partition(":")[0] + at + host, query=query))
 
 
 def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None = None) -> AppConfig:
@@ -293,7 +324,9 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
         update={
             "roots": tuple(dict.fromkeys(map(str, roots))),
             "state_dir": str(state_dir),
-            "registry_url": environ.get("POLYLORA_REGISTRY_URL") or config.adapters.registry_url,
+            "registry_url": without_password(environ["POLYLORA_REGISTRY_URL"])
+            if environ.get("POLYLORA_REGISTRY_URL")
+            else config.adapters.registry_url,
         }
     )
     folder = str(_absolute(config.logs.folder)) if config.logs.folder else str(state_dir / "logs")

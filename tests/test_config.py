@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.config import AppConfig, load_config
+from app.deployments.registry.books import database_url
 from app.deployments.registry.pins import PinLimits
 from app.engine.errors import ConfigError
 
@@ -40,23 +41,63 @@ def test_the_environment_adds_a_root_and_moves_the_state(tmp_path: Path) -> None
     assert AppConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_actors_are_renewed_only_by_what_concerns_them(tmp_path: Path) -> None:
+def test_a_store_is_one_for_each_database_and_base_model(tmp_path: Path) -> None:
     base = load_config({}, environ={})
-    engine = load_config({"engine": {"num_kv_blocks": 64}}, environ={})
+    for values in (
+        {"engine": {"num_kv_blocks": 64}},
+        {"engine": {"adapter_rank_rows": 64, "xla": {}}},
+        {"placement": {"policy": "least_loaded"}},
+        {"adapters": {"roots": [str(tmp_path)], "preload": [{"name": "x", "path": "x"}], "host_cache_bytes": 1 << 20}},
+        {"model": {"name": "other"}},
+    ):
+        assert load_config(values, environ={}).store_key == base.store_key, values
+    for values in ({"adapters": {"state_dir": str(tmp_path)}}, {"model": {"uri": "/elsewhere"}}):
+        assert load_config(values, environ={}).store_key != base.store_key, values
+    urls = {
+        "POLYLORA_REGISTRY_URL": [
+            "postgresql://ada:old@db/registry",
+            "postgresql://ada:new@db/registry?connect_timeout=3",
+            "postgresql+psycopg://bob@db/registry?password=secret",
+        ],
+    }
+    keys = {load_config({}, environ={name: url}).store_key for name, values in urls.items() for url in values}
+    assert len(keys) == 1, "whoever asks, and with whatever password"
+    others = [
+        "postgresql://db2/registry",
+        "postgresql://db/other",
+        "postgresql:///registry?host=/run/a",
+        "sqlite:////a/b",
+    ]
+    keys |= {load_config({}, environ={"POLYLORA_REGISTRY_URL": url}).store_key for url in others}
+    assert len(keys | {base.store_key}) == 6
+
+
+def test_placement_is_renewed_only_by_what_concerns_it(tmp_path: Path) -> None:
+    base = load_config({}, environ={})
     placement = load_config({"placement": {"policy": "least_loaded"}}, environ={})
     roots = load_config({"adapters": {"roots": [str(tmp_path)]}}, environ={})
-    assert base.store_key == engine.store_key == placement.store_key != roots.store_key
+    assert base.placement_key == roots.placement_key != placement.placement_key
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [{"adapter_rank_rows": 64}, {"max_adapter_slots": 9}, {"adapter_extra_bytes": 1}, {"xla": {}}],
-)
-def test_a_store_of_other_engine_settings_is_another_store(engine: dict[str, Any]) -> None:
-    """It decides what may be pinned."""
-    base, changed = load_config({}, environ={}), load_config({"engine": engine}, environ={})
-    assert base.store_key != changed.store_key
+@pytest.mark.parametrize("engine", [{"adapter_rank_rows": 64}, {"max_adapter_slots": 9}, {"adapter_extra_bytes": 1}])
+def test_a_store_knows_what_may_be_pinned(engine: dict[str, Any]) -> None:
+    changed = load_config({"engine": engine}, environ={})
     assert PinLimits.of(changed.for_store) == PinLimits.of(changed)
+
+
+def test_a_databases_password_stays_in_the_environment() -> None:
+    url = "postgresql://ada:s%40cret@db:5433/registry?sslmode=require&password=secret"
+    config = load_config({}, environ={"POLYLORA_REGISTRY_URL": url})
+    assert config.adapters.registry_url == "postgresql://ada@db:5433/registry?sslmode=require"
+    assert "cret" not in config.model_dump_json()
+    assert database_url(config.adapters, "base", {"POLYLORA_REGISTRY_URL": url}) == url
+    assert database_url(config.adapters, "base", {}) == config.adapters.registry_url
+    other = {"POLYLORA_REGISTRY_URL": "postgresql://ada:secret@elsewhere/registry"}
+    assert database_url(config.adapters, "base", other) == config.adapters.registry_url, "meant for another"
+    for text in (url, "postgresql://ada:secret@db/registry"):
+        with pytest.raises(ConfigError, match=r"holds a password, .* POLYLORA_REGISTRY_URL") as caught:
+            load_config({"adapters": {"registry_url": text}}, environ={})
+        assert "secret" not in str(caught.value)
 
 
 def test_a_store_knows_only_what_its_key_covers() -> None:

@@ -7,6 +7,7 @@ not asked for again, and of many cold adapters only so many are: a replica asks 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 AGAIN_AFTER_S = 5.0
 #: Adapters that are read ahead at a time.
 MAX_EXPECTED = 256
+
+
+#: The store is told at most this often that an adapter will be asked for.
+EXPECTED_S = 1.0
 
 
 class ReadAhead(Protocol):
@@ -74,6 +79,7 @@ class AdapterNames:
     async def _expect(self, ref: AdapterRef) -> None:
         try:
             await self._store.expect(ref)
+            await asyncio.sleep(EXPECTED_S)
         except NotReady as error:
             logger.info("adapter %s is not read ahead: %s", ref.name, error)
         finally:

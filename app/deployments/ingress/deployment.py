@@ -40,7 +40,7 @@ from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.choosing import make_policy
 from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.placer import ServePlacer, WatchedLoads, WatchedPlacement
-from app.deployments.store.actor import TenantsCallee, store_actor
+from app.deployments.store.actor import TenantsCallee, store_actor, store_settings
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.prices import Prices
@@ -94,7 +94,7 @@ class Ingress(AsgiIngress):
             partial(repeat_gauges, metrics.gauges),
             self._service.management.keep_taking_up,
         )
-        await store.preload()
+        await store.preload(store_settings(config))
         await registry.complete.wait()  # or the first requests would find no adapter
         await tenants.complete.wait()  # or the door would let everybody in
 

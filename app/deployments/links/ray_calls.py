@@ -10,7 +10,7 @@ synchronous question to the head node, which takes a minute when that is down: a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import ray
@@ -26,6 +26,9 @@ P = ParamSpec("P")
 NAMESPACE = "polylora"
 
 
+#: Calls that an actor may have open: those of watchers wait, two or three of every process. What else waits is bounded
+#: by the actors themselves. Ray's concurrency groups are no help: each has an event loop of its own.
+MAX_CALLS = 20_000
 #: An actor that restarts needs about this long.
 RESTART_S = 2.0
 #: A caller waits this long for an actor to be looked up, or made. The question goes on; nobody else asks it meanwhile.
@@ -70,12 +73,14 @@ class Callee(Protocol):
 
 
 class NamedActor:
-    """A detached actor, by name. `kind` is a class, `args` what it is made with when it is not there.
+    """A detached actor, by name. `kind` is a class, `args` what it is made with when it is not there; `resources` bind
+    it to nodes that have them.
 
     Its name in Ray ends with the protocol's number: code that speaks another makes, or finds, an actor of its own.
     """
 
-    def __init__(self, name: str, kind: type, *args: Any) -> None:
+    def __init__(self, name: str, kind: type, *args: Any, resources: Mapping[str, float] | None = None) -> None:
+        self._resources = dict(resources or {})
         self._name = f"{name}.v{PROTOCOL}"
         self._kind = kind
         self._args = args
@@ -136,8 +141,9 @@ class NamedActor:
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
-            max_concurrency=1000,
+            max_concurrency=MAX_CALLS,
             num_cpus=0,
+            resources=self._resources,
         )
         return remote.remote(*self._args)
 

@@ -37,7 +37,7 @@ class Aliases:
 
     def __init__(self, database: Database, base_names: Collection[str] = ()) -> None:
         """base_names: of the base model, which an alias may stand for beside adapters."""
-        self._base_names = frozenset(base_names)
+        self.base_names = frozenset(base_names)
         self._database = database
         self._base = database.base_digest
 
@@ -169,7 +169,7 @@ class Aliases:
     def _check_targets(
         self, connection: Connection, tenant_id: str, targets: Mapping[str, float] | Sequence[str]
     ) -> None:
-        absent = set(targets) - self._base_names - _living(connection, self._base, tenant_id, list(targets))
+        absent = set(targets) - self.base_names - _living(connection, self._base, tenant_id, list(targets))
         if absent:
             raise NotFound(
                 f"no adapter is registered as {min(absent)[:80]!r}; register it before an alias points to it"

@@ -5,11 +5,12 @@ In: a database's URL. Out: its parts, which share the database and nothing else.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from app.config import AppConfig
+from app.config import AdaptersConfig, AppConfig, without_password
 from app.deployments.registry.aliases import Aliases
 from app.deployments.registry.catalog import Catalog
 from app.deployments.registry.database import Database, sqlite_url
@@ -49,12 +50,17 @@ class Registry:
         self.database.close()
 
 
-def open_registry(config: AppConfig, base_digest: str) -> Registry:
+def open_registry(
+    config: AppConfig, base_digest: str, *, actor: str = "", environ: Mapping[str, str] | None = None
+) -> Registry:
     """The configured database, or a file of SQLite per base model. Raises ConfigError, NotReady."""
-    path = Path(config.adapters.state_dir) / f"catalog-{base_digest[:12]}.sqlite"
-    return Registry(
-        config.adapters.registry_url or sqlite_url(path),
-        base_digest,
-        PinLimits.of(config),
-        base_names=(config.model.name,),
-    )
+    url = database_url(config.adapters, base_digest, os.environ if environ is None else environ)
+    return Registry(url, base_digest, PinLimits.of(config), actor=actor, base_names=(config.model.name,))
+
+
+def database_url(adapters: AdaptersConfig, base_digest: str, environ: Mapping[str, str]) -> str:
+    """Where the registry is, with the password that the environment has for it."""
+    if adapters.registry_url is None:
+        return sqlite_url(Path(adapters.state_dir) / f"catalog-{base_digest[:12]}.sqlite")
+    given = environ.get("POLYLORA_REGISTRY_URL", "")
+    return given if without_password(given) == adapters.registry_url else adapters.registry_url

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,12 +45,12 @@ class Drained(NamedTuple):
 
 
 class Catalog:
-    """Every call is one transaction; threads and processes may call at the same time."""
+    """Every call is one transaction; threads and processes may call at the same time. `pin_limits` may be replaced."""
 
     def __init__(self, database: Database, pin_limits: PinLimits = PinLimits()) -> None:  # noqa: B008  (frozen)
         self._database = database
         self._base = database.base_digest
-        self._pin_limits = pin_limits
+        self.pin_limits = pin_limits
         #: Asked in the transaction that registers an adapter of a tenant, after the change. Raises to undo it.
         self.check_quota: Callable[[Connection, str], None] = lambda *_: None
 
@@ -223,14 +223,6 @@ class Catalog:
             row = connection.execute(query).mappings().first()
         return None if row is None else _entry(row)
 
-    def known(self, names: Collection[str], *, tenant_id: str) -> dict[str, str]:
-        """Those of these names that were ever an adapter's, each with the source of its last load."""
-        query = select(adapters.c.name, adapters.c.source).where(
-            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.name.in_(names)
-        )
-        with self._database.read() as connection:
-            return {row.name: row.source for row in connection.execute(query)}
-
     def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
         """All names with a meaning, in order: one tenant's, or everybody's."""
         return self._select(*(() if tenant_id is None else (adapters.c.tenant_id == tenant_id,)))
@@ -326,7 +318,7 @@ class Catalog:
         query = select(adapters).where(
             adapters.c.base_digest == self._base, adapters.c.state == State.LOADED, adapters.c.pinned
         )
-        self._pin_limits.check(name, map(_entry, connection.execute(query).mappings()))
+        self.pin_limits.check(name, map(_entry, connection.execute(query).mappings()))
 
     def _select(self, *where: ColumnElement[bool]) -> list[CatalogEntry]:
         query = select(adapters).where(adapters.c.base_digest == self._base, adapters.c.state == State.LOADED, *where)

@@ -49,7 +49,10 @@ class Store(Reader, HostCopies, Protocol):
 
 
 class Lifecycle:
-    """One event loop; the database is called in threads. `events` is what the store's tiers tell."""
+    """One event loop; the database is called in threads. `events` is what the store's tiers tell.
+
+    `reserved_names`, the base model's, may be replaced.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Lifecycle:
         self._registry = registry
         self._store = store
         self._events = events
-        self._reserved_names = frozenset(reserved_names)
+        self.reserved_names = frozenset(reserved_names)
         self._moves = MoveWriter(registry.catalog.note_moves)
         self._use = UseBook(registry.catalog.note_use)
         self.published = PublishedRegistry(registry, store.pin)
@@ -178,5 +181,5 @@ class Lifecycle:
 
     def _check_name(self, name: str) -> None:
         check_name(name)
-        if name in self._reserved_names:
+        if name in self.reserved_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")

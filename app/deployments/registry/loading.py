@@ -195,6 +195,7 @@ class Loads:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             return reading.result()
+        reading.cancel()
         raise unloaded(job.name)
 
     async def _end(self, job_id: str, state: State, **what: Any) -> RegistryJob:

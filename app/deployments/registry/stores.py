@@ -47,13 +47,17 @@ class Stores:
         self._database = database
         self._actor = actor
         self.id = uuid.uuid4().hex
+        self._has_entered = False
         self.follows_another = (
             False  # a moment ago another process served this registry: known once this one has entered
         )
         self.settings: str | None = None  # what the actor was last told in its former life
 
     def enter(self) -> None:
-        """Take a place. Loads are not taken over yet."""
+        """Take a place, once. Loads are not taken over yet."""
+        if self._has_entered:
+            return
+        self._has_entered = True
         now_s = self._database.clock()
         with self._database.write() as connection:
             for row in connection.execute(select(stores).where(self._ours())).mappings().all():

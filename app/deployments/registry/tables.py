@@ -180,6 +180,9 @@ audit = Table(
     sqlite_autoincrement=True,
 )
 
+#: From where a configuration last had a name loaded: only another place is news.
+preloads = Table("preloads", metadata, *_name_key(), Column("source", Text, nullable=False))
+
 #: When requests last used the contents of registered adapters: a new replica loads the last used before it is ready.
 uses = Table(
     "uses",

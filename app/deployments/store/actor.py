@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from app.config import AppConfig, LogsConfig
+from app.config import AppConfig, LogsConfig, registry_place
 from app.deployments.links.attendance import Attendance
 from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.ray_calls import Callee, NamedActor, leave
@@ -24,6 +24,9 @@ from app.deployments.tenants.service import TenantsService
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.logs import start_log
 
+#: The resource that Ray gives to the node of its head, and to no other.
+HEAD_NODE = "node:__internal_head__"
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -33,11 +36,12 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
     def __init__(self, config_json: str, logs_json: str) -> None:
         start_log(LogsConfig.model_validate_json(logs_json), "store")
-        from app.deployments.store.opening import open_store  # heavy: only this process needs it
+        from app.deployments.store.opening import OpenedStore  # heavy: only this process needs it
         from app.deployments.tenants.books import TenantBooks
 
         counts = TierMetrics()
-        parts = open_store(AppConfig.model_validate_json(config_json), _put, counts)
+        actor_id = ray.get_runtime_context().get_actor_id() or ""
+        parts = OpenedStore(AppConfig.model_validate_json(config_json), _put, counts, actor=actor_id).parts
         super().__init__(parts, self._stay)
         self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay)
         self._attendance = Attendance(leave)
@@ -67,10 +71,18 @@ class TenantsCallee:
 
 
 def store_actor(config: AppConfig) -> NamedActor:
-    """One per cluster and what it is built from: a service with other settings never finds an older one's store."""
-    return NamedActor(
-        store_name(config), AdapterStoreActor, config.for_store.model_dump_json(), config.logs.model_dump_json()
-    )
+    """One per cluster and registry; a service with other settings tells it those (`StoreClient.preload`).
+
+    A registry in a file is on one machine: the store runs on the head node, wherever it was asked for.
+    """
+    resources = {HEAD_NODE: 0.001} if registry_place(config.adapters).startswith("file ") else {}
+    logs = config.logs.model_dump_json()
+    return NamedActor(store_name(config), AdapterStoreActor, store_settings(config), logs, resources=resources)
+
+
+def store_settings(config: AppConfig) -> str:
+    """What the store is made with, and told by a service that starts."""
+    return config.for_store.model_dump_json()
 
 
 def store_name(config: AppConfig) -> str:

@@ -37,6 +37,7 @@ class BoundedSet:
         self._pinned: frozenset[str] = frozenset()
         self._queue: list[tuple[Priority, str]] = []  # may hold outdated priorities
         self._total_bytes = 0
+        self._fixed_bytes = 0  # of what is here and pinned, or referred to
 
     @property
     def total_bytes(self) -> int:
@@ -64,8 +65,7 @@ class BoundedSet:
     def add(self, key: str, size_bytes: int, load_s: float) -> list[str] | None:
         """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit."""
         assert key not in self._kept
-        fixed = sum(kept.size_bytes for name, kept in self._kept.items() if kept.num_refs or name in self._pinned)
-        if fixed + size_bytes > self.max_bytes:
+        if self._fixed_bytes + size_bytes > self.max_bytes:
             return None
         evicted = []
         skipped = []
@@ -75,7 +75,7 @@ class BoundedSet:
             kept = self._kept.get(candidate)
             if kept is None or kept.priority != priority:
                 continue
-            if kept.num_refs or candidate in self._pinned:
+            if self._is_fixed(candidate):
                 skipped.append(entry)
                 continue
             self._order.gave_up(priority)
@@ -85,27 +85,52 @@ class BoundedSet:
             heapq.heappush(self._queue, entry)
         self._kept[key] = _Kept(size_bytes, load_s)
         self._total_bytes += size_bytes
+        self._fixed_bytes += size_bytes if self._is_fixed(key) else 0
         self.use(key)
+        return evicted
+
+    def limit(self, max_bytes: int, policy: EvictionPolicy) -> list[str]:
+        """Keep within other limits from now on: what goes for that, which is none of what is pinned or referred to."""
+        old = sorted(self._kept.items(), key=lambda item: item[1].priority)
+        self.max_bytes, self._order, self._queue = max_bytes, EvictionOrder(policy), []
+        for key, _ in old:
+            self.use(key)
+        evicted = []
+        for key, _ in old:
+            if self._total_bytes <= max_bytes:
+                break
+            if not self._is_fixed(key):
+                self.remove(key)
+                evicted.append(key)
         return evicted
 
     def remove(self, key: str) -> bool:
         """Forget it, pinned, read or neither. False if it was not here."""
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._total_bytes -= kept.size_bytes
-        return kept is not None
+        kept = self._kept.get(key)
+        if kept is None:
+            return False
+        self._total_bytes -= kept.size_bytes
+        self._fixed_bytes -= kept.size_bytes if self._is_fixed(key) else 0
+        del self._kept[key]
+        return True
 
     def pin(self, keys: Iterable[str]) -> None:
         """Pin exactly these, whether they are here already or come later."""
-        self._pinned = frozenset(keys)
+        before, self._pinned = self._pinned, frozenset(keys)
+        for key in before ^ self._pinned:
+            kept = self._kept.get(key)
+            if kept is not None and not kept.num_refs:
+                self._fixed_bytes += kept.size_bytes if key in self._pinned else -kept.size_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(kept.size_bytes for key, kept in self._kept.items() if key in self._pinned)
+        return sum(self._kept[key].size_bytes for key in self._pinned if key in self._kept)
 
     def ref(self, key: str) -> None:
         """Somebody reads it: it stays until `unref`."""
-        self._kept[key].num_refs += 1
+        kept = self._kept[key]
+        self._fixed_bytes += 0 if self._is_fixed(key) else kept.size_bytes
+        kept.num_refs += 1
 
     def unref(self, key: str) -> None:
         """Nothing happens if it was removed while it was read."""
@@ -113,3 +138,7 @@ class BoundedSet:
         if kept is not None:
             assert kept.num_refs > 0
             kept.num_refs -= 1
+            self._fixed_bytes -= 0 if self._is_fixed(key) else kept.size_bytes
+
+    def _is_fixed(self, key: str) -> bool:
+        return self._kept[key].num_refs > 0 or key in self._pinned

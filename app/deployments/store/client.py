@@ -7,6 +7,7 @@ store restarts.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from app.deployments.links.published import Changes, Version
@@ -30,6 +31,9 @@ from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
 from app.engine.adapters.card import AdapterRef
 
+#: Between two questions for an adapter that is being read. The longest is well below `store.ABANDON_S`.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
+
 #: The service as it runs in the actor.
 _Service = StoreService[SharedAdapter]
 
@@ -40,9 +44,9 @@ class StoreClient:
     def __init__(self, actor: Callee) -> None:
         self._actor = actor
 
-    async def preload(self) -> None:
-        """Register the configured adapters, once however many ask; returns when all are served."""
-        await self._actor.call(_Service.preload)
+    async def preload(self, settings: str | None = None) -> None:
+        """Tell a service's settings, and register the adapters that they name; returns when all are served."""
+        await self._actor.call(_Service.preload, settings)
 
     # -- adapters and their names -------------------------------------------------------------------
 
@@ -137,8 +141,17 @@ class StoreClient:
     # -- what replicas need -------------------------------------------------------------------------
 
     async def fetch(self, ref: AdapterRef) -> SharedAdapter:
-        """The packed adapter with this digest. Raises AdapterUnreadable if it cannot be read."""
-        return await self._actor.call(_Service.fetch, ref)
+        """The packed adapter with this digest. Raises AdapterUnreadable if it cannot be read.
+
+        While it is being read the store is asked again and again; when this is cancelled nobody asks, and reading ends.
+        """
+        pause_s = FIRST_PAUSE_S
+        shared = await self._actor.call(_Service.fetch, ref)
+        while shared is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+            shared = await self._actor.call(_Service.fetch, ref, again=True)
+        return shared
 
     async def expect(self, ref: AdapterRef) -> None:
         """Begin what `fetch` will ask for soon. What goes wrong is for `fetch` to meet."""

@@ -2,9 +2,9 @@
 
 In: a folder that was downloaded and found good, and its digest. Out: that folder again, after any restart.
 A download lives under `staging/` until it is whole, flushed and renamed to `objects/<digest>`: what has a
-digest for a name is complete. Each process has a staging folder of its own; those of processes that died,
-and objects that lost a byte, are removed at start. Bounded in bytes (`eviction`); an object that is
-being read stays. Nobody waits for another's flush or deletion. The digest is checked by whoever reads the contents.
+digest for a name is complete. Each process has a staging folder of its own; those of processes that died are removed at
+start, objects that lost a byte when they are wanted. Bounded in bytes (`eviction`); an object that is being read stays.
+Nobody waits for another's flush or deletion. The digest is checked by whoever reads the contents.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shutil
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from app.deployments.registry.tier_events import StoreEvents
 from app.deployments.store.bounded_set import BoundedSet
@@ -82,8 +83,12 @@ class DiskTier:
     def reading(self, digest: str) -> Iterator[Path | None]:
         """The folder with these contents, kept while the block runs; None if it is not here."""
         with self._lock:
-            if digest in self._kept and not self._folder(digest).is_dir():
-                self._kept.remove(digest)  # another process removed it
+            is_kept = digest in self._kept
+        if is_kept and not _is_whole(self._folder(digest)):
+            if self._folder(digest).is_dir():
+                logger.warning("removing %s: it is not as it was written", self._folder(digest))
+            self.remove(digest)  # or another process did
+        with self._lock:
             found = digest in self._kept
             if found:
                 self._kept.use(digest)
@@ -176,13 +181,14 @@ class DiskTier:
 
     def _take_stock(self) -> None:
         found = []
-        for folder in self._objects.iterdir():
-            entry = _read_entry(folder)
-            if entry is None:
-                logger.warning("removing %s: it is not as it was written", folder)
-                self._discard(folder.name, self._hide(folder.name))
-                continue
-            found.append((folder.stat().st_mtime, folder.name, *entry))
+        with os.scandir(self._objects) as folders:
+            for folder in folders:
+                entry = _read_entry(folder.path)
+                if entry is None:
+                    logger.warning("removing %s: it is not as it was written", folder.path)
+                    self._discard(folder.name, self._hide(folder.name))
+                else:
+                    found.append((folder.stat().st_mtime, folder.name, sum(entry.files.values()), entry.load_s))
         for _, digest, size_bytes, load_s in sorted(found):
             evicted = self._kept.add(digest, size_bytes, load_s)
             for old in [digest] if evicted is None else evicted:
@@ -195,16 +201,30 @@ class DiskTier:
         self._counts.holds("disk", size_bytes, number)
 
 
-def _read_entry(folder: Path) -> tuple[int, float] | None:
-    """(bytes, seconds it took to load) of an object, or None if a file is missing or not as long as it was."""
+class _Entry(NamedTuple):
+    """What lies beside an object's files: their sizes in bytes, and the seconds it took to load them."""
+
+    files: dict[str, int]
+    load_s: float
+
+
+def _read_entry(folder: str | Path) -> _Entry | None:
+    """None if there is none that can be read."""
     try:
-        entry = json.loads((folder / _ENTRY).read_text())
-        files, load_s = entry["files"], float(entry["load_s"])
-        if any((folder / name).stat().st_size != size for name, size in files.items()):
-            return None
+        with open(f"{folder}/{_ENTRY}", "rb", buffering=0) as file:
+            entry = json.loads(file.read())
+        return _Entry({str(name): int(size) for name, size in entry["files"].items()}, float(entry["load_s"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return sum(files.values()), load_s
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file is there and as long as it was."""
+    entry = _read_entry(folder)
+    try:
+        return entry is not None and all((folder / name).stat().st_size == size for name, size in entry.files.items())
+    except OSError:
+        return False
 
 
 def _remove_leftovers(staging: Path) -> None:

@@ -85,6 +85,14 @@ class AdapterLibrary:
         """Sources in one lane share a limit and may delay each other: one host, one bucket, the local folders."""
         return self._sources.lane(source)
 
+    def host(self, source: str) -> str:
+        """What may hang together has a share of the threads."""
+        return self._sources.host(source)
+
+    def abandon(self, source: str) -> None:
+        """Nobody wants this source any more: what is being downloaded from it ends with SourceError."""
+        self._sources.abandon(source)
+
     def version(self, source: str) -> str:
         """Changes when a local source is overwritten, empty for others; one read may serve all who ask for one version.
 

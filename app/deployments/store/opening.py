@@ -1,20 +1,26 @@
 """The store's process put together: what every part of it is given, and by whom.
 
-In: the service's configuration, and where packed adapters are put. Out: the parts of a `StoreService`. The only place
-that knows all of them; importing it takes a second, so only the process that runs the store does.
+In: the service's configuration, and where packed adapters are put. Out: the parts of a `StoreService`, and the way in
+which other settings reach them while they work. The only place that knows all of them; importing it takes a second, so
+only the process that runs the store does.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
 
 from app.config import AppConfig
 from app.deployments.registry.books import open_registry
 from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.counts import TierCounts
-from app.deployments.store.library import open_library
+from app.deployments.store.library import AdapterLibrary, open_library
 from app.deployments.store.service import StoreParts
 from app.deployments.store.store import AdapterStore
 from app.deployments.tenants.quota import AdapterQuota
@@ -22,29 +28,84 @@ from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.models.checkpoint import open_model
 from app.engine.open import served_features
 
+logger = logging.getLogger(__name__)
+
 H = TypeVar("H")
 
 
-def open_store(config: AppConfig, put: Callable[[PackedAdapter], H], counts: TierCounts) -> StoreParts[H]:
-    """Opens the base's description, the registry, the disk tier and the sources. Raises ConfigError, NotReady.
+class OpenedStore(Generic[H]):
+    """Opens the base's description, the registry, the disk tier and the sources."""
 
-    `put` makes of a packed adapter what `fetch` answers; it is called in threads. `counts` hears what the tiers do.
-    """
-    adapters = config.adapters
-    checkpoint = open_model(config.model.uri, config.model.name)
-    registry = open_registry(config, checkpoint.spec.digest)
-    registry.catalog.check_quota = AdapterQuota(checkpoint.spec.digest)
-    pinned = {entry.ref.digest for entry in registry.catalog.pinned()}
-    events = TierEvents()  # first: the tiers tell it, the registry follows it
-    library = open_library(adapters, checkpoint, served_features(config.engine), counts, events, pinned=pinned)
-    store = AdapterStore(
-        library,
-        put,
-        events,
-        max_bytes=adapters.host_cache_bytes,
-        policy=adapters.host_eviction,
-        counts=counts,
-        trusted=adapters.signing.trusted,
-    )
-    lifecycle = Lifecycle(registry, store, events, reserved_names=(config.model.name,))
-    return StoreParts(registry, lifecycle, store, adapters.preload)
+    def __init__(
+        self, config: AppConfig, put: Callable[[PackedAdapter], H], counts: TierCounts, *, actor: str = ""
+    ) -> None:
+        """`put` makes of a packed adapter what `fetch` answers; it is called in threads. `counts` hears what the tiers
+        do.
+
+        `actor` names this process over restarts: what it was told in its former life counts for more than `config`.
+        Raises ConfigError, NotReady.
+        """
+        self._counts = counts
+        self._checkpoint = open_model(config.model.uri, config.model.name)
+        self._registry = open_registry(config, self._checkpoint.spec.digest, actor=actor)
+        self._registry.catalog.check_quota = AdapterQuota(self._checkpoint.spec.digest)
+        self._registry.stores.enter()
+        config = _told(self._registry.stores.settings) or config
+        self._settings = config.for_store.model_dump_json()
+        self._registry.catalog.pin_limits = PinLimits.of(config)
+        self._registry.aliases.base_names = frozenset((config.model.name,))
+        self._events = TierEvents()  # first: the tiers tell it, the registry follows it
+        adapters = config.adapters
+        self._store = AdapterStore(
+            self._open_library(config),
+            put,
+            self._events,
+            max_bytes=adapters.host_cache_bytes,
+            policy=adapters.host_eviction,
+            counts=counts,
+            trusted=adapters.signing.trusted,
+        )
+        self._lifecycle = Lifecycle(self._registry, self._store, self._events, reserved_names=(config.model.name,))
+        self._taking = asyncio.Lock()
+        self.parts = StoreParts(self._registry, self._lifecycle, self._store, adapters.preload, self.take)
+
+    async def take(self, settings: str) -> StoreParts[H]:
+        """Work with other settings from now on; equal ones change nothing.
+
+        Raises ConfigError for settings that cannot be; then nothing has changed.
+        """
+        async with self._taking:
+            config = AppConfig.model_validate_json(settings).for_store
+            settings = config.model_dump_json()
+            if settings != self._settings:
+                adapters = config.adapters
+                library = await asyncio.to_thread(self._open_library, config)
+                await asyncio.to_thread(self._registry.stores.keep_settings, settings)
+                self._store.use(
+                    library,
+                    max_bytes=adapters.host_cache_bytes,
+                    policy=adapters.host_eviction,
+                    trusted=adapters.signing.trusted,
+                )
+                self._registry.catalog.pin_limits = PinLimits.of(config)
+                names = frozenset((config.model.name,))
+                self._lifecycle.reserved_names = self._registry.aliases.base_names = names
+                self._settings = settings
+                self.parts = self.parts._replace(preloaded=adapters.preload)
+                logger.info("the store works with other settings from now on")
+        return self.parts
+
+    def _open_library(self, config: AppConfig) -> AdapterLibrary:
+        pinned = {entry.ref.digest for entry in self._registry.catalog.pinned()}
+        served = served_features(config.engine)
+        return open_library(config.adapters, self._checkpoint, served, self._counts, self._events, pinned=pinned)
+
+
+def _told(settings: str | None) -> AppConfig | None:
+    if settings is None:
+        return None
+    try:
+        return AppConfig.model_validate_json(settings)
+    except ValidationError as error:  # of another version of the code
+        logger.warning("the settings that this store was told before are not understood: %s", error)
+        return None

@@ -1,8 +1,9 @@
 """All that is asked of the store's process: the registry's calls and the adapters' bytes, in one class without Ray.
 
-In: the calls of ingresses, replicas and placement, one method each; `store.client.StoreClient` has the same
-methods with the same signatures. Out: the registry's values, handles to packed adapters, and three published tables:
-names, pins, traffic shares. What a call changes every ingress knows when the call returns. Work on names is the
+In: the calls of ingresses, replicas and placement, one method each; `store.client.StoreClient` has the same methods
+with the same signatures. Out: the registry's values, handles to packed adapters, and three published tables: names,
+pins, traffic shares. What a call changes every ingress knows when the call returns. Rule: a call that waits is one of
+few (a watcher's, or a load's); whoever wants bytes that are not here is told to ask again. Work on names is the
 registry's, bytes are `AdapterStore`'s; this class only joins them.
 """
 
@@ -11,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from app.config import PreloadedAdapter
 from app.deployments.links.published import Changes, Version
+from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import (
     DEFAULT_TENANT,
     AliasEntry,
@@ -30,6 +32,7 @@ from app.deployments.registry.entries import (
     Unload,
 )
 from app.deployments.registry.pins import Pins
+from app.deployments.registry.preloading import preload
 from app.deployments.registry.view import Entry, Key
 from app.deployments.store.counts import TIERS, Tier, TierCounts
 from app.deployments.store.quarantine import FIRST_S, Failure
@@ -47,13 +50,20 @@ H = TypeVar("H")
 H_co = TypeVar("H_co", covariant=True)
 
 
+#: How long a fetch may wait in this process, and how many may at a time; those beyond are answered at once.
+HOLD_S = 0.5
+MAX_HELD = 100
+#: Adapters that are read ahead at a time; there is no harm in not reading one ahead.
+MAX_EXPECTED = 1000
+
+
 class AdapterBytes(Protocol[H_co]):
     """The part of `AdapterStore` that is used here; `H` is what its `put` makes of an adapter."""
 
     @property
     def counts(self) -> TierCounts: ...
 
-    async def fetch(self, ref: AdapterRef) -> H_co: ...
+    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> H_co | None: ...
 
     async def expect(self, ref: AdapterRef) -> None: ...
 
@@ -65,47 +75,67 @@ class AdapterBytes(Protocol[H_co]):
 
 
 class StoreParts(NamedTuple, Generic[H]):
-    """What the service works with, opened by `opening.open_store`."""
+    """What the service works with (`opening.OpenedStore`). `take` has them work with other settings, which are JSON."""
 
     registry: Registry
     lifecycle: Lifecycle
     bytes: AdapterBytes[H]
     preloaded: Sequence[PreloadedAdapter]
+    take: Callable[[str], Awaitable[StoreParts[H]]] | None = None
 
 
 class StoreService(Generic[H]):
-    """One event loop. `watched` is called whenever a process asks for a published table."""
+    """One event loop. `called` is called whenever a process calls."""
 
-    def __init__(self, parts: StoreParts[H], watched: Callable[[], None]) -> None:
-        self._registry, self._lifecycle, self._bytes, self._preloaded = parts
-        self._watched = watched
+    def __init__(self, parts: StoreParts[H], called: Callable[[], None]) -> None:
+        self._parts = parts
+        self._registry, self._lifecycle, self._bytes = parts.registry, parts.lifecycle, parts.bytes
+        self._called = called
         self._preloading: asyncio.Task[None] | None = None
+        self._preloads: Sequence[PreloadedAdapter] = ()
+        self._num_held = 0
+        self._expecting = Tasks()
 
-    async def preload(self) -> None:
-        """Register the configured adapters, once however many ingresses ask. Raises what makes one fail."""
+    async def preload(self, settings: str | None = None) -> None:
+        """Take over the settings of a service that starts, and register the adapters that they name.
+
+        Once however many ingresses ask. Raises what makes an adapter fail, and ConfigError for settings that cannot be.
+        """
+        self._called()
         self._lifecycle.start()
-        if self._preloading is None or (self._preloading.done() and self._preloading.exception() is not None):
-            self._preloading = asyncio.create_task(self._register_all())
+        if settings is not None and self._parts.take is not None:
+            self._parts = await self._parts.take(settings)
+        is_done, wanted = self._preloading is not None and self._preloading.done(), self._parts.preloaded
+        if wanted != self._preloads or self._preloading is None or (is_done and self._preloading.exception()):
+            self._preloads = wanted
+            work = preload(self._registry, self._lifecycle.load_and_wait, wanted, tenant_id=DEFAULT_TENANT)
+            self._preloading = asyncio.create_task(work)
         await asyncio.shield(self._preloading)
 
     # -- adapters and their names -------------------------------------------------------------------
 
     async def load(self, request: LoadRequest) -> RegistryJob:
+        self._called()
         return await self._lifecycle.load(request)
 
     async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
+        self._called()
         return await self._lifecycle.load_and_wait(request)
 
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
+        self._called()
         return await self._lifecycle.unloads.begin(name, tenant_id=tenant_id, who=who)
 
     async def end_unload(self, unload: Unload) -> RegistryJob:
+        self._called()
         return await self._lifecycle.unloads.end(unload)
 
     async def left_unloads(self, seen_to: Collection[str]) -> list[Unload]:
+        self._called()
         return await self._lifecycle.unloads.left(seen_to)
 
     async def is_used(self, digest: str) -> bool:
+        self._called()
         return await self._lifecycle.unloads.is_used(digest)
 
     async def configure(
@@ -117,20 +147,25 @@ class StoreService(Generic[H]):
         pinned: bool | None = None,
         traffic_weight: float | None = None,
     ) -> CatalogEntry:
+        self._called()
         return await self._lifecycle.configure(
             name, tenant_id=tenant_id, who=who, pinned=pinned, traffic_weight=traffic_weight
         )
 
     async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
+        self._called()
         return await self._lifecycle.put_alias(name, targets, tenant_id=tenant_id, who=who)
 
     async def promote_alias(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
+        self._called()
         return await self._lifecycle.promote_alias(name, target, tenant_id=tenant_id, who=who)
 
     async def roll_back_alias(self, name: str, version: int | None, *, tenant_id: str, who: str) -> AliasEntry:
+        self._called()
         return await self._lifecycle.roll_back_alias(name, version, tenant_id=tenant_id, who=who)
 
     async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
+        self._called()
         return await self._lifecycle.remove_alias(name, tenant_id=tenant_id, who=who)
 
     async def alias_versions(self, name: str, *, tenant_id: str) -> list[AliasVersion]:
@@ -139,36 +174,49 @@ class StoreService(Generic[H]):
     # -- what is known of them ----------------------------------------------------------------------
 
     async def describe(self, name: str, *, tenant_id: str) -> Description:
+        self._called()
         description = await self._lifecycle.describe(name, tenant_id=tenant_id)
         failure = None if description.entry is None else self._bytes.failure(description.entry.ref.digest)
         return description._replace(last_error=None if failure is None else failure.reason)
 
     async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:
+        self._called()
         return await self._lifecycle.job(job_id, tenant_id=tenant_id)
 
     async def generations(self, name: str, *, tenant_id: str) -> list[Generation]:
+        self._called()
         return await asyncio.to_thread(self._registry.catalog.generations, name, tenant_id=tenant_id)
 
     async def events(self, name: str | None, *, limit: int, before: int | None, tenant_id: str) -> list[Event]:
+        self._called()
         journal = self._registry.journal
         return await asyncio.to_thread(journal.events, name, limit=limit, before=before, tenant_id=tenant_id)
 
     async def audit(self, name: str | None, *, limit: int, before: int | None, tenant_id: str) -> list[AuditRecord]:
+        self._called()
         journal = self._registry.journal
         return await asyncio.to_thread(journal.audit, name, limit=limit, before=before, tenant_id=tenant_id)
 
     async def hot(self, limit: int) -> list[CatalogEntry]:
+        self._called()
         return await self._lifecycle.hot(limit)
 
     async def stats(self) -> dict[Tier, dict[str, float]]:
+        self._called()
         return {tier: self._bytes.counts.of(tier) for tier in TIERS}
 
     # -- what replicas need -------------------------------------------------------------------------
 
-    async def fetch(self, ref: AdapterRef) -> H:
-        """For requests: what they hear of a failure names no place of this server; the log and `describe` do."""
+    async def fetch(self, ref: AdapterRef, again: bool = False) -> H | None:
+        """For requests: what they hear of a failure names no place of this server; the log and `describe` do.
+
+        None: it is being read; `again`: this caller has heard that before.
+        """
+        self._called()
+        wait_s = HOLD_S if self._num_held < MAX_HELD else 0.0
+        self._num_held += 1
         try:
-            return await self._bytes.fetch(ref)
+            return await self._bytes.fetch_soon(ref, wait_s, again=again)
         except NotReady:
             raise
         except PolyloraError as error:
@@ -181,16 +229,22 @@ class StoreService(Generic[H]):
                 f"{math.ceil(wait_s)} s; whoever manages it sees why at GET /v1/loras/{ref.name}",
                 retry_after_s=wait_s,
             ) from None
+        finally:
+            self._num_held -= 1
 
     async def expect(self, ref: AdapterRef) -> None:
-        await self._bytes.expect(ref)
+        self._called()
+        if len(self._expecting) < MAX_EXPECTED:
+            self._expecting.start(self._bytes.expect(ref))
 
     async def lost(self, digest: str) -> None:
+        self._called()
         self._bytes.lost(digest)
 
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
     ) -> None:
+        self._called()
         await self._lifecycle.observe(replica_id, loaded, unloaded, used_s)
 
     # -- published tables ---------------------------------------------------------------------------
@@ -198,23 +252,19 @@ class StoreService(Generic[H]):
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Entry]] | None:
-        self._watched()
+        self._called()
         self._lifecycle.start()
         self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.table.newer(held, watcher_id, timeout_s)
 
     async def watch_pins(self, held: Version | None, watcher_id: str, timeout_s: float) -> tuple[Version, Pins] | None:
-        self._watched()
+        self._called()
         self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.pins.newer(held, watcher_id, timeout_s)
 
     async def watch_shares(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[str, float]] | None:
-        self._watched()
+        self._called()
         self._lifecycle.published.check_held(held)
         return await self._lifecycle.published.shares.newer(held, watcher_id, timeout_s)
-
-    async def _register_all(self) -> None:
-        requests = (LoadRequest(DEFAULT_TENANT, item.name, item.path, "config") for item in self._preloaded)
-        await asyncio.gather(*(self._lifecycle.load_and_wait(request) for request in requests))

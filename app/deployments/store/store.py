@@ -1,11 +1,11 @@
 """Adapters in host memory: one read per source, one copy per machine.
 
-In: sources to read, digests to fetch. Out: their facts, and handles to packed adapters. However
-many ask at once, each source is read once and each digest is put once; a slow source delays only those
-who asked for it: reading happens in threads, a few per source, and nobody waits for another's. The cache is
-bounded in bytes (`eviction`); what was evicted comes from the machine's disk or its source again and must
-still have the digest it was registered with. What fails is left alone for a while (`quarantine`). Where
-packed bytes are put (Ray's object store, a dictionary in tests) is the caller's choice of `put`.
+In: sources to read, digests to fetch. Out: their facts, and handles to packed adapters. However many ask at once, each
+source is read once and each digest is put once; a slow source delays only those who asked for it: reading happens in
+threads, a few per source, and nobody waits for another's. The cache is bounded in bytes (`eviction`); what was evicted
+comes from the machine's disk or its source again and must still have the digest it was registered with. What fails is
+left alone for a while (`quarantine`), and a download that nobody asks about any more is given up. Where packed bytes
+are put (Ray's object store, a dictionary in tests) is the caller's choice of `put`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import contextlib
 import contextvars
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
+from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import ReadAdapter
 from app.deployments.registry.tier_events import StoreEvents
 from app.deployments.store.bounded_set import BoundedSet
@@ -30,14 +32,20 @@ from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.config import EvictionPolicy
-from app.engine.errors import AdapterMismatch, AdapterTooLarge, PolyloraError
+from app.engine.errors import AdapterMismatch, AdapterQuarantined, AdapterTooLarge, PolyloraError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Adapters read at the same time, from one lane (`Library.lane`) and from all that are remote.
+#: Adapters read at the same time: from one lane (`Library.lane`), from one host with all its lanes, from all hosts.
 MAX_READERS_PER_LANE = 4
-MAX_READERS = 64
+MAX_READERS_PER_HOST = 16
+MAX_READERS = 128
+#: A read that nobody has asked about for so long is given up.
+ABANDON_S = 20.0
+#: Digests whose last failure is remembered as it was.
+MAX_ERRORS = 1024
+_CHECK_INTERVAL_S = 1.0
 #: Lanes that need no network have threads of their own, however many sources hang.
 _NEAR_LANES = ("local", "disk", "put")
 
@@ -47,6 +55,10 @@ class Library(Protocol):
 
     def lane(self, source: str) -> str: ...
 
+    def host(self, source: str) -> str: ...
+
+    def abandon(self, source: str) -> None: ...
+
     def version(self, source: str) -> str: ...
 
     def from_source(self, source: str) -> LocatedAdapter: ...
@@ -54,6 +66,8 @@ class Library(Protocol):
     def from_disk(self, digest: str, source: str) -> PackedAdapter | None: ...
 
     def pin(self, digests: Collection[str]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class _Kept(NamedTuple, Generic[T]):
@@ -86,11 +100,18 @@ class AdapterStore(Generic[T]):
         self._far = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
         self._near = ThreadPoolExecutor(len(_NEAR_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
         self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._hosts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._kept = BoundedSet(max_bytes, policy)
         self._handles: dict[str, T] = {}
         self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
         self._begun_s: dict[str, float] = {}  # when the reads that are pending began
-        self._wanted: set[str] = set()  # digests being read that somebody waits for
+        self._wanted: dict[str, str] = {}  # digests being read that somebody asked for, and their sources
+        self._errors: dict[str, Exception] = {}  # what made them fail, for the first who asks again
+        self._reading: Counter[str] = Counter()  # sources that are being read, or wait for their turn
+        self._waiting: Counter[str] = Counter()  # sources, and how many calls wait for what is read from them
+        self._asked_s: dict[str, float] = {}  # of sources that are being read: when one that does not wait last asked
+        self._tasks = Tasks()
+        self._giving_up: asyncio.Task[None] | None = None
         self._ahead: set[str] = set()  # digests that were read before anybody wanted them
         self._quarantine = quarantine or Quarantine(clock)
         self._trusted = trusted
@@ -110,7 +131,8 @@ class AdapterStore(Generic[T]):
 
         Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust who signed it.
         """
-        uri, card, _, signer = await self._from_source(source)
+        with self._waits_for(source):
+            uri, card, _, signer = await self._from_source(source)
         if self._trusted.matter:
             self._trusted.check(tenant_id, signer, f"the adapter at {uri}")
         self._quarantine.clear(card.digest)
@@ -120,6 +142,16 @@ class AdapterStore(Generic[T]):
         """Pin exactly these: once they are here, or on disk, they are not given up for others."""
         self._kept.pin(digests)
         self._library.pin(digests)
+
+    def use(self, library: Library, *, max_bytes: int, policy: EvictionPolicy, trusted: TrustedKeys) -> None:
+        """Read with another library, and keep within other limits, from now on; reads under way end as they began."""
+        former, self._library, self._trusted = self._library, library, trusted
+        for digest in self._kept.limit(max_bytes, policy):
+            del self._handles[digest]
+            self._ahead.discard(digest)
+            self._events.moved("deleted from host", digest)
+        self._report()
+        self._tasks.start(self._close_when_idle(former, tuple(self._pending.values())))
 
     def forget(self, digest: str) -> None:
         """Free the copy: no name means these contents any more."""
@@ -131,25 +163,34 @@ class AdapterStore(Generic[T]):
         Raises AdapterMismatch if its source now holds something else, whatever reading raises, and
         AdapterQuarantined for a while after either.
         """
-        if ref.digest in self._handles:
-            self._kept.use(ref.digest)
-            if ref.digest in self._ahead:
-                self._ahead.discard(ref.digest)
-                self.counts.miss("host")
-            else:
-                self.counts.hit("host")
-            return self._handles[ref.digest]
-        self.counts.miss("host")
-        self._quarantine.check(ref.digest, f"adapter {ref.name!r}")
-        self._wanted.add(ref.digest)
-        return (await self._load_once(ref)).handle
+        with self._waits_for(ref.uri):
+            handle = self._found(ref)
+            return (await asyncio.shield(self._begin(ref))).handle if handle is None else handle
+
+    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> T | None:
+        """As `fetch`, but None if it is not here after `wait_s`: it is being read for as long as somebody asks.
+
+        `again`: this caller has been told so before.
+        """
+        if (handle := self._found(ref, is_counted=not again)) is not None:
+            return handle
+        try:
+            task = self._begin(ref)
+        except AdapterQuarantined:
+            if again and (error := self._errors.pop(ref.digest, None)) is not None:
+                raise error from None  # it waited for this very read; one says why
+            raise
+        self._asked_s[ref.uri] = self._clock()
+        await asyncio.wait([task], timeout=wait_s)
+        return task.result().handle if task.done() else None
 
     async def expect(self, ref: AdapterRef) -> None:
         """Begin what `fetch` will ask for soon. Neither counts nor fails: what goes wrong is for `fetch` to meet."""
         if ref.digest in self._handles or self._quarantine.get(ref.digest) is not None:
             return
+        self._asked_s[ref.uri] = self._clock()
         with contextlib.suppress(Exception):
-            await self._load_once(ref)
+            await asyncio.shield(self._read_once(ref))
 
     def failure(self, digest: str) -> Failure | None:
         """Why these contents could not be read the last time that somebody waited for them."""
@@ -164,21 +205,79 @@ class AdapterStore(Generic[T]):
             self._events.moved("deleted from host", digest)
 
     def close(self) -> None:
+        self._tasks.cancel()
         for threads in (self._far, self._near):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load_once(self, ref: AdapterRef) -> _Kept[T]:
-        return await self._once(f"digest:{ref.digest}", lambda: self._load(ref))
+    def _found(self, ref: AdapterRef, *, is_counted: bool = True) -> T | None:
+        """What is here, as a use of it; None, as a miss, if it is not."""
+        handle = self._handles.get(ref.digest)
+        if handle is None:
+            if is_counted:
+                self.counts.miss("host")
+            return None
+        self._kept.use(ref.digest)
+        was_ahead = ref.digest in self._ahead
+        self._ahead.discard(ref.digest)
+        if was_ahead and is_counted:
+            self.counts.miss("host")
+        elif is_counted:
+            self.counts.hit("host")
+        return handle
 
-    async def _once(self, key: str, work: Callable[[], Coroutine[Any, Any, _Kept[T]]]) -> _Kept[T]:
-        """Do this work unless it is being done already; everybody who asked gets the result or the error."""
+    def _begin(self, ref: AdapterRef) -> asyncio.Task[_Kept[T]]:
+        """Somebody wants this now. Raises AdapterQuarantined."""
+        self._quarantine.check(ref.digest, f"adapter {ref.name!r}")
+        self._wanted[ref.digest] = ref.uri
+        return self._read_once(ref)
+
+    def _read_once(self, ref: AdapterRef) -> asyncio.Task[_Kept[T]]:
+        return self._once(f"digest:{ref.digest}", lambda: self._load(ref))
+
+    @contextlib.contextmanager
+    def _waits_for(self, source: str) -> Iterator[None]:
+        self._waiting[source] += 1
+        try:
+            yield
+        finally:
+            self._waiting[source] -= 1
+            if not self._waiting[source]:
+                del self._waiting[source]
+            if source in self._reading:
+                self._asked_s.setdefault(source, self._clock())
+
+    def _remember(self, digest: str, error: Exception) -> None:
+        self._errors[digest] = error
+        if len(self._errors) > MAX_ERRORS:
+            del self._errors[next(iter(self._errors))]
+
+    def _is_asked_about(self, source: str) -> bool:
+        asked_s = self._asked_s.get(source, self._clock())
+        return source in self._waiting or self._clock() - asked_s <= ABANDON_S
+
+    async def _give_up_unwanted(self) -> None:
+        """Have reads end that nobody asks about any more, for as long as anything is read."""
+        while self._reading:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            self._asked_s = {source: at_s for source, at_s in self._asked_s.items() if source in self._reading}
+            for source in self._asked_s:
+                if not self._is_asked_about(source):  # and what comes of it is nobody's failure
+                    self._wanted = {digest: uri for digest, uri in self._wanted.items() if uri != source}
+                    self._library.abandon(source)
+
+    async def _close_when_idle(self, library: Library, reads: Sequence[asyncio.Task[_Kept[T]]]) -> None:
+        if reads:
+            await asyncio.wait(reads)
+        await asyncio.to_thread(library.close)
+
+    def _once(self, key: str, work: Callable[[], Coroutine[Any, Any, _Kept[T]]]) -> asyncio.Task[_Kept[T]]:
+        """Do this work unless it is being done already. Whoever waits shields it: others may wait, too."""
         task = self._pending.get(key)
         if task is None:
             task = asyncio.get_running_loop().create_task(work(), context=contextvars.Context())
             self._pending[key] = task
             task.add_done_callback(lambda task: self._end(key, task))
-        # Shielded: one caller that gives up must not take the result from the others.
-        return await asyncio.shield(task)
+        return task
 
     def _end(self, key: str, task: asyncio.Task[_Kept[T]]) -> None:
         del self._pending[key]
@@ -206,10 +305,11 @@ class AdapterStore(Generic[T]):
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
                 self._quarantine.failed(ref.digest, reason)
                 self._events.moved("failed to read", ref.digest)
+                self._remember(ref.digest, error)
             raise
         finally:
-            is_wanted = ref.digest in self._wanted
-            self._wanted.discard(ref.digest)
+            is_wanted = self._wanted.pop(ref.digest, None) is not None
+            self._asked_s.pop(ref.uri, None)
         if not is_wanted:
             self._ahead.add(ref.digest)
         self._quarantine.clear(ref.digest)
@@ -228,15 +328,26 @@ class AdapterStore(Generic[T]):
         key = f"source:{version}:{source}"
         while not version and key in self._pending and self._begun_s.get(key, math.inf) <= asked_s:
             await asyncio.wait([self._pending[key]])
-        return await self._once(key, lambda: self._read_and_keep(key, lane, source))
+        return await asyncio.shield(self._once(key, lambda: self._read_and_keep(key, lane, source)))
 
     async def _read_and_keep(self, key: str, lane: str, source: str) -> _Kept[T]:
+        library = self._library
+
         def read() -> LocatedAdapter:
             self._begun_s[key] = self._clock()
-            return self._library.from_source(source)
+            return library.from_source(source)
 
         started_s = self._clock()
-        located = await self._in_lane(lane, read)
+        self._reading[source] += 1
+        if self._giving_up is None or self._giving_up.done():
+            self._giving_up = self._tasks.start(self._give_up_unwanted())
+        try:
+            located = await self._in_lane(lane, read, self._library.host(source))
+        finally:
+            self._reading[source] -= 1
+            if not self._reading[source]:
+                del self._reading[source]
+                self._asked_s.pop(source, None)
         return await self._keep(located, self._clock() - started_s)
 
     async def _keep(self, located: LocatedAdapter, load_s: float) -> _Kept[T]:
@@ -266,11 +377,12 @@ class AdapterStore(Generic[T]):
                 self._report()
         return _Kept(located.uri, card, self._handles[card.digest], located.signer)
 
-    async def _in_lane(self, lane: str, work: Callable[[], R]) -> R:
-        """Run blocking work in a thread, with at most a few at a time of one lane."""
+    async def _in_lane(self, lane: str, work: Callable[[], R], host: str = "") -> R:
+        """Run blocking work in a thread, with at most a few at a time of one lane, and of one host."""
         limit = self._lanes.setdefault(lane, asyncio.Semaphore(MAX_READERS_PER_LANE))
+        share = self._hosts.setdefault(host or lane, asyncio.Semaphore(MAX_READERS_PER_HOST))
         threads = self._near if lane in _NEAR_LANES else self._far
-        async with limit:
+        async with limit, share:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _report(self) -> None:

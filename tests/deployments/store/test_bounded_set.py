@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,7 @@ def test_every_byte_and_ref_is_accounted_for(policy: EvictionPolicy, events: lis
         assert set(kept) == set(sizes)
         assert len(kept) == len(sizes)
         assert kept.total_bytes == sum(sizes.values()) <= 100
+        assert kept._fixed_bytes == sum(size for key, size in sizes.items() if refs.get(key) or key in kept._pinned)
         assert len(kept._queue) <= 4 * len(kept) + 65 + 8
 
 
@@ -127,3 +129,39 @@ def test_skewed_demand_is_served_better_than_by_chance(policy: EvictionPolicy) -
         else:
             kept.add(name, 1, 1.0)
     assert hits / len(wanted) > 0.35
+
+
+def test_a_hundred_thousand_are_taken_in_without_looking_at_the_others() -> None:
+    kept = BoundedSet(10**9, "lru")
+    pinned = [f"k{index}" for index in range(0, 5_000, 7)]
+    kept.pin(pinned)
+
+    class Watched(dict[str, object]):
+        num_walks = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Watched.num_walks += 1
+            return super().__iter__()
+
+        items = values = __iter__  # type: ignore[assignment]
+
+    kept._kept = Watched()  # type: ignore[assignment]
+    for index in range(60):
+        assert kept.add(f"k{index}", 1, 1.0) == []
+    assert Watched.num_walks == 0
+    assert kept.pinned_bytes == 9
+
+
+def test_other_limits_keep_what_was_used_last_and_what_is_fixed() -> None:
+    kept = BoundedSet(100, "cost")
+    for name in "abcde":
+        kept.add(name, 20, 1.0)
+    kept.pin(["a"])
+    kept.ref("b")
+    kept.use("c")
+    assert kept.limit(70, "lru") == ["d", "e"]
+    assert (set(kept), kept.total_bytes) == ({"a", "b", "c"}, 60)
+    assert kept.limit(30, "lru") == ["c"], "pinned and read ones stay, beyond the limit too"
+    assert kept.add("f", 10, 1.0) is None
+    kept.unref("b")
+    assert kept.add("f", 10, 1.0) == ["b"]

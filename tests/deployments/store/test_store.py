@@ -8,13 +8,21 @@ from collections.abc import Collection, Iterator
 
 import pytest
 
+from app.deployments.store import store as store_module
 from app.deployments.store.library import LocatedAdapter
 from app.deployments.store.quarantine import FIRST_S, Quarantine
-from app.deployments.store.store import MAX_READERS, MAX_READERS_PER_LANE, AdapterStore
+from app.deployments.store.store import (
+    ABANDON_S,
+    MAX_READERS,
+    MAX_READERS_PER_HOST,
+    MAX_READERS_PER_LANE,
+    AdapterStore,
+)
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter, pack_adapter
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge
+from app.engine.adapters.signing.trusted_keys import TrustedKeys
+from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterQuarantined, AdapterTooLarge, SourceError
 from tests.deployments.store.told import Told
 from tests.fakes import fake_adapter
 
@@ -28,10 +36,22 @@ class Sources:
         self.puts: list[str] = []
         self.gates: dict[str, threading.Event] = {}
         self.versions: dict[str, str] = {}
-        self.num_asked = 0
+        self.num_asked = self.num_closed = 0
+        self.abandoned: list[str] = []
 
     def lane(self, source: str) -> str:
         return source[:1]
+
+    def host(self, source: str) -> str:
+        return self.lane(source)
+
+    def abandon(self, source: str) -> None:
+        if gate := self.gates.pop(source, None):
+            self.abandoned.append(source)
+            gate.set()
+
+    def close(self) -> None:
+        self.num_closed += 1
 
     def version(self, source: str) -> str:
         self.num_asked += 1
@@ -48,6 +68,8 @@ class Sources:
         adapter = self.contents.get(source)  # what is there when reading begins
         if gate := self.gates.get(source):
             assert gate.wait(600)
+        if source in self.abandoned:
+            raise SourceError(f"{source} was not waited for any longer")
         if adapter is None:
             raise AdapterFormatError(f"{source} is broken")
         uri = f"/canonical/{source}" if "/" not in source else source
@@ -352,3 +374,119 @@ async def test_pinned_adapters_stay_and_what_they_leave_no_room_for_is_told_so(
         ("deleted from host", "c"),
         ("deleted from host", "b"),
     ]
+
+
+async def test_whoever_does_not_wait_is_told_to_ask_again_and_it_is_one_miss(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    add(sources, "a")
+    ref = await load(store, "a")
+    store.lost(ref.digest)
+    gate = sources.gates["/canonical/a"] = threading.Event()
+    before = store.counts.of("host").get("misses", 0)
+    assert await store.fetch_soon(ref, 0.0) is None
+    assert await store.fetch_soon(ref, 0.01, again=True) is None
+    gate.set()
+    assert await store.fetch_soon(ref, 600.0, again=True) == f"handle-{ref.digest}"
+    assert store.counts.of("host")["misses"] == before + 1
+    assert sources.reads[1:] == ["/canonical/a"]
+
+
+async def test_whoever_asks_again_meets_what_failed_and_others_that_it_did(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    ref = AdapterRef("a", "d" * 64, "t", uri="/canonical/none")
+    gate = sources.gates["/canonical/none"] = threading.Event()
+    assert await store.fetch_soon(ref, 0.0) is None
+    gate.set()
+    while store._pending:
+        await asyncio.sleep(0.001)
+    with pytest.raises(AdapterFormatError, match="is broken"):
+        await store.fetch_soon(ref, 1.0, again=True)
+    with pytest.raises(AdapterQuarantined):
+        await store.fetch_soon(ref, 1.0)
+    assert len(sources.reads) == 1
+
+
+async def test_one_hanging_host_leaves_threads_for_others(
+    store: AdapterStore[str], sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub with more organisations than there are threads for it; each organisation is a lane."""
+    monkeypatch.setattr(sources, "lane", lambda source: source)
+    monkeypatch.setattr(sources, "host", lambda source: source.partition("/")[0])
+    gate = threading.Event()
+    names = [f"hub/{index}" for index in range(MAX_READERS + 3)]
+    for name in (*names, "bucket/a"):
+        add(sources, name, size=1)
+    for name in names:
+        sources.gates[name] = gate
+    hanging = [asyncio.create_task(load(store, name)) for name in names]
+    while len(sources.reads) < MAX_READERS_PER_HOST:
+        await asyncio.sleep(0.001)
+    await load(store, "bucket/a")
+    assert len(sources.reads) == MAX_READERS_PER_HOST + 1
+    assert not any(task.done() for task in hanging)
+    gate.set()
+    await asyncio.gather(*hanging)
+
+
+async def test_a_read_that_nobody_asks_about_is_given_up(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_CHECK_INTERVAL_S", 0.001)
+    now_s = [0.0]
+    store = AdapterStore(sources, sources.put, Told(), max_bytes=100, clock=lambda: now_s[0])
+    refs = [AdapterRef(name, name * 64, "t", uri=f"{name}/x") for name in "abc"]
+    for ref in refs:
+        add(sources, ref.uri)
+        sources.gates[ref.uri] = threading.Event()
+        assert await store.fetch_soon(ref, 0.0) is None
+    waiting = asyncio.create_task(store.fetch(refs[1]))
+    leaving = asyncio.create_task(store.load("d", "default"))
+    add(sources, "d")
+    sources.gates["d"] = threading.Event()
+    while len(sources.reads) < 4:
+        await asyncio.sleep(0.001)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    now_s[0] = ABANDON_S
+    assert await store.fetch_soon(refs[2], 0.0, again=True) is None
+    now_s[0] += 1.0
+    while len(sources.abandoned) < 2:
+        await asyncio.sleep(0.001)
+    assert sorted(sources.abandoned) == ["a/x", "d"]
+    assert not waiting.done()
+    while store._reading.keys() != {"b/x", "c/x"}:
+        await asyncio.sleep(0.001)
+    sources.abandoned.clear()
+    with pytest.raises(AdapterMismatch):  # it is read again, not remembered as a failure
+        await store.fetch(refs[0])
+    for ref in refs[1:]:
+        sources.gates[ref.uri].set()
+    await asyncio.gather(waiting, return_exceptions=True)
+    while store._reading:
+        await asyncio.sleep(0.001)
+    store.close()
+
+
+async def test_other_settings_reach_what_is_here_and_what_comes(
+    store: AdapterStore[str], sources: Sources, told: Told
+) -> None:
+    for name in "ab":
+        add(sources, name)
+        await load(store, name)
+    gate = sources.gates["slow"] = threading.Event()
+    add(sources, "slow")
+    slow = asyncio.create_task(load(store, "slow"))
+    while "slow" not in sources.reads:
+        await asyncio.sleep(0.001)
+    other = Sources()
+    add(other, "c", size=30)
+    store.use(other, max_bytes=70, policy="lru", trusted=TrustedKeys())
+    assert store.cached_bytes == 40
+    assert [event for event, _ in told.moves] == ["deleted from host"]
+    await load(store, "c")
+    assert (other.reads, store.cached_bytes) == (["c"], 70)
+    assert sources.num_closed == 0, "a read that began with it goes on"
+    gate.set()
+    await slow
+    while not sources.num_closed:
+        await asyncio.sleep(0.001)

@@ -39,4 +39,10 @@ def open_sources(config: AdaptersConfig, environ: Mapping[str, str] | None = Non
     elif config.allow_hub:
         token = environ.get("LORA_HF_TOKEN")
         fetchers.append(HubFetcher(config.hub_endpoint, token, max_bytes=max_bytes, timeout_s=timeout_s))
-    return Sources([Path(root) for root in config.roots], [TimedFetcher(fetcher, timeout_s) for fetcher in fetchers])
+    timed = [TimedFetcher(fetcher, timeout_s) for fetcher in fetchers]
+
+    def abandon(uri: str) -> None:
+        for fetcher in timed:
+            fetcher.abandon(uri)
+
+    return Sources([Path(root) for root in config.roots], timed, abandon)

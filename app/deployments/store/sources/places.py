@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -63,11 +63,20 @@ class RemotePlace(NamedTuple):
 
 
 class Sources:
-    """The sources of one service. `roots` are local folders; the first fetcher that accepts a URI gets it."""
+    """The sources of one service. `roots` are local folders; the first fetcher that accepts a URI gets it.
 
-    def __init__(self, roots: Sequence[Path], fetchers: Sequence[Fetcher] = ()) -> None:
+    `abandon` ends the fetches of a URI that are under way: nobody wants it any more.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        fetchers: Sequence[Fetcher] = (),
+        abandon: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._roots = roots
         self._fetchers = fetchers
+        self.abandon = abandon
 
     def is_local(self, source: str) -> bool:
         return "://" not in source
@@ -75,6 +84,10 @@ class Sources:
     def lane(self, source: str) -> str:
         """What may be slow together: `lane_of` a URI, or all local folders."""
         return "local" if self.is_local(source) else lane_of(source)
+
+    def host(self, source: str) -> str:
+        """What may hang together: a host or bucket, or a hub with all its organisations."""
+        return "hf" if source.startswith("hf://") else self.lane(source)
 
     def locate(self, source: str) -> LocalPlace | RemotePlace:
         """Raises UnsafeSource for what this server does not read, NotFound for a local path that is not there."""

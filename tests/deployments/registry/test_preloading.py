@@ -1,0 +1,89 @@
+"""What a configuration names is loaded once; operators and what is registered come first."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest_asyncio
+
+from app.config import PreloadedAdapter
+from app.deployments.registry.books import Registry
+from app.deployments.registry.entries import DEFAULT_TENANT
+from app.deployments.registry.preloading import preload
+from app.engine.errors import NotFound
+from tests.deployments.managed import ADA, FakeStore, ManagedStore, fails, wanted
+
+
+class Service:
+    """One database; the store may be restarted, with sources that are there or not."""
+
+    def __init__(self, open_again: Callable[..., Registry]) -> None:
+        self._open = open_again
+        self.managed = self.restart({"v1": "d1", "v2": "d2"})
+
+    def restart(self, contents: dict[str, str]) -> ManagedStore:
+        store = FakeStore()
+        store.contents |= contents
+        self.managed = ManagedStore(self._open(), store)
+        return self.managed
+
+    async def preload(self, **names: str) -> Sequence[str]:
+        """What was read for it."""
+        before = len(self.managed.store.loads)
+        wanted = [PreloadedAdapter(name=name, path=path) for name, path in names.items()]
+        load = self.managed.lifecycle.load_and_wait
+        await preload(self.managed.registry, load, wanted, tenant_id=DEFAULT_TENANT)
+        return self.managed.store.loads[before:]
+
+    def meaning(self, name: str) -> tuple[int, str] | None:
+        entry = self.managed.registry.catalog.get(name, tenant_id=DEFAULT_TENANT)
+        return None if entry is None else (entry.ref.generation, entry.ref.digest)
+
+
+@pytest_asyncio.fixture
+async def service(open_again: Callable[..., Registry]) -> AsyncIterator[Service]:
+    service = Service(open_again)
+    yield service
+    await service.managed.close()
+
+
+async def test_what_is_registered_starts_without_its_source(service: Service) -> None:
+    assert await service.preload(sql="v1") == ["v1"]
+    await service.managed.close()
+    service.restart({})
+    assert await service.preload(sql="v1") == []
+    assert service.meaning("sql") == (1, "d1")
+
+
+async def test_what_an_operator_changed_stays_changed(service: Service) -> None:
+    await service.preload(sql="v1", gone="v1", other="v1")
+    await service.managed.client.load_and_wait(wanted("sql", "v2"))
+    for name in ("gone", "other"):
+        await service.managed.client.begin_unload(name, **ADA)
+    await service.managed.client.put_alias("other", {"sql": 1.0}, **ADA)
+    await service.managed.close()
+    service.restart({"v1": "d1", "v2": "d2"})
+    assert await service.preload(sql="v1", gone="v1", other="v1") == []
+    assert await service.preload(other="v2") == [], "an alias is in the way, and no error"
+    assert service.meaning("sql") == (2, "d2")
+    assert service.meaning("gone") is None
+
+
+async def test_another_place_in_the_configuration_is_news(service: Service) -> None:
+    await service.preload(sql="v1")
+    assert sorted(await service.preload(sql="v2", new="v1")) == ["v1", "v2"]
+    assert service.meaning("sql") == (2, "d2")
+    assert await service.preload(sql="v2", new="v1") == []
+
+
+async def test_a_name_that_was_registered_by_hand_is_left_alone(service: Service) -> None:
+    await service.managed.client.load_and_wait(wanted("sql", "v2"))
+    assert await service.preload(sql="v1") == []
+    assert service.meaning("sql") == (1, "d2")
+    assert await service.preload(sql="v2") == ["v2"], "from now on another place is news"
+
+
+async def test_what_fails_is_said_and_tried_again(service: Service) -> None:
+    assert isinstance(await fails(service.preload(sql="absent", good="v1")), NotFound)
+    service.managed.store.contents["absent"] = "d3"
+    assert await service.preload(sql="absent") == ["absent"]

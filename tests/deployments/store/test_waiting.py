@@ -1,0 +1,94 @@
+"""The store's process: no call that waits holds up another, whatever hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from app.deployments.store import client as client_module
+from app.deployments.store import service as service_module
+from app.deployments.store.client import StoreClient
+from app.deployments.store.service import HOLD_S, MAX_HELD, StoreParts, StoreService
+from app.engine.adapters.card import AdapterRef
+from app.engine.errors import AdapterFormatError
+from tests.deployments.managed import Here
+
+
+class Bytes:
+    """Adapters that come when a test says so."""
+
+    def __init__(self) -> None:
+        self.here: dict[str, str | Exception] = {}
+        self.waits_s: list[float] = []
+        self.expected: list[str] = []
+        self.gate = asyncio.Event()
+
+    async def fetch_soon(self, ref: AdapterRef, wait_s: float, *, again: bool = False) -> str | None:  # noqa: ARG002
+        self.waits_s.append(wait_s)
+        found = self.here.get(ref.digest)
+        if found is None:
+            await asyncio.sleep(0 if wait_s == 0 else 60)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def expect(self, ref: AdapterRef) -> None:
+        self.expected.append(ref.digest)
+        await self.gate.wait()
+
+
+def ref(digest: str) -> AdapterRef:
+    return AdapterRef(digest, digest, "t", uri=digest)
+
+
+def make(store: Bytes) -> tuple[StoreService[str], list[int]]:
+    calls: list[int] = []
+    parts = StoreParts(cast(Any, None), cast(Any, None), cast(Any, store), ())
+    return StoreService(parts, lambda: calls.append(1)), calls
+
+
+async def test_fetches_of_what_hangs_are_held_shortly_and_no_more_than_so_many() -> None:
+    store = Bytes()
+    service, calls = make(store)
+    hanging = [asyncio.create_task(service.fetch(ref(f"d{index}"))) for index in range(MAX_HELD + 50)]
+    await asyncio.sleep(0.01)
+    assert store.waits_s == [HOLD_S] * MAX_HELD + [0.0] * 50
+    assert [task.done() for task in hanging] == [False] * MAX_HELD + [True] * 50
+    store.here["good"] = "handle"
+    assert await service.fetch(ref("good")) == "handle"
+    assert len(calls) == MAX_HELD + 51, "every call shows that somebody is there"
+    for task in hanging:
+        task.cancel()
+
+
+async def test_expecting_returns_at_once_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_EXPECTED", 3)
+    store = Bytes()
+    service, _ = make(store)
+    for index in range(5):
+        await service.expect(ref(f"d{index}"))
+    await asyncio.sleep(0)
+    assert store.expected == ["d0", "d1", "d2"]
+    store.gate.set()
+
+
+async def test_the_client_asks_until_it_is_there_or_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
+    asked: list[bool] = []
+    answers: list[Any] = [None, None, "handle", None, AdapterFormatError("is broken")]
+
+    async def fetch(_: AdapterRef, again: bool = False) -> Any:
+        asked.append(again)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    client = StoreClient(Here(SimpleNamespace(fetch=fetch)))
+    assert await client.fetch(ref("d")) == cast(Any, "handle")
+    with pytest.raises(AdapterFormatError):
+        await client.fetch(ref("d"))
+    assert asked == [False, True, True, False, True]
