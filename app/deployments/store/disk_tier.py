@@ -3,7 +3,8 @@
 In: a folder that was downloaded and found good, and its digest. Out: that folder again, after any restart.
 A download lives under `staging/` until it is whole, flushed and renamed to `objects/<digest>`: what has a
 digest for a name is complete. Each process has a staging folder of its own; those of processes that died are removed at
-start, objects that lost a byte when they are wanted. Bounded in bytes (`eviction`); an object that is being read stays.
+start, objects that lost a byte when they are wanted. Bounded in bytes (`eviction`), and so are the downloads under way
+beside them; an object that is being read stays.
 Nobody waits for another's flush or deletion. The digest is checked by whoever reads the contents.
 """
 
@@ -25,6 +26,7 @@ from app.deployments.registry.tier_events import StoreEvents
 from app.deployments.store.bounded_set import BoundedSet
 from app.deployments.store.counts import TierCounts
 from app.engine.config import EvictionPolicy
+from app.engine.errors import SourceError
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class DiskTier:
             folder.mkdir(parents=True, exist_ok=True)
         self._counts = counts
         self._lock = threading.Lock()
+        self._staged_fewer = threading.Condition()
+        self._staged_bytes: dict[Path, int] = {}  # what downloads under way have reserved, by their folder
         self._events = events
         self._kept = BoundedSet(max_bytes, policy)
         self._kept.pin(pinned)
@@ -115,6 +119,27 @@ class DiskTier:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            with self._staged_fewer:
+                self._staged_bytes.pop(folder, None)
+                self._staged_fewer.notify_all()
+
+    def reserve(self, folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:
+        """A download of so many bytes comes into this staging folder; waits until it fits beside the others.
+
+        One that is larger than all of them may be comes alone. Raises SourceError after `wait_s`.
+        """
+
+        def fits() -> bool:
+            others = sum(held for place, held in self._staged_bytes.items() if place != folder)
+            return not others or others + self._staged_bytes.get(folder, 0) + num_bytes <= self._kept.max_bytes
+
+        with self._staged_fewer:
+            if not self._staged_fewer.wait_for(fits, wait_s):
+                raise SourceError(
+                    f"{sum(self._staged_bytes.values())} bytes are being downloaded and {num_bytes} more would exceed "
+                    f"adapters.disk_cache_bytes {self._kept.max_bytes}; ask again when they are here, or raise it"
+                )
+            self._staged_bytes[folder] = self._staged_bytes.get(folder, 0) + num_bytes
 
     def keep(self, digest: str, staged: Path, load_s: float) -> bool:
         """Make a staged folder the object of this digest. False if there is no room for it beside what is pinned."""

@@ -28,7 +28,7 @@ from app.engine.adapters.isolation.process import ChildLimits
 from app.engine.adapters.isolation.validator import Validator, files_identity
 from app.engine.adapters.limits import ReadLimits
 from app.engine.adapters.signing.signing import signer_of
-from app.engine.errors import AdapterError, AdapterReadFailed, AdapterUntrusted
+from app.engine.errors import AdapterError, AdapterReadFailed, AdapterUntrusted, ConfigError
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.spec import ModelSpec
 from app.engine.models.tokenizer import load_tokenizer
@@ -184,20 +184,24 @@ def open_library(
     spec = checkpoint.spec
     root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
     disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, events, pinned=pinned)
+    try:
+        sources = open_sources(config, reserve=disk.reserve)
+    except ConfigError:
+        disk.close()
+        raise
     validator = Validator(
         ReadLimits(max_weight_bytes=config.max_adapter_bytes, max_rank=config.max_rank),
         ChildLimits(base_memory_bytes=config.reading_memory_bytes, base_s=config.reading_timeout_s),
         served=served,
     )
-    signatures = config.signing.trusted.matter
     return AdapterLibrary(
-        open_sources(config),
+        sources,
         disk,
         validator,
         spec,
         counts,
         events,
-        signatures=signatures,
+        signatures=config.signing.trusted.matter,
         base_copies=BaseCopies(checkpoint, served),
         texts=OwnTexts(lambda: load_tokenizer(checkpoint.tokenizer_source)),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.deployments.store.sources.places import signature_name
+from app.deployments.store.sources.places import Reserve, signature_name, unbounded
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
@@ -19,7 +19,16 @@ from app.engine.models.hub import download_hub_files, list_hub_files
 class HubFetcher:
     """`sources.places.Fetcher`. `endpoint` None: what HF_ENDPOINT says, else the public hub."""
 
-    def __init__(self, endpoint: str | None, token: str | None, *, max_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: str | None,
+        token: str | None,
+        *,
+        max_bytes: int,
+        timeout_s: float,
+        reserve: Reserve = unbounded,
+    ) -> None:
+        self._reserve = reserve
         self._endpoint = endpoint
         self._token = token
         self._max_bytes = max_bytes
@@ -36,9 +45,13 @@ class HubFetcher:
         names = cards if is_card else [CONFIG_NAME, WEIGHTS_NAME]
         signature = signature_name(names)
         texts = [] if is_card else [name for name in TEXT_FILES if name in listing.sizes]
+        names += [*texts, *([signature] if signature in listing.sizes else [])]
+        num_bytes = sum(listing.sizes.get(name, 0) for name in names)
+        if num_bytes <= self._max_bytes:  # or it may be refused below
+            self._reserve(folder, num_bytes, self._timeout_s)
         download_hub_files(
             listing,
-            [*names, *texts, *([signature] if signature in listing.sizes else [])],
+            names,
             folder,
             max_bytes=self._max_bytes,
             endpoint=self._endpoint,

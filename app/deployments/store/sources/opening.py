@@ -12,14 +12,19 @@ from pathlib import Path
 
 from app.config import AdaptersConfig
 from app.deployments.store.sources.hub import HubFetcher
-from app.deployments.store.sources.places import Fetcher, Sources
+from app.deployments.store.sources.places import Fetcher, Reserve, Sources, unbounded
 from app.deployments.store.sources.plugin import PluginFetcher
 from app.deployments.store.sources.time_limit import TimedFetcher
 from app.deployments.store.sources.urls import UrlFetcher
 
 
-def open_sources(config: AdaptersConfig, environ: Mapping[str, str] | None = None) -> Sources:
-    """URLs first, then the operator's downloader, then the hub; each within its time."""
+def open_sources(
+    config: AdaptersConfig, environ: Mapping[str, str] | None = None, *, reserve: Reserve = unbounded
+) -> Sources:
+    """URLs first, then the operator's downloader, then the hub; each within its time.
+
+    `reserve` finds room for what the hub and web servers say they will send; of a downloader's bytes nothing is known.
+    """
     environ = os.environ if environ is None else environ
     max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
     fetchers: list[Fetcher] = []
@@ -31,6 +36,7 @@ def open_sources(config: AdaptersConfig, environ: Mapping[str, str] | None = Non
                 max_bytes=max_bytes,
                 timeout_s=timeout_s,
                 signatures=config.signing.trusted.matter,
+                reserve=reserve,
             )
         )
     downloader = config.downloader or environ.get("LORA_DOWNLOADER_PLUGIN")
@@ -38,7 +44,9 @@ def open_sources(config: AdaptersConfig, environ: Mapping[str, str] | None = Non
         fetchers.append(PluginFetcher(downloader))
     elif config.allow_hub:
         token = environ.get("LORA_HF_TOKEN")
-        fetchers.append(HubFetcher(config.hub_endpoint, token, max_bytes=max_bytes, timeout_s=timeout_s))
+        fetchers.append(
+            HubFetcher(config.hub_endpoint, token, max_bytes=max_bytes, timeout_s=timeout_s, reserve=reserve)
+        )
     timed = [TimedFetcher(fetcher, timeout_s) for fetcher in fetchers]
 
     def abandon(uri: str) -> None:

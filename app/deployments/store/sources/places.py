@@ -45,6 +45,16 @@ class Fetcher(Protocol):
         """
 
 
+class Reserve(Protocol):
+    """`DiskTier.reserve`: room for a download, before its bytes come."""
+
+    def __call__(self, folder: Path, num_bytes: int, wait_s: float = 0.0) -> None: ...
+
+
+def unbounded(folder: Path, num_bytes: int, wait_s: float = 0.0) -> None:
+    """A `Reserve` where there is room for everything."""
+
+
 class LocalPlace(NamedTuple):
     """A folder or card that exists under a root."""
 

@@ -2,7 +2,8 @@
 
 In: a URL under one of the prefixes that the operator allows (`s3://bucket/adapters/`, `https://host/path/`). Out:
 PEFT's two files or one card. Only files of known names are asked for: nothing is listed, nothing is
-unpacked, and a download ends at its limit of bytes and seconds. Credentials are the environment's, as each
+unpacked, and a download ends at its limit of bytes and seconds. A web server may send it on, but only to another place
+that the operator allows, at every hop. Credentials are the environment's, as each
 of fsspec's backends documents; Google's are looked for in this thread, since gcsfs would do it, without a limit,
 in the one that carries every transfer of this process.
 """
@@ -11,17 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem, filesystem
 from fsspec.callbacks import Callback
 
-from app.deployments.store.sources.places import signature_name, wanted_files
+from app.deployments.store.sources.places import Reserve, signature_name, unbounded, wanted_files
 from app.engine.adapters.signing.signature_names import SIGNATURE_SUFFIX
+from app.engine.adapters.strict_json import short
 from app.engine.adapters.text import TEXT_FILES
-from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError
+from app.engine.errors import AdapterTooLarge, NotFound, PolyloraError, SourceError, UnsafeSource
 
 
 class UrlFetcher:
@@ -35,7 +37,10 @@ class UrlFetcher:
         max_bytes: int,
         timeout_s: float,
         signatures: bool = False,
+        reserve: Reserve = unbounded,
     ) -> None:
+        self._reserve = reserve
+        self._client: dict[str, Any] = {}  # how web servers are asked
         self._signatures = signatures
         self._prefixes = tuple(prefixes)
         self._options = options
@@ -89,11 +94,34 @@ class UrlFetcher:
         if scheme == "gs":
             files = _google_storage(options, self._timeout_s)
             more["concurrency"] = 1  # more of it lists the folder first
+        elif scheme in ("http", "https"):
+            files = filesystem(
+                scheme, **{**options, "client_kwargs": self._web_client() | options.get("client_kwargs", {})}
+            )
         else:
             files = filesystem(scheme, **options)
         bound = _Bound(url, self._max_bytes, deadline_s, self._timeout_s)
+        bound.reserve = lambda num_bytes: self._reserve(file.parent, num_bytes)
         files.get_file(url, str(file), callback=bound, timeout=bound.left_s(), **more)
         bound.check(file.stat().st_size)
+
+    def _web_client(self) -> dict[str, Any]:
+        """Arguments of aiohttp's client, which tells of each hop before it goes there. The same ones for every call."""
+        if not self._client:
+            from aiohttp import TraceConfig
+            from yarl import URL
+
+            async def check(_session: Any, _context: Any, hop: Any) -> None:
+                target = hop.response.url.join(URL(hop.response.headers.get("Location", "")))
+                if not str(target).startswith(self._prefixes) or ".." in target.path.split("/"):
+                    raise UnsafeSource(
+                        f"{hop.url} sends on to {short(str(target))}, which no prefix of adapters.urls allows"
+                    )
+
+            trace = TraceConfig()
+            trace.on_request_redirect.append(check)
+            self._client = {"trace_configs": [trace]}
+        return self._client
 
 
 def _google_storage(options: Mapping[str, Any], timeout_s: float) -> AbstractFileSystem:
@@ -121,6 +149,7 @@ class _Bound(Callback):  # type: ignore[misc]  # fsspec is not annotated
         self._max_bytes = max_bytes
         self._deadline_s = deadline_s
         self._timeout_s = timeout_s
+        self.reserve: Callable[[int], None] = lambda _: None
 
     def left_s(self) -> float:
         left_s = self._deadline_s - time.monotonic()
@@ -136,6 +165,7 @@ class _Bound(Callback):  # type: ignore[misc]  # fsspec is not annotated
         """fsspec's, when the length is known."""
         super().set_size(size)
         self.check(size or 0)
+        self.reserve(size or 0)
 
     def call(self, *_: Any, **__: Any) -> None:
         """fsspec's, after each piece."""

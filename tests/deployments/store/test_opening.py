@@ -1,0 +1,103 @@
+"""The store's process: other settings reach it while it works, and are what its next life begins with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from app.config import AppConfig, load_config
+from app.deployments.registry.entries import DEFAULT_TENANT
+from app.deployments.store.counts import TierCounts
+from app.deployments.store.opening import OpenedStore
+from app.deployments.store.service import StoreService
+from app.engine.adapters.isolation.packing import PackedAdapter
+from app.engine.errors import AdapterTooLarge, ConfigError, NotFound
+from tests.deployments.managed import ADA, MINE, fails, wanted
+from tests.e2e.tiny import save_adapter, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model, and one adapter under each of two roots."""
+    folder = tmp_path_factory.mktemp("opening")
+    save_tiny_model(folder / "model")
+    for seed, root in enumerate(("old", "new")):
+        save_adapter(folder / root / root, rank=2, seed=seed)
+    return folder
+
+
+class Process:
+    """An actor's process: `settings` makes what a service with such adapters says."""
+
+    def __init__(self, folder: Path, state: Path) -> None:
+        self._folder, self._state = folder, state
+
+    def config(self, root: str, **adapters: Any) -> AppConfig:
+        roots = {"roots": [str(self._folder / root)], "state_dir": str(self._state)}
+        model = {"uri": str(self._folder / "model"), "name": adapters.pop("model_name", "base")}
+        return load_config({"model": model, "adapters": roots | adapters}, environ={})
+
+    def open(self, config: AppConfig) -> None:
+        self.opened: OpenedStore[PackedAdapter] = OpenedStore(
+            config.for_store, lambda packed: packed, TierCounts(), actor="the actor"
+        )
+        self.service = StoreService(self.opened.parts, lambda: None)
+
+    async def close(self) -> None:
+        await self.opened.parts.lifecycle.close()
+        self.opened._store.close()
+        self.opened._store._library.close()
+        self.opened._registry.close()
+
+
+@pytest_asyncio.fixture
+async def process(folder: Path, tmp_path: Path) -> AsyncIterator[Process]:
+    process = Process(folder, tmp_path / "state")
+    process.open(process.config("old"))
+    yield process
+    await process.close()
+
+
+async def test_a_service_that_starts_tells_the_store_its_settings(process: Process) -> None:
+    service = process.service
+    await service.preload(process.config("old").for_store.model_dump_json())
+    _, entry = await service.load_and_wait(wanted("a", "old"))
+    library = process.opened._store._library
+    await service.preload(process.config("old").for_store.model_dump_json())
+    assert process.opened._store._library is library, "equal settings change nothing"
+    small = process.config(
+        "new", host_cache_bytes=1 << 20, pinned_share=0.0, model_name="renamed", preload=[{"name": "b", "path": "new"}]
+    )
+    await service.preload(small.for_store.model_dump_json())
+    assert process.opened._store._kept.max_bytes == 1 << 20
+    names = {item.name for item in process.opened.parts.registry.catalog.entries()}
+    assert names == {"a", "b"}, "what there was stays, and the new preload is here"
+    assert isinstance(await fails(service.load(wanted("renamed", "new"))), Exception)
+    assert isinstance(await fails(service.load_and_wait(wanted("c", "old"))), NotFound), "under no root any more"
+    assert isinstance(await fails(service.configure("a", pinned=True, **ADA)), AdapterTooLarge)
+    assert (await service.fetch(entry.ref)) is not None
+
+
+async def test_the_next_life_begins_with_what_was_told_last(process: Process) -> None:
+    await process.service.preload(process.config("new").for_store.model_dump_json())
+    await process.close()
+    process.open(process.config("old"))  # Ray makes it anew with what it was made with
+    job, _ = await process.service.load_and_wait(wanted("b", "new"))
+    assert job.tenant_id == DEFAULT_TENANT
+
+
+async def test_settings_that_cannot_be_are_refused_and_change_nothing(process: Process) -> None:
+    before = process.opened._store._library
+    bad = json.loads(process.config("old").for_store.model_dump_json())
+    bad["adapters"] |= {"downloader": "no.such:function", "allow_hub": False}
+    error = await fails(process.service.preload(json.dumps(bad)))
+    assert isinstance(error, ConfigError)
+    assert "no.such:function" in str(error)
+    assert process.opened._store._library is before
+    await process.service.load_and_wait(wanted("a", "old"))
+    assert process.opened.parts.registry.catalog.get("a", **MINE) is not None
