@@ -72,13 +72,6 @@ def test_a_store_is_one_for_each_database_and_base_model(tmp_path: Path) -> None
     assert len(keys | {base.store_key}) == 6
 
 
-def test_placement_is_renewed_only_by_what_concerns_it(tmp_path: Path) -> None:
-    base = load_config({}, environ={})
-    placement = load_config({"placement": {"policy": "least_loaded"}}, environ={})
-    roots = load_config({"adapters": {"roots": [str(tmp_path)]}}, environ={})
-    assert base.placement_key == roots.placement_key != placement.placement_key
-
-
 @pytest.mark.parametrize("engine", [{"adapter_rank_rows": 64}, {"max_adapter_slots": 9}, {"adapter_extra_bytes": 1}])
 def test_a_store_knows_what_may_be_pinned(engine: dict[str, Any]) -> None:
     changed = load_config({"engine": engine}, environ={})
