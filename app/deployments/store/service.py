@@ -32,7 +32,6 @@ from app.deployments.registry.entries import (
     Unload,
 )
 from app.deployments.registry.pins import Pins
-from app.deployments.registry.preloading import preload
 from app.deployments.registry.view import Entry, Key
 from app.deployments.store.counts import TIERS, Tier, TierCounts
 from app.deployments.store.quarantine import FIRST_S, Failure
@@ -101,6 +100,8 @@ class StoreService(Generic[H]):
 
         Once however many ingresses ask. Raises what makes an adapter fail, and ConfigError for settings that cannot be.
         """
+        from app.deployments.registry.preloading import preload  # a database: only the store's own process needs it
+
         self._called()
         self._lifecycle.start()
         if settings is not None and self._parts.take is not None:
