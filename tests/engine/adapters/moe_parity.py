@@ -118,3 +118,17 @@ def per_expert_folder(model: Any, folder: Path, names: tuple[str, str, str], blo
         "peft_version": "0.17.0",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def with_experts_merged(model: Any, folder: Path, names: tuple[str, str, str], block: str, scale: float) -> Any:
+    """A copy of the model whose experts have what `per_expert_folder` wrote added to their weights."""
+    merged, tensors = copy.deepcopy(model), load_file(folder / "adapter_model.safetensors")
+    for layer, module in enumerate(merged.model.layers):
+        for expert in range(module.mlp.experts.down_proj.shape[0] if hasattr(module.mlp, "experts") else 0):
+            path = f"base_model.model.model.layers.{layer}.{block}.experts.{expert}"
+            pairs = [[tensors[f"{path}.{name}.lora_{half}.weight"] for half in "BA"] for name in names]
+            gate, up, down = (scale * b @ a for b, a in pairs)
+            with torch.no_grad():
+                module.mlp.experts.gate_up_proj[expert] += torch.cat([gate, up])
+                module.mlp.experts.down_proj[expert] += down
+    return merged

@@ -24,6 +24,7 @@ from tests.engine.adapters.moe_parity import (
     per_expert_folder,
     save_random,
     tiny_mixture,
+    with_experts_merged,
 )
 from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
 from tests.engine.served import CONFIG, served_logits
@@ -71,15 +72,16 @@ def test_one_lora_per_expert_as_before_transformers_5(mixture: Any, tmp_path: Pa
     is_mixtral = model.config.model_type == "mixtral"
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     folder, tokens = tmp_path / "old", random_tokens(model)
-    per_expert_folder(model, folder, names, "block_sparse_moe" if is_mixtral else "mlp")
-    is_alike = model.config.model_type == "qwen2_moe"  # its dense layer and its shared expert have such modules, too
-    if is_alike:
+    block = "block_sparse_moe" if is_mixtral else "mlp"
+    per_expert_folder(model, folder, names, block)
+    is_mixed = model.config.model_type == "qwen2_moe"  # its dense layer and its shared expert have such modules, too
+    if is_mixed:
         edit(folder, target_modules=r".*\.experts\.\d+\.(gate_proj|up_proj|down_proj)")
-    adapter = read_adapter(folder, backend.spec)
-    if is_alike:
-        edit(folder, target_modules=list(names))  # PEFT takes these for the experts' alone
-    (found,) = served_logits(backend, [adapter], tokens)
-    assert np.abs(found - peft_logits(model, folder, tokens)).max() <= TOLERANCE
+    (found,) = served_logits(backend, [read_adapter(folder, backend.spec)], tokens)
+    merged = with_experts_merged(model, folder, names, block, scale=4 / 3)
+    assert np.abs(found - base_logits(merged, tokens)).max() <= TOLERANCE
+    if not is_mixed:  # PEFT 0.21 has no rule for qwen2_moe itself, and leaves such experts out in silence
+        assert np.abs(found - peft_logits(model, folder, tokens)).max() <= TOLERANCE
 
 
 def test_layout_before_peft_0_19_is_told_by_shape_and_else_by_version(mixture: Any, tmp_path: Path) -> None:
