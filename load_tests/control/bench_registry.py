@@ -29,6 +29,7 @@ from sqlalchemy import insert
 from app.deployments.ingress.http.app import HttpService, make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.management import Management
+from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.links.published import Version
 from app.deployments.placement.table import Residency
 from app.deployments.placement.view import PlacementView
@@ -42,6 +43,9 @@ from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.service import StoreParts, StoreService
+from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.prices import Prices
+from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterCard, AdapterRef
 
 #: Rows written by one statement.
@@ -75,6 +79,8 @@ class _NoBytes:
     async def expect(self, ref: AdapterRef) -> None: ...
 
     def lost(self, digest: str) -> None: ...
+
+    def failure(self, digest: str) -> None: ...
 
 
 class _Here:
@@ -160,6 +166,9 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     service = SimpleNamespace(
         base_name="base",
         registry=view,
+        tenancy=Tenancy(
+            TenantView(), TenantsClient(_Here(store)), Rates(Prices({}, "base"), "base"), "bench", time.time
+        ),
         management=Management(StoreClient(_Here(store)), _Dropper(), _Nowhere()),
         frontend=SimpleNamespace(
             limits=SimpleNamespace(max_body_bytes=1 << 20), text_model=SimpleNamespace(max_context=2048)

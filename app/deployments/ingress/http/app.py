@@ -189,7 +189,7 @@ def _adapter_header(job: Job) -> dict[str, str]:
 
 
 def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
-    @app.post("/v1/embeddings")
+    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest))
     async def embeddings(request: Request) -> Response:
         body = parse_body(EmbeddingsRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, request_id = inference_caller(request), request_id_of(request)
