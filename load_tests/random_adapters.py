@@ -45,7 +45,7 @@ def write_random_adapter(
     is_encoder = spec.encoder is not None
     if targets is None:
         targets = ENCODER_TARGETS if is_encoder else DENSE_TARGETS
-    for module_path, module in layer_modules(len(spec.layers), is_encoder=is_encoder).items():
+    for module_path, module in layer_modules(spec).items():
         if not module.is_fused and module.targets[0] in targets:
             d_in, (d_out,) = module.shape(spec)
             path = f"base_model.model.{module_path}"

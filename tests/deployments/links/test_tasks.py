@@ -44,12 +44,12 @@ async def test_a_task_that_nobody_holds_goes_on() -> None:
         await done.wait()
 
 
-@pytest.mark.parametrize(("error", "level"), [(NotFound("no such adapter"), "INFO"), (ValueError("a bug"), "ERROR")])
+@pytest.mark.parametrize(("error", "level"), [(NotFound("no such adapter"), "DEBUG"), (ValueError("a bug"), "ERROR")])
 async def test_a_failure_that_nobody_waits_for_is_in_the_log(
     error: Exception, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = Tasks()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG, "app"):
         task = tasks.start(fail(error))
         await asyncio.wait([task])
         await asyncio.sleep(0)

@@ -86,4 +86,4 @@ async def test_a_name_that_was_registered_by_hand_is_left_alone(service: Service
 async def test_what_fails_is_said_and_tried_again(service: Service) -> None:
     assert isinstance(await fails(service.preload(sql="absent", good="v1")), NotFound)
     service.managed.store.contents["absent"] = "d3"
-    assert await service.preload(sql="absent") == ["absent"]
+    assert "absent" in await service.preload(sql="absent")  # beside what the first time may still be reading

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.deployments.registry.use import WRITE_INTERVAL_S
 from load_tests.service import free_port
 from tests.e2e.process import ServiceProcess, serve_run, tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
@@ -88,6 +89,7 @@ def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         until(lambda: num_tokens > 20)
+        time.sleep(WRITE_INTERVAL_S + 5.0)  # so old may be what the registry's file says of use
         process.kill_everything()
         for thread in threads:
             thread.join(600)
