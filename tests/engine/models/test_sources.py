@@ -246,7 +246,7 @@ def test_the_hub_is_asked_for_a_revision_and_for_no_pickle(tmp_path: Path, monke
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
-    with pytest.raises(SourceError, match=r"hf://org/name@main: offline"):
+    with pytest.raises(SourceError, match=r"cannot fetch hf://org/name@main from \S+: offline"):
         resolve_model("hf://org/name@main", tmp_path)
 
 
