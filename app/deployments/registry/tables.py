@@ -23,8 +23,8 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
-#: 64 bits in every database; SQLite counts up in a column of this very type only.
-_COUNTER = BigInteger().with_variant(Integer, "sqlite")
+#: The type of ids that count up: 64 bits in every database. SQLite counts up in a column of this very type only.
+COUNTER = BigInteger().with_variant(Integer, "sqlite")
 
 
 def _name_key() -> tuple[Column[str], Column[str], Column[str]]:
@@ -150,7 +150,7 @@ alias_targets = Table(
 events = Table(
     "events",
     metadata,
-    Column("id", _COUNTER, primary_key=True, autoincrement=True),
+    Column("id", COUNTER, primary_key=True, autoincrement=True),
     Column("base_digest", String(64), nullable=False),
     Column("tenant_id", String(128), nullable=False),
     Column("name", String(128), nullable=False),
@@ -168,7 +168,7 @@ events = Table(
 audit = Table(
     "audit",
     metadata,
-    Column("id", _COUNTER, primary_key=True, autoincrement=True),
+    Column("id", COUNTER, primary_key=True, autoincrement=True),
     Column("base_digest", String(64), nullable=False),
     Column("tenant_id", String(128), nullable=False),
     Column("who", String(256), nullable=False),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, String, Table, Text
 
-from app.deployments.registry.tables import metadata
+from app.deployments.registry.tables import COUNTER, metadata
 
 
 def _id() -> tuple[Column[str], Column[str]]:
@@ -95,7 +95,7 @@ adapter_shares = Table(
 tenant_audit = Table(
     "tenant_audit",
     metadata,
-    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("id", COUNTER, primary_key=True, autoincrement=True),
     Column("base_digest", String(64), nullable=False),
     Column("event", String(64), nullable=False),
     Column("actor", String(64), nullable=False),

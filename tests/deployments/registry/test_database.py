@@ -16,6 +16,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import event, inspect, text
+from sqlalchemy.dialects import postgresql
 
 from app.deployments.registry import database as database_module
 from app.deployments.registry.books import Registry
@@ -290,6 +291,16 @@ def test_postgresql_is_asked_with_limits_for_everything(shared_url: str) -> None
     }
     for name in ("connect_timeout", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"):
         assert int(asked[name]) > 0
+
+
+def test_every_number_that_counts_up_has_64_bits() -> None:
+    """As PostgreSQL is told; the revisions make exactly these columns."""
+    counters = {
+        table.name: column for table in metadata.sorted_tables if (column := table.autoincrement_column) is not None
+    }
+    assert set(counters) == {"events", "audit", "tenant_audit"}
+    types = {name: column.type.compile(dialect=postgresql.dialect()) for name, column in counters.items()}
+    assert types == dict.fromkeys(counters, "BIGINT")
 
 
 @pytest.mark.parametrize("table", ["events", "audit"])

@@ -221,7 +221,7 @@ def _tenant_rights() -> None:
     )
     op.create_table(
         "tenant_audit",
-        sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+        sa.Column("id", _COUNTER, primary_key=True, autoincrement=True),
         sa.Column("base_digest", sa.String(64), nullable=False),
         sa.Column("event", sa.String(64), nullable=False),
         sa.Column("actor", sa.String(64), nullable=False),
