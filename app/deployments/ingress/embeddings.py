@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from app.deployments.ingress.frontend import Admit
 from app.deployments.ingress.job import Job, StreamSource
 from app.deployments.ingress.results import usage_body
-from app.deployments.ingress.schema import Body, Count, Items, TokenId
+from app.deployments.ingress.schema import Body, Count, Texts, entries
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
 from app.engine.adapters.card import AdapterRef
@@ -37,7 +37,7 @@ class EmbeddingsRequest(Body):
     """OpenAI's body, and beside it `pooling` (the model's own by default) and `lora_path`."""
 
     model: str
-    input: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
+    input: Texts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = None
     pooling: Pooling | None = None
@@ -47,11 +47,7 @@ class EmbeddingsRequest(Body):
     @property
     def texts(self) -> list[str | list[int]]:
         """One entry per text: characters, or token ids."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if self.input and isinstance(self.input[0], int):
-            return [[int(token) for token in self.input if isinstance(token, int)]]
-        return [item for item in self.input if not isinstance(item, int)]
+        return entries(self.input)
 
 
 class EmbeddedModel(Protocol):

@@ -52,6 +52,17 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 T = TypeVar("T")
 #: Checked up to its first mistake: a complaint about each of a million items is gigabytes of them.
 Items = Annotated[list[T], Field(fail_fast=True)]
+#: What to continue or embed, one or several: characters, or token ids.
+Texts = str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
+
+
+def entries(texts: Texts) -> list[str | list[int]]:
+    """One entry per text: characters, or token ids."""
+    if isinstance(texts, str):
+        return [texts]
+    if texts and isinstance(texts[0], int):
+        return [[int(token) for token in texts if isinstance(token, int)]]
+    return [item for item in texts if not isinstance(item, int)]
 
 
 class Body(BaseModel):
@@ -182,18 +193,14 @@ class ChatCompletionRequest(_OpenAIFields):
 
 
 class CompletionRequest(_OpenAIFields):
-    prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]]
+    prompt: Texts
     max_tokens: Count = 16
     logprobs: int | None = Field(default=None, ge=0, lt=2**31)
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt: text, or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [[int(token) for token in self.prompt if isinstance(token, int)]]
-        return [item for item in self.prompt if not isinstance(item, int)]
+        return entries(self.prompt)
 
 
 class GenerateSampling(SamplingFields):

@@ -13,11 +13,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput, SamplingBatch
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.cpu import decoder as cpu_decoder
+from app.engine.cpu.adapted import AdaptedBackend, limits_of
 from app.engine.cpu.expert_work import expert_workspace
 from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
 from app.engine.cpu.pooling import rows_of, with_sums
@@ -30,12 +29,12 @@ from app.engine.models.spec import ModelSpec
 from app.kernels.machine.memory_pages import PageTaker
 from app.kernels.machine.team import Team
 from app.kernels.paged_attention.cpu import attention_tasks
-from app.kernels.sgmv.cpu import RANK_PANEL, adapter_runs, shrink_tasks
+from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
 
-class CpuBackend:
+class CpuBackend(AdaptedBackend):
     """Weights in packed panels, float32 arithmetic; every row's bits independent of its company."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
@@ -45,16 +44,7 @@ class CpuBackend:
         """
         self.spec = spec
         self._config = config
-        self.limits = BackendLimits(
-            num_kv_blocks=config.num_kv_blocks,
-            block_size=config.block_size,
-            adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
-            rank_alignment=RANK_PANEL,
-            max_adapter_slots=config.max_adapter_slots,
-            adapter_extra_bytes=config.adapter_extra_bytes,
-            takes_bfloat16=True,
-            can_embed=True,
-        )
+        self.limits = limits_of(config, config.num_kv_blocks)
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
@@ -73,24 +63,6 @@ class CpuBackend:
         base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
         self._warm_up()
-
-    def prepare_adapter(self, adapter: LoraAdapter) -> None:
-        """See `Backend.prepare_adapter`."""
-        self._prepared.of(adapter)
-
-    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
-        """See `Backend.write_adapter`. Raises AdapterMismatch for a module this decoder does not have."""
-        self._extras.write(adapter_slot, adapter)
-        self._rows.write(self._team, adapter_slot, row_start, self._prepared.of(adapter))
-
-    def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
-        """See `Backend.is_ready`: a write has ended when it returns."""
-        return True
-
-    def release_adapter(self, adapter_slot: int) -> None:
-        """See `Backend.release_adapter`."""
-        self._extras.release(adapter_slot)
-        self._rows.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""

@@ -236,20 +236,16 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     if runs.shape[0] > 0:
         a_o, ranks_o = (rows_o.a[0][layer],), rows_o.ranks[layer]
         phase = shrink(team, phase, attended, a_o, ranks_o, tasks, step.widest_rank, places, shrunk)
-    if sizes.post_norms:
-        own = work.projected[:num_tokens]
-        phase = project(
-            team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], False, shrunk,
-            (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, upcoming_of(rows_o, layer),
-            ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), own,
-        )  # fmt: skip
-        return normalise_and_add(team, phase, own, weights.post_attention_norm[layer], sizes.eps, hidden)
-    # The residual is where the sums of o start: no separate addition.
-    return project(
-        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk,
+    # Without a norm behind o, the residual is where its sums start: no separate addition.
+    own = work.projected[:num_tokens] if sizes.post_norms else hidden
+    phase = project(
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], not sizes.post_norms, shrunk,
         (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, upcoming_of(rows_o, layer),
-        ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
+        ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), own,
     )  # fmt: skip
+    if sizes.post_norms:
+        phase = normalise_and_add(team, phase, own, weights.post_attention_norm[layer], sizes.eps, hidden)
+    return phase
 
 
 def _any_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work):
@@ -305,19 +301,15 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
         a_down, ranks_down = (rows_down.a[0][place],), rows_down.ranks[place]
         phase = shrink(team, phase, gated, a_down, ranks_down, tasks, step.widest_rank, places, shrunk)
     later = min(place + 1, rows_down.upcoming.ranks.shape[0] - 1)
-    if sizes.post_norms:
-        own = work.projected[:num_tokens]
-        phase = project(
-            team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], False, shrunk,
-            (rows_down.b[0][place],), rows_down.ranks[place], runs, places, upcoming_of(rows_down, later),
-            ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), own,
-        )  # fmt: skip
-        return normalise_and_add(team, phase, own, weights.post_mlp_norm[layer], sizes.eps, hidden)
-    return project(
-        team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], True, shrunk,
+    own = work.projected[:num_tokens] if sizes.post_norms else hidden
+    phase = project(
+        team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], not sizes.post_norms, shrunk,
         (rows_down.b[0][place],), rows_down.ranks[place], runs, places, upcoming_of(rows_down, later),
-        ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
+        ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), own,
     )  # fmt: skip
+    if sizes.post_norms:
+        phase = normalise_and_add(team, phase, own, weights.post_mlp_norm[layer], sizes.eps, hidden)
+    return phase
 
 
 @compiled

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.product_rows import ProductRows
+from app.engine.cpu.product_rows import ProductRows, three, upcoming_of
 from app.kernels.bidirectional_attention.cpu import bidirectional_attention
 from app.kernels.gelu.cpu import gelu
 from app.kernels.layer_norm.cpu import embed_normed, layer_norm
@@ -20,7 +20,6 @@ from app.kernels.linear.cpu import ProductExtras, project
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, layer_panels
 from app.kernels.sgmv.cpu import RowPlaces, shrink
-from app.kernels.sgmv.fetching import NextShrink
 
 Floats = NDArray[np.float32]
 
@@ -128,10 +127,10 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
     runs, tasks, places, widest = step.runs, step.shrink_tasks, tables.places, step.widest_rank
     rows, rows_o = tables.qkv, tables.o
     if runs.shape[0] > 0:
-        phase = shrink(team, phase, states, _three(rows.a, layer), rows.ranks[layer], tasks, widest, places, shrunk)
+        phase = shrink(team, phase, states, three(rows.a, layer), rows.ranks[layer], tasks, widest, places, shrunk)
     phase = project(
         team, phase, states, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
-        _three(rows.b, layer), rows.ranks[layer], runs, places, _upcoming(rows, layer),
+        three(rows.b, layer), rows.ranks[layer], runs, places, upcoming_of(rows, layer),
         ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
     )  # fmt: skip
     phase = bidirectional_attention(
@@ -143,7 +142,7 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
         phase = shrink(team, phase, attended, a_o, rows_o.ranks[layer], tasks, widest, places, shrunk)
     phase = project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk,
-        (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, _upcoming(rows_o, layer),
+        (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, upcoming_of(rows_o, layer),
         ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
     norm = weights.attention_norm[layer]
@@ -162,7 +161,7 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
         phase = shrink(team, phase, states, (rows.a[0][layer],), rows.ranks[layer], tasks, widest, places, shrunk)
     phase = project(
         team, phase, states, layer_panels(weights.up, layer), weights.up_bias[layer], False, shrunk,
-        (rows.b[0][layer],), rows.ranks[layer], runs, places, _upcoming(rows, layer),
+        (rows.b[0][layer],), rows.ranks[layer], runs, places, upcoming_of(rows, layer),
         ProductExtras(extras, layer, rows.first, step.extra_runs, kept), up,
     )  # fmt: skip
     phase = gelu(team, phase, up, activated)
@@ -172,20 +171,8 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
     phase = project(
         team, phase, activated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
         (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places,
-        _upcoming(rows_down, min(layer + 1, sizes.num_layers - 1)),
+        upcoming_of(rows_down, min(layer + 1, sizes.num_layers - 1)),
         ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
     norm = weights.mlp_norm[layer]
     return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)
-
-
-@compiled
-def _three(tables, layer):
-    """One layer of three stacked tables."""
-    return tables[0][layer], tables[1][layer], tables[2][layer]
-
-
-@compiled
-def _upcoming(rows, layer):
-    """One layer of what a product asks memory for."""
-    return NextShrink(_three(rows.upcoming.tables, layer), rows.upcoming.ranks[layer])

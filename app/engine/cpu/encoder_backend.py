@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import CpuConfig, EngineConfig, WeightStorage
 from app.engine.cpu import encoder
+from app.engine.cpu.adapted import AdaptedBackend, limits_of
 from app.engine.cpu.extras import AdapterExtras
 from app.engine.cpu.pooling import added
 from app.engine.cpu.rows import PreparedRows
@@ -30,12 +29,12 @@ from app.engine.models.spec import ModelSpec
 from app.engine.models.stacks import StackWriter, log_storage
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL
-from app.kernels.sgmv.cpu import RANK_PANEL, adapter_runs, shrink_tasks
+from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
 
-class EncoderBackend:
+class EncoderBackend(AdaptedBackend):
     """Weights in packed panels, float32 arithmetic; every text's bits independent of its company."""
 
     def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, np.ndarray]], config: EngineConfig) -> None:
@@ -43,16 +42,7 @@ class EncoderBackend:
         assert spec.encoder is not None
         self.spec = spec
         self._first_place = spec.encoder.first_place
-        self.limits = BackendLimits(
-            num_kv_blocks=0,
-            block_size=config.block_size,
-            adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
-            rank_alignment=RANK_PANEL,
-            max_adapter_slots=config.max_adapter_slots,
-            adapter_extra_bytes=config.adapter_extra_bytes,
-            takes_bfloat16=True,
-            can_embed=True,
-        )
+        self.limits = limits_of(config, num_kv_blocks=0)
         attention = spec.layers[0].attention
         self._sizes = encoder.EncoderSizes(
             num_layers=len(spec.layers),
@@ -73,23 +63,6 @@ class EncoderBackend:
         if self.limits.adapter_rank_rows:
             self._extras.warm_up()
             self._rows.warm_up(self._team)
-
-    def prepare_adapter(self, adapter: LoraAdapter) -> None:
-        """See `Backend.prepare_adapter`."""
-        self._prepared.of(adapter)
-
-    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
-        """See `Backend.write_adapter`. Raises AdapterMismatch for a module this encoder does not have."""
-        self._extras.write(adapter_slot, adapter)
-        self._rows.write(self._team, adapter_slot, row_start, self._prepared.of(adapter))
-
-    def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
-        """See `Backend.is_ready`: a write has ended when it returns."""
-        return True
-
-    def release_adapter(self, adapter_slot: int) -> None:
-        """See `Backend.release_adapter`."""
-        self._extras.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`; no token is drawn."""

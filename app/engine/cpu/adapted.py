@@ -1,0 +1,57 @@
+"""What both of the CPU engine's backends do with adapters: their rank rows and their extras.
+
+In: adapters, and the slots and rows that the engine chose for them. Out: tables that a step reads. Rule: which slot and
+which rows are used is decided elsewhere, and a write has ended when it returns.
+"""
+
+from __future__ import annotations
+
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.backend import BackendLimits
+from app.engine.config import EngineConfig
+from app.engine.cpu.extras import AdapterExtras
+from app.engine.cpu.rows import PreparedRows
+from app.engine.cpu.tables import RankRowMemory
+from app.kernels.machine.team import Team
+from app.kernels.sgmv.cpu import RANK_PANEL
+
+
+def limits_of(config: EngineConfig, num_kv_blocks: int) -> BackendLimits:
+    """What the engine may use of a backend on the CPU."""
+    return BackendLimits(
+        num_kv_blocks=num_kv_blocks,
+        block_size=config.block_size,
+        adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
+        rank_alignment=RANK_PANEL,
+        max_adapter_slots=config.max_adapter_slots,
+        adapter_extra_bytes=config.adapter_extra_bytes,
+        takes_bfloat16=True,
+        can_embed=True,
+    )
+
+
+class AdaptedBackend:
+    """The methods of `Backend` that write and release adapters."""
+
+    _team: Team
+    _rows: RankRowMemory
+    _prepared: PreparedRows
+    _extras: AdapterExtras
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """See `Backend.prepare_adapter`."""
+        self._prepared.of(adapter)
+
+    def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+        """See `Backend.write_adapter`. Raises AdapterMismatch for a module that this model does not have."""
+        self._extras.write(adapter_slot, adapter)
+        self._rows.write(self._team, adapter_slot, row_start, self._prepared.of(adapter))
+
+    def is_ready(self, adapter_slot: int) -> bool:  # noqa: ARG002
+        """See `Backend.is_ready`: a write has ended when it returns."""
+        return True
+
+    def release_adapter(self, adapter_slot: int) -> None:
+        """See `Backend.release_adapter`."""
+        self._extras.release(adapter_slot)
+        self._rows.release(adapter_slot)
