@@ -95,6 +95,7 @@ generations = Table(
     Column("size_bytes", BigInteger, nullable=False),
     Column("registered_s", Double, nullable=False),
     Column("registered_by", String(256), nullable=False),
+    Index("generations_by_digest", "base_digest", "digest"),
 )
 
 #: Work on a name: `kind` is load or unload, `state` one of `entries.State`, `reason` why it failed. `owner` is the

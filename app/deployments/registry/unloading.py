@@ -3,7 +3,7 @@
 In: requests to unload. Out: jobs whose work an ingress does, for only an ingress can free rows on replicas. An unload
 cancels the loads of its name that were asked for before. One whose ingress ended, or could not tell that it is done, is
 given to the next ingress that asks. Rows are freed by the ingress (`ingress.management`), the host's copy by the
-store.
+store; a replica that nobody could tell asks what is gone (`replica.leftovers`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from sqlalchemy import select
+
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Drained
-from app.deployments.registry.entries import CatalogEntry, RegistryJob, Unload
+from app.deployments.registry.database import Database
+from app.deployments.registry.entries import CatalogEntry, RegistryJob, State, Unload
 from app.deployments.registry.loading import Loads
 from app.deployments.registry.publishing import PublishedRegistry
+from app.deployments.registry.tables import adapters, generations
 from app.logs import Happened
 
 logger = logging.getLogger(__name__)
@@ -81,6 +85,10 @@ class Unloads:
         """Whether any name means these contents."""
         return await asyncio.to_thread(self._registry.catalog.is_used, digest)
 
+    async def gone(self, digests: Collection[str]) -> list[str]:
+        """Those of these contents that names have meant and none means any more; contents never heard of are not."""
+        return await asyncio.to_thread(_gone, self._registry.database, digests)
+
     async def left(self, seen_to: Collection[str]) -> list[Unload]:
         """Unloads that nobody sees to, for the caller to end; `seen_to` are the ids of those that it sees to already.
 
@@ -95,3 +103,16 @@ class Unloads:
 
     def _unload(self, job: RegistryJob) -> Unload:
         return Unload(job, job.digest, job.digest is None or self._registry.catalog.is_used(job.digest))
+
+
+def _gone(database: Database, digests: Collection[str]) -> list[str]:
+    is_meant = select(adapters.c.name).where(
+        adapters.c.base_digest == database.base_digest,
+        adapters.c.digest == generations.c.digest,
+        adapters.c.state == State.LOADED,
+    )
+    query = select(generations.c.digest).where(
+        generations.c.base_digest == database.base_digest, generations.c.digest.in_(digests), ~is_meant.exists()
+    )
+    with database.read() as connection:
+        return list(connection.scalars(query.distinct()))

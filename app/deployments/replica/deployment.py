@@ -31,6 +31,7 @@ from app.deployments.placement.telling import Telling
 from app.deployments.registry.pins import Pins
 from app.deployments.replica.demand import DEMAND_S, DemandMeter
 from app.deployments.replica.fetcher import AdapterFetcher
+from app.deployments.replica.leftovers import Leftovers
 from app.deployments.replica.memory import resident_bytes
 from app.deployments.replica.metrics import DeviceMetrics, EngineMetrics
 from app.deployments.replica.pins import PinKeeper
@@ -81,6 +82,7 @@ class EngineReplica:
         self._socket = FrameSocket(replica_id)
         await self._socket.open()
         self._pins = PinKeeper(self._engine, adapters, service)
+        self._leftovers = Leftovers(service, store)
         self._reports = Reports(
             replica_id,
             self._engine,
@@ -99,6 +101,7 @@ class EngineReplica:
             self._reports.run,
             partial(self._pins.follow, pinned),
             pinned.follow,
+            self._leftovers.run,
             partial(service.watch_steps, config.engine.step_limit_s),
         )
         seconds = time.monotonic() - started_s
@@ -157,6 +160,7 @@ class EngineReplica:
         await self._tasks.close()
         self._reports.close()
         self._pins.close()
+        self._leftovers.close()
         self._socket.close()
         await asyncio.to_thread(self._engine.stop, 10.0)
 

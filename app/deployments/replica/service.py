@@ -171,6 +171,10 @@ class EngineService:
         self._mapped.pop(digest, None)
         return await asyncio.wrap_future(self.engine.drop_adapter(digest))
 
+    def held(self) -> set[str]:
+        """Digests of the adapters on the device, and of those that this process has mapped."""
+        return {*(resident.digest for resident in self.engine.stats().residents), *self._mapped}
+
     def brought(self, adapter: LoraAdapter) -> None:
         """An adapter has come to the device without a request: a report is due."""
         self.keep(adapter)

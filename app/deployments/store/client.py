@@ -74,6 +74,10 @@ class StoreClient:
         """Whether any name means these contents."""
         return await self._actor.call(_Service.is_used, digest)
 
+    async def gone(self, digests: Collection[str]) -> list[str]:
+        """Those of these contents that names have meant and none means any more."""
+        return await self._actor.call(_Service.gone, digests)
+
     async def configure(
         self,
         name: str,

@@ -139,6 +139,10 @@ class StoreService(Generic[H]):
         self._called()
         return await self._lifecycle.unloads.is_used(digest)
 
+    async def gone(self, digests: Collection[str]) -> list[str]:
+        self._called()
+        return await self._lifecycle.unloads.gone(digests)
+
     async def configure(
         self,
         name: str,

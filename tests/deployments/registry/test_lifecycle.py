@@ -341,6 +341,24 @@ async def test_an_unload_is_seen_to_while_an_ingress_says_so(
     await managed.close()
 
 
+async def test_contents_are_gone_when_names_have_meant_them_and_none_does(managed: ManagedStore) -> None:
+    management = Management(managed.client, managed, Placed())
+    for name, source in (("kept", "one"), ("same", "one"), ("changed", "two")):
+        await managed.client.load_and_wait(wanted(name, source))
+    every = ["d1", "d2", "d3", "never heard of"]
+    assert await managed.client.gone(every) == []
+    managed.store.contents["three"] = "d3"
+    await managed.client.load_and_wait(wanted("changed", "three"))
+    assert await managed.client.gone(every) == ["d2"]
+    await management.unload("same", **ADA)
+    assert await managed.client.gone(every) == ["d2"], "another name means the same contents"
+    await management.unload("kept", **ADA)
+    assert sorted(await managed.client.gone(every)) == ["d1", "d2"]
+    await managed.client.load_and_wait(wanted("kept", "two"))
+    assert await managed.client.gone(every) == ["d1"]
+    await management.close()
+
+
 async def test_an_unload_whose_end_the_database_did_not_take_ends_later(
     managed: ManagedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

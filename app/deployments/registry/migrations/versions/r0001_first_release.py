@@ -68,6 +68,7 @@ def _names() -> None:
         sa.Column("registered_s", sa.Double, nullable=False),
         sa.Column("registered_by", sa.String(256), nullable=False),
     )
+    op.create_index("generations_by_digest", "generations", ["base_digest", "digest"])
 
 
 def _jobs() -> None:
