@@ -154,11 +154,14 @@ class PlacementConfig(_Settings):
 
     policy: str = Field(
         default="sticky",
-        description="A file of app/deployments/placement/policies (sticky keeps an adapter where its rows are, "
-        "least_loaded ignores adapters), or the dotted path of a class.",
+        description="A file of app/deployments/placement/policies (sticky keeps an adapter where its rows are; "
+        "docs/fleet.md compares them), or the dotted path of a class.",
     )
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="The policy's own settings; they stand in the policy's file."
+    )
+    min_homes: int = Field(
+        default=1, ge=1, description="Replicas that serve each adapter: with 2, losing one costs no adapter its place."
     )
     report_interval_s: float = Field(default=1.0, gt=0, description="How often a replica reports when nothing changes.")
     silence_s: float = Field(default=10.0, gt=0, description="A replica silent for this long is taken off the table.")

@@ -9,14 +9,17 @@ a replica leaves the table by its own word, by its silence, or when most ingress
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from app.deployments.placement.policy import PlacementPolicy
+from app.deployments.placement.policy import PlacementPolicy, PlacesMany
 from app.deployments.placement.table import Key, ReplicaNews, Residency, Row
 from app.deployments.placement.view import PlacementView, UsableFleet
 from app.deployments.placement.witnesses import Witnesses
+
+logger = logging.getLogger(__name__)
 
 #: Adapters with a remembered home; the longest unused are forgotten (their rows, if any, are reported anyway).
 MAX_HOMES = 32_768
@@ -26,6 +29,8 @@ SHARE_FACTOR, SHARE_MARGIN = 1.5, 4
 DWELL_S = 10.0
 #: Missed reports after which one ingress that cannot reach a replica is believed.
 MISSED_REPORTS = 2.5
+#: What a replica carried so long ago counts a third of what it carries now, in the mean of its requests.
+TRAFFIC_S = 30.0
 
 
 @dataclass(slots=True)
@@ -34,7 +39,9 @@ class _Replica:
 
     number: int
     seen_s: float
+    started_s: float = 0.0
     load: int = 0
+    traffic: float = 0.0
     resident: set[str] = field(default_factory=set)
     active: Mapping[str, int] = field(default_factory=dict)
     used_s: dict[str, float] = field(default_factory=dict)
@@ -43,7 +50,7 @@ class _Replica:
 class PlacementBooks:
     """The placement actor's state. What its methods change is in `take_changes`; times are the caller's, in seconds."""
 
-    def __init__(self, policy: PlacementPolicy, silence_s: float, report_interval_s: float) -> None:
+    def __init__(self, policy: PlacementPolicy, silence_s: float, report_interval_s: float, min_homes: int = 1) -> None:
         self.view = PlacementView()
         self._changes: dict[Key, Row | None] = {}
         self._replicas: dict[str, _Replica] = {}
@@ -53,11 +60,17 @@ class PlacementBooks:
         self._kept_out_s: dict[str, float] = {}  # replicas that most could not reach, and when
         self._witnesses = Witnesses()
         self._shares: dict[str, float] = {}
-        self.configure(policy, silence_s, report_interval_s)
+        self._min_homes = 1
+        self.configure(policy, silence_s, report_interval_s, min_homes)
 
-    def configure(self, policy: PlacementPolicy, silence_s: float, report_interval_s: float) -> None:
-        """Go on with other settings; homes stay as they are."""
+    def configure(
+        self, policy: PlacementPolicy, silence_s: float, report_interval_s: float, min_homes: int = 1
+    ) -> None:
+        """Go on with other settings; homes stay, and more are added if `min_homes` asks for them."""
         self._policy = policy
+        self._places_many = policy if isinstance(policy, PlacesMany) else None
+        self._min_homes = min_homes
+        self._widen_all(self._used)
         self._silence_s = silence_s
         self._missed_s = MISSED_REPORTS * report_interval_s
 
@@ -86,6 +99,7 @@ class PlacementBooks:
             replica = replica or self._begin(replica_id, news, now_s)
         elif replica is None or news.number != replica.number + 1:
             return False
+        replica.traffic += (news.load - replica.traffic) * -math.expm1((replica.seen_s - now_s) / TRAFFIC_S)
         replica.number, replica.seen_s, replica.load, replica.active = news.number, now_s, news.load, news.active
         self._move(replica_id, replica, news)
         for digest in news.active:
@@ -110,11 +124,18 @@ class PlacementBooks:
 
     def assign(self, digests: Iterable[str]) -> dict[str, Row]:
         """Give every adapter that has no home one, by the policy. Returns the homes of those that have one now."""
-        fleet, homes = UsableFleet(self.view, self.view.replicas, self._load), {}
+        fleet = UsableFleet(self.view, self.view.replicas, self._load, self._traffic)
+        digests, homes = list(digests), dict[str, Row]()
+        together: Mapping[str, Row] = {}
+        if self._places_many is not None:
+            homeless = [digest for digest in dict.fromkeys(digests) if not self.view.homes(digest)]
+            together = self._places_many.homes_of_all(homeless, fleet) if homeless else {}
         for digest in digests:
-            if not self.view.homes(digest) and (chosen := self._policy.homes(digest, fleet)):
-                self._set_homes(digest, chosen)
-                self._widen(digest)
+            if not self.view.homes(digest):
+                chosen = together.get(digest, ()) if self._places_many else self._policy.homes(digest, fleet)
+                if chosen:
+                    self._set_homes(digest, chosen)
+                    self._widen(digest)
             if row := self.view.homes(digest):
                 homes[digest] = row
         while len(self._used) > MAX_HOMES:
@@ -131,12 +152,12 @@ class PlacementBooks:
                 self._shares.pop(digest, None)
             else:
                 self._shares[digest] = share
-        self._widen_all()
+        self._widen_all(self._shares)
 
     def rebalance(self, now_s: float) -> None:
         """Share the busiest adapter of an overloaded replica; take the extra home back when demand is gone."""
         self._changed_s = {digest: at_s for digest, at_s in self._changed_s.items() if now_s - at_s < DWELL_S}
-        self._widen_all()
+        self._widen_all(self._shares)
         self._share(now_s)
         self._unshare(now_s)
 
@@ -147,8 +168,11 @@ class PlacementBooks:
         return [Residency(each, replica.active.get(digest, 0), replica.used_s.get(digest)) for each, replica in found]
 
     def _begin(self, replica_id: str, news: ReplicaNews, now_s: float) -> _Replica:
-        self._change(("replica", replica_id), ())
-        replica = self._replicas[replica_id] = _Replica(news.number, now_s)
+        started_s = news.origin.started_s if news.origin is not None else 0.0
+        self._change(("replica", replica_id), (repr(started_s), str(news.num_rank_rows)))
+        replica = self._replicas[replica_id] = _Replica(news.number, now_s, started_s, traffic=news.load)
+        if len(self._replicas) <= self._min_homes:
+            self._widen_all(self._used)  # there were too few replicas for all homes
         return replica
 
     def _move(self, replica_id: str, replica: _Replica, news: ReplicaNews) -> None:
@@ -158,7 +182,8 @@ class PlacementBooks:
             self._change(("resident", digest, replica_id), None)
         for digest in news.loaded:
             if digest not in replica.resident:
-                self._change(("resident", digest, replica_id), ())
+                row = (str(news.num_rows[digest]),) if digest in news.num_rows else ()
+                self._change(("resident", digest, replica_id), row)
         replica.resident = (replica.resident - unloaded).union(news.loaded)
         replica.used_s.update(news.used_s)
         if unloaded:
@@ -167,16 +192,19 @@ class PlacementBooks:
     def _load(self, replica_id: str) -> int:
         return self._replicas[replica_id].load
 
-    def _num_expected(self, digest: str) -> int:
-        return max(1, round(self._shares.get(digest, 0.0) * len(self._replicas)))
+    def _traffic(self, replica_id: str) -> float:
+        return self._replicas[replica_id].traffic
 
-    def _widen_all(self) -> None:
-        for digest in self._shares:
+    def _num_expected(self, digest: str) -> int:
+        return max(self._min_homes, round(self._shares.get(digest, 0.0) * len(self._replicas)))
+
+    def _widen_all(self, digests: Iterable[str]) -> None:
+        for digest in [*digests]:
             if self.view.homes(digest):
                 self._widen(digest)
 
     def _widen(self, digest: str) -> None:
-        """Add the homes that an adapter's share asks for, in its own order."""
+        """Add the homes that an adapter's share and `min_homes` ask for, in its own order."""
         homes = self.view.homes(digest)
         num_missing = self._num_expected(digest) - len(homes)
         if num_missing > 0:
@@ -194,11 +222,24 @@ class PlacementBooks:
             for digest in sorted(active, key=lambda digest: -active[digest]):
                 homes = self.view.homes(digest)
                 if replica_id in homes and len(homes) < len(self._replicas) and digest not in self._changed_s:
-                    others = (other for other in self._replicas if other not in homes)
-                    target = min(others, key=lambda other: (self._load(other), other))
+                    target = self._target(homes, mean)
                     self._set_homes(digest, (*homes, target))
                     self._changed_s[digest] = now_s
+                    logger.info(
+                        "adapter %s is served by %s, too: %s has %d requests, the mean is %.1f",
+                        digest[:12], target, replica_id, self._load(replica_id), mean,
+                    )  # fmt: skip
                     return
+
+    def _target(self, homes: Collection[str], mean: float) -> str:
+        """Where one more home goes: of the replicas with little to do the one that was started last.
+
+        Serve stops that one first: what is lost then is the copy, not the adapter's only place.
+        """
+        others = [other for other in self._replicas if other not in homes]
+        little = (min(map(self._load, others)) + mean) / 2
+        idle = [other for other in others if self._load(other) <= little] or others
+        return min(idle, key=lambda other: (-self._replicas[other].started_s, self._load(other), other))
 
     def _unshare(self, now_s: float) -> None:
         for digest in sorted(self._shared.difference(self._changed_s)):
@@ -208,6 +249,10 @@ class PlacementBooks:
                 if active < SHARE_MARGIN:
                     self._set_homes(digest, homes[:-1])
                     self._changed_s[digest] = now_s
+                    logger.info(
+                        "adapter %s is no longer served by %s: its %d homes have %d requests",
+                        digest[:12], homes[-1], len(homes), active,
+                    )  # fmt: skip
 
     def _forget(self, replica_id: str) -> None:
         """Take a replica off the table, and its homes; adapters without another home have none."""
@@ -220,8 +265,11 @@ class PlacementBooks:
             self._change(("resident", digest, replica_id), None)
         for digest in list(self.view.at_home(replica_id)):
             self._set_homes(digest, tuple(home for home in self.view.homes(digest) if home != replica_id))
+            if self.view.homes(digest):
+                self._widen(digest)
 
     def _set_homes(self, digest: str, homes: Row) -> None:
+        homes = tuple(sorted(homes, key=lambda home: self._replicas[home].started_s))
         self._change(("home", digest), homes or None)
         self._shared.discard(digest)
         if homes:

@@ -9,8 +9,8 @@ processes that know the same loads do not all send to the same replica.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
@@ -48,6 +48,27 @@ class PlacementFleet(Protocol):
         """Requests that the replica has, running and waiting."""
         ...
 
+    def traffic_at(self, replica_id: str) -> float:
+        """Requests that the replica has had at a time on average lately, as far as this process knows."""
+        ...
+
+    def num_rows(self, digest: str) -> int:
+        """Rank rows that the adapter takes; 0 as long as no device has held it."""
+        ...
+
+    def num_rows_at(self, replica_id: str) -> int:
+        """Rank rows that the adapters take whose home this replica is; one that no device has held yet counts like the
+        mean of the others, or as one row. Costs their number."""
+        ...
+
+    def num_rank_rows(self, replica_id: str) -> int:
+        """Rank rows that the replica has; 0 if it did not say."""
+        ...
+
+    def started_s(self, replica_id: str) -> float:
+        """When the replica was started (Unix time): Serve stops those first that were started last."""
+        ...
+
 
 class PlacementPolicy(Protocol):
     """Where an adapter may be served. An empty answer means anywhere; without `has_homes` it is always empty.
@@ -62,6 +83,15 @@ class PlacementPolicy(Protocol):
     def __init__(self, options: Any) -> None: ...
 
     def homes(self, digest: str, fleet: PlacementFleet) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
+class PlacesMany(Protocol):
+    """What a policy has besides if it places adapters better together than one by one."""
+
+    def homes_of_all(self, digests: Sequence[str], fleet: PlacementFleet) -> Mapping[str, tuple[str, ...]]:
+        """The homes of adapters that have none. None of them is among `fleet.num_homes` yet."""
+        ...
 
 
 def less_loaded(candidates: Sequence[str], load: Callable[[str], int], draw: random.Random) -> str:

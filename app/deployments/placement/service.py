@@ -51,7 +51,7 @@ class PlacementService:
         self._called = called
         self._now_s = clock
         self._settings = config.model_dump_json()
-        self._books = PlacementBooks(make_policy(config), config.silence_s, config.report_interval_s)
+        self._books = _books(config)
         self._table: PublishedTable[Key, Row] = PublishedTable(clock, floor_s=TABLE_FLOOR_S)
         self._loads: PublishedTable[str, ReplicaLoad] = PublishedTable(clock, floor_s=LOADS_FLOOR_S)
         self._settled_s = clock() + config.report_interval_s + SETTLE_MARGIN_S
@@ -158,13 +158,18 @@ class PlacementService:
     def _configure(self, settings: str) -> None:
         try:
             config = PlacementConfig.model_validate_json(settings)
-            self._books.configure(make_policy(config), config.silence_s, config.report_interval_s)
+            policy = make_policy(config)
+            self._books.configure(policy, config.silence_s, config.report_interval_s, config.min_homes)
         except (ValueError, ConfigError) as error:  # of another version of the code
             logger.error("placement goes on with its old settings: %s", error)
 
     def _steer(self, shares: Mapping[str, float | None]) -> None:
         self._books.steer(shares)
         self._publish()
+
+
+def _books(config: PlacementConfig) -> PlacementBooks:
+    return PlacementBooks(make_policy(config), config.silence_s, config.report_interval_s, config.min_homes)
 
 
 class _SharesFollower(Follower[ShareChanges]):

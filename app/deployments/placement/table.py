@@ -18,7 +18,8 @@ from app.engine.message import message
 class ReplicaReport:
     """What a replica knows of itself. `active` counts requests in the engine by adapter digest.
 
-    `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did.
+    `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did. `num_rows`:
+    rank rows that each of the resident takes; `num_rank_rows`: those that the replica has.
     """
 
     replica_id: str
@@ -27,6 +28,8 @@ class ReplicaReport:
     resident: tuple[str, ...] = ()
     active: Mapping[str, int] = field(default_factory=dict)
     last_used_s: Mapping[str, float] = field(default_factory=dict)
+    num_rows: Mapping[str, int] = field(default_factory=dict)
+    num_rank_rows: int = 0
 
     @property
     def load(self) -> int:
@@ -49,7 +52,8 @@ class ReplicaNews:
     """What a replica sends: its load, and what has changed since its message with the number before.
 
     A message that `is_whole` stands alone: `loaded` is all that is resident, and it has an `origin`. `is_leaving`: the
-    replica takes no new requests, for good.
+    replica takes no new requests, for good. `num_rows` are the rank rows of what is `loaded`, `num_rank_rows` those
+    that the replica has, as far as it says so.
     """
 
     replica_id: str
@@ -62,10 +66,14 @@ class ReplicaNews:
     active: Mapping[str, int] = field(default_factory=dict)
     used_s: Mapping[str, float] = field(default_factory=dict)
     origin: Origin | None = None
+    num_rows: Mapping[str, int] = field(default_factory=dict)
+    num_rank_rows: int = 0
 
 
-#: ("replica", id) -> (): it is on the table. ("home", digest) -> the replicas that serve the adapter, oldest first.
-#: ("resident", digest, id) -> (): the adapter is on the replica's device.
+#: ("replica", id) -> (started, rank rows): it is on the table. started: when it was (Unix time).
+#: ("home", digest) -> the replicas that serve the adapter, those that were started first coming first.
+#: ("resident", digest, id) -> (rank rows,): the adapter is on the replica's device.
+#: Numbers are written out. Another release may leave them out: then they are not known.
 Key = tuple[str, ...]
 Row = tuple[str, ...]
 

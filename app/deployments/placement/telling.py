@@ -30,10 +30,19 @@ class Telling:
         news = ReplicaNews(state.replica_id, self._number, state.load, is_leaving=is_leaving, active=dict(state.active))
         if told is None:
             used_s = dict(state.last_used_s)
-            return replace(news, is_whole=True, loaded=state.resident, used_s=used_s, origin=self._origin)
+            return replace(
+                news,
+                is_whole=True,
+                loaded=state.resident,
+                used_s=used_s,
+                origin=self._origin,
+                num_rows=dict(state.num_rows),
+                num_rank_rows=state.num_rank_rows,
+            )
         before, now = set(told.resident), set(state.resident)
         return replace(
             news,
+            num_rows={digest: rows for digest, rows in state.num_rows.items() if digest not in before},
             loaded=tuple(sorted(now - before)),
             unloaded=tuple(sorted(before - now)),
             used_s={d: used_s for d, used_s in state.last_used_s.items() if told.last_used_s.get(d) != used_s},

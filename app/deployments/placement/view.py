@@ -22,7 +22,9 @@ class PlacementView:
     """One event loop. It is a `PlacementFleet` without loads."""
 
     def __init__(self) -> None:
-        self._replicas: dict[str, None] = {}
+        self._replicas: dict[str, Row] = {}
+        self._num_rows: dict[str, int] = {}  # of adapters that have a home, or are on a device
+        self._total_rows = 0
         self._homes: dict[str, Row] = {}
         self._holders: dict[str, set[str]] = {}
         self._at_home: dict[str, set[str]] = {}
@@ -52,6 +54,25 @@ class PlacementView:
     def at_home(self, replica_id: str) -> Set[str]:
         """Those adapters."""
         return self._at_home.get(replica_id, set())
+
+    def started_s(self, replica_id: str) -> float:
+        """When the replica was started (Unix time); 0 if it did not say."""
+        row = self._replicas[replica_id]
+        return float(row[0]) if row else 0.0
+
+    def num_rank_rows(self, replica_id: str) -> int:
+        """Rank rows that the replica has; 0 if it did not say."""
+        row = self._replicas[replica_id]
+        return int(row[1]) if row else 0
+
+    def num_rows(self, digest: str) -> int:
+        """Rank rows that the adapter takes; 0 as long as no device has held it."""
+        return self._num_rows.get(digest, 0)
+
+    @property
+    def usual_rows(self) -> float:
+        """Rank rows that an adapter takes on average; 1 as long as nothing is known of any."""
+        return self._total_rows / len(self._num_rows) if self._num_rows else 1.0
 
     def homes(self, digest: str) -> Row:
         """The replicas that serve the adapter, oldest first; empty if it has no home."""
@@ -97,9 +118,9 @@ class PlacementView:
             if key[0] == "home":
                 self._set_homes(key[1], row)
             elif key[0] == "resident":
-                self._set_holder(key[1], key[2], is_there=row is not None)
+                self._set_holder(key[1], key[2], row)
             elif key[0] == "replica":
-                self._set_replica(key[1], is_there=row is not None)
+                self._set_replica(key[1], row)
 
     def _set_homes(self, digest: str, row: Row | None) -> None:
         self._answered.pop(digest, None)
@@ -113,22 +134,32 @@ class PlacementView:
             for home in row:
                 self._num_homes[home] += 1
                 self._at_home.setdefault(home, set()).add(digest)
+        self._prune(digest)
 
-    def _set_holder(self, digest: str, replica_id: str, *, is_there: bool) -> None:
-        if is_there:
+    def _set_holder(self, digest: str, replica_id: str, row: Row | None) -> None:
+        if row is not None:
             self._holders.setdefault(digest, set()).add(replica_id)
+            if row:
+                self._total_rows += int(row[0]) - self._num_rows.get(digest, 0)
+                self._num_rows[digest] = int(row[0])
         elif digest in self._holders:
             self._holders[digest].discard(replica_id)
             if not self._holders[digest]:
                 del self._holders[digest]
+        self._prune(digest)
 
-    def _set_replica(self, replica_id: str, *, is_there: bool) -> None:
-        if is_there == (replica_id in self._replicas):
-            return
-        if is_there:
-            self._replicas[replica_id] = None
+    def _prune(self, digest: str) -> None:
+        if digest not in self._homes and digest not in self._holders:
+            self._total_rows -= self._num_rows.pop(digest, 0)
+
+    def _set_replica(self, replica_id: str, row: Row | None) -> None:
+        was_there = replica_id in self._replicas
+        if row is None:
+            self._replicas.pop(replica_id, None)
         else:
-            del self._replicas[replica_id]
+            self._replicas[replica_id] = row
+        if was_there == (row is not None):
+            return
         self._rendezvous = None
         self.num_replica_changes += 1
 
@@ -140,12 +171,22 @@ class PlacementView:
 
 
 class UsableFleet:
-    """A view without the replicas that cannot be used, for a policy (`PlacementFleet`)."""
+    """A view without the replicas that cannot be used, for a policy (`PlacementFleet`).
 
-    def __init__(self, view: PlacementView, usable: Collection[str], load: Callable[[str], int]) -> None:
+    Without `traffic`, what a replica has now stands for what it has had lately.
+    """
+
+    def __init__(
+        self,
+        view: PlacementView,
+        usable: Collection[str],
+        load: Callable[[str], int],
+        traffic: Callable[[str], float] | None = None,
+    ) -> None:
         self._view = view
         self._usable = usable
         self.load = load
+        self.traffic_at = traffic or load
 
     @property
     def num_replicas(self) -> int:
@@ -157,6 +198,20 @@ class UsableFleet:
 
     def num_homes_at(self, replica_id: str) -> int:
         return self._view.num_homes_at(replica_id)
+
+    def num_rank_rows(self, replica_id: str) -> int:
+        return self._view.num_rank_rows(replica_id)
+
+    def num_rows(self, digest: str) -> int:
+        return self._view.num_rows(digest)
+
+    def num_rows_at(self, replica_id: str) -> int:
+        known = [rows for rows in map(self._view.num_rows, self._view.at_home(replica_id)) if rows]
+        num_unknown = self._view.num_homes_at(replica_id) - len(known)
+        return round(sum(known) + num_unknown * self._view.usual_rows)
+
+    def started_s(self, replica_id: str) -> float:
+        return self._view.started_s(replica_id)
 
     def holders(self, digest: str) -> list[str]:
         return [each for each in self._view.holders(digest) if each in self._usable]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from app.deployments.placement import books as placement
 from app.deployments.placement.books import DWELL_S
 from app.deployments.placement.table import Key, ReplicaReport, Residency, Row
+from app.deployments.placement.telling import Telling
 from app.deployments.placement.view import PlacementView
 from tests.budgets import examples
+from tests.deployments.placed import ORIGIN
 from tests.deployments.placement.said import STICKY, ToldBooks, digests
 
 
@@ -344,3 +347,49 @@ def test_settings_change_without_a_home_moving() -> None:
     fleet.expire(5.0, 1)
     assert fleet.replicas == ["r0"]
     assert set(fleet.homes.items()) <= set(before.items())
+
+
+def two_homes(num_replicas: int) -> ToldBooks:
+    fleet = ToldBooks(num_replicas)
+    fleet.configure(STICKY, 10, 1, min_homes=2)
+    return fleet
+
+
+def test_with_two_homes_each_a_lost_replica_takes_no_adapters_last_place() -> None:
+    fleet = two_homes(4)
+    before = fleet.assign(digests(60))
+    assert all(len(homes) == 2 for homes in before.values())
+    fleet.leave("r1", 1.0)
+    after = fleet.homes
+    assert all(len(homes) == 2 and "r1" not in homes for homes in after.values()), "they are made good at once"
+    assert all(set(before[digest]) & set(after[digest]) for digest in before)
+
+
+def test_two_homes_come_with_the_second_replica() -> None:
+    fleet = two_homes(1)
+    (digest,) = digests(1)
+    assert fleet.assign([digest]) == {digest: ("r0",)}
+    fleet.hear(ReplicaReport("r1"), 1.0)
+    assert fleet.homes == {digest: ("r0", "r1")}
+    fleet.configure(STICKY, 10, 1, min_homes=1)
+    assert fleet.homes == {digest: ("r0", "r1")}, "a setting takes nothing away in between"
+    fleet.rebalance(1.0)
+    assert fleet.homes == {digest: ("r0",)}
+
+
+def test_a_copy_goes_to_the_replica_that_was_started_last_and_leaves_it_first() -> None:
+    fleet = ToldBooks()
+    for index, started_s in enumerate((50.0, 10.0, 90.0, 40.0)):
+        fleet.tellings[f"r{index}"] = Telling(replace(ORIGIN, started_s=started_s))
+        fleet.hear(ReplicaReport(f"r{index}"), 0.0)
+    (digest,) = digests(1)
+    fleet.assign([digest])
+    (home,) = fleet.homes[digest]
+    fleet.hear(ReplicaReport(home, num_running=40, active={digest: 40}), 1.0)
+    fleet.rebalance(1.0)
+    order = ["r1", "r3", "r0", "r2"]
+    newest = next(each for each in reversed(order) if each != home)
+    assert fleet.homes[digest] == tuple(sorted((home, newest), key=order.index)), "homes are in order of age"
+    fleet.hear(ReplicaReport(home), 2.0)
+    fleet.rebalance(1.0 + DWELL_S)
+    assert fleet.homes[digest] == (min(home, newest, key=order.index),), "what Serve stops last is kept"

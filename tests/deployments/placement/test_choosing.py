@@ -52,7 +52,7 @@ def test_a_policy_of_one_s_own_is_named_by_its_path(
 @pytest.mark.parametrize(
     ("placement", "reason"),
     [
-        ({"policy": "stiky"}, "'stiky' is none of least_loaded, sticky"),
+        ({"policy": "stiky"}, "'stiky' is none of least_loaded, min_cost_flow, rank_aware"),
         ({"policy": "no.such.Module"}, "cannot be imported"),
         ({"policy": "app.config.AppConfig"}, "is no policy"),
         ({"policy_options": {"load_bound": 0.5}}, "load_bound: Input should be greater than or equal to 1"),
