@@ -296,6 +296,11 @@ def registry_place(adapters: AdaptersConfig) -> str:
     return f"{url.scheme.partition('+')[0]} {url.hostname or ''}:{url.port or ''}{url.path} {' '.join(hosts)}"
 
 
+def usage_folder(config: AppConfig) -> Path:
+    """Where processes of one machine keep what they have counted and not told the ledger yet."""
+    return Path(config.adapters.state_dir).expanduser() / "usage" / config.store_key
+
+
 def without_password(url: str) -> str:
     """A database's URL as it may be shown, and told to other processes."""
     parts = urlsplit(url)

@@ -157,15 +157,16 @@ class Engine:
         """
         self._inbox.append(_Pin(frozenset(digests)))
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:
+    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         """Write an adapter before any request asks for it, as soon as sequences in flight leave it room.
 
-        `ref` says whose it is. The future is done when the adapter is resident. Raises what `submit` raises for its
-        adapter; the future may raise NotReady (pinned adapters leave no room), EngineFailure, or what writing met.
+        `ref` says whose it is. The future is done when the adapter is resident: so many bytes were written for it.
+        Raises what `submit` raises for its adapter; the future may raise NotReady (pinned adapters leave no room),
+        EngineFailure, or what writing met.
         """
         self._check_fits(adapter, ref.name)
         self._backend.prepare_adapter(adapter)
-        resident: Future[None] = Future()
+        resident: Future[int] = Future()
         self._order(Bring(adapter, ref, resident))
         return resident
 
@@ -228,6 +229,8 @@ class Engine:
             num_finished=meter.num_finished,
             num_aborted=meter.num_aborted,
             tenants=meter.tenants(),
+            rank_row_ms=meter.rank_row_ms,
+            kv_block_ms=meter.kv_block_ms,
         )
 
     # -- the engine's thread ------------------------------------------------------------------
@@ -237,11 +240,13 @@ class Engine:
         if self._failure is not None:
             return self._refuse_all(self._failure)
         self._plan = None
+        self._meter.now_s = self._clock()
         try:
             chunks = self._drain_inbox()
             self._plan = self._scheduler.schedule()
             self._plan, refused = self._writer.perform(self._plan)
             output = self._forward(self._plan)
+            self._meter.now_s = self._clock()
             chunks += refused + self._scheduler.commit(self._plan, output)
         except Exception as error:
             return self._fail(error)

@@ -78,8 +78,10 @@ class RunningEngine(Protocol):
         """
         ...
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:
+    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         """Make an adapter resident before any request asks for it, on behalf of `ref`'s tenant.
+
+        The result is how many bytes were written for it: 0 if it was resident already, or is for another such order.
 
         Raises AdapterTooLarge, AdapterMismatch or EngineFailure; the future may raise NotReady (pinned adapters leave
         no room), EngineFailure, or the AdapterError that writing it met.

@@ -8,7 +8,7 @@ else in these types may influence them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from app.engine.adapters.card import AdapterRef
 from app.engine.message import message
@@ -65,6 +65,8 @@ class GenerateRequest:
     generated output (they count against max_tokens and penalties) and are not sent again.
     `cache_salt` keys the prefix cache beside the adapter digest; it is derived by the server.
     `weight` is the tenant's share in fair queueing. `num_failures` engines have failed in a step that computed it.
+    `key_id` is the API key that pays, empty for requests without one; None: whoever sends the request counts it.
+    `num_charged` of the resumed tokens are charged already, and so is the prompt; None: nothing is.
     """
 
     request_id: str
@@ -78,6 +80,8 @@ class GenerateRequest:
     resume_token_ids: tuple[int, ...] = ()
     num_failures: int = 0
     pooling: PoolingParams | None = None
+    key_id: str | None = None
+    num_charged: int | None = None
 
 
 @message
@@ -101,6 +105,24 @@ class Usage:
 
 
 @message
+class Consumption(NamedTuple):
+    """What an engine has spent on one request, told when the request has ended there.
+
+    Of a request that goes on from another engine's tokens they count too, unless they are charged (`num_charged`).
+    `rank_row_ms`, `kv_block_ms`: rows and blocks it referred to, times milliseconds; what several requests share counts
+    for each of them. Loads are those of adapter rows to the device that this request caused.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    num_loads: int = 0
+    load_bytes: int = 0
+    rank_row_ms: int = 0
+    kv_block_ms: int = 0
+
+
+@message
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """What one step produced for one request. The last chunk of a request has `finish_reason` set.
@@ -108,7 +130,8 @@ class TokenChunk:
     The first and the last with tokens have `usage`: whoever has enough of an answer knows its cost so far.
     `matched_stop` is the stop or end-of-sequence token id that ended it (that id is the last of
     `token_ids`; the text layer hides it). `error` is set only with finish_reason "error". `embedding` is what a request
-    with `pooling` ends with, as little-endian float32; its finish_reason is "stop".
+    with `pooling` ends with, as little-endian float32; its finish_reason is "stop". `consumption` comes with the last
+    chunk, unless the engine failed: then whoever goes on with the request counts all of it.
     """
 
     request_id: str
@@ -119,3 +142,4 @@ class TokenChunk:
     usage: Usage | None = None
     error: Exception | None = field(default=None, compare=False)
     embedding: bytes = b""
+    consumption: Consumption | None = None

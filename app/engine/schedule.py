@@ -15,12 +15,16 @@ from app.engine.sequence import Sequence
 
 
 class AdapterWrite(NamedTuple):
-    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them, for a tenant's request."""
+    """Copy an adapter's weights into rows from `row_start` and point `adapter_slot` at them, for a tenant.
+
+    `sequence` is the one that asked for it; None: nobody's request did.
+    """
 
     adapter_slot: int
     row_start: int
     adapter: LoraAdapter
     tenant_id: str
+    sequence: Sequence | None = None
 
 
 class Refusal(NamedTuple):

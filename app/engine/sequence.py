@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.kv_blocks import block_hash, root_hash
-from app.engine.request import FinishReason, GenerateRequest, Usage
+from app.engine.request import Consumption, FinishReason, GenerateRequest, Usage
 
 
 class Status(Enum):
@@ -36,7 +36,8 @@ class Sequence:
     sequences is never preempted for the younger. `bypassed` counts admissions of others made while
     this one was first in fair order and had to wait. `num_given` tokens came with the request.
     `has_memory`: whether K and V are kept between steps. `pooled_sums` [H] float64: of one that is
-    embedded, the hidden states added so far; else [0].
+    embedded, the hidden states added so far; else [0]. Its adapter has `num_rows` rank rows here. What it has held
+    until `held_since_s` is in `block_seconds` and `row_seconds`.
     """
 
     __slots__ = (
@@ -44,17 +45,22 @@ class Sequence:
         "adapter_digest",
         "adapter_slot",
         "block_hashes",
+        "block_seconds",
         "block_size",
         "block_table",
         "bypassed",
         "extra_bytes",
         "has_memory",
+        "held_since_s",
+        "load_bytes",
         "max_tokens",
         "num_blocks",
         "num_cached",
         "num_computed",
         "num_given",
+        "num_loads",
         "num_prompt",
+        "num_rows",
         "num_tokens",
         "order",
         "pooled_sums",
@@ -63,6 +69,7 @@ class Sequence:
         "request",
         "request_id",
         "root",
+        "row_seconds",
         "status",
         "stop_ids",
         "tenant_id",
@@ -84,6 +91,9 @@ class Sequence:
         self.status = Status.WAITING
         self.order: int | None = None
         self.bypassed = 0
+        self.num_rows = 0
+        self.held_since_s = self.block_seconds = self.row_seconds = 0.0
+        self.num_loads = self.load_bytes = 0
 
         self.num_prompt = len(request.token_ids)
         self.num_given = self.num_tokens = self.num_prompt + len(request.resume_token_ids)
@@ -152,6 +162,33 @@ class Sequence:
     def usage(self) -> Usage:
         return Usage(self.num_prompt, self.num_cached or 0, self.num_output)
 
+    def count_held(self, now_s: float) -> None:
+        """Add what it has held since this was last called; before the number of blocks or rows changes."""
+        seconds = now_s - self.held_since_s
+        self.block_seconds += self.num_blocks * seconds
+        self.row_seconds += self.num_rows * seconds
+        self.held_since_s = now_s
+
+    def count_load(self, size_bytes: int) -> None:
+        """Its adapter was written to the device for its sake."""
+        self.num_loads += 1
+        self.load_bytes += size_bytes
+
+    def consumption(self) -> Consumption:
+        """What it has taken of this engine, and of others that have not said so."""
+        charged = self.request.num_charged
+        has_begun = self.num_cached is not None or self.num_given > self.num_prompt
+        pays_prompt = charged is None and has_begun
+        return Consumption(
+            self.num_prompt if pays_prompt else 0,
+            (self.num_cached or 0) if pays_prompt else 0,
+            self.num_output - (charged or 0),
+            self.num_loads,
+            self.load_bytes,
+            round(self.row_seconds * 1000),
+            round(self.block_seconds * 1000),
+        )
+
     def block_bytes(self, index: int) -> bytes:
         """The token ids of one full block, as bytes: what its hash covers and a hit is checked against."""
         start = index * self.block_size
@@ -180,4 +217,5 @@ class Sequence:
         self.num_blocks = 0
         self.num_computed = 0
         self.adapter_slot = 0
+        self.num_rows = 0
         self.pooled_sums = np.zeros_like(self.pooled_sums)

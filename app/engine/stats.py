@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from app.engine.request import Consumption
+
 MAX_TENANTS = 256
 OTHER_TENANTS = "~other"
 
@@ -28,12 +30,15 @@ class ResidentAdapter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """Totals of one tenant. `adapter_write_bytes` were written on behalf of its requests."""
+    """Totals of one tenant. `adapter_write_bytes` were written on behalf of its requests; what those held is told when
+    they have ended."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     adapter_write_bytes: int
+    rank_row_ms: int = 0
+    kv_block_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class EngineStats:
     through the model, recomputed ones included; `num_tokens_generated` were sent. `num_aborted`
     requests ended early: aborted, or failed with their adapter. `num_adapter_hits` of the sequences that started
     with an adapter found it on the device, `num_adapter_misses` did not; writes took `adapter_write_s` in all.
+    `rank_row_ms`, `kv_block_ms`: rows and blocks that requests which have ended had referred to, times milliseconds.
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     """
 
@@ -70,19 +76,27 @@ class EngineStats:
     num_finished: int
     num_aborted: int
     tenants: dict[str, TenantStats]
+    rank_row_ms: int = 0
+    kv_block_ms: int = 0
 
 
 class _Tenant:
-    __slots__ = ("adapter_write_bytes", "cached_tokens", "completion_tokens", "prompt_tokens")
+    __slots__ = (
+        "adapter_write_bytes", "cached_tokens", "completion_tokens", "kv_block_ms", "prompt_tokens", "rank_row_ms"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.adapter_write_bytes = 0
+        self.rank_row_ms = self.kv_block_ms = 0
 
 
 class Meter:
-    """Counters, written by the engine's thread only."""
+    """Counters, written by the engine's thread only. `now_s` is when its present step began, by the engine's clock."""
 
     def __init__(self) -> None:
+        self.now_s = 0.0
+        self.rank_row_ms = 0
+        self.kv_block_ms = 0
         self.num_steps = 0
         self.num_tokens_computed = 0
         self.num_tokens_generated = 0
@@ -121,11 +135,16 @@ class Meter:
         self.num_tokens_generated += 1
         self._tenant(tenant_id).completion_tokens += 1
 
+    def ended(self, tenant_id: str, consumption: Consumption) -> None:
+        """A request has ended: what it held counts now."""
+        self.rank_row_ms += consumption.rank_row_ms
+        self.kv_block_ms += consumption.kv_block_ms
+        tenant = self._tenant(tenant_id)
+        tenant.rank_row_ms += consumption.rank_row_ms
+        tenant.kv_block_ms += consumption.kv_block_ms
+
     def tenants(self) -> dict[str, TenantStats]:
-        return {
-            tenant_id: TenantStats(t.prompt_tokens, t.cached_tokens, t.completion_tokens, t.adapter_write_bytes)
-            for tenant_id, t in self._tenants.copy().items()
-        }
+        return {tenant_id: _told(t) for tenant_id, t in self._tenants.copy().items()}
 
     def _tenant(self, tenant_id: str) -> _Tenant:
         tenant = self._tenants.get(tenant_id)
@@ -134,3 +153,14 @@ class Meter:
                 tenant_id = OTHER_TENANTS
             tenant = self._tenants.setdefault(tenant_id, _Tenant())
         return tenant
+
+
+def _told(tenant: _Tenant) -> TenantStats:
+    return TenantStats(
+        tenant.prompt_tokens,
+        tenant.cached_tokens,
+        tenant.completion_tokens,
+        tenant.adapter_write_bytes,
+        tenant.rank_row_ms,
+        tenant.kv_block_ms,
+    )

@@ -107,7 +107,7 @@ class EngineThread:
         self._engine.pin_adapters(digests)
         self._wake.set()
 
-    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[None]:
+    def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         if self.failure is not None:
             raise self.failure
         resident = self._engine.bring_adapter(adapter, ref)

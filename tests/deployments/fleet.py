@@ -22,14 +22,14 @@ from app.deployments.placement.policy import PlacementPolicy
 from app.deployments.placement.table import ReplicaReport, Residency, Row
 from app.deployments.placement.telling import Telling
 from app.deployments.placement.view import PlacementView
-from app.deployments.replica.service import EngineService
+from app.deployments.replica.service import Counted, EngineService
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.request import GenerateRequest
+from app.engine.request import Consumption, GenerateRequest
 from app.engine.worker import EngineThread
 from tests.deployments.placed import ORIGIN
 from tests.fakes import FakeBackend
@@ -68,7 +68,7 @@ class FakeReplica:
         self.telling = Telling(ORIGIN)
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
-        self.service = EngineService(fleet, time.time, idle_s=idle_s)
+        self.service = EngineService(fleet, time.time, counting=fleet, idle_s=idle_s)
         self.backend = PausableBackend()
         self.engine = Engine(self.backend, EngineConfig(max_waiting=max_waiting))
         self.thread = EngineThread(self.engine, self.service.on_step)
@@ -115,6 +115,9 @@ class Fleet:
         self.adapters: dict[str, LoraAdapter] = {}
         self.fetches: list[str] = []
         self.fetch_delay_s = 0.0
+        self.counting: Counted | None = None  # told what replicas count, too
+        self.consumed: dict[str, Consumption] = {}  # by attempt
+        self.where: dict[str, str] = {}  # replica by attempt
         self.fetch_gate = asyncio.Event()
         self.fetch_gate.set()
         self.off_table: set[str] = set()  # replicas that placement has dropped
@@ -132,6 +135,17 @@ class Fleet:
 
     def dispatcher(self, *, replica_wait_s: float = 120.0) -> FleetDispatcher:
         return FleetDispatcher(self, replica_wait_s)
+
+    def ended(self, request: GenerateRequest, consumption: Consumption) -> None:
+        """What replicas count of requests; a replica that was killed counts nothing any more."""
+        if not self.replicas[self.where[request.request_id]].dead.is_set():
+            self.consumed[request.request_id] = consumption
+            if self.counting is not None:
+                self.counting.ended(request, consumption)
+
+    def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
+        if self.counting is not None:
+            self.counting.loaded(ref, size_bytes)
 
     def kill(self, replica_id: str) -> None:
         self.replicas[replica_id].dead.set()
@@ -206,6 +220,7 @@ class Fleet:
         await asyncio.sleep(0)
         replica = self._reach(replica_id, is_new=True)
         replica.submitted += requests
+        self.where |= {request.request_id: replica_id for request in requests}
         replica.calls.append(len(requests))
         return replica.service.submit(link_id, requests)
 

@@ -113,6 +113,7 @@ class Service(IngressService):
             clock=time.time,
             steady_clock=asyncio.get_running_loop().time,
         )
+        fleet.counting = parts.tenancy.counting  # so that whoever asks after a request finds it in the ledger
         super().__init__(AppConfig.model_validate({"model": {"name": "base"}, "limits": limits}), parts)
 
     @property

@@ -8,7 +8,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import BackendLimits
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
-from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.request import Consumption, GenerateRequest, TokenChunk
 from tests.fakes import EOS, FakeBackend, fake_adapter, fake_tokens
 
 Submitted = tuple[GenerateRequest, LoraAdapter | None]
@@ -83,5 +83,23 @@ def assert_empty(engine: Engine) -> None:
         "cached_tokens": stats.num_cached_tokens,
         "completion_tokens": stats.num_tokens_generated,
         "adapter_write_bytes": stats.num_adapter_write_bytes,
+        "rank_row_ms": stats.rank_row_ms,
+        "kv_block_ms": stats.kv_block_ms,
     }
     assert {name: sum(getattr(t, name) for t in stats.tenants.values()) for name in metered} == metered
+
+
+def assert_told(engine: Engine, out: dict[str, list[TokenChunk]]) -> None:
+    """What requests were told that they consumed is, together, what the engine has computed and written for them."""
+    stats, told = engine.stats(), [chunks[-1].consumption for chunks in out.values()]
+    assert None not in told
+    sums = Consumption(*map(sum, zip(*filter(None, told), strict=True))) if told else Consumption()
+    assert sums == Consumption(
+        stats.num_prompt_tokens,
+        stats.num_cached_tokens,
+        stats.num_tokens_generated,
+        stats.num_adapter_writes,
+        stats.num_adapter_write_bytes,
+        stats.rank_row_ms,
+        stats.kv_block_ms,
+    )

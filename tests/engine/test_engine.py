@@ -36,6 +36,7 @@ from tests.engine.driving import (
     Submitted,
     assert_as_alone,
     assert_empty,
+    assert_told,
     collect,
     make_engine,
     run,
@@ -136,6 +137,7 @@ def test_any_company_gives_the_tokens_of_being_alone(
             assert_as_alone(submitted[request_id], chunks)
     assert all(freed.done() for freed in drops)
     assert_empty(engine)
+    assert_told(engine, out)
 
 
 def test_one_request_through_prefill_and_decode() -> None:

@@ -20,7 +20,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from app.config import AppConfig
+from app.config import AppConfig, usage_folder
 from app.deployments.ingress import python_calls
 from app.deployments.ingress.batcher import ServeBatcher
 from app.deployments.ingress.http.app import make_app
@@ -43,6 +43,7 @@ from app.deployments.placement.placer import ServePlacer, WatchedLoads, WatchedP
 from app.deployments.store.actor import TenantsCallee, store_actor, store_settings
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.journal import open_journal
 from app.deployments.tenants.prices import Prices
 from app.logs import start_log
 
@@ -65,11 +66,12 @@ class Ingress(AsgiIngress):
         registry = WatchedRegistry(store.watch, ingress_id, metrics.adapters)
         tenants = WatchedTenants(owner, ingress_id)
         placed, loads = WatchedPlacement(placement.watch, ingress_id), Loads(time.monotonic)
+        holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
         rates = Rates(Prices(config.tenants.prices, config.model.name), config.model.name)
         parts = Parts(
             text=await asyncio.to_thread(open_text, config),
             registry=registry.view,
-            tenancy=Tenancy(tenants.view, owner, rates, f"{ingress_id}-{uuid.uuid4().hex[:8]}", time.time),
+            tenancy=Tenancy(tenants.view, owner, rates, holder, time.time, open_journal(usage_folder(config), holder)),
             store=store,
             placer=ServePlacer(placement, placed, ingress_id),
             policy=make_policy(config.placement),

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.streams import Refused, Stream
 from app.engine.errors import EngineFailure, PolyloraError
-from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.request import Consumption, GenerateRequest, TokenChunk
 
 #: A request that was on this many replicas when they died is blamed for it. Those that drain do not count, nor do those
 #: whose engine failed: who is to blame for that is found out (`trials`).
 MAX_LOSSES = 4
+
+
+#: (request, what was consumed): a request has ended (`Counting.ended`).
+CountEnded = Callable[[GenerateRequest, Consumption], None]
 
 
 class Batcher(Protocol):
@@ -36,7 +41,9 @@ class Batcher(Protocol):
 class Dispatcher:
     """All streams of one ingress process, on one event loop."""
 
-    def __init__(self, batcher: Batcher, links: Links, cold: ColdRequests) -> None:
+    def __init__(self, batcher: Batcher, links: Links, cold: ColdRequests, count: CountEnded | None = None) -> None:
+        """`count` is told what replicas have computed that died, of requests that no other goes on with."""
+        self._count = count
         self._batcher = batcher
         self.links = links
         self.cold = cold
@@ -67,14 +74,14 @@ class Dispatcher:
                     if isinstance(item, Refused):
                         stream.refusals[item.replica_id] = item.error
                     else:
-                        stream.num_losses += item.died
-                        stream.num_failures += item.failed
-                        stream.refusals.clear()
+                        stream.take_loss(item)
                     await self._attempt(stream)
         finally:
             self.cold.leave(stream)
             if alarm is not None:
                 alarm.cancel()
+            if (unclaimed := stream.unclaimed()) is not None and self._count is not None:
+                self._count(replace(request, num_charged=stream.num_charged), unclaimed)
             self.links.end(stream)
 
     async def close(self) -> None:

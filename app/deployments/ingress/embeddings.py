@@ -110,6 +110,7 @@ class Embedder:
                 cache_salt=caller.tenant.salt,
                 arrival_s=arrival_s,
                 pooling=pooling,
+                key_id=caller.key_id,
             )
             for index, ids in enumerate(token_ids)
         )

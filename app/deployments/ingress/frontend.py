@@ -282,6 +282,7 @@ class Frontend:
                 weight=caller.tenant.weight,
                 cache_salt=caller.tenant.salt,
                 arrival_s=arrival_s,
+                key_id=caller.key_id,
             )
             for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True))
             for copy in range(fields.n)

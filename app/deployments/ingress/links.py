@@ -166,7 +166,7 @@ class Links:
         link = self._links.get(replica_id)
         if link is not None and isinstance(error, ReplicaGone):
             failure = error if isinstance(error, EngineFailed) else None
-            self._drop(link, died=failure is None and not link.draining, failure=failure)
+            self._drop(link, died=failure is None and not link.draining, failure=failure, is_gone=True)
         elif link is not None:
             link.draining = True
         logger.info("replica %s: %s", replica_id, error)
@@ -216,13 +216,15 @@ class Links:
         finally:
             self._telling = False
 
-    def _drop(self, link: Link, *, died: bool = False, failure: EngineFailed | None = None) -> None:
+    def _drop(
+        self, link: Link, *, died: bool = False, failure: EngineFailed | None = None, is_gone: bool = False
+    ) -> None:
         """End a link, once: nobody submits to it any more, and all its streams are lost."""
         if self._links.get(link.replica_id) is not link:
             return
         del self._links[link.replica_id]
         link.settled.set()
-        link.lose_all(died=died, failure=failure)
+        link.lose_all(died=died, failure=failure, is_gone=is_gone)
         if link.reader is not None and link.reader is not asyncio.current_task():
             link.reader.cancel()
 

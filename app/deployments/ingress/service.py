@@ -95,7 +95,8 @@ class IngressService:
             self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_wait_s
         )
         self._cold = ColdRequests(parts.placer, config.limits)
-        dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold)
+        count = parts.tenancy.counting.ended
+        dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold, count)
         self._names = AdapterNames(parts.registry, parts.placer, parts.store, parts.steady_clock)
         self.frontend = Frontend(
             parts.text, self.base_name, self._names, dispatcher, config.limits, parts.tenancy.admit, parts.clock

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from app.deployments.ingress.inbox import Inbox
 from app.deployments.links.transport import EngineFailed
 from app.engine.errors import AdapterKeptOut, DeadlineExceeded, EngineFailure, Overloaded, PolyloraError, QueueFull
-from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.request import Consumption, GenerateRequest, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,13 @@ class Lost:
     """Put in a stream's inbox in place of a chunk: this attempt came to nothing, and there must be another.
 
     `died`: the replica died with the stream on it. `failed`: its engine failed in a step that computed the stream.
+    `is_charged`: the replica lives, and counts what it has computed of the stream.
     """
 
     attempt: int
     died: bool
     failed: bool
+    is_charged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,9 @@ class Stream:
 
     `deadline_s` is a time of the event loop's clock. While `submitting` is set an abort would overtake the submission
     of its own request, so it is held back. `refusals` says why each replica that was asked since the last loss has no
-    room. An error in the inbox ends the stream with it.
+    room. An error in the inbox ends the stream with it. `num_charged` of the tokens that were resumed or received are
+    counted by replicas that it has left; None: not even its prompt. `num_before` had been received when the present
+    attempt began.
     """
 
     request: GenerateRequest
@@ -57,6 +61,8 @@ class Stream:
     attempt: int = 0
     num_losses: int = 0
     num_failures: int = 0
+    num_charged: int | None = None
+    num_before: int = 0
     refusals: dict[str, Overloaded] = field(default_factory=dict)
     submitting: bool = False
     closed: bool = False
@@ -70,8 +76,28 @@ class Stream:
         """The request as this attempt computes it: it goes on from the tokens that were received."""
         resume = (*self.request.resume_token_ids, *self.received)
         return replace(
-            self.request, request_id=self.attempt_id, resume_token_ids=resume, num_failures=self.num_failures
+            self.request,
+            request_id=self.attempt_id,
+            resume_token_ids=resume,
+            num_failures=self.num_failures,
+            num_charged=self.num_charged,
         )
+
+    def take_loss(self, lost: Lost) -> None:
+        """The present attempt is lost, and all it has sent was received."""
+        self.num_losses += lost.died
+        self.num_failures += lost.failed
+        self.refusals.clear()
+        if lost.is_charged and len(self.received) > self.num_before:
+            self.num_charged = len(self.request.resume_token_ids) + len(self.received)
+        self.num_before = len(self.received)
+
+    def unclaimed(self) -> Consumption | None:
+        """What replicas that died have computed, of a stream that ends without another: nobody else counts it."""
+        num_tokens = len(self.request.resume_token_ids) + len(self.received) - (self.num_charged or 0)
+        if self.link is not None or self.num_before < len(self.received) or not num_tokens:
+            return None
+        return Consumption(len(self.request.token_ids) if self.num_charged is None else 0, 0, num_tokens)
 
     def late(self) -> DeadlineExceeded:
         """The error of a request whose time is over."""
@@ -85,7 +111,9 @@ class Stream:
                 self.link.count(-1)
             self.link = None
 
-    def lose(self, attempt: int, *, died: bool = False, failure: EngineFailed | None = None) -> None:
+    def lose(
+        self, attempt: int, *, died: bool = False, failure: EngineFailed | None = None, is_gone: bool = False
+    ) -> None:
         """Ask for another attempt, unless one has begun since, or this request is to blame for an engine's failure."""
         if self.attempt != attempt:
             return
@@ -98,7 +126,7 @@ class Stream:
             )
             return
         failed = failure is not None and self.attempt_id in failure.suspects
-        self.inbox.put(Lost(attempt, died and self.link is not None, failed))
+        self.inbox.put(Lost(attempt, died and self.link is not None, failed, not is_gone))
         self.leave_link()
 
     def fail(self, error: Exception) -> None:
@@ -148,7 +176,7 @@ class Link:
         if chunk.finish_reason is not None:
             stream.leave_link()
 
-    def lose_all(self, *, died: bool, failure: EngineFailed | None) -> None:
-        """Ask for another attempt at every stream."""
+    def lose_all(self, *, died: bool, failure: EngineFailed | None, is_gone: bool) -> None:
+        """Ask for another attempt at every stream. `is_gone`: the replica, or its engine, has ended."""
         for stream in list(self.streams.values()):
-            stream.lose(stream.attempt, died=died, failure=failure)
+            stream.lose(stream.attempt, died=died, failure=failure, is_gone=is_gone)

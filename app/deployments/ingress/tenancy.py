@@ -1,8 +1,8 @@
 """What an ingress does about tenants: it knows their keys, admits their requests within their limits, and counts them.
 
 In: the owner's table, requests that are ready to run, and jobs that have ended. Out: a `TenantView`, read from this
-process's memory; reservations; batches for the ledger. Rule: every job is admitted once before it runs and counted once
-when it has ended, however it ended.
+process's memory; reservations; batches for the ledger. Rule: every job is admitted, and counted, once before it runs,
+and settled once when it has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from app.deployments.ingress.tenants import Caller
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.watched import Follower
 from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.counting import Counting
 from app.deployments.tenants.entries import TenantKey, TenantLimits, TenantRow
+from app.deployments.tenants.journal import Journal
 from app.deployments.tenants.limiter import Limiter, Reservation
 from app.deployments.tenants.limits import Meter, MeterKind, Need, needs_of
-from app.deployments.tenants.metering import Charge, LedgerKey, Metering, RouteKind
+from app.deployments.tenants.metering import Metering
 from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView
 from app.engine.errors import NotReady
@@ -60,45 +62,43 @@ class Tenancy:
     """One per ingress. `clock` gives Unix time; `holder` is this process's id, which no other process ever has."""
 
     def __init__(
-        self, view: TenantView, owner: TenantsClient, rates: Rates, holder: str, clock: Callable[[], float]
+        self,
+        view: TenantView,
+        owner: TenantsClient,
+        rates: Rates,
+        holder: str,
+        clock: Callable[[], float],
+        journal: Journal | None = None,
     ) -> None:
         self.view = view
         self.owner = owner
         self.clock = clock
         self.limiter = Limiter(owner.lend, holder, clock)
-        self.metering = Metering(owner.record, holder)
+        self.metering = Metering(owner.record, holder, journal)
+        self.counting = Counting(self.metering, rates.prices, rates.base_name, clock)
         self._rates = rates
         self._used_s: dict[str, float] = {}
 
     async def admit(self, caller: Caller, requests: Sequence[GenerateRequest]) -> Reservation:
-        """Reserve what these sequences may take at most. Raises LimitReached."""
-        if caller.tenant.limits == _NO_LIMITS:
-            return Reservation({}, settled=True)
-        needs = [self._need(request) for request in requests]
-        return await self.limiter.reserve(caller.tenant, needs_of(caller.tenant, self._rates.base_name, needs))
+        """Reserve what these sequences may take at most, and count that a request came. Raises LimitReached."""
+        reservation = Reservation({}, settled=True)
+        if caller.tenant.limits != _NO_LIMITS:
+            needs = [self._need(request) for request in requests]
+            taken = needs_of(caller.tenant, self._rates.base_name, needs)
+            reservation = await self.limiter.reserve(caller.tenant, taken)
+        self.counting.came(requests[0])
+        return reservation
 
     def end(self, job: Job) -> None:
-        """A job has ended: settle what it reserved, and count what it has cost. What never began has cost a request."""
-        minute = int(self.clock()) // 60
+        """A job has ended: settle what it reserved. What its sequences took is counted where they were computed."""
+        if job.reservation.settled:
+            return
         taken: list[Need] = []
-        for index, (request, usage) in enumerate(zip(job.requests, job.usages, strict=True)):
+        for request, usage in zip(job.requests, job.usages, strict=True):
             model = self._model(request)
             used = usage or Usage(0, 0, 0)
             cost = self._rates.prices.of(model, used)
             taken.append(Need(model, used.prompt_tokens + used.completion_tokens, cost))
-            digest = "" if request.adapter is None else request.adapter.digest
-            kind: RouteKind = "completions" if request.pooling is None else "embeddings"
-            key = LedgerKey(minute, request.tenant_id, job.caller.key_id, model, digest, kind)
-            self.metering.add(
-                key,
-                Charge(
-                    num_requests=int(index == 0),
-                    prompt_tokens=used.prompt_tokens,
-                    cached_tokens=used.cached_tokens,
-                    completion_tokens=used.completion_tokens,
-                    cost_nanos=cost,
-                ),
-            )
         self.limiter.settle(job.reservation, needs_of(job.caller.tenant, self._rates.base_name, taken))
 
     def headers(self, caller: Caller) -> dict[str, str]:
@@ -117,7 +117,7 @@ class Tenancy:
 
     async def close(self) -> None:
         """Write down what was used."""
-        await self.metering.flush()
+        await self.metering.close()
         await self.limiter.close()
 
     def _need(self, request: GenerateRequest) -> Need:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 
 from ray import serve
 
-from app.config import AppConfig
+from app.config import AppConfig, usage_folder
 from app.deployments.links.protocol import check_protocol
 from app.deployments.links.ray_private import serve_ends_us
 from app.deployments.links.sockets import FrameSocket
@@ -38,9 +39,14 @@ from app.deployments.replica.pins import PinKeeper
 from app.deployments.replica.reports import Reports
 from app.deployments.replica.service import EngineService
 from app.deployments.replica.warm_up import WarmUp, first_pins
-from app.deployments.store.actor import store_actor, store_name
+from app.deployments.store.actor import TenantsCallee, store_actor, store_name
 from app.deployments.store.client import StoreClient
 from app.deployments.store.metrics import TierMetrics
+from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.counting import Counting
+from app.deployments.tenants.journal import open_journal
+from app.deployments.tenants.metering import Metering
+from app.deployments.tenants.prices import Prices
 from app.engine.errors import EngineFailure, NotReady
 from app.engine.models.checkpoint import open_model
 from app.engine.open import open_engine
@@ -63,7 +69,11 @@ class EngineReplica:
         self._placement = PlacementClient(placement_actor(config, context.app_name))
         origin = Origin(store_name(config), config.placement.model_dump_json(), time.time())
         adapters = AdapterFetcher(store, time.monotonic)
-        service = self._service = EngineService(adapters, time.time)
+        writer_id = f"{replica_id}-{uuid.uuid4().hex[:8]}"
+        owner = TenantsClient(TenantsCallee(store_actor(config)))
+        metering = self._metering = Metering(owner.record, writer_id, open_journal(usage_folder(config), writer_id))
+        counting = Counting(metering, Prices(config.tenants.prices, config.model.name), config.model.name, time.time)
+        service = self._service = EngineService(adapters, time.time, counting=counting)
         loop = asyncio.get_running_loop()
 
         def failed(failure: EngineFailure) -> None:
@@ -77,7 +87,8 @@ class EngineReplica:
         self._engine.start()
         pinned = Watched(store.watch_pins, replica_id, Pins())
         await first_pins(store, pinned, replica_id)
-        for adapter in reversed(await WarmUp(self._engine, config.engine, adapters, store).run(pinned.value)):
+        warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=counting.loaded)
+        for adapter in reversed(await warm_up.run(pinned.value)):
             service.keep(adapter)
         self._socket = FrameSocket(replica_id)
         await self._socket.open()
@@ -99,6 +110,7 @@ class EngineReplica:
         self._tasks = Tasks()
         self._tasks.run_forever(
             self._reports.run,
+            metering.keep_flushing,
             partial(self._pins.follow, pinned),
             pinned.follow,
             self._leftovers.run,
@@ -163,6 +175,7 @@ class EngineReplica:
         self._leftovers.close()
         self._socket.close()
         await asyncio.to_thread(self._engine.stop, 10.0)
+        await self._metering.close()
 
     def _must_be(self, target_replica_id: str | None) -> None:
         if target_replica_id is not None and target_replica_id != self._replica_id:

@@ -71,8 +71,8 @@ class PinKeeper:
             adapter = await self._adapters.fetch(entry.ref)
             if digest not in self._pinned:
                 return  # no longer
-            await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
-            self._service.brought(adapter)
+            written_bytes = await asyncio.wrap_future(self._engine.bring_adapter(adapter, entry.ref))
+            self._service.brought(adapter, entry.ref, written_bytes)
             self._told.pop(digest, None)
         except Exception as error:
             reason = str(error) or type(error).__name__

@@ -27,7 +27,7 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure, PolyloraError
 from app.engine.interface import RunningEngine
-from app.engine.request import GenerateRequest, TokenChunk
+from app.engine.request import Consumption, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,31 @@ class AdapterSource(Protocol):
         ...
 
 
+class Counted(Protocol):
+    """Where what requests have taken is counted (`Counting`)."""
+
+    def ended(self, request: GenerateRequest, consumption: Consumption) -> None: ...
+
+    def loaded(self, ref: AdapterRef, size_bytes: int) -> None: ...
+
+
 class EngineService:
     """Made and used on one event loop; `on_step` may be called from the engine's thread.
 
     `clock` gives Unix time: adapters are told by when they were used last.
     """
 
-    def __init__(self, adapters: AdapterSource, clock: Callable[[], float], *, idle_s: float = IDLE_S) -> None:
+    def __init__(
+        self,
+        adapters: AdapterSource,
+        clock: Callable[[], float],
+        *,
+        counting: Counted | None = None,
+        idle_s: float = IDLE_S,
+    ) -> None:
         self._adapters = adapters
+        self._counting = counting
+        self._uncounted: dict[str, GenerateRequest] = {}  # that the engine has taken
         self._clock = clock
         self._idle_s = idle_s
         self._engine: RunningEngine | None = None
@@ -175,10 +192,16 @@ class EngineService:
         """Digests of the adapters on the device, and of those that this process has mapped."""
         return {*(resident.digest for resident in self.engine.stats().residents), *self._mapped}
 
-    def brought(self, adapter: LoraAdapter) -> None:
+    def brought(self, adapter: LoraAdapter, ref: AdapterRef, written_bytes: int) -> None:
         """An adapter has come to the device without a request: a report is due."""
+        self.count_load(ref, written_bytes)
         self.keep(adapter)
         self.changed.set()
+
+    def count_load(self, ref: AdapterRef, written_bytes: int) -> None:
+        """So much was written to the device for an adapter that no request had asked for."""
+        if self._counting is not None:
+            self._counting.loaded(ref, written_bytes)
 
     def keep(self, adapter: LoraAdapter) -> None:
         """Hold this process's view of an adapter, the least recently used out."""
@@ -255,6 +278,7 @@ class EngineService:
             else:  # one request's trouble, whatever it is, must not end the others of its group
                 self._fail(request.request_id, error)
             return False
+        self._uncounted[request.request_id] = request
         if adapter is not None:
             self._active[request.request_id] = adapter.card.digest
             self._used_s[adapter.card.digest] = self._last_used_s[adapter.card.digest] = self._clock()
@@ -287,8 +311,16 @@ class EngineService:
         self._hub.deliver(chunks)
         for chunk in chunks:
             self._trials.heard(chunk)
+            if chunk.finish_reason is not None:
+                self._count(chunk)
         if failure is not None and is_over:
             self._hub.end(self._ended(failure))
+
+    def _count(self, chunk: TokenChunk) -> None:
+        """What a request has taken, once it has ended; one that goes on elsewhere is counted there."""
+        request = self._uncounted.pop(chunk.request_id, None)
+        if request is not None and chunk.consumption is not None and self._counting is not None:
+            self._counting.ended(request, chunk.consumption)
 
     def _ended(self, failure: EngineFailure) -> ReplicaGone:
         """The error that every reader hears: nothing is computed any more, and whose fault that may be."""

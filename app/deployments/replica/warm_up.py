@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from app.deployments.links.published import Version
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 WARM_TIMEOUT_S = 60.0
 #: How long it waits for the registry to say what those are, and how long it leaves one alone that was away.
 REGISTRY_TIMEOUT_S, REGISTRY_AWAY_S = 30.0, 0.5
+
+
+#: (adapter, bytes that were written to the device for it): told of every adapter that is brought.
+CountLoad = Callable[[AdapterRef, int], None]
 
 
 class PinWatch(Protocol):
@@ -57,8 +61,10 @@ class WarmUp:
         adapters: AdapterSource,
         store: HotSet,
         *,
+        count_load: CountLoad | None = None,
         timeout_s: float = WARM_TIMEOUT_S,
     ) -> None:
+        self._count_load = count_load
         self._engine = engine
         self._config = config
         self._adapters = adapters
@@ -71,7 +77,7 @@ class WarmUp:
         read = await self._read(await self._entries(pins))
         for are_pinned in (True, False):
             part = [(ref, adapter) for ref, adapter in read if (ref.digest in pins.digests) is are_pinned]
-            for ref, refusal in await bring_adapters(self._engine, part):
+            for ref, refusal in await bring_adapters(self._engine, part, self._count_load):
                 logger.warning("adapter %s is not on the device: %s; starting without it", ref.name, refusal)
         return [adapter for _, adapter in read]
 
@@ -147,7 +153,7 @@ def hottest_that_fit(
 
 
 async def bring_adapters(
-    engine: RunningEngine, adapters: Sequence[tuple[AdapterRef, LoraAdapter]]
+    engine: RunningEngine, adapters: Sequence[tuple[AdapterRef, LoraAdapter]], count_load: CountLoad | None = None
 ) -> list[tuple[AdapterRef, Exception]]:
     """Make adapters resident, the hottest first in `adapters` and last to be evicted.
 
@@ -156,7 +162,10 @@ async def bring_adapters(
     refused: list[tuple[AdapterRef, Exception]] = []
     for ref, adapter in reversed(adapters):
         try:
-            await asyncio.wrap_future(engine.bring_adapter(adapter, ref))
+            written_bytes = await asyncio.wrap_future(engine.bring_adapter(adapter, ref))
         except (AdapterError, NotReady) as error:
             refused.append((ref, error))
+        else:
+            if count_load is not None:
+                count_load(ref, written_bytes)
     return refused

@@ -1,16 +1,18 @@
-"""What was used, on its way from an ingress to the ledger.
+"""What was used, on its way from the process that saw it to the ledger.
 
-In: the cost of every request that has ended, however it ended. Out: numbered batches of sums per minute, project, key,
-model and contents. Rule: a batch is sent until it is acknowledged, and always with the same number and the same rows,
-so that the ledger takes it exactly once; what comes meanwhile is in the next one.
+In: what every request has taken, as it ends. Out: numbered batches of sums per minute, project, key, model and
+contents. Rule: a batch is sent until it is acknowledged, and always with the same number and the same rows, so that the
+ledger takes it exactly once; what comes meanwhile is in the next one. With a journal, what a process that was killed
+had counted is sent by another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from app.engine.errors import NotReady
 from app.engine.message import message
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: How often what was used is written down.
 FLUSH_INTERVAL_S = 1.0
+#: After so many of them it is looked whether a process of this machine was killed.
+ADOPT_EVERY = 5
 
 RouteKind = Literal["completions", "embeddings"]
 
@@ -37,7 +41,10 @@ class LedgerKey(NamedTuple):
 
 @message
 class Charge(NamedTuple):
-    """What was used. Cached tokens are part of the prompt's. Loads are those of the adapter's rows to a device."""
+    """What was used. Cached tokens are part of the prompt's. Loads are those of the adapter's rows to a device.
+
+    `rank_row_ms`, `kv_block_ms`: rank rows and KV blocks that were held, times milliseconds.
+    """
 
     num_requests: int = 0
     prompt_tokens: int = 0
@@ -46,6 +53,8 @@ class Charge(NamedTuple):
     num_loads: int = 0
     load_bytes: int = 0
     cost_nanos: int = 0
+    rank_row_ms: int = 0
+    kv_block_ms: int = 0
 
     def plus(self, other: Charge) -> Charge:
         return Charge(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -56,12 +65,25 @@ Row = tuple[LedgerKey, Charge]
 Write = Callable[[str, int, Sequence[Row]], Awaitable[None]]
 
 
-class Metering:
-    """One per ingress, on its event loop. `writer_id` is of this process alone."""
+class Kept(Protocol):
+    """What of a journal is used here (`Journal`)."""
 
-    def __init__(self, write: Write, writer_id: str) -> None:
+    def add(self, number: int, key: LedgerKey, charge: Charge) -> None: ...
+
+    def recorded(self, number: int) -> None: ...
+
+    def abandoned(self) -> Iterator[tuple[str, int, Sequence[Row]]]: ...
+
+    def close(self) -> None: ...
+
+
+class Metering:
+    """One per process, on its event loop. `writer_id` is of this process alone."""
+
+    def __init__(self, write: Write, writer_id: str, journal: Kept | None = None) -> None:
         self._write = write
         self._writer_id = writer_id
+        self._journal = journal
         self._open: dict[LedgerKey, Charge] = {}
         self._sent: Sequence[Row] = ()
         self._number = 0
@@ -69,14 +91,34 @@ class Metering:
 
     def add(self, key: LedgerKey, charge: Charge) -> None:
         """Something was used."""
+        if self._journal is not None:
+            try:
+                self._journal.add(self._number + 1, key, charge)
+            except OSError as error:  # a disk that is full must not refuse requests
+                logger.error("usage is lost if this process is killed before it has told it: %s", error)
         held = self._open.get(key)
         self._open[key] = charge if held is None else held.plus(charge)
 
     async def keep_flushing(self) -> None:
-        """`flush` every second, until cancelled."""
-        while True:
+        """`flush` every second, and now and then for processes that died, until cancelled."""
+        for number in itertools.count():
+            if number % ADOPT_EVERY == 0:
+                await self.adopt()
             await asyncio.sleep(FLUSH_INTERVAL_S)
             await self.flush()
+
+    async def adopt(self) -> None:
+        """Have written down what processes of this machine had counted when they were killed."""
+        if self._journal is None:
+            return
+        try:
+            for writer_id, number, rows in self._journal.abandoned():
+                await self._write(writer_id, number, rows)
+                logger.warning("wrote down usage of %d kinds for %s, which was killed", len(rows), writer_id)
+        except NotReady as error:
+            logger.warning("usage of processes that were killed waits to be written down: %s", error)
+        except OSError as error:
+            logger.error("usage of processes that were killed cannot be read: %s", error)
 
     async def flush(self) -> bool:
         """Have all that was used so far written down; False while the ledger is away."""
@@ -91,4 +133,20 @@ class Metering:
                     logger.warning("usage of %d kinds waits to be written down: %s", len(self._sent), error)
                     return False
                 self._sent = ()
+                if self._journal is not None:
+                    self._journal.recorded(self._number)
             return True
+
+    async def close(self) -> None:
+        """Write down what was used, and leave the rest to others."""
+        await self.flush()
+        if self._journal is not None:
+            self._journal.close()
+
+
+def summed(rows: Iterable[Row]) -> Sequence[Row]:
+    """One row for each key, in the order in which keys came first."""
+    sums: dict[LedgerKey, Charge] = {}
+    for key, charge in rows:
+        sums[key] = charge if key not in sums else sums[key].plus(charge)
+    return tuple(sums.items())

@@ -30,11 +30,11 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """Write an adapter, for `ref`'s tenant; answered when it is resident."""
+    """Write an adapter, for `ref`'s tenant; answered when it is resident, with how many bytes were written for it."""
 
     adapter: LoraAdapter
     ref: AdapterRef
-    answer: Future[None]
+    answer: Future[int]
 
     @property
     def digest(self) -> str:
@@ -93,10 +93,10 @@ class AdapterOrders:
     def finish(self, error: AdapterError | None) -> None:
         """The granted adapter has been written, or cannot be: then its rows are the caller's to drop."""
         assert self.granted is not None, "nothing was granted"
-        digest = self.granted.bring.digest
+        card = self.granted.bring.adapter.card
         self.granted = None
-        self._adapters.release(digest)
-        self._answer(digest, error)
+        self._adapters.release(card.digest)
+        self._answer(card.digest, error, card.size_bytes)
 
     def refuse_all(self, failure: EngineFailure) -> None:
         """Answer everything that was taken with the failure."""
@@ -126,10 +126,11 @@ class AdapterOrders:
             return None
         return Granted(first, AdapterWrite(grant.adapter_slot, grant.row_start, first.adapter, first.ref.tenant_id))
 
-    def _answer(self, digest: str, error: Exception | None) -> None:
-        for bring in self._brings.pop(digest):
+    def _answer(self, digest: str, error: Exception | None, written_bytes: int = 0) -> None:
+        """What was written is told once, to the first who asked for it."""
+        for index, bring in enumerate(self._brings.pop(digest)):
             if error is None:
-                bring.answer.set_result(None)
+                bring.answer.set_result(0 if index else written_bytes)
             else:
                 bring.answer.set_exception(error)
 

@@ -90,6 +90,8 @@ class AdapterWriter:
             return error
         self._meter.adapter_write_s += self._clock() - started_s
         self._meter.adapter_written(write.tenant_id, adapter.card.size_bytes)
+        if write.sequence is not None:
+            write.sequence.count_load(adapter.card.size_bytes)
         return None
 
     def _unready(self, plan: Schedule, refused: dict[str, PolyloraError]) -> set[int]:

@@ -168,9 +168,10 @@ class Admission:
             return False
         self._meter.adapter_granted(is_hit=not grant.needs_write)
         sequence.adapter_slot = grant.adapter_slot
+        sequence.num_rows = grant.num_rows
         if grant.needs_write:
             look.written_bytes += max(size, 1)
-            look.writes.append(AdapterWrite(grant.adapter_slot, grant.row_start, adapter, sequence.tenant_id))
+            look.writes.append(AdapterWrite(grant.adapter_slot, grant.row_start, adapter, sequence.tenant_id, sequence))
             self._queue.charge(sequence, RANK_ROW_PRICE * grant.num_rows)
         return True
 
@@ -212,10 +213,12 @@ class Admission:
         assert new is not None, "blocks were counted before they were taken"
         sequence.add_blocks(new)
         sequence.num_computed = num_cached
+        sequence.held_since_s = self._meter.now_s
         sequence.status = Status.RUNNING
         if sequence.num_cached is None:
             sequence.num_cached = min(num_cached, sequence.num_prompt)
-            self._meter.admitted(sequence.tenant_id, sequence.num_prompt, sequence.num_cached)
+            if sequence.request.num_charged is None:
+                self._meter.admitted(sequence.tenant_id, sequence.num_prompt, sequence.num_cached)
             self._queue.charge(sequence, INPUT_PRICE * (sequence.num_prompt - sequence.num_cached))
         if sequence.order is None:
             sequence.order = self._num_admitted

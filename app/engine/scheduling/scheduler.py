@@ -221,6 +221,7 @@ class Scheduler:
         while True:
             blocks = self._blocks.allocate(1)
             if blocks is not None:
+                sequence.count_held(self._meter.now_s)
                 sequence.add_blocks(blocks)
                 return True
             victim = self._running.pop()
@@ -243,6 +244,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         """Return blocks and adapter of a sequence that stops running; its order of arrival is kept."""
+        sequence.count_held(self._meter.now_s)
         self._blocks.release(sequence.held_blocks())
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)
@@ -289,8 +291,11 @@ class Scheduler:
         vector: bytes = b"",
     ) -> TokenChunk:
         matched_stop = sequence.matched_stop() if reason == "stop" else None
-        usage = sequence.usage()
-        return TokenChunk(sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector)
+        usage, consumption = sequence.usage(), sequence.consumption()
+        self._meter.ended(sequence.tenant_id, consumption)
+        return TokenChunk(
+            sequence.request_id, token_ids, logprobs, reason, matched_stop, usage, error, vector, consumption
+        )
 
 
 def _order(sequence: Sequence) -> int:

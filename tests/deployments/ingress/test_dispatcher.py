@@ -20,7 +20,7 @@ from app.deployments.placement.choosing import make_policy
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import DeadlineExceeded, EngineFailure, InvalidRequest, NotReady, QueueFull
-from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from app.engine.request import Consumption, GenerateRequest, SamplingParams, TokenChunk
 from tests.deployments.fleet import Fleet
 from tests.fakes import fake_adapter, fake_request, fake_tokens
 
@@ -176,6 +176,9 @@ async def test_a_lost_replica_changes_no_token(make_fleet: MakeFleet, loss: str,
         assert last.finish_reason == "length"
         assert last.usage is not None
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(request.token_ids), 60)
+        consumed = consumed_by(fleet, request)
+        counted = (consumed.prompt_tokens, consumed.completion_tokens)
+        assert counted == (len(request.token_ids), 60), "once, wherever it was computed"
     moved = other.submitted[num_before:]
     assert any(request.resume_token_ids for request in moved), "some stream was cut in its middle"
     if loss == "killed":
@@ -183,6 +186,51 @@ async def test_a_lost_replica_changes_no_token(make_fleet: MakeFleet, loss: str,
         assert set(fleet.view.replicas) == set(fleet.replicas), "nobody else is told not to use it"
     else:
         assert set(fleet.view.replicas) == {other.replica_id}, "by its own word"
+    await dispatcher.close()
+
+
+def consumed_by(fleet: Fleet, request: GenerateRequest) -> Consumption:
+    """What replicas that live have counted of all attempts at a request."""
+    found = [each for attempt, each in fleet.consumed.items() if attempt.startswith(f"{request.request_id}/")]
+    return Consumption(*map(sum, zip(*found, strict=True))) if found else Consumption()
+
+
+async def test_a_stream_that_leaves_a_replica_alive_is_counted_by_both_and_once(make_fleet: MakeFleet) -> None:
+    """The link is lost, say, and the replica finds out later."""
+    fleet = make_fleet(1)
+    (replica,) = fleet.replicas.values()
+    dispatcher, request = fleet.dispatcher(), make_request("r", [1, 2, 3], max_tokens=60, ignore_eos=True)
+    replica.backend.max_steps = 20
+    arrived: list[int] = []
+    task = asyncio.ensure_future(collect(dispatcher, request, arrived))
+    await until(lambda: len(arrived) == 20)
+    dispatcher.links._drop(dispatcher.links._links[replica.replica_id])
+    replica.backend.max_steps = None
+    replica.backend.resumed.set()
+    tokens, _ = await task
+    assert tokens == expected(request)
+    await until(lambda: len(fleet.consumed) == 2)
+    stats = replica.thread.stats()
+    assert fleet.consumed["r/2"].prompt_tokens == 0
+    assert consumed_by(fleet, request)[:3] == (3, 0, stats.num_tokens_generated)
+    assert stats.num_prompt_tokens == 3, "the second time it is nobody's"
+    await dispatcher.close()
+
+
+async def test_what_a_dead_replica_has_computed_is_counted_though_nobody_goes_on(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1)
+    (replica,) = fleet.replicas.values()
+    dispatcher, request = fleet.dispatcher(replica_wait_s=0.1), make_request("r", [1, 2, 3], ignore_eos=True)
+    counted: list[tuple[GenerateRequest, Consumption]] = []
+    dispatcher._count = lambda *what: counted.append(what)
+    replica.backend.max_steps = 5
+    arrived: list[int] = []
+    task = asyncio.ensure_future(collect(dispatcher, request, arrived))
+    await until(lambda: len(arrived) == 5)
+    fleet.kill(replica.replica_id)
+    with pytest.raises(NotReady):
+        await task
+    assert counted == [(request, Consumption(3, 0, 5))]
     await dispatcher.close()
 
 

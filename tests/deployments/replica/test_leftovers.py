@@ -47,9 +47,9 @@ class Bench:
 
     async def hold(self, *names: str) -> FakeReplica:
         for name in names:
-            bring = self.replica.thread.bring_adapter(ADAPTERS[name], AdapterRef(name, DIGESTS[name], "t"))
-            await asyncio.wrap_future(bring)
-            self.replica.service.brought(ADAPTERS[name])
+            ref = AdapterRef(name, DIGESTS[name], "t")
+            written_bytes = await asyncio.wrap_future(self.replica.thread.bring_adapter(ADAPTERS[name], ref))
+            self.replica.service.brought(ADAPTERS[name], ref, written_bytes)
         return self.replica
 
     def held(self) -> set[str]:

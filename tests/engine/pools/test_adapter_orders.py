@@ -50,7 +50,7 @@ def test_an_adapter_that_is_brought_again_before_it_could_be_dropped_stays() -> 
     brought = engine.bring_adapter(adapter, AdapterRef("it", digest, "t"))
     engine.pin_adapters([digest])
     run(engine)
-    assert brought.result(timeout=0) is None
+    assert brought.result(timeout=0) == 0, "it was there, and nothing was written for it"
     assert [drop.result(timeout=0) for drop in freed] == [0, 0]
     assert [item.digest for item in engine.stats().residents] == [digest]
     last = engine.drop_adapter(digest)
@@ -65,7 +65,7 @@ def test_a_pinned_adapter_is_written_before_it_is_asked_for_and_stays() -> None:
     resident = engine.bring_adapter(pinned, AdapterRef("pinned", pinned.card.digest, "acme"))
     assert engine.has_work
     run(engine)
-    assert resident.result(timeout=0) is None
+    assert resident.result(timeout=0) == pinned.card.size_bytes
     assert len(backend.writes) == 1
     for index, adapter in enumerate(others * 3):
         submitted = fake_request(f"r{index}", [1, 2], adapter), adapter
@@ -122,7 +122,7 @@ def test_a_pinned_adapter_waits_for_sequences_in_flight_only() -> None:
     assert not resident.done()
     out = run(engine)
     assert out["busy"][-1].finish_reason == "length"
-    assert resident.result(timeout=0) is None
+    assert resident.result(timeout=0) == pinned.card.size_bytes
     assert [item.digest for item in engine.stats().residents] == [pinned.card.digest]
 
 

@@ -37,8 +37,19 @@ async def used(service: Service) -> Charge:
 
 
 async def engines(service: Service) -> Charge:
+    """What they have computed, written and held."""
     stats = service.fleet.replicas["replica-0"].thread.stats()
-    return Charge(0, stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_tokens_generated)
+    return Charge(
+        0,
+        stats.num_prompt_tokens,
+        stats.num_cached_tokens,
+        stats.num_tokens_generated,
+        stats.num_adapter_writes,
+        stats.num_adapter_write_bytes,
+        0,
+        stats.rank_row_ms,
+        stats.kv_block_ms,
+    )
 
 
 def test_every_route_that_takes_a_body_is_known(service_routes: set[str]) -> None:
@@ -61,7 +72,7 @@ async def test_what_a_route_computes_is_in_the_ledger_to_the_token(org: Org, pat
         assert answer.status_code == 200, answer.text
     total = await used(org.service)
     assert total.num_requests == 2
-    assert total[1:4] == (await engines(org.service))[1:4]
+    assert total._replace(num_requests=0, cost_nanos=0) == await engines(org.service)
     assert total.prompt_tokens > 0
     assert (total.completion_tokens > 0) == (path != "/v1/embeddings")
 

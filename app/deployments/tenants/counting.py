@@ -1,0 +1,53 @@
+"""What requests have taken, as rows of the ledger.
+
+In: requests that are admitted, what engines say that they consumed, adapters that were loaded for nobody's request.
+Out: charges, added to a `Metering`. Rule: an ingress counts that a request came, and the engine where it ended counts
+all that was computed and held for it, so that tenants' sums are engines' sums, whatever becomes of ingresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from app.deployments.tenants.metering import Charge, LedgerKey, Metering, RouteKind
+from app.deployments.tenants.prices import Prices
+from app.engine.adapters.card import AdapterRef
+from app.engine.request import Consumption, GenerateRequest, Usage
+
+
+class Counting:
+    """One per process. `clock` gives Unix time; `base_name` is the base model's."""
+
+    def __init__(self, metering: Metering, prices: Prices, base_name: str, clock: Callable[[], float]) -> None:
+        self.metering = metering
+        self._prices = prices
+        self._base_name = base_name
+        self._clock = clock
+
+    def came(self, request: GenerateRequest) -> None:
+        """A client's request was admitted; `request` is the first of its sequences."""
+        self.metering.add(self._key(request), Charge(num_requests=1))
+
+    def ended(self, request: GenerateRequest, consumption: Consumption) -> None:
+        """A sequence has ended. One of a sender that counts itself (`key_id` None) is not counted here."""
+        if request.key_id is None:
+            return
+        key = self._key(request)
+        used = Usage(consumption.prompt_tokens, consumption.cached_tokens, consumption.completion_tokens)
+        charge = Charge(**consumption._asdict(), cost_nanos=self._prices.of(key.model, used))
+        self.metering.add(key, charge)
+
+    def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
+        """An adapter was written to a device before anybody asked for it: its owner's cost."""
+        if size_bytes:
+            key = LedgerKey(self._minute(), ref.tenant_id, "", ref.name, ref.digest, "completions")
+            self.metering.add(key, Charge(num_loads=1, load_bytes=size_bytes))
+
+    def _key(self, request: GenerateRequest) -> LedgerKey:
+        adapter = request.adapter
+        model, digest = (self._base_name, "") if adapter is None else (adapter.name, adapter.digest)
+        kind: RouteKind = "completions" if request.pooling is None else "embeddings"
+        return LedgerKey(self._minute(), request.tenant_id, request.key_id or "", model, digest, kind)
+
+    def _minute(self) -> int:
+        return int(self._clock()) // 60
