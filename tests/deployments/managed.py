@@ -26,6 +26,7 @@ from app.deployments.tenants.quota import AdapterQuota
 from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.composing.composition import is_composition
 from app.engine.errors import NotFound, PolyloraError, UnsafeSource
 from tests.deployments.placed import Placed
 
@@ -83,7 +84,8 @@ class FakeStore:
         self.on_read(source, State.ON_DISK)
         await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
         self.cached_digests.add(found)
-        return ReadAdapter(f"/roots/{source}", replace(card(found), text=self.texts.get(found, "")))
+        uri = source if is_composition(source) else f"/roots/{source}"
+        return ReadAdapter(uri, replace(card(found), text=self.texts.get(found, "")))
 
     async def expect(self, ref: AdapterRef) -> None:
         """What is read ahead makes no difference here."""

@@ -16,6 +16,7 @@ from app.deployments.links.tasks import Tasks
 from app.deployments.placement.placer import Placer
 from app.deployments.registry.view import RegistryView
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.composing.composition import is_composition, read_composition
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
@@ -56,14 +57,21 @@ class AdapterNames:
 
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
-        ref = self._registry.resolve(name, sticky_key, tenant_id)
-        if ref is not None and not self._placer.view.is_resident(ref.digest):
+        return self._registry.resolve(name, sticky_key, tenant_id)
+
+    def expect(self, ref: AdapterRef) -> None:
+        """A request with this adapter is on its way: have it read unless it is on a device."""
+        if not self._placer.view.is_resident(ref.digest):
             self._read_ahead(ref)
-        return ref
 
     def text(self, ref: AdapterRef) -> str:
-        """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`)."""
-        return self._registry.text(ref)
+        """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`).
+
+        Several at once have one between them, or the store refuses to combine them.
+        """
+        if not is_composition(ref.uri):
+            return self._registry.text(ref)
+        return next(filter(None, (self.text(part.ref) for part in read_composition(ref.uri).parts)), "")
 
     async def close(self) -> None:
         await self._tasks.close()

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from app.deployments.ingress.frontend import Admit
 from app.deployments.ingress.job import Job, StreamSource
 from app.deployments.ingress.results import usage_body
-from app.deployments.ingress.schema import Body, Count, Texts, entries
+from app.deployments.ingress.schema import Body, Count, Texts, WeightedAdapter, WeightedAdapters, entries
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
 from app.engine.adapters.card import AdapterRef
@@ -34,7 +34,7 @@ MAX_OPEN = 64
 
 
 class EmbeddingsRequest(Body):
-    """OpenAI's body, and beside it `pooling` (the model's own by default) and `lora_path`."""
+    """OpenAI's body, and beside it `pooling` (the model's own by default), `lora_path` and `adapters`."""
 
     model: str
     input: Texts
@@ -42,6 +42,7 @@ class EmbeddingsRequest(Body):
     dimensions: Count | None = None
     pooling: Pooling | None = None
     lora_path: str | None = None
+    adapters: WeightedAdapters = None
     user: str | None = None  # an alias sends equal users to the same adapter; changes nothing else
 
     @property
@@ -72,7 +73,12 @@ class Names(Protocol):
     def request_timeout_s(self) -> float: ...
 
     def find_adapter(
-        self, model: str, caller: Caller, lora_path: str | None = None, user: str | None = None
+        self,
+        model: str,
+        caller: Caller,
+        lora_path: str | None = None,
+        user: str | None = None,
+        adapters: Sequence[WeightedAdapter] | None = None,
     ) -> AdapterRef | None: ...
 
     async def prompt_ids(self, prompts: Sequence[str | list[int]], param: str) -> list[Sequence[int]]: ...
@@ -90,7 +96,7 @@ class Embedder:
     async def job(self, body: EmbeddingsRequest, caller: Caller, request_id: str | None = None) -> Job:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         arrival_s = self._clock()
-        ref = self._frontend.find_adapter(body.model, caller, body.lora_path, body.user)
+        ref = self._frontend.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
         texts = body.texts
         if not 1 <= len(texts) <= MAX_TEXTS:
             raise InvalidRequest(f"input has {len(texts)} texts; from 1 to {MAX_TEXTS} are embedded", param="input")

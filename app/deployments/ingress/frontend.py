@@ -13,12 +13,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
+from app.deployments.ingress.compositions import combined
 from app.deployments.ingress.job import Job, StreamSource
-from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, SamplingFields
+from app.deployments.ingress.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateBody,
+    SamplingFields,
+    WeightedAdapter,
+)
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
 from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.composing.composition import Composition, Recipe
 from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
@@ -65,6 +73,10 @@ class Names(Protocol):
 
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
+        ...
+
+    def expect(self, ref: AdapterRef) -> None:
+        """A request with this adapter is on its way."""
         ...
 
     def text(self, ref: AdapterRef) -> str:
@@ -122,14 +134,29 @@ class Frontend:
         return self.limits.request_timeout_s
 
     def find_adapter(
-        self, model: str, caller: Caller, lora_path: str | None = None, user: str | None = None
+        self,
+        model: str,
+        caller: Caller,
+        lora_path: str | None = None,
+        user: str | None = None,
+        adapters: Sequence[WeightedAdapter] | None = None,
     ) -> AdapterRef | None:
-        """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>") and `lora_path`.
+        """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>"), `lora_path` and `adapters`.
 
         `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
-        the same one, and a request without a user to any. None is the base. Raises InvalidRequest, and NotFound in the
-        same words for a name that there is not, another tenant's, and one that the caller may not use.
+        the same one, and a request without a user to any. `adapters` are several at once, on the base. None is the
+        base. Raises InvalidRequest, and NotFound in the same words for a name that there is not, another tenant's, and
+        one that the caller may not use.
         """
+        if adapters is not None:
+            if model != self._base_name or lora_path is not None:
+                raise InvalidRequest(
+                    f"adapters lists all adapters of a request: let model be {self._base_name!r}, without a lora_path",
+                    param="adapters",
+                )
+            derived = self.combined(adapters, caller, user).ref(caller.tenant_id)
+            self._names.expect(derived)
+            return derived
         base, colon, adapter_name = model.partition(":")
         if model == self._base_name:
             chosen = lora_path
@@ -140,24 +167,40 @@ class Frontend:
                     f"model names adapter {chosen[:80]!r} but lora_path names {lora_path[:80]!r}; use one of them",
                     param="lora_path",
                 )
-        if chosen is None and caller.tenant.may_use(self._base_name):
+        if chosen is not None:
+            ref = self._named(chosen, caller, user, model if lora_path is None else lora_path)
+            if ref is not None:
+                self._names.expect(ref)
+            return ref
+        if caller.tenant.may_use(self._base_name):
             return None
+        raise _not_found(model if lora_path is None else lora_path)
+
+    def combined(
+        self,
+        adapters: Sequence[WeightedAdapter],
+        caller: Caller,
+        user: str | None = None,
+        recipe: Recipe | None = None,
+    ) -> Composition:
+        """Several adapters that the caller may use, as one. Raises InvalidRequest, NotFound."""
+        return combined(adapters, lambda name: self._named(name, caller, user, name), recipe)
+
+    def _named(self, name: str, caller: Caller, user: str | None, shown: str) -> AdapterRef | None:
+        """An adapter or alias; None is the base. `shown`: what the client has called it. Raises NotFound."""
         sticky_key = secrets.token_hex(8) if user is None else f"user {user}"
-        for owner_id in () if chosen is None else caller.owners(chosen):
-            if self._names.means_base(str(chosen), self._base_name, sticky_key, owner_id):
+        for owner_id in caller.owners(name):
+            if self._names.means_base(name, self._base_name, sticky_key, owner_id):
                 return None
-            if (ref := self._names.resolve(str(chosen), sticky_key, owner_id)) is not None:
+            if (ref := self._names.resolve(name, sticky_key, owner_id)) is not None:
                 return ref
-        raise NotFound(
-            f"there is no model or adapter {(model if lora_path is None else lora_path)[:160]!r}; "
-            "GET /v1/models lists what there is"
-        )
+        raise _not_found(shown)
 
     async def chat(self, body: ChatCompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         self._check_generates()
         arrival_s = self._clock()
-        ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
+        ref = self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
         messages = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             | ({} if message.name is None else {"name": message.name})
@@ -187,7 +230,7 @@ class Frontend:
         """As `chat`."""
         self._check_generates()
         arrival_s = self._clock()
-        ref = self.find_adapter(body.model, caller, body.lora_path, body.user)
+        ref = self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
         prompts = body.prompts
         names = _Fields("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
@@ -208,7 +251,9 @@ class Frontend:
         """As `chat`."""
         self._check_generates()
         arrival_s = self._clock()
-        refs = [self.find_adapter(self._base_name, caller, name) for name in body.adapters]
+        if body.adapters is not None and body.lora_path is not None:
+            raise InvalidRequest("adapters lists all adapters of a request; leave lora_path out", param="adapters")
+        refs = [self.find_adapter(self._base_name, caller, name, adapters=body.adapters) for name in body.names]
         params = body.sampling_params
         names = _Fields("text", params.limit_field, "logprobs", "sampling_params.n")
         self._check_sequences(len(refs), params.n, names)
@@ -343,6 +388,10 @@ class Frontend:
             repetition_penalty=fields.repetition_penalty,
             num_logprobs=num_logprobs,
         )
+
+
+def _not_found(name: str) -> NotFound:
+    return NotFound(f"there is no model or adapter {name[:160]!r}; GET /v1/models lists what there is")
 
 
 def _ids(prefix: str, given: str | None) -> _Ids:

@@ -24,6 +24,7 @@ from app.deployments.registry.entries import (
     RegistryJob,
     State,
 )
+from app.engine.adapters.composing.composition import shown_source
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
@@ -34,8 +35,8 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "state": State.LOADED.value,
         "digest": entry.ref.digest,
         "generation": entry.ref.generation,
-        "path": entry.ref.uri,
-        "source": entry.source,
+        "path": shown_source(entry.ref.uri),
+        "source": shown_source(entry.source),
         "max_rank": entry.max_rank,
         "size_bytes": entry.size_bytes,
         "created": entry.registered_s,
@@ -74,7 +75,7 @@ def job_body(job: RegistryJob) -> dict[str, Any]:
         "object": "lora.job",
         "name": job.name,
         "kind": job.kind,
-        "path": job.source,
+        "path": shown_source(job.source),
         "state": job.state.value,
         "reason": job.reason,
         "generation": job.generation,

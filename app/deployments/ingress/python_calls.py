@@ -18,8 +18,8 @@ from app.deployments.ingress.management_bodies import adapter_body, unloaded_bod
 from app.deployments.ingress.results import generate_result
 from app.deployments.ingress.schema import GenerateBody, parse_body
 from app.deployments.ingress.status import TABLE, ClientGone, error_answer
-from app.deployments.ingress.tenants import handle_caller
-from app.deployments.registry.entries import CatalogEntry, LoadRequest
+from app.deployments.ingress.tenants import handle_caller, load_request
+from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.view import RegistryView
 from app.engine.errors import InvalidRequest
 
@@ -105,8 +105,7 @@ def list_adapters(service: CalledService) -> list[dict[str, Any]]:
 async def load(service: CalledService, name: str, path: str) -> dict[str, Any]:
     """Load an adapter; when this returns every ingress serves it. Raises what made it fail."""
     caller = handle_caller()
-    request = LoadRequest(caller.tenant_id, name, path, caller.who)
-    return adapter_body((await service.management.store.load_and_wait(request))[1])
+    return adapter_body((await service.management.store.load_and_wait(load_request(caller, name, path)))[1])
 
 
 async def unload(service: CalledService, name: str) -> dict[str, Any]:

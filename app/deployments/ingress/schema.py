@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from app.engine.adapters.composing.composition import MAX_PARTS
 from app.engine.errors import InvalidRequest, UnsupportedField
 from app.spelling import did_you_mean, fields_at
 
@@ -120,11 +121,23 @@ class SamplingFields(Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+class WeightedAdapter(Body):
+    """One of several adapters in a request, and its factor."""
+
+    name: str
+    weight: float = 1.0
+
+
+#: Adapters whose weighted sum answers (`app.engine.adapters.composing`).
+WeightedAdapters = Annotated[Items[WeightedAdapter] | None, Field(min_length=1, max_length=MAX_PARTS)]
+
+
 class _OpenAIFields(SamplingFields):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     lora_path: str | None = None
+    adapters: WeightedAdapters = None
     user: str | None = None  # an alias sends equal users to the same adapter; changes nothing else
 
     @model_validator(mode="after")
@@ -224,13 +237,17 @@ class GenerateSampling(SamplingFields):
 
 
 class GenerateBody(Body):
-    """`/generate`: one text or a list; `lora_path` is one name for all, or a list as long as the texts."""
+    """`/generate`: one text or a list; `lora_path` is one name for all, or a list as long as the texts.
+
+    `adapters` is for all texts, in place of `lora_path`.
+    """
 
     asks = True
 
     text: str | Items[str]
     sampling_params: GenerateSampling = Field(default_factory=GenerateSampling)
     lora_path: str | Items[str | None] | None = None
+    adapters: WeightedAdapters = None
     stream: bool = False
 
     @field_validator("stream")
@@ -255,7 +272,8 @@ class GenerateBody(Body):
         return [self.text] if isinstance(self.text, str) else self.text
 
     @property
-    def adapters(self) -> list[str | None]:
+    def names(self) -> list[str | None]:
+        """The adapter of each text."""
         return self.lora_path if isinstance(self.lora_path, list) else [self.lora_path] * len(self.texts)
 
 

@@ -16,6 +16,7 @@ from app.deployments.ingress.status import ManagementRefused, WrongKey
 from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, CatalogEntry, LoadRequest
 from app.deployments.registry.view import Entry, Page, RegistryView
 from app.deployments.tenants.entries import PUBLIC, Tenant
+from app.engine.adapters.composing.composition import Composition, is_composition
 from app.engine.errors import UnsafeSource
 
 #: Where the door leaves the caller, in the request's state.
@@ -77,12 +78,22 @@ def load_request(
     A project's folders are those below its own, `<root>/<project id>/`: the others are the operator's or another's.
     """
     check_settings(caller, pinned, traffic_weight)
+    if is_composition(source):  # it names places, and is made here only, of adapters that the caller may use
+        raise UnsafeSource(f"{source[:80]!r} is no place; POST /v1/loras with compose combines adapters")
     if caller.kind == "project" and "://" not in source and not source.startswith(f"{caller.tenant_id}/"):
         raise UnsafeSource(
             f"{source[:80]!r} is not below {caller.tenant_id}/, where this project's folders are; give a path there or "
             "a URI that the operator allows"
         )
     return LoadRequest(caller.tenant_id, name, source, caller.who, pinned, traffic_weight)
+
+
+def compose_request(
+    caller: Caller, name: str, composition: Composition, pinned: bool | None = None, traffic_weight: float | None = None
+) -> LoadRequest:
+    """The same for a combination of adapters that the caller may use. Raises ManagementRefused."""
+    check_settings(caller, pinned, traffic_weight)
+    return LoadRequest(caller.tenant_id, name, composition.source, caller.who, pinned, traffic_weight)
 
 
 def check_settings(caller: Caller, pinned: bool | None, traffic_weight: float | None) -> None:

@@ -28,6 +28,7 @@ from app.deployments.registry.tier_events import Move
 from app.deployments.registry.use import forget_use, note_uses
 from app.deployments.registry.view import Entry, Key
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 
 #: A new replica is offered the last used of so many contents.
@@ -114,11 +115,12 @@ class Catalog:
                 connection.execute(update(adapters).where(*key).values(**values))
             if old is None or generation != old["generation"]:
                 connection.execute(insert(generations).values(**place, **contents, registered_by=who))
+            shown = shown_source(uri)
             record_audit(
-                connection, self._database, who, "load", name, tenant_id, {"uri": uri, "generation": generation}
+                connection, self._database, who, "load", name, tenant_id, {"uri": shown, "generation": generation}
             )
             record_events(
-                connection, self._database, [NewEvent("registered", name, tenant_id, generation, digest, detail=uri)]
+                connection, self._database, [NewEvent("registered", name, tenant_id, generation, digest, detail=shown)]
             )
             self._check_pins(connection, name, bool(values["pinned"]))
             self.check_quota(connection, tenant_id)

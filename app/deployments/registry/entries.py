@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from app.config import NAME_PATTERN
 from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.composing.composition import is_composition
 from app.engine.errors import InvalidRequest, UnsafeSource
 from app.engine.message import message
 
@@ -238,6 +239,8 @@ def check_name(name: str) -> None:
 
 def check_source(source: str) -> None:
     """Raises UnsafeSource for what is no place, wherever adapters may come from; InvalidRequest for half of one."""
+    if is_composition(source):  # made by this service: as long as its parts are
+        return
     if "\0" in source or len(source) > MAX_SOURCE_CHARS:
         raise UnsafeSource(f"{source[:80]!r} is no place: it has a NUL or over {MAX_SOURCE_CHARS} characters")
     if source.startswith("hf://") and "@" not in source:

@@ -20,6 +20,7 @@ from app.deployments.registry.database import Database, next_revision, storable
 from app.deployments.registry.entries import FINAL_STATES, LoadRequest, RegistryJob, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import jobs, named
+from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import AdapterUnloaded, NotReady
 
 MAX_JOBS_PER_NAME = 20
@@ -53,6 +54,7 @@ class Jobs:
         """Write down that a load was asked for."""
         now_s = self._database.clock()
         tenant_id, name, source, who = request.tenant_id, request.name, request.source, request.who
+        shown = shown_source(source)
         with self._database.write() as connection:
             job = RegistryJob(
                 uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, request.pinned,
@@ -60,8 +62,8 @@ class Jobs:
                 number=next_revision(connection, self._base),
             )  # fmt: skip
             insert_job(connection, self._database, job)
-            record_audit(connection, self._database, who, "request load", name, tenant_id, {"source": source})
-            record_events(connection, self._database, [NewEvent("requested", name, tenant_id, detail=source)])
+            record_audit(connection, self._database, who, "request load", name, tenant_id, {"source": shown})
+            record_events(connection, self._database, [NewEvent("requested", name, tenant_id, detail=shown)])
         return job
 
     def advance(

@@ -32,6 +32,7 @@ from app.deployments.registry.entries import (
 from app.deployments.registry.jobs import LoadsAhead, unloaded
 from app.deployments.registry.publishing import PublishedRegistry
 from app.deployments.registry.view import Key
+from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import NotFound, NotReady, PolyloraError, QueueFull
 from app.logs import Happened
 
@@ -208,7 +209,7 @@ class Loads:
                 name=job.name,
                 tenant=job.tenant_id,
                 by=job.requested_by,
-                source=job.source,
+                source=shown_source(job.source),
                 seconds=self._clock() - job.created_s,
                 **what,
             ),

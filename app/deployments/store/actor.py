@@ -41,7 +41,7 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
         counts = TierMetrics()
         actor_id = ray.get_runtime_context().get_actor_id() or ""
-        parts = OpenedStore(AppConfig.model_validate_json(config_json), _put, counts, actor=actor_id).parts
+        parts = OpenedStore(AppConfig.model_validate_json(config_json), _put, _held, counts, actor=actor_id).parts
         super().__init__(parts, self._stay)
         self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay)
         self._attendance = Attendance(leave)
@@ -92,3 +92,7 @@ def store_name(config: AppConfig) -> str:
 
 def _put(packed: PackedAdapter) -> SharedAdapter:
     return SharedAdapter(packed.header, [ray.put(array) for array in packed.arrays])
+
+
+def _held(shared: SharedAdapter) -> PackedAdapter:
+    return PackedAdapter(shared.header, [ray.get(array) for array in shared.arrays])

@@ -20,6 +20,7 @@ from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.counts import TierCounts
+from app.deployments.store.derived import DerivedAdapters
 from app.deployments.store.library import AdapterLibrary, open_library
 from app.deployments.store.service import StoreParts
 from app.deployments.store.store import AdapterStore
@@ -37,10 +38,16 @@ class OpenedStore(Generic[H]):
     """Opens the base's description, the registry, the disk tier and the sources."""
 
     def __init__(
-        self, config: AppConfig, put: Callable[[PackedAdapter], H], counts: TierCounts, *, actor: str = ""
+        self,
+        config: AppConfig,
+        put: Callable[[PackedAdapter], H],
+        held: Callable[[H], PackedAdapter],
+        counts: TierCounts,
+        *,
+        actor: str = "",
     ) -> None:
-        """`put` makes of a packed adapter what `fetch` answers; it is called in threads. `counts` hears what the tiers
-        do.
+        """`put` makes of a packed adapter what `fetch` answers, and `held` the reverse; they are called in threads.
+        `counts` hears what the tiers do.
 
         `actor` names this process over restarts: what it was told in its former life counts for more than `config`.
         Raises ConfigError, NotReady.
@@ -64,6 +71,7 @@ class OpenedStore(Generic[H]):
             policy=adapters.host_eviction,
             counts=counts,
             trusted=adapters.signing.trusted,
+            compose=DerivedAdapters(self._checkpoint.spec, held),
         )
         self._lifecycle = Lifecycle(self._registry, self._store, self._events, reserved_names=(config.model.name,))
         self._taking = asyncio.Lock()

@@ -36,7 +36,7 @@ from app.deployments.registry.view import Entry, Key
 from app.deployments.store.counts import TIERS, Tier, TierCounts
 from app.deployments.store.quarantine import FIRST_S, Failure
 from app.engine.adapters.card import AdapterRef
-from app.engine.errors import AdapterQuarantined, AdapterUnreadable, NotReady, PolyloraError
+from app.engine.errors import AdapterQuarantined, AdapterUnreadable, CompositionRefused, NotReady, PolyloraError
 from app.logs import Happened
 
 if TYPE_CHECKING:  # a database and its tables: a process that only calls the store's starts without
@@ -222,7 +222,7 @@ class StoreService(Generic[H]):
         self._num_held += 1
         try:
             return await self._bytes.fetch_soon(ref, wait_s, again=again)
-        except NotReady:
+        except (NotReady, CompositionRefused):
             raise
         except PolyloraError as error:
             if not isinstance(error, AdapterQuarantined):  # it was tried just now

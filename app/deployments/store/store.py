@@ -29,10 +29,11 @@ from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import LocatedAdapter
 from app.deployments.store.quarantine import Failure, Quarantine
 from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.composing.composition import Composition, is_composition, read_composition
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.adapters.signing.trusted_keys import TrustedKeys
 from app.engine.config import EvictionPolicy
-from app.engine.errors import AdapterMismatch, AdapterQuarantined, AdapterTooLarge, PolyloraError
+from app.engine.errors import AdapterMismatch, AdapterQuarantined, AdapterTooLarge, CompositionRefused, PolyloraError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,7 +48,7 @@ ABANDON_S = 20.0
 MAX_ERRORS = 1024
 _CHECK_INTERVAL_S = 1.0
 #: Lanes that need no network have threads of their own, however many sources hang.
-_NEAR_LANES = ("local", "disk", "put")
+_NEAR_LANES = ("local", "disk", "put", "compose")
 
 
 class Library(Protocol):
@@ -77,6 +78,15 @@ class _Kept(NamedTuple, Generic[T]):
     signer: str | None
 
 
+#: Makes a composition's adapter of its parts' handles, in their order; it blocks. Raises CompositionRefused.
+Compose = Callable[[Composition, Sequence[T]], PackedAdapter]
+
+
+def no_compositions(composition: Composition, parts: Sequence[object]) -> PackedAdapter:  # noqa: ARG001
+    """The `Compose` of a store that makes none."""
+    raise CompositionRefused(f"this store combines no adapters: {composition.name!r} cannot be made")
+
+
 class AdapterStore(Generic[T]):
     """Host cache. All methods run on one event loop; only `read` and `put` leave it."""
 
@@ -91,12 +101,14 @@ class AdapterStore(Generic[T]):
         counts: TierCounts | None = None,
         quarantine: Quarantine | None = None,
         trusted: TrustedKeys = TrustedKeys(),  # noqa: B008  (frozen)
+        compose: Compose[T] = no_compositions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`put` is called in threads, `events` from any thread; `clock` gives seconds."""
+        """`put` and `compose` are called in threads, `events` from any thread; `clock` gives seconds."""
         self._clock = clock
         self._library = library
         self._put = put
+        self._compose = compose
         self._far = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="adapter-fetcher")
         self._near = ThreadPoolExecutor(len(_NEAR_LANES) * MAX_READERS_PER_LANE, thread_name_prefix="adapter-reader")
         self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
@@ -133,7 +145,7 @@ class AdapterStore(Generic[T]):
         """
         with self._waits_for(source):
             uri, card, _, signer = await self._from_source(source)
-        if self._trusted.matter:
+        if self._trusted.matter and not is_composition(source):  # its parts were registered, so they are trusted
             self._trusted.check(tenant_id, signer, f"the adapter at {uri}")
         self._quarantine.clear(card.digest)
         return ReadAdapter(uri, card)
@@ -289,7 +301,9 @@ class AdapterStore(Generic[T]):
         """Contents that were registered before. A failure that somebody waited for is remembered for a while."""
         started_s = self._clock()
         try:
-            packed = await self._in_lane("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
+            packed = None
+            if not is_composition(ref.uri):  # made again rather than kept on disk
+                packed = await self._in_lane("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
             if packed is not None:
                 kept = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s)
             else:
@@ -301,7 +315,7 @@ class AdapterStore(Generic[T]):
                     f"{kept.card.digest[:12]}; register it again"
                 )
         except Exception as error:
-            if ref.digest in self._wanted:
+            if ref.digest in self._wanted and not isinstance(error, CompositionRefused):  # whoever asks again is told
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
                 self._quarantine.failed(ref.digest, reason)
                 self._events.moved("failed to read", ref.digest)
@@ -322,6 +336,8 @@ class AdapterStore(Generic[T]):
         Where nothing tells versions apart, whoever asks when a read has begun waits for the next: what is being read
         may be older than the question.
         """
+        if is_composition(source):
+            return await asyncio.shield(self._once(f"source::{source}", lambda: self._made(source)))
         asked_s = self._clock()
         lane = self._library.lane(source)
         version = await self._in_lane(lane, lambda: self._library.version(source))
@@ -329,6 +345,13 @@ class AdapterStore(Generic[T]):
         while not version and key in self._pending and self._begun_s.get(key, math.inf) <= asked_s:
             await asyncio.wait([self._pending[key]])
         return await asyncio.shield(self._once(key, lambda: self._read_and_keep(key, lane, source)))
+
+    async def _made(self, source: str) -> _Kept[T]:
+        """A derived adapter, of parts that are fetched like any other. Raises what fetching one raises."""
+        started_s, composition = self._clock(), read_composition(source)
+        parts = await asyncio.gather(*(self.fetch(part.ref) for part in composition.parts))
+        packed = await self._in_lane("compose", lambda: self._compose(composition, parts))
+        return await self._keep(LocatedAdapter(source, packed), self._clock() - started_s)
 
     async def _read_and_keep(self, key: str, lane: str, source: str) -> _Kept[T]:
         library = self._library

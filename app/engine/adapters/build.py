@@ -59,6 +59,7 @@ def build_adapter(
         if place is None:
             name, pair = _outer_pair(module, spec, limits)
             parts.outer[name] = pair
+            parts.outer_scales[name] = module.scale
         else:
             parts.add(module, place, spec, limits)
     replaced, token_rows = _replaced(stored, spec), _token_rows(stored, spec)
@@ -77,6 +78,8 @@ def build_adapter(
         MappingProxyType(parts.outer),
         MappingProxyType(replaced),
         MappingProxyType(token_rows),
+        MappingProxyType(parts.scales),
+        MappingProxyType(parts.outer_scales),
     )
     check_served(adapter, served | MAY_BE_COPIES if spec.encoder is None else served & ENCODER_FEATURES)
     return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec)))
@@ -90,6 +93,8 @@ class _Parts:
         self.magnitudes: dict[LoraKey, NDArray[np.float32]] = {}
         self.delta_biases: dict[LoraKey, NDArray[np.float32]] = {}
         self.outer: dict[str, LoraPair] = {}
+        self.scales: dict[LoraKey, float] = {}
+        self.outer_scales: dict[str, float] = {}
 
     def add(self, module: StoredModule, place: Module, spec: ModelSpec, limits: ReadLimits) -> None:
         """One module of a layer."""
@@ -107,6 +112,7 @@ class _Parts:
                     "save it either fused or split"
                 )
             self.weights[key] = pairs[index]
+            self.scales[key] = module.scale
             if magnitude:
                 self.magnitudes[key] = magnitude[index]
             if bias:

@@ -92,6 +92,7 @@ class LoraAdapter:
     replaced: base tensors that the adapter brings its own of, by canonical name ("model.norm.weight");
     "model.embed_tokens.weight" is the input's alone and "lm_head.weight" the output's, tied or not.
     token_rows: rows replaced in "embed_tokens" and in "lm_head".
+    scales, outer_scales: what has been folded into b, where it is not 1; only who combines adapters asks.
     """
 
     card: AdapterCard
@@ -101,6 +102,8 @@ class LoraAdapter:
     outer: Mapping[str, LoraPair] = field(default_factory=dict)
     replaced: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
+    scales: Mapping[LoraKey, float] = field(default_factory=dict)
+    outer_scales: Mapping[str, float] = field(default_factory=dict)
 
     def check_modules(self, targets: Container[str], num_layers: int) -> None:
         """Raise AdapterMismatch for a module that a decoder of so many such layers, without experts, does not have."""

@@ -34,7 +34,7 @@ SMALLEST: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (GenerateBody, {"text": "hi"}),
     (GenerateSampling, {}),
     (StreamOptions, {}),
-    (RegisterAdapterBody, {"name": "a", "path": "b"}),
+    (RegisterAdapterBody, {"name": "a"}),
     (LoadLoraBody, {"lora_model": "a", "lora_path": "b"}),
     (ConfigureAdapterBody, {}),
     (RollbackBody, {}),
@@ -63,7 +63,7 @@ def test_null_is_the_default_inside_of_fields_too() -> None:
         ChatCompletionRequest, chat | {"stream_options": {}}
     )
     many = parse_body(GenerateBody, {"text": ["a", "b"], "lora_path": ["sql", None]})
-    assert many.adapters == ["sql", None], "a null in a list is an answer of its own"
+    assert many.names == ["sql", None], "a null in a list is an answer of its own"
 
 
 @pytest.mark.parametrize(

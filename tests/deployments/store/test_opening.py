@@ -44,7 +44,7 @@ class Process:
 
     def open(self, config: AppConfig) -> None:
         self.opened: OpenedStore[PackedAdapter] = OpenedStore(
-            config.for_store, lambda packed: packed, TierCounts(), actor="the actor"
+            config.for_store, lambda packed: packed, lambda packed: packed, TierCounts(), actor="the actor"
         )
         self.service = StoreService(self.opened.parts, lambda: None)
 

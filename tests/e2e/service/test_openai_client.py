@@ -245,3 +245,33 @@ async def test_a_chat_is_written_with_the_adapters_own_template(service: Service
         assert base.usage is not None
         assert base.usage.prompt_tokens != chat.usage.prompt_tokens
         (await http.delete("/v1/loras/own")).raise_for_status()
+
+
+async def test_several_adapters_answer_as_one(service: Service) -> None:
+    """Weights count, a registered combination is the request's, and nothing of it is left when its name is gone."""
+
+    async def text(model: str, **extra: Any) -> str:
+        raw = await client.completions.with_raw_response.create(
+            model=model, prompt="the quick", max_tokens=24, temperature=0, extra_body={"ignore_eos": True} | extra
+        )
+        shown.append(raw.headers.get("X-Polylora-Adapter", ""))
+        return raw.parse().choices[0].text
+
+    parts = [{"name": "r8", "weight": 0.8}, {"name": "r16", "weight": -0.6}]
+    shown: list[str] = []
+    async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=600) as http:
+        both = await text("tiny", adapters=parts)
+        assert set(shown[0].removesuffix("@1").split("+")) == {"r8*0.8", "r16*-0.6"}
+        assert len({both, await text("tiny"), await text("r8"), await text("r16")}) == 4
+        assert await text("tiny", adapters=parts[::-1]) == both, "a sum has no order"
+        alone = [{"name": "r8"}, {"name": "r16", "weight": 0.0}]
+        assert await text("tiny", adapters=alone) == await text("r8"), "without weight it adds nothing"
+        made = await http.post("/v1/loras", json={"name": "mix", "compose": {"adapters": parts}, "wait": True})
+        assert made.status_code == 201, made.text
+        assert await text("mix") == both
+        body = {"name": "no", "compose": {"adapters": parts, "method": "linear"}, "wait": True}
+        with pytest.raises(openai.BadRequestError, match=r"'linear' needs equal ones; use 'cat'"):
+            await client.post("/loras", body=body, cast_to=dict[str, Any])
+        assert (await http.delete("/v1/loras/mix")).status_code == 200
+        with pytest.raises(openai.NotFoundError):
+            await text("mix")

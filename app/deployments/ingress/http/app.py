@@ -45,6 +45,7 @@ from app.deployments.ingress.tenants import Caller, http_caller, inference_calle
 from app.deployments.registry.entries import AliasEntry
 from app.deployments.registry.view import Entry
 from app.deployments.tenants.limits import LimitReached
+from app.engine.adapters.composing.composition import is_composition
 from app.engine.errors import NotFound, PolyloraError
 
 T = TypeVar("T")
@@ -287,7 +288,7 @@ def model_of(service: HttpService, entry: Entry, caller: Caller) -> dict[str, An
     if isinstance(entry, AliasEntry):
         created, root = entry.updated_s, max(entry.targets, key=lambda target: target.weight).name
     else:
-        is_told = "://" in entry.source and entry.tenant_id == caller.tenant_id
+        is_told = "://" in entry.source and not is_composition(entry.source) and entry.tenant_id == caller.tenant_id
         created, root = entry.registered_s, entry.source if is_told else entry.name
     return {
         "id": entry.name,

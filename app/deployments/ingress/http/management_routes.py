@@ -15,6 +15,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from app.config import TrafficWeight
+from app.deployments.ingress.compositions import ComposeBody
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.bodies import int_query, page_body, page_query, read_json
 from app.deployments.ingress.http.openapi import takes
@@ -29,8 +30,8 @@ from app.deployments.ingress.management_bodies import (
     unloaded_body,
 )
 from app.deployments.ingress.schema import Body, BodyT, parse_body
-from app.deployments.ingress.tenants import check_settings, http_caller, load_request
-from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event
+from app.deployments.ingress.tenants import Caller, check_settings, compose_request, http_caller, load_request
+from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, LoadRequest
 from app.deployments.registry.view import RegistryView
 from app.engine.errors import InvalidRequest, NotFound
 
@@ -73,10 +74,14 @@ class UnloadLoraBody(Body):
 
 
 class RegisterAdapterBody(Body):
-    """`wait`: answer when the adapter is served, or with what made it fail, instead of at once."""
+    """`path`: where the adapter is; or `compose`: the registered adapters that it is made of.
+
+    `wait`: answer when the adapter is served, or with what made it fail, instead of at once.
+    """
 
     name: str
-    path: str
+    path: str | None = None
+    compose: ComposeBody | None = None
     wait: bool = False
     pinned: bool | None = None
     traffic_weight: TrafficWeight | None = None
@@ -198,6 +203,16 @@ def _page(
     return JSONResponse(page_body(data, has_more=found.has_more))
 
 
+def _load_of(body: RegisterAdapterBody, caller: Caller, service: ManagedService) -> LoadRequest:
+    """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
+    if body.compose is None and body.path is not None:
+        return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight)
+    if body.compose is None or body.path is not None:
+        raise InvalidRequest("give either path, where the adapter is, or compose, what it is made of", param="path")
+    composition = service.frontend.combined(body.compose.adapters, caller, recipe=body.compose.recipe)
+    return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight)
+
+
 def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
     @routes.get("/v1/loras", openapi_extra=takes(None, "limit", "after"))
     async def adapters(request: Request) -> Response:
@@ -209,7 +224,7 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
         """Load an adapter: 202 and a job, or with wait=true the adapter."""
         body = await _body(RegisterAdapterBody, request, service)
         caller = http_caller(request)
-        load = load_request(caller, body.name, body.path, body.pinned, body.traffic_weight)
+        load = _load_of(body, caller, service)
         if _wants_to_wait(request, body.wait):
             job, entry = await service.management.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)

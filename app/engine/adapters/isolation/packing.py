@@ -54,6 +54,8 @@ def pack_adapter(adapter: LoraAdapter, allocate: Callable[[int], NDArray[np.uint
         "delta_biases": [(*key, flat.place(values)) for key, values in adapter.delta_biases.items()],
         "outer": [(name, *map(flat.place, pair)) for name, pair in adapter.outer.items()],
         "replaced": [(name, flat.place(values)) for name, values in adapter.replaced.items()],
+        "scales": [(*key, scale) for key, scale in adapter.scales.items()],
+        "outer_scales": dict(adapter.outer_scales),
         "token_rows": [(name, ids, flat.place(rows)) for name, (ids, rows) in adapter.token_rows.items()],
     }
     return PackedAdapter(header, [flat.joined(allocate)])
@@ -81,6 +83,8 @@ def unpack_adapter(header: Mapping[str, Any], arrays: Sequence[NDArray[np.uint8]
         MappingProxyType({name: LoraPair(view(a), view(b)) for name, a, b in header["outer"]}),
         MappingProxyType({name: view(place) for name, place in header["replaced"]}),
         MappingProxyType({name: TokenRows(tuple(ids), view(place)) for name, ids, place in header["token_rows"]}),
+        MappingProxyType({LoraKey(*key): scale for *key, scale in header.get("scales", ())}),  # none of older releases
+        MappingProxyType(dict(header.get("outer_scales", {}))),
     )
 
 

@@ -1,0 +1,124 @@
+"""Derived adapters: made of parts that are fetched like any other, kept and made again like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.deployments.store.derived import DerivedAdapters
+from app.deployments.store.store import AdapterStore
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.composing.composition import Part, Recipe, composition_of
+from app.engine.adapters.isolation.packing import PackedAdapter, unpack_adapter
+from app.engine.adapters.lora import LoraAdapter, LoraKey
+from app.engine.adapters.signing.trusted_keys import TrustedKeys
+from app.engine.errors import AdapterMismatch, CompositionRefused
+from tests.deployments.store.test_store import Sources, load
+from tests.deployments.store.told import Told
+from tests.engine.adapters.making import random_adapter, tiny_spec
+
+SPEC = tiny_spec()
+KEY = LoraKey(0, "q_proj")
+SUM = Recipe()
+
+
+@pytest.fixture
+def sources() -> Sources:
+    sources = Sources()
+    for seed, name in enumerate(("sql", "tone"), 1):
+        put(sources, name, random_adapter(SPEC, 4 * seed, seed=seed))
+    return sources
+
+
+def put(sources: Sources, name: str, adapter: LoraAdapter) -> None:
+    sources.contents[name] = sources.contents[f"/canonical/{name}"] = adapter
+
+
+def opened(sources: Sources, **options: Any) -> AdapterStore[PackedAdapter]:
+    compose: DerivedAdapters[PackedAdapter] = DerivedAdapters(SPEC, lambda packed: packed)
+
+    def keep(packed: PackedAdapter) -> PackedAdapter:
+        sources.puts.append(packed.card.digest)
+        return packed
+
+    return AdapterStore(sources, keep, Told(), compose=compose, **({"max_bytes": 1 << 20} | options))
+
+
+@pytest.fixture
+def store(sources: Sources) -> Iterator[AdapterStore[PackedAdapter]]:
+    store = opened(sources)
+    yield store
+    store.close()
+
+
+async def derived_ref(store: AdapterStore[PackedAdapter], recipe: Recipe = SUM) -> AdapterRef:
+    parts = [Part(await load(store, name), weight) for name, weight in (("sql", 0.5), ("tone", 2.0))]
+    return composition_of(parts, recipe).ref("acme")
+
+
+async def test_a_request_s_sum_is_made_once_and_kept(store: AdapterStore[PackedAdapter], sources: Sources) -> None:
+    ref = await derived_ref(store)
+    packed = await store.fetch(ref)
+    assert packed.card.digest == ref.digest
+    assert await store.fetch(ref) is packed
+    assert sources.puts.count(ref.digest) == 1
+    assert ref.digest in store.cached_digests
+    made = unpack_adapter(packed.header, packed.arrays).weights[KEY]
+    expected = sum(
+        np.float32(w) * sources.contents[name].weights[KEY].b.T @ sources.contents[name].weights[KEY].a
+        for name, w in (("sql", 0.5), ("tone", 2.0))
+    )
+    np.testing.assert_allclose(made.b.T @ made.a, expected, atol=1e-6)
+
+
+async def test_what_was_evicted_is_made_again_with_its_parts(sources: Sources) -> None:
+    store = opened(sources)
+    ref = await derived_ref(store)
+    await store.fetch(ref)
+    for digest in store.cached_digests:
+        store.lost(digest)
+    assert (await store.fetch(ref)).card.digest == ref.digest
+    assert sorted(sources.reads[2:]) == ["/canonical/sql", "/canonical/tone"]
+    store.close()
+
+
+async def test_a_part_whose_source_has_changed_is_no_part(sources: Sources) -> None:
+    store = opened(sources)
+    ref = await derived_ref(store)
+    for digest in store.cached_digests:
+        store.lost(digest)
+    put(sources, "tone", random_adapter(SPEC, 8, seed=9))
+    with pytest.raises(AdapterMismatch, match="adapter 'tone' was registered with contents"):
+        await store.fetch(ref)
+    store.close()
+
+
+async def test_a_refusal_is_told_each_time(store: AdapterStore[PackedAdapter]) -> None:
+    ref = await derived_ref(store, Recipe("linear"))
+    for _ in range(2):
+        with pytest.raises(CompositionRefused, match="'linear' needs equal ones; use 'cat'"):
+            await store.fetch(ref)
+
+
+async def test_a_composition_of_compositions(store: AdapterStore[PackedAdapter], sources: Sources) -> None:
+    put(sources, "law", random_adapter(SPEC, 8, ["q_proj"], seed=5))
+    inner = await derived_ref(store)
+    outer = composition_of([Part(inner, 1.0), Part(await load(store, "law"), 1.0)]).ref("acme")
+    assert (await store.fetch(outer)).card.max_rank == 4 + 8 + 8
+
+
+async def test_a_registered_one_is_read_like_any_other(store: AdapterStore[PackedAdapter]) -> None:
+    ref = await derived_ref(store)
+    uri, card = await store.load(ref.uri, "acme")
+    assert (uri, card.digest) == (ref.uri, ref.digest)
+
+
+async def test_who_trusts_the_parts_trusts_their_sum(sources: Sources, tmp_path: Path) -> None:  # noqa: ARG001
+    ref = await derived_ref(opened(sources))
+    store = opened(sources, trusted=TrustedKeys(required=True))
+    assert (await store.load(ref.uri, "acme")).card.digest == ref.digest
+    store.close()
