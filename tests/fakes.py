@@ -310,6 +310,10 @@ def _draw(state: int, sampling: SamplingBatch, row: int) -> TokenLogprobs:
     digest = hashlib.blake2b(repr((state, marks)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
     token_id, wanted = number % VOCAB, int(sampling.num_logprobs[row])
+    if sampling.masks is not None and sampling.masks.of_row[row] >= 0:
+        words = sampling.masks.words()[sampling.masks.of_row[row]]
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        token_id = int(allowed[number % len(allowed)])
     logprob = float(np.float32(-(number % 1009) / 100)) if wanted >= 0 else 0.0
     top = tuple(((token_id + k) % VOCAB, float(np.float32(-k / 8 + logprob))) for k in range(max(wanted, 0)))
     return TokenLogprobs(token_id, logprob, top)

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,7 +35,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.template_process import TemplateProcess
 from app.engine.models.tokenizer import load_tokenizer
-from app.engine.open import load_backend, served_features
+from app.engine.open import load_backend, load_vocabulary, served_features
 from app.engine.request import (
     FinishReason,
     GenerateRequest,
@@ -74,7 +75,8 @@ class LLM:
         checkpoint = load_checkpoint(resolve_model(str(model), progress=progress))
         self.spec = checkpoint.spec
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
-        self._engine = Engine(load_backend(checkpoint, config), config)
+        grammars = None if checkpoint.spec.encoder is not None else partial(load_vocabulary, checkpoint)
+        self._engine = Engine(load_backend(checkpoint, config), config, grammars=grammars)
         self._base_copies = BaseCopies(checkpoint, served_features(config))
         self._served = served_features(config)
         self._texts, self._templates = OwnTexts(lambda: self.tokenizer), TemplateProcess()

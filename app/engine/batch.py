@@ -7,10 +7,31 @@ Tokens of one sequence are consecutive and sequences with equal adapters are nei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class Bias(NamedTuple):
+    """What is added to a row's logits. Ids are distinct, [n] int64; amounts [n] float32, -inf forbids a token."""
+
+    ids: NDArray[np.int64]
+    amounts: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens the M rows with a grammar may draw.
+
+    of_row: [P] int32, which mask a row has, -1 for none. `words()`: [M, W] uint32, bit i of a row, lowest first, is
+    token i; it waits until they are there. At least one token of each is allowed.
+    """
+
+    of_row: NDArray[np.int32]
+    words: Callable[[], NDArray[np.uint32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +42,8 @@ class SamplingBatch:
     off. seeds: [P] uint64. positions: [P] int64, index of the token to be drawn, prompt included:
     the counter of the random generator. num_logprobs: [P] int32, -1 none wanted, 0 chosen only.
     history: for rows with a penalty, the token ids so far [n] int32, else an empty array;
-    prompt_lens: [P] int32, how many of them are prompt.
+    prompt_lens: [P] int32, how many of them are prompt. biases: [P], or () where no row has one; masks: None where no
+    row has one. Penalties come first, then biases, masks, the temperature and the filters.
     """
 
     temperature: NDArray[np.float32]
@@ -36,6 +58,8 @@ class SamplingBatch:
     num_logprobs: NDArray[np.int32]
     history: tuple[NDArray[np.int32], ...]
     prompt_lens: NDArray[np.int32]
+    biases: tuple[Bias | None, ...] = ()
+    masks: TokenMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)

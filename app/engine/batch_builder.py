@@ -6,10 +6,12 @@ parameters, which are reused while the same sequences sample in the same order (
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.batch import ForwardBatch, PoolingBatch, SamplingBatch
+from app.engine.batch import ForwardBatch, PoolingBatch, SamplingBatch, TokenMasks
 from app.engine.pooling import pooled_range
 from app.engine.sequence import Sequence
 
@@ -20,8 +22,10 @@ _NO_HISTORY.flags.writeable = False
 class BatchBuilder:
     """Builds one batch per step for a block size."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, masks: Callable[[list[Sequence]], TokenMasks | None] | None = None) -> None:
+        """masks: begins with the masks of the sequences that sample; None where there are no grammars."""
         self._block_size = block_size
+        self._masks = masks
         self._sampled: list[Sequence] = []
         self._constants = _SamplingConstants([])
 
@@ -120,6 +124,8 @@ class BatchBuilder:
             num_logprobs=constants.num_logprobs,
             history=history,
             prompt_lens=constants.prompt_lens,
+            biases=tuple(sequence.present_bias() for sequence in sampled) if constants.any_bias else (),
+            masks=None if self._masks is None else self._masks(sampled),
         )
 
 
@@ -138,5 +144,6 @@ class _SamplingConstants:
         self.seeds = np.array([p.seed for p in params], np.uint64)
         self.num_logprobs = np.array([-1 if p.num_logprobs is None else p.num_logprobs for p in params], np.int32)
         self.prompt_lens = np.array([sequence.num_prompt for sequence in sampled], np.int32)
+        self.any_bias = any(p.logit_bias or p.min_tokens for p in params)
         self.any_history = any(sequence.wants_history for sequence in sampled)
         self.no_history = (_NO_HISTORY,) * len(sampled)

@@ -28,6 +28,7 @@ from app.engine.errors import (
     ConfigError,
     EngineFailure,
     InvalidRequest,
+    PolyloraError,
     QueueFull,
     UnsupportedField,
 )
@@ -42,11 +43,18 @@ from app.engine.scheduling.prefill import PrefillPace
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.stats import EngineStats, Meter
+from app.engine.structured.compiler import GrammarCompiler, Grammars
 
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
     sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Refuse:
+    request_id: str
+    error: PolyloraError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,14 @@ class _Pin:
 class Engine:
     """One base model, its KV memory and adapter tables, and the requests that share them."""
 
-    def __init__(self, backend: Backend, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.perf_counter,
+        grammars: Callable[[], Grammars] | None = None,
+    ) -> None:
+        """`grammars` loads what answers with a grammar need; without it they are refused."""
         self._backend = backend
         self.spec = backend.spec
         limits = backend.limits
@@ -99,8 +114,11 @@ class Engine:
             max_write_bytes=config.adapter_write_bytes_per_step,
             pace=self._pace,
         )
-        self._builder = BatchBuilder(limits.block_size)
-        self._inbox: deque[_Submit | _Abort | _Pin | Drop | Bring] = deque()
+        self._compiler = GrammarCompiler(grammars, self._compiled) if grammars is not None else None
+        self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
+        #: Called on any thread when the engine has work that no submit has announced.
+        self.on_work: Callable[[], None] = lambda: None
+        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
         self._orders = AdapterOrders(self._adapters)
         self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
@@ -121,6 +139,8 @@ class Engine:
         validate_request(request, self.spec, self.max_context, self._kv_capacity)
         if request.pooling is not None and not self.can_embed:
             raise UnsupportedField("this engine computes no embeddings; serve them with engine.cpu", param="pooling")
+        if request.sampling.grammar and self._compiler is None:
+            raise UnsupportedField("this engine knows no grammars", param="structured_outputs")
         self._check_adapter(request, adapter)
         num_waiting = len(self._live_ids) - self._scheduler.num_running
         if num_waiting >= self._max_waiting and not request.resume_token_ids:
@@ -132,7 +152,10 @@ class Engine:
         sequence = Sequence(request, adapter, self.spec, self._blocks.block_size)
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
-        self._inbox.append(_Submit(sequence))
+        if request.sampling.grammar and self._compiler is not None:
+            self._compiler.take(sequence)
+        else:
+            self._inbox.append(_Submit(sequence))
         if self._failure is not None and self._live_ids.pop(request.request_id, None) is not None:
             raise self._failure  # it failed meanwhile, and no step has answered for this request
 
@@ -178,7 +201,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox or self._live_ids) or self._writer.has_work
+        num_compiling = self._compiler.num_waiting if self._compiler is not None else 0
+        return bool(self._inbox) or len(self._live_ids) > num_compiling or self._writer.has_work
 
     @property
     def max_rank(self) -> int:
@@ -263,6 +287,8 @@ class Engine:
 
     def close(self) -> None:
         """Release the device's memory. Nothing may step this engine any more."""
+        if self._compiler is not None:
+            self._compiler.close()
         self._backend.close()
 
     def check(self) -> None:
@@ -278,8 +304,10 @@ class Engine:
             match message:
                 case _Submit(sequence):
                     chunk = self._scheduler.add(sequence)
+                case _Refuse(request_id, error):
+                    chunk = TokenChunk(request_id, finish_reason="error", error=error)
                 case _Abort(request_id):
-                    chunk = self._scheduler.end(request_id, "abort")
+                    chunk = self._abort(request_id)
                 case _Pin(digests):
                     self._adapters.pin(digests)
                     self._scheduler.reopen()
@@ -289,6 +317,16 @@ class Engine:
                 chunks.append(chunk)
         self._orders.settle(self._scheduler.num_live_of)
         return chunks
+
+    def _compiled(self, sequence: Sequence, error: PolyloraError | None) -> None:
+        """The compiler's thread: a sequence may queue now."""
+        self._inbox.append(_Submit(sequence) if error is None else _Refuse(sequence.request_id, error))
+        self.on_work()
+
+    def _abort(self, request_id: str) -> TokenChunk | None:
+        if self._compiler is not None and self._compiler.take_back(request_id) is not None:
+            return TokenChunk(request_id, finish_reason="abort")
+        return self._scheduler.end(request_id, "abort")
 
     def _forward(self, plan: Schedule) -> ForwardOutput | None:
         """Compute the step.
@@ -303,6 +341,9 @@ class Engine:
             output = self._backend.forward(self._builder.build(plan.items))
         except AdapterWriteFailed:
             return None
+        finally:
+            if self._compiler is not None:
+                self._compiler.wait_for_masks()
         prompt_counts = [count for _, count in plan.items if count > 1]
         num_decoding = len(plan.items) - len(prompt_counts)
         self._pace.observe(num_decoding, sum(prompt_counts), self._clock() - started_s)

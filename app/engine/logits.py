@@ -1,4 +1,4 @@
-"""Parts of sampling that every backend shares: penalties and lists of likely tokens, on one row of logits.
+"""Parts of sampling that every backend shares: penalties, biases, masks and lists of likely tokens, on rows of logits.
 
 NumPy in and out, one row at a time: no row can see another.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.batch import SamplingBatch
+from app.engine.batch import Bias, SamplingBatch
 
 
 class Penalties(NamedTuple):
@@ -40,6 +40,31 @@ def penalise(row: NDArray[np.float32], sampling: SamplingBatch, p: int) -> None:
     values = row[own.seen]
     row[own.seen] = np.where(values > 0, values / own.repetition, values * own.repetition)
     row[own.generated] -= own.amounts
+
+
+def is_changed(sampling: SamplingBatch, p: int) -> bool:
+    """Whether sampled row p draws from other logits than the model's."""
+    has_mask = sampling.masks is not None and sampling.masks.of_row[p] >= 0
+    return has_mask or sampling.history[p].size > 0 or bias_of(sampling, p) is not None
+
+
+def bias_of(sampling: SamplingBatch, p: int) -> Bias | None:
+    """Sampled row p's."""
+    return sampling.biases[p] if sampling.biases else None
+
+
+def adjust(row: NDArray[np.float32], sampling: SamplingBatch, p: int) -> None:
+    """Apply sampled row p's penalties, then its bias, to its logits [V] in place."""
+    if sampling.history[p].size:
+        penalise(row, sampling, p)
+    bias = bias_of(sampling, p)
+    if bias is not None:
+        row[bias.ids] += bias.amounts
+
+
+def allowed_tokens(words: NDArray[np.uint32], vocab_size: int) -> NDArray[np.bool_]:
+    """A mask as truth values [V], from its words [W]."""
+    return np.unpackbits(words.astype("<u4").view(np.uint8), count=vocab_size, bitorder="little").astype(np.bool_)
 
 
 def largest(row: NDArray[np.float32], count: int, normaliser: float) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

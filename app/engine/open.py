@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from app.engine.adapters.lora import FEATURES
 from app.engine.backend import Backend
@@ -16,6 +17,8 @@ from app.engine.engine import Engine
 from app.engine.errors import CheckpointError, ConfigError
 from app.engine.interface import OnChunks, OnFailure, RunningEngine
 from app.engine.models.checkpoint import Checkpoint
+from app.engine.models.tokenizer import load_tokenizer
+from app.engine.structured.compiler import Grammars
 from app.engine.worker import EngineThread
 from app.engine.xla.features import SERVED as XLA_FEATURES
 
@@ -32,7 +35,16 @@ def open_engine(
 
     Raises CheckpointError or ConfigError if the model or a setting is not for this engine or machine.
     """
-    return EngineThread(Engine(load_backend(checkpoint, config), config, clock), on_chunks, on_failure)
+    grammars = None if checkpoint.spec.encoder is not None else partial(load_vocabulary, checkpoint)
+    return EngineThread(Engine(load_backend(checkpoint, config), config, clock, grammars), on_chunks, on_failure)
+
+
+def load_vocabulary(checkpoint: Checkpoint) -> Grammars:
+    """What answers with a grammar need of a base model. Raises CheckpointError."""
+    from app.engine.structured.guidance import Vocabulary
+
+    spec = checkpoint.spec
+    return Vocabulary(load_tokenizer(checkpoint.tokenizer_source).to_json(), spec.vocab_size, spec.eos_token_ids)
 
 
 def served_features(config: EngineConfig) -> frozenset[str]:

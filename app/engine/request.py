@@ -26,7 +26,9 @@ class SamplingParams:
     position, so equal seeds give equal tokens in any company. `num_logprobs` None: none wanted;
     0: only the chosen token's; n: also the n most likely tokens'. Penalties follow OpenAI
     (presence, frequency: over generated tokens) and transformers (repetition: over prompt and
-    generated tokens); 0, 0 and 1 switch them off. Validated by `validate_sampling`.
+    generated tokens); 0, 0 and 1 switch them off. `logit_bias`: (token id, amount) pairs, added after penalties. Before
+    `min_tokens` tokens are generated none is drawn that ends the answer. `grammar` is what the answer follows, as text
+    (`app.engine.structured.grammars`), "" for none. Validated by `validate_sampling`.
     """
 
     max_tokens: int = 16
@@ -41,6 +43,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     num_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    grammar: str = ""
 
 
 @message

@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 #: The least temperature that is not greedy: its reciprocal, and logits times that, must be float32s.
 MIN_TEMPERATURE = 1e-30
 MAX_STOP_TOKEN_IDS = 256
+MAX_BIASES = 1024
 
 
 def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:
@@ -49,6 +50,17 @@ def validate_sampling(params: SamplingParams, spec: ModelSpec) -> None:
         )
     for token_id in params.stop_token_ids:
         _integer("stop_token_ids", token_id, 0, spec.vocab_size - 1)
+    _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
+    if len(params.logit_bias) > MAX_BIASES:
+        raise InvalidRequest(
+            f"logit_bias has {len(params.logit_bias)} entries but at most {MAX_BIASES} are allowed", param="logit_bias"
+        )
+    for token_id, amount in params.logit_bias:
+        _integer("logit_bias", token_id, 0, spec.vocab_size - 1)
+        _number("logit_bias", amount, -100.0, 100.0)
+    if params.grammar and (params.ignore_eos or params.min_tokens):
+        name = "ignore_eos" if params.ignore_eos else "min_tokens"
+        raise InvalidRequest(f"{name} is not for an answer with a grammar, which says itself where it ends", param=name)
 
 
 def validate_request(request: GenerateRequest, spec: ModelSpec, max_context: int, kv_capacity: int) -> None:

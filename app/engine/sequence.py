@@ -8,15 +8,18 @@ When and how much to compute is the scheduler's decision.
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import LoraAdapter
+from app.engine.batch import Bias
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.kv_blocks import block_hash, root_hash
 from app.engine.request import Consumption, FinishReason, GenerateRequest, Usage
+from app.engine.structured.masks import Constraint
 
 
 class Status(Enum):
@@ -38,17 +41,21 @@ class Sequence:
     `has_memory`: whether K and V are kept between steps. `pooled_sums` [H] float64: of one that is
     embedded, the hidden states added so far; else [0]. Its adapter has `num_rows` rank rows here. What it has held
     until `held_since_s` is in `block_seconds` and `row_seconds`.
+    `bias` is added to logits, `stop_bias` until min_tokens. `constraint`: of one whose answer follows a grammar, set
+    before it is queued.
     """
 
     __slots__ = (
         "adapter",
         "adapter_digest",
         "adapter_slot",
+        "bias",
         "block_hashes",
         "block_seconds",
         "block_size",
         "block_table",
         "bypassed",
+        "constraint",
         "extra_bytes",
         "has_memory",
         "held_since_s",
@@ -71,6 +78,7 @@ class Sequence:
         "root",
         "row_seconds",
         "status",
+        "stop_bias",
         "stop_ids",
         "tenant_id",
         "token_ids",
@@ -116,6 +124,11 @@ class Sequence:
 
         eos = () if sampling.ignore_eos else spec.eos_token_ids
         self.stop_ids = frozenset(sampling.stop_token_ids) | frozenset(eos)
+        self.bias = _bias(dict(sampling.logit_bias)) if sampling.logit_bias else None
+        self.stop_bias: Bias | None = None
+        if sampling.min_tokens and self.stop_ids:
+            self.stop_bias = _bias(dict(sampling.logit_bias) | dict.fromkeys(self.stop_ids, -math.inf))
+        self.constraint: Constraint | None = None
         self.wants_logprobs = sampling.num_logprobs is not None
         self.wants_history = (
             sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1
@@ -125,6 +138,16 @@ class Sequence:
     def num_output(self) -> int:
         """Generated tokens, resumed ones included."""
         return self.num_tokens - self.num_prompt
+
+    @property
+    def output_ids(self) -> NDArray[np.int32]:
+        """Generated tokens [n], resumed ones included."""
+        return self.token_ids[self.num_prompt : self.num_tokens]
+
+    def present_bias(self) -> Bias | None:
+        """What is added to the logits of the next token."""
+        is_early = self.num_output < self.request.sampling.min_tokens and self.stop_bias is not None
+        return self.stop_bias if is_early else self.bias
 
     @property
     def may_skip_tokens(self) -> bool:
@@ -219,3 +242,7 @@ class Sequence:
         self.adapter_slot = 0
         self.num_rows = 0
         self.pooled_sums = np.zeros_like(self.pooled_sums)
+
+
+def _bias(amounts: dict[int, float]) -> Bias:
+    return Bias(np.array(list(amounts), np.int64), np.array(list(amounts.values()), np.float32))

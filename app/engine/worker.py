@@ -41,6 +41,7 @@ class EngineThread:
         self._on_chunks = on_chunks
         self._on_failure = on_failure
         self._wake = threading.Event()
+        engine.on_work = self._wake.set
         self._stopping = False
         self._is_closed = False
         self._failure: EngineFailure | None = None

@@ -34,8 +34,11 @@ from app.engine.models.spec import (
     SharedExpertSpec,
 )
 from app.engine.request import GenerateRequest, SamplingParams, TokenLogprobs
+from app.engine.structured.grammars import json_grammar
 from tests.engine.adapters.making import random_adapter, random_mixture_adapter, with_random_extras
 from tests.engine.cuda.grids import on_grids
+from tests.engine.structured.schemas import follows, random_schema
+from tests.engine.structured.tokens import text_of, tiny_vocabulary
 from tests.seeds import any_seed
 
 RANKS = (1, 3, 8, 16, 24, 40)
@@ -117,6 +120,19 @@ def _sampling(generator: np.random.Generator) -> SamplingParams:
     return settings
 
 
+def _structured(generator: np.random.Generator, settings: SamplingParams) -> SamplingParams:
+    """The same with biases, an early end forbidden, or a grammar."""
+    kind = generator.integers(3)
+    if kind == 0:
+        ids = generator.choice(120, 10, replace=False).tolist()
+        return dataclasses.replace(settings, logit_bias=tuple((i, float(generator.uniform(-9, 9))) for i in ids))
+    if kind == 1:
+        return dataclasses.replace(settings, min_tokens=int(generator.integers(1, settings.max_tokens + 1)))
+    grammar = json_grammar(random_schema(generator), "schema")
+    max_tokens = int(generator.integers(1, 80))
+    return dataclasses.replace(settings, grammar=grammar, ignore_eos=False, max_tokens=max_tokens)
+
+
 _DTYPES = ("F32", "BF16", "BF16", "F32", "BF16", "F32")
 
 
@@ -136,7 +152,7 @@ def _dense_adapters(generator: np.random.Generator, spec: ModelSpec) -> list[Lor
     return adapters
 
 
-def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[Case]:
+def _cases(generator: np.random.Generator, spec: ModelSpec, count: int, structured: float) -> list[Case]:
     has_experts = any(layer.experts for layer in spec.layers)
     adapters = [None, None, *(_mixture_adapters if has_experts else _dense_adapters)(generator, spec)]
     prefixes = [tuple(generator.integers(3, 120, n).tolist()) for n in (0, 16, 40, 64)]
@@ -144,10 +160,11 @@ def _cases(generator: np.random.Generator, spec: ModelSpec, count: int) -> list[
     for index in range(count):
         adapter = adapters[int(generator.integers(len(adapters)))]
         tail = tuple(generator.integers(3, 120, int(generator.integers(1, 50))).tolist())
+        sampling = _sampling(generator)
         request = GenerateRequest(
             request_id=f"r{index}",
             token_ids=prefixes[int(generator.integers(len(prefixes)))] + tail,
-            sampling=_sampling(generator),
+            sampling=_structured(generator, sampling) if generator.random() < structured else sampling,
             adapter=None if adapter is None else AdapterRef(f"a{adapter.card.max_rank}", adapter.card.digest, "t"),
             tenant_id=f"t{index % 3}",
             cache_salt=bytes([index % 2]),
@@ -217,32 +234,35 @@ def disturbed(
     *,
     spec: ModelSpec | None = None,
     num_engines: int = 8,
-    kv_tokens: Sequence[int] = (138, 160, 240, 1600),
+    kv_tokens: Sequence[int] = (160, 192, 240, 1600),
+    structured: float = 0.25,
 ) -> np.ndarray:
     """One random set of requests, alone and in several engines; [batches, preemptions, evictions, cached tokens].
 
     `device` is the same everywhere but for its threads, the other settings are drawn; KV memory for one of `kv_tokens`.
-    The model is a dense one if no `spec` is given.
+    The model is a dense one if no `spec` is given; `structured` is the share of requests with grammars and biases.
     """
     seed = any_seed()
     generator = np.random.default_rng(seed)
     spec = spec or _spec()
-    cases = _cases(generator, spec, 40)
+    cases = _cases(generator, spec, 40, structured)
     one_thread = device.model_copy(update={"num_threads": 1}) if isinstance(device, CpuConfig) else device
     roomy = EngineConfig(num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False).on(one_thread)
     alone: dict[str, Result] = {}
     backend = make_backend(spec, _tensors(spec, seed), roomy)
-    engine = Engine(backend, roomy)
+    engine = Engine(backend, roomy, grammars=tiny_vocabulary)
     for case in cases:
         alone |= _run(engine, [case], set(), None)
-    backend.close()
+    engine.close()
+    for case in cases:
+        check_follows(case.request.sampling.grammar, alone[case.request.request_id])
 
     seen = np.zeros(4, np.int64)
     for _ in range(num_engines):
         largest_extras = max((case.adapter.card.extra_bytes for case in cases if case.adapter is not None), default=0)
         config = _random_config(generator, device, kv_tokens, largest_extras)
         backend = make_backend(spec, _tensors(spec, seed), config)
-        engine = Engine(backend, config)
+        engine = Engine(backend, config, grammars=tiny_vocabulary)
         chosen = [cases[i] for i in generator.permutation(len(cases))[: int(generator.integers(5, 41))]]
         aborted = {c.request.request_id for c in chosen if generator.integers(10) == 0}
         expected = {c.request.request_id: alone[c.request.request_id] for c in chosen}
@@ -260,8 +280,14 @@ def disturbed(
                 assert result == expected[key], (seed, config, key)
         stats = engine.stats()
         seen += [stats.num_steps, stats.num_preemptions, stats.num_adapter_evictions, stats.num_cached_tokens]
-        backend.close()
+        engine.close()
     return seen
+
+
+def check_follows(grammar: str, result: Result) -> None:
+    """An answer that has ended is valid by its schema."""
+    if grammar and result.finish_reason == "stop":
+        assert follows(text_of(list(result.token_ids)), grammar), (grammar, text_of(list(result.token_ids)))
 
 
 def _resumed(case: Case, alone: dict[str, Result], generator: np.random.Generator) -> tuple[Case, Result]:

@@ -29,7 +29,14 @@ def draw(row: Floats, seed: int, position: int = 3, **settings: float) -> int:
 
 
 def sample(
-    logits: Floats, rows: list[dict[str, float]], seeds: Any, positions: Any, logprobs: Any, threads: int = 2
+    logits: Floats,
+    rows: list[dict[str, float]],
+    seeds: Any,
+    positions: Any,
+    logprobs: Any,
+    threads: int = 2,
+    mask_of_row: NDArray[np.int32] | None = None,
+    masks: NDArray[np.uint32] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Tokens and normalisers of all rows by `sample_rows`; what it leaves alone is -1 and NaN."""
 
@@ -41,7 +48,9 @@ def sample(
     team.run(
         cpu.sample_rows, 1, logits, column("temperature", np.float32), column("top_k", np.int32),
         column("top_p", np.float32), column("min_p", np.float32), np.asarray(seeds, np.uint64),
-        np.asarray(positions, np.int64), np.asarray(logprobs, np.bool_), tokens, normalisers,
+        np.asarray(positions, np.int64), np.asarray(logprobs, np.bool_),
+        np.full(len(logits), -1, np.int32) if mask_of_row is None else mask_of_row,
+        np.zeros((0, 0), np.uint32) if masks is None else masks, tokens, normalisers,
     )  # fmt: skip
     team.close()
     return tokens, normalisers
@@ -180,3 +189,36 @@ def test_top_p_equals_a_full_sort_on_flat_and_peaked_rows() -> None:
             size = int(np.searchsorted(np.cumsum(ordered), top_p * ordered.sum())) + 1
             drawn = {draw(row, seed, top_p=top_p) for seed in range(300)}
             assert drawn <= set(np.argsort(-p, kind="stable")[: size + 1].tolist())
+
+
+def test_a_masked_row_is_drawn_among_its_allowed_tokens_as_if_there_were_no_others() -> None:
+    """Sizes that fill no word; masks of one token, of all but one, and of all; rows without a mask keep their bits."""
+    generator = rng()
+    for size in (1, 31, 32, 33, 300):
+        count = 40
+        logits = normal(generator, count, size) * 3
+        allowed = generator.random((count, size)) < generator.choice([0.05, 0.5, 0.95], (count, 1))
+        allowed[np.arange(count), generator.integers(0, size, count)] = True
+        bits = np.zeros((count, -(-size // 32) * 32), np.uint8)
+        bits[:, :size] = allowed
+        words = np.packbits(bits, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+        of_row = np.where(np.arange(count) % 3 == 2, -1, np.arange(count)).astype(np.int32)
+        rows = [
+            {"temperature": float(generator.choice([0.0, 0.8, 1.5])), "top_k": int(generator.choice([0, 3])),
+             "top_p": float(generator.choice([1.0, 0.7])), "min_p": float(generator.choice([0.0, 0.1]))}
+            for _ in range(count)
+        ]  # fmt: skip
+        seeds, positions = generator.integers(0, 2**62, count), generator.integers(0, 5000, count)
+        given = logits.copy()
+        drawn, _ = sample(given, rows, seeds, positions, np.zeros(count), mask_of_row=of_row, masks=words)
+        free, _ = sample(logits.copy(), rows, seeds, positions, np.zeros(count))
+        for p in range(count):
+            if of_row[p] < 0:
+                assert drawn[p] == free[p]
+                assert np.array_equal(given[p], logits[p])
+                continue
+            assert allowed[p, drawn[p]]
+            ids = np.flatnonzero(allowed[p])
+            one = slice(p, p + 1)
+            without, _ = sample(logits[one][:, ids].copy(), [rows[p]], seeds[one], positions[one], np.zeros(1))
+            assert drawn[p] == ids[without[0]]

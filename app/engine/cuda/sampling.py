@@ -1,4 +1,4 @@
-"""From logits on a device to tokens: penalties, the draw, log-probabilities, for all rows together.
+"""From logits on a device to tokens: penalties, biases, masks, the draw, log-probabilities, for all rows together.
 
 In: logits [P, V] float32 and a `SamplingBatch`. Out: a `ForwardOutput`; only what the host asked for leaves the
 device. It is the draw of `app.kernels.sampling.reference` with one change: probabilities are rounded to integers before
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.batch import ForwardOutput, SamplingBatch
-from app.engine.logits import penalties
+from app.engine.logits import bias_of, penalties
 from app.kernels.machine.torch_order import exponential
 from app.kernels.sampling.reference import uniform
 
@@ -34,7 +34,7 @@ def sample(logits: Tensor, sampling: SamplingBatch) -> ForwardOutput:
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
     if not num_rows:
         return ForwardOutput(np.zeros(0, np.int32), logprobs, ())
-    scores = _penalised(logits, sampling)
+    scores = _masked(_biased(_penalised(logits, sampling), logits, sampling), logits, sampling)
     tokens = scores.argmax(-1)  # the first of equals
     drawn = np.flatnonzero(sampling.temperature != 0)
     if len(drawn):
@@ -78,6 +78,33 @@ def _penalised(logits: Tensor, sampling: SamplingBatch) -> Tensor:
         where = tuple(_upload(part, logits.device) for part in (row_of_generated, ids))
         logits[where] -= _upload(np.concatenate([o.amounts for o in own]), logits.device)
     return logits
+
+
+def _biased(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The rows' biases added, to a copy if the scores are still the logits."""
+    own = [(p, bias) for p in range(len(sampling.biases)) if (bias := bias_of(sampling, p)) is not None]
+    if not own:
+        return scores
+    scores = scores.clone() if scores is logits else scores
+    rows = np.repeat([p for p, _ in own], [len(bias.ids) for _, bias in own])
+    where = tuple(_upload(part, logits.device) for part in (rows, np.concatenate([bias.ids for _, bias in own])))
+    scores[where] += _upload(np.concatenate([bias.amounts for _, bias in own]), logits.device)
+    return scores
+
+
+def _masked(scores: Tensor, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """-inf for tokens that the rows' masks do not allow, in a copy if the scores are still the logits."""
+    masks = sampling.masks
+    if masks is None:
+        return scores
+    scores = scores.clone() if scores is logits else scores
+    rows = np.flatnonzero(masks.of_row >= 0)
+    words = _upload(masks.words()[masks.of_row[rows]].view(np.int32), logits.device)  # [M, W]
+    shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
+    allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()  # [M, V]
+    where = _upload(rows, logits.device)
+    scores[where] = scores[where].masked_fill(~allowed, -math.inf)
+    return scores
 
 
 def _draw(logits: Tensor, sampling: SamplingBatch, rows: NDArray[np.intp]) -> Tensor:

@@ -84,6 +84,10 @@ class Tokenizer:
             return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
         return self.token_text(token_id).encode()
 
+    def to_json(self) -> str:
+        """The whole tokenizer as a tokenizer.json, added tokens included."""
+        return str(self._backend.to_str())
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -143,7 +143,8 @@ class Scheduler:
         embedded.
 
         Without output nothing was computed, and there is nothing to book.
-        A sequence whose output overflowed ends with an error, and what it computed in this step is not shared.
+        A sequence whose output overflowed, or whose grammar cannot go on, ends with an error, and what it computed in
+        this step is not shared.
         """
         chunks: list[TokenChunk] = []
         if output is None:
@@ -164,8 +165,9 @@ class Scheduler:
                 pooled = _pooled(sequence, output, num_pooled, is_complete=is_complete)
                 num_pooled += 1
                 vector, overflows = pooled or b"", pooled is None
-            if overflows:
-                ended = self.end(sequence.request_id, "error", _overflow(sequence))
+            failure = sequence.constraint.error if sequence.constraint is not None else None
+            if overflows or failure is not None:
+                ended = self.end(sequence.request_id, "error", failure or _overflow(sequence))
                 assert ended is not None, "it was running"
                 chunks.append(ended)
                 continue

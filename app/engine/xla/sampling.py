@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.batch import ForwardOutput, SamplingBatch
-from app.engine.logits import largest, penalise
+from app.engine.logits import adjust, allowed_tokens, is_changed, largest
 from app.engine.xla.arrays import StepResult
 from app.kernels.sampling.reference import draw, log_sum_exp
 
@@ -24,16 +24,19 @@ def sample(result: StepResult, sampling: SamplingBatch) -> ForwardOutput:
     lost = tuple(np.flatnonzero(~np.isfinite(top_logits)).tolist())
     logprobs = np.zeros(num_rows, np.float32)
     top: list[tuple[NDArray[np.int32], NDArray[np.float32]] | None] = [None] * num_rows
-    has_penalty = np.array([history.size > 0 for history in sampling.history], bool)
-    drawn = [p for p in np.flatnonzero((sampling.temperature > 0) | has_penalty).tolist() if p not in lost]
+    masks = sampling.masks
+    changed = np.array([is_changed(sampling, p) for p in range(num_rows)], bool)
+    drawn = [p for p in np.flatnonzero((sampling.temperature > 0) | changed).tolist() if p not in lost]
     wanted = [p for p in np.flatnonzero(sampling.num_logprobs >= 0).tolist() if p not in lost]
     if drawn or wanted:
         logits = np.asarray(result.logits)
         for p in drawn:
             row = logits[p]
-            if has_penalty[p]:
+            if changed[p]:
                 row = row.copy()
-                penalise(row, sampling, p)
+                adjust(row, sampling, p)
+                if masks is not None and masks.of_row[p] >= 0:
+                    row[~allowed_tokens(masks.words()[masks.of_row[p]], len(row))] = -np.inf
             tokens[p] = draw(
                 row, float(sampling.temperature[p]), int(sampling.top_k[p]), float(sampling.top_p[p]),
                 float(sampling.min_p[p]), int(sampling.seeds[p]), int(sampling.positions[p]),

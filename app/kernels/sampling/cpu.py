@@ -121,8 +121,10 @@ def draw(row, temperature, top_k, top_p, min_p, seed, position):
     top, _ = row_maximum(row)
     p = np.empty(row.shape[0], np.float32)
     inverse = np.float32(1.0) / temperature
+    forbidden, nothing = np.float32(-np.inf), np.float32(0.0)
     for i in range(row.shape[0]):
-        p[i] = exp_float32((row[i] - top) * inverse)
+        value = exp_float32((row[i] - top) * inverse)
+        p[i] = nothing if row[i] == forbidden else value  # that exponential is never 0
     floor = np.float32(0.0)
     if 0 < top_k < row.shape[0]:
         floor = _cutoff_top_k(p, top_k)
@@ -145,16 +147,32 @@ def draw(row, temperature, top_k, top_p, min_p, seed, position):
 
 
 @compiled
+def forbid(row, mask):
+    """Set the logits [V] to -inf whose bit in mask [W] uint32 is 0, lowest bit first, in place."""
+    for word in range(mask.shape[0]):
+        bits, first = mask[word], word * 32
+        if bits == np.uint32(0xFFFFFFFF):
+            continue
+        for bit in range(min(32, row.shape[0] - first)):
+            if (bits >> np.uint32(bit)) & np.uint32(1) == np.uint32(0):
+                row[first + bit] = np.float32(-np.inf)
+
+
+@compiled
 def sample_rows(
-    team, phase, logits, temperature, top_k, top_p, min_p, seeds, positions, wants_logprob, tokens, normalisers
+    team, phase, logits, temperature, top_k, top_p, min_p, seeds, positions, wants_logprob, mask_of_row, masks, tokens,
+    normalisers,
 ):  # fmt: skip
     """tokens[p] = the token of row p; normalisers[p] = its log-sum-exp where wanted. Both in place. One phase.
 
-    logits: [P, V] float32; the rest [P]; temperature 0 is greedy, ties to the smallest id.
+    logits: [P, V] float32, overwritten where a row has a mask; masks: [M, W] uint32; the rest [P]. mask_of_row: -1 is
+    none. Temperature 0 is greedy, ties to the smallest id.
     """
     num_rows, done = logits.shape[0], 0
     p = take(team, phase)
     while p < num_rows:
+        if mask_of_row[p] >= 0:
+            forbid(logits[p], masks[mask_of_row[p]])
         top, best = row_maximum(logits[p])
         if wants_logprob[p]:
             normalisers[p] = log_sum_exp(logits[p], top)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from app.engine.batch import SamplingBatch
+from app.engine.batch import Bias, SamplingBatch, TokenMasks
 from app.engine.cuda.sampling import sample
-from app.engine.logits import largest, penalise
+from app.engine.logits import adjust, allowed_tokens, largest
 from app.kernels.sampling.reference import draw, log_sum_exp
 from load_tests.engine.steps import greedy
 from tests.engine.cuda.gpu import DEVICE
@@ -43,7 +43,27 @@ def _batch(generator: np.random.Generator, count: int) -> SamplingBatch:
         num_logprobs=pick(-1, 0, 1, 5).astype(np.int32),
         history=history,
         prompt_lens=prompt_lens,
+        biases=tuple(_bias(generator) if generator.integers(3) == 0 else None for _ in range(count)),
+        masks=_masks(generator, count),
     )
+
+
+def _bias(generator: np.random.Generator) -> Bias:
+    ids = generator.choice(VOCAB, 20, replace=False).astype(np.int64)
+    amounts = generator.choice([-100.0, -1.5, 2.0, 100.0, -np.inf], 20).astype(np.float32)
+    return Bias(ids, amounts)
+
+
+def _masks(generator: np.random.Generator, count: int) -> TokenMasks:
+    """For two rows of three, of few tokens and of nearly all; token 0, which no bias forbids, among them."""
+    masked = np.flatnonzero(np.arange(count) % 3)
+    of_row = np.full(count, -1, np.int32)
+    of_row[masked] = np.arange(len(masked))
+    allowed = generator.random((len(masked), -(-VOCAB // 32) * 32)) < generator.choice([0.01, 0.9], (len(masked), 1))
+    allowed[:, :30] = True
+    allowed[:, VOCAB:] = False
+    words = np.packbits(allowed, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+    return TokenMasks(of_row, lambda: words)
 
 
 def _logits(generator: np.random.Generator, count: int) -> np.ndarray:
@@ -63,8 +83,9 @@ def test_tokens_and_logprobs_are_those_of_the_definition() -> None:
     different = 0
     for p in range(count):
         row = logits[p].copy()
-        if batch.history[p].size:
-            penalise(row, batch, p)
+        adjust(row, batch, p)
+        if batch.masks is not None and batch.masks.of_row[p] >= 0:
+            row[~allowed_tokens(batch.masks.words()[batch.masks.of_row[p]], VOCAB)] = -np.inf
         expected = draw(
             row, batch.temperature[p], int(batch.top_k[p]), float(batch.top_p[p]), float(batch.min_p[p]),
             int(batch.seeds[p]), int(batch.positions[p]),
@@ -94,7 +115,11 @@ def test_a_row_is_drawn_as_if_it_were_alone() -> None:
     logits, batch = _logits(generator, 40), _batch(generator, 40)
     together = sample(torch.from_numpy(logits).to(DEVICE), batch)
     for p in range(40):
-        parts = {f.name: getattr(batch, f.name)[p : p + 1] for f in dataclasses.fields(SamplingBatch)}
+        names = [field.name for field in dataclasses.fields(SamplingBatch) if field.name != "masks"]
+        parts = {name: getattr(batch, name)[p : p + 1] for name in names}
+        assert batch.masks is not None
+        if (of_row := batch.masks.of_row[p : p + 1])[0] >= 0:
+            parts["masks"] = TokenMasks(of_row, batch.masks.words)
         alone = sample(torch.from_numpy(logits[p : p + 1]).to(DEVICE), SamplingBatch(**parts))
         assert alone.token_ids[0] == together.token_ids[p]
         assert alone.logprobs[0] == together.logprobs[p]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from app.engine.batch import SamplingBatch
+from app.engine.batch import Bias, SamplingBatch, TokenMasks
 from app.engine.xla.arrays import StepResult
 from app.engine.xla.sampling import sample
 from app.kernels.sampling.reference import log_sum_exp
@@ -70,3 +72,23 @@ def test_logprobs_are_the_models_own() -> None:
         top = output.top_logprobs[p]
         assert top is not None
         assert top[0].tolist() == np.argsort(-logits[p])[:2].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_with_a_mask_or_a_bias_draws_among_what_it_allows(temperature: float) -> None:
+    """The log-probability is the model's own, of all tokens."""
+    logits = np.random.default_rng(3).normal(size=(3, 40)).astype(np.float32)
+    words = np.zeros((1, 2), np.uint32)
+    words[0, 1] = 0b110
+    bias = Bias(np.arange(39), np.full(39, -np.inf, np.float32))
+    plain = _sampling(3, temperature, 0)
+    sampling = replace(
+        plain, masks=TokenMasks(np.array([-1, 0, -1], np.int32), lambda: words), biases=(None, None, bias)
+    )
+    output, free = sample(_result(logits), sampling), sample(_result(logits), plain)
+    assert output.token_ids[0] == free.token_ids[0]
+    assert output.token_ids[1] in (33, 34)
+    assert output.token_ids[2] == 39
+    for p in range(3):
+        own = logits[p, output.token_ids[p]] - log_sum_exp(logits[p])
+        assert abs(output.logprobs[p] - own) < 1e-6

@@ -1,0 +1,154 @@
+"""What an answer may be, as one grammar's text: a JSON schema, a regular expression, a list of choices, Lark rules.
+
+In: what a client asks for. Out: the text of a grammar for `guidance.Vocabulary`, or an InvalidRequest that names the
+place and the limit. Rule: sizes are checked here, before the grammar's library sees anything: some of its steps recurse
+once per rule, and the stack of a process that serves others is no client's to fill.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher
+
+from app.engine.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+#: Of a grammar as text, of a regular expression and of one choice.
+MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 65_536, 4096
+#: Of a JSON schema: levels, values at all levels together, and references.
+MAX_DEPTH, MAX_VALUES, MAX_REFERENCES = 64, 4000, 300
+#: Of a Lark grammar: rules and terminals.
+MAX_RULES = 100
+MAX_CHOICES = 1000
+
+#: JSON as Python's json writes it, and chat templates with it: one space, and none that has no end.
+_JSON_OPTIONS: JsonCompileOptions = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "coerce_one_of": False,
+}
+_DIRECTIVES = frozenset({"ignore", "import", "regex", "llguidance"})
+_RULE = re.compile(r"^\s*[?!]?\w+[^\n:\"/]*:", re.MULTILINE)
+_DIRECTIVE = re.compile(r"%(\w+)")
+#: Below these a schema has schemas by name, in a list, or one.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS, _SINGLE = ("anyOf", "allOf", "oneOf", "prefixItems"), ("items", "additionalProperties", "not")
+
+
+def json_grammar(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool = False) -> str:
+    """A JSON value that is valid by this schema. `lenient`: keywords that cannot be enforced are left out.
+
+    `place` is what the client calls the schema. Raises InvalidRequest.
+    """
+    check_schema(schema, place)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_options(lenient=lenient))
+
+
+def schema_rule(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool) -> str:
+    """The same as the right side of a Lark rule."""
+    check_schema(schema, place)
+    body = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    return "%json " + json.dumps(body | {"x-guidance": _options(lenient=lenient)})
+
+
+def regex_grammar(pattern: str, place: str) -> str:
+    """A text that the whole expression matches. Raises InvalidRequest."""
+    if len(pattern) > MAX_REGEX_CHARS:
+        raise InvalidRequest(
+            f"{place}: has {len(pattern)} characters; at most {MAX_REGEX_CHARS} are taken", param=place
+        )
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def choice_grammar(choices: Sequence[str], place: str) -> str:
+    """One of these texts. Raises InvalidRequest."""
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise InvalidRequest(f"{place}: has {len(choices)} choices; give 1 to {MAX_CHOICES}", param=place)
+    if "" in choices:
+        raise InvalidRequest(f"{place}: has an empty choice, which would be no answer", param=place)
+    return lark_grammar("start: " + " | ".join(quoted(choice) for choice in choices), place)
+
+
+def lark_grammar(text: str, place: str) -> str:
+    """A text that these rules derive from `start`. Raises InvalidRequest."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{place}: has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param=place)
+    return LLMatcher.grammar_from_lark(text)
+
+
+def client_lark_grammar(text: str, place: str) -> str:
+    """The same for a client's own rules. Raises InvalidRequest."""
+    num_rules = len(_RULE.findall(text))
+    if num_rules > MAX_RULES:
+        raise InvalidRequest(f"{place}: has {num_rules} rules; at most {MAX_RULES} are taken", param=place)
+    unknown = next((name for name in _DIRECTIVE.findall(text) if name not in _DIRECTIVES), None)
+    if unknown is not None:
+        raise InvalidRequest(f"{place}: %{unknown[:40]} is not taken in a grammar; a schema goes to json", param=place)
+    return lark_grammar(text, place)
+
+
+def quoted(text: str) -> str:
+    """A text as a Lark grammar writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def check_schema(schema: object, place: str) -> None:
+    """InvalidRequest for a schema that is none, or a larger one than is taken."""
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidRequest(f"{place}: a JSON schema is an object, not {type(schema).__name__}", param=place)
+    num_references = 0
+    for num_values, (depth, key, _) in enumerate(_values(schema), 1):
+        num_references += key == "$ref"
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"{place}: is nested deeper than {MAX_DEPTH} levels; flatten it", param=place)
+        if num_values > MAX_VALUES or num_references > MAX_REFERENCES:
+            raise InvalidRequest(
+                f"{place}: has more than {MAX_VALUES} values or {MAX_REFERENCES} references; make it smaller",
+                param=place,
+            )
+    if len(json.dumps(schema)) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{place}: is longer than {MAX_GRAMMAR_CHARS} characters", param=place)
+
+
+def subschemas(schema: object, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas directly below one, each with where it is."""
+    if not isinstance(schema, Mapping):
+        return
+    for keyword in _BY_NAME:
+        named = schema.get(keyword)
+        for name, inner in named.items() if isinstance(named, Mapping) else ():
+            if isinstance(inner, Mapping):
+                yield f"{path}.{keyword}.{name}", inner
+    for keyword in _LISTS:
+        listed = schema.get(keyword)
+        for index, inner in enumerate(listed if isinstance(listed, list) else ()):
+            if isinstance(inner, Mapping):
+                yield f"{path}.{keyword}.{index}", inner
+    for keyword in _SINGLE:
+        inner = schema.get(keyword)
+        if isinstance(inner, Mapping):
+            yield f"{path}.{keyword}", inner
+
+
+def _options(*, lenient: bool) -> JsonCompileOptions:
+    """Of the schema's compiler, all of them, so that a schema's own `x-guidance` changes none."""
+    return {**_JSON_OPTIONS, "lenient": lenient}
+
+
+def _values(value: object) -> Iterator[tuple[int, str, object]]:
+    """Every value at any depth, with its depth and its key. Without recursion: what is asked is how deep it goes."""
+    stack: list[tuple[int, str, object]] = [(1, "", value)]
+    while stack:
+        depth, key, item = stack.pop()
+        yield depth, key, item
+        if isinstance(item, Mapping):
+            stack += [(depth + 1, str(name), inner) for name, inner in item.items()]
+        elif isinstance(item, list):
+            stack += [(depth + 1, "", inner) for inner in item]

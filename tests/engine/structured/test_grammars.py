@@ -1,0 +1,147 @@
+"""What is taken as a grammar: small ones of every kind; larger ones and those that cannot be enforced are refused."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from app.engine.errors import InvalidRequest
+from app.engine.structured import grammars
+from app.engine.structured.guidance import Vocabulary, place_of
+from tests.engine.structured.tokens import EOS, tiny_tokenizer, tiny_vocabulary
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return tiny_vocabulary()
+
+
+def takes(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+    """Whether the whole text follows the grammar."""
+    from tokenizers import Tokenizer
+
+    matcher = vocabulary.matcher(grammar, "t")
+    try:
+        matcher.consume(Tokenizer.from_str(tiny_tokenizer()).encode(text).ids)
+    except InvalidRequest:
+        return False
+    return matcher.is_complete()
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_each_kind_of_grammar_takes_its_texts_and_no_others(vocabulary: Vocabulary) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    cases = [
+        (grammars.json_grammar(schema, "s"), '{"a": 12}', '{"a": "x"}'),
+        (grammars.json_grammar({"type": "object"}, "s"), '{"x": [1, null]}', "[1]"),
+        (grammars.regex_grammar("[0-9]{3}", "r"), "123", "12"),
+        (grammars.choice_grammar(["yes", 'no "really"'], "c"), 'no "really"', "no"),
+        (grammars.client_lark_grammar('start: "a"+ tail\ntail: /[b-d]/', "g"), "aaac", "b"),
+    ]
+    for grammar, good, bad in cases:
+        assert takes(vocabulary, grammar, good), good
+        assert not takes(vocabulary, grammar, bad), bad
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: grammars.json_grammar(nested(100), "s"), "nested deeper than 64"),
+        (lambda: grammars.json_grammar({"enum": list(range(5000))}, "s"), "more than 4000 values"),
+        (lambda: grammars.json_grammar({"allOf": [{"$ref": "#"}] * 301}, "s"), "300 references"),
+        (lambda: grammars.json_grammar({"const": "x" * 70_000}, "s"), "longer than 65536"),
+        (lambda: grammars.json_grammar("no schema", "s"), "is an object"),  # type: ignore[arg-type]
+        (lambda: grammars.regex_grammar("a" * 5000, "s"), "at most 4096"),
+        (lambda: grammars.choice_grammar([], "s"), "1 to 1000"),
+        (lambda: grammars.choice_grammar(["a", ""], "s"), "empty choice"),
+        (lambda: grammars.client_lark_grammar("start: a\n" + "a: b\n" * 200, "s"), "at most 100"),
+        (lambda: grammars.client_lark_grammar("start: %json {}", "s"), "%json is not taken"),
+    ],
+)
+def test_what_is_too_large_is_refused_before_it_is_compiled(make: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        make()
+    assert caught.value.param == "s"
+
+
+def test_what_cannot_be_enforced_is_refused_with_its_place(vocabulary: Vocabulary) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"fine": {"type": "string"}, "list": {"type": "array", "items": {"not": {"type": "null"}}}},
+    }
+    assert "not" in vocabulary.complaint(grammars.json_grammar(schema, "s"))
+    place, reason = place_of(schema, "s", vocabulary)
+    assert place == "s.properties.list.items"
+    assert "not" in reason
+    assert vocabulary.complaint(grammars.json_grammar(schema, "s", lenient=True)) == ""
+    by_reference = {"$ref": "#/$defs/x", "$defs": {"x": {"type": "string", "format": "wibble"}}}
+    assert place_of(by_reference, "s", vocabulary) == ("s.$defs.x", "Unknown format: wibble")
+
+
+def test_a_schema_does_not_change_how_it_is_read(vocabulary: Vocabulary) -> None:
+    schema = {"not": {}, "x-guidance": {"lenient": True, "whitespace_flexible": True}}
+    assert "not" in vocabulary.complaint(grammars.json_grammar(schema, "s"))
+
+
+#: Each recurses, multiplies or backtracks in some library; sizes are the largest that are taken.
+BOMBS = {
+    "nested": grammars.json_grammar(nested(60), "s"),
+    "references": grammars.json_grammar(
+        {"$ref": "#/$defs/0"}
+        | {
+            "$defs": {str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(290)}
+            | {"290": {}}
+        },
+        "s",
+    ),
+    "all of": grammars.json_grammar(
+        {"allOf": [{"anyOf": [{"properties": {f"{k}{i}": {}}} for k in "ab"]} for i in range(40)]}, "s"
+    ),
+    "repeated": grammars.regex_grammar("((a{1000}){1000}){1000}", "s"),
+    "backtracking": grammars.regex_grammar("(a|b|ab)*c{1,5000}(.*a.*b){20}", "s"),
+    "parentheses": grammars.regex_grammar("(" * 2000 + "a" + ")" * 2000, "s"),
+    "rules": grammars.client_lark_grammar(
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(97)) + '\nr97: "a"', "s"
+    ),
+    "terminals": grammars.client_lark_grammar(
+        "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(97)) + '\nR97: "a"', "s"
+    ),
+    "left": grammars.client_lark_grammar('start: start start | "a" | ""', "s"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_ends_in_time_with_an_answer(name: str, vocabulary: Vocabulary) -> None:
+    """It compiles or is refused, and so does each mask; seconds would be minutes without limits."""
+    started_s = time.process_time()
+    try:
+        matcher = vocabulary.matcher(BOMBS[name], "t")
+        _follow(matcher, vocabulary)
+    except InvalidRequest as error:
+        assert len(str(error)) < 500  # noqa: PT017
+    assert time.process_time() - started_s < 5
+
+
+def _follow(matcher: Any, vocabulary: Vocabulary) -> None:
+    import numpy as np
+
+    words = np.zeros(vocabulary.num_words, np.uint32)
+    for _ in range(30):
+        matcher.fill(words)
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if allowed[0] == EOS:
+            return
+        matcher.consume([int(allowed[0])])
