@@ -2,13 +2,15 @@
 
 In: requests that begin, and that get their first token or end. Out: room, or a refusal. Rule: those that wait for one
 adapter, or for any, are bounded, so that a source that hangs cannot take up the whole ingress; and none waits for its
-adapter longer than `adapter_wait_s`, which is less than a source may take.
+adapter longer than `adapter_wait_s`, which is less than a source may take. Where there is no room, the tenant of which
+most wait gives way: its last is refused for one of a tenant of which fewer wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 
 from app.config import LimitsConfig
 from app.deployments.ingress.streams import Stream
@@ -23,7 +25,7 @@ class ColdRequests:
         self._placer = placer
         self.limits = limits
         self._waiting: dict[Stream, asyncio.TimerHandle] = {}
-        self._per_digest: Counter[str] = Counter()
+        self._of_digest: dict[str, dict[Stream, None]] = {}  # in order of arrival, as `_waiting`
 
     @property
     def num_waiting(self) -> int:
@@ -34,20 +36,23 @@ class ColdRequests:
         ref = stream.request.adapter
         if ref is None or self._placer.view.is_resident(ref.digest):
             return
-        limits = self.limits
-        if self._per_digest[ref.digest] >= limits.max_waiting_per_adapter:
-            raise QueueFull(
-                f"{self._per_digest[ref.digest]} requests wait for adapter {ref.name!r} to be read and "
+        limits, tenant_id = self.limits, stream.request.tenant_id
+        same = self._of_digest.get(ref.digest, {})
+        if len(same) >= limits.max_waiting_per_adapter:
+            refusal = QueueFull(
+                f"{len(same)} requests wait for adapter {ref.name!r} to be read and "
                 f"limits.max_waiting_per_adapter is {limits.max_waiting_per_adapter}; send it again later",
                 retry_after_s=2,
             )
+            self._make_room(same, tenant_id, refusal)
         if len(self._waiting) >= limits.max_waiting_for_adapters:
-            raise QueueFull(
+            refusal = QueueFull(
                 f"{len(self._waiting)} requests wait for adapters to be read and "
                 f"limits.max_waiting_for_adapters is {limits.max_waiting_for_adapters}; send it again later",
                 retry_after_s=2,
             )
-        self._per_digest[ref.digest] += 1
+            self._make_room(self._waiting, tenant_id, refusal)
+        self._of_digest.setdefault(ref.digest, {})[stream] = None
         self._waiting[stream] = asyncio.get_running_loop().call_later(limits.adapter_wait_s, self._give_up, stream)
 
     def leave(self, stream: Stream) -> None:
@@ -56,9 +61,19 @@ class ColdRequests:
         if alarm is not None and stream.request.adapter is not None:
             alarm.cancel()
             digest = stream.request.adapter.digest
-            self._per_digest[digest] -= 1
-            if not self._per_digest[digest]:
-                del self._per_digest[digest]
+            del self._of_digest[digest][stream]
+            if not self._of_digest[digest]:
+                del self._of_digest[digest]
+
+    def _make_room(self, waiting: Mapping[Stream, object], tenant_id: str, refusal: QueueFull) -> None:
+        """Refuse the last of the tenant that has most of these, for one that has fewer with one more; or raise."""
+        counts = Counter(stream.request.tenant_id for stream in waiting)
+        most = max(counts, key=counts.__getitem__)
+        if counts[tenant_id] + 1 >= counts[most]:
+            raise refusal
+        last = next(stream for stream in reversed(list(waiting)) if stream.request.tenant_id == most)
+        self.leave(last)
+        last.inbox.put(refusal)
 
     def _give_up(self, stream: Stream) -> None:
         ref = stream.request.adapter

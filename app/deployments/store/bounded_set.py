@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from app.engine.config import EvictionPolicy
 from app.engine.pools.eviction import NEVER, EvictionOrder, Priority
+from app.engine.pools.shares import Shares
 
 #: Below this a load time is noise.
 _MIN_LOAD_S = 1e-4
@@ -33,6 +34,7 @@ class BoundedSet:
     def __init__(self, max_bytes: int, policy: EvictionPolicy) -> None:
         self.max_bytes = max_bytes
         self._order = EvictionOrder(policy)
+        self._shares = Shares()
         self._kept: dict[str, _Kept] = {}
         self._pinned: frozenset[str] = frozenset()
         self._queue: list[tuple[Priority, str]] = []  # may hold outdated priorities
@@ -52,25 +54,34 @@ class BoundedSet:
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept)
 
-    def use(self, key: str) -> None:
-        """It was wanted and is here."""
+    def use(self, key: str, tenant_id: str = "") -> None:
+        """It was wanted, by this tenant, and is here."""
         kept = self._kept[key]
+        self._shares.used(key, kept.size_bytes, tenant_id)
         kept.uses += 1
+        self._queue_up(key, kept)
+
+    def _queue_up(self, key: str, kept: _Kept) -> None:
         kept.priority = self._order.used(kept.uses, max(kept.load_s, _MIN_LOAD_S) / max(kept.size_bytes, 1))
         heapq.heappush(self._queue, (kept.priority, key))
         if len(self._queue) > 4 * len(self._kept) + 64:
             self._queue = [(entry.priority, name) for name, entry in self._kept.items()]
             heapq.heapify(self._queue)
 
-    def add(self, key: str, size_bytes: int, load_s: float) -> list[str] | None:
-        """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit."""
+    def add(self, key: str, size_bytes: int, load_s: float, tenant_id: str = "") -> list[str] | None:
+        """Take in a new thing, used once: what goes for it, or None (and nothing changes) if it cannot fit.
+
+        What others keep of their share (`app.engine.pools.shares`) goes when there is nothing else.
+        """
         assert key not in self._kept
         if self._fixed_bytes + size_bytes > self.max_bytes:
             return None
-        evicted = []
-        skipped = []
+        evicted: list[str] = []
+        skipped: list[tuple[Priority, str]] = []
+        spared: list[tuple[Priority, str]] = []
         while self._total_bytes + size_bytes > self.max_bytes:
-            entry = heapq.heappop(self._queue)
+            is_last_resort = not self._queue
+            entry = spared.pop(0) if is_last_resort else heapq.heappop(self._queue)
             priority, candidate = entry
             kept = self._kept.get(candidate)
             if kept is None or kept.priority != priority:
@@ -78,23 +89,27 @@ class BoundedSet:
             if self._is_fixed(candidate):
                 skipped.append(entry)
                 continue
+            if not is_last_resort and self._shares.is_kept(candidate, tenant_id, self.max_bytes):
+                spared.append(entry)
+                continue
             self._order.gave_up(priority)
             self.remove(candidate)
             evicted.append(candidate)
-        for entry in skipped:
+        for entry in skipped + spared:
             heapq.heappush(self._queue, entry)
         self._kept[key] = _Kept(size_bytes, load_s)
         self._total_bytes += size_bytes
         self._fixed_bytes += size_bytes if self._is_fixed(key) else 0
-        self.use(key)
+        self.use(key, tenant_id)
         return evicted
 
     def limit(self, max_bytes: int, policy: EvictionPolicy) -> list[str]:
         """Keep within other limits from now on: what goes for that, which is none of what is pinned or referred to."""
         old = sorted(self._kept.items(), key=lambda item: item[1].priority)
         self.max_bytes, self._order, self._queue = max_bytes, EvictionOrder(policy), []
-        for key, _ in old:
-            self.use(key)
+        for key, kept in old:
+            kept.uses += 1
+            self._queue_up(key, kept)
         evicted = []
         for key, _ in old:
             if self._total_bytes <= max_bytes:
@@ -112,6 +127,7 @@ class BoundedSet:
         self._total_bytes -= kept.size_bytes
         self._fixed_bytes -= kept.size_bytes if self._is_fixed(key) else 0
         del self._kept[key]
+        self._shares.left(key)
         return True
 
     def pin(self, keys: Iterable[str]) -> None:

@@ -144,7 +144,7 @@ class AdapterStore(Generic[T]):
         Raises whatever reading raises, and AdapterUntrusted for a tenant that does not trust who signed it.
         """
         with self._waits_for(source):
-            uri, card, _, signer = await self._from_source(source)
+            uri, card, _, signer = await self._from_source(source, tenant_id)
         if self._trusted.matter and not is_composition(source):  # its parts were registered, so they are trusted
             self._trusted.check(tenant_id, signer, f"the adapter at {uri}")
         self._quarantine.clear(card.digest)
@@ -228,7 +228,7 @@ class AdapterStore(Generic[T]):
             if is_counted:
                 self.counts.miss("host")
             return None
-        self._kept.use(ref.digest)
+        self._kept.use(ref.digest, ref.tenant_id)
         was_ahead = ref.digest in self._ahead
         self._ahead.discard(ref.digest)
         if was_ahead and is_counted:
@@ -305,9 +305,9 @@ class AdapterStore(Generic[T]):
             if not is_composition(ref.uri):  # made again rather than kept on disk
                 packed = await self._in_lane("disk", lambda: self._library.from_disk(ref.digest, ref.uri))
             if packed is not None:
-                kept = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s)
+                kept = await self._keep(LocatedAdapter(ref.uri, packed), self._clock() - started_s, ref.tenant_id)
             else:
-                kept = await self._from_source(ref.uri)
+                kept = await self._from_source(ref.uri, ref.tenant_id)
                 self._events.moved("fetched again", kept.card.digest)
             if kept.card.digest != ref.digest:
                 raise AdapterMismatch(
@@ -330,30 +330,30 @@ class AdapterStore(Generic[T]):
         self._events.moved("loaded to host", ref.digest)
         return kept
 
-    async def _from_source(self, source: str) -> _Kept[T]:
+    async def _from_source(self, source: str, tenant_id: str) -> _Kept[T]:
         """One read for all who ask for one version of a source; a local one that was overwritten is another.
 
         Where nothing tells versions apart, whoever asks when a read has begun waits for the next: what is being read
         may be older than the question.
         """
         if is_composition(source):
-            return await asyncio.shield(self._once(f"source::{source}", lambda: self._made(source)))
+            return await asyncio.shield(self._once(f"source::{source}", lambda: self._made(source, tenant_id)))
         asked_s = self._clock()
         lane = self._library.lane(source)
         version = await self._in_lane(lane, lambda: self._library.version(source))
         key = f"source:{version}:{source}"
         while not version and key in self._pending and self._begun_s.get(key, math.inf) <= asked_s:
             await asyncio.wait([self._pending[key]])
-        return await asyncio.shield(self._once(key, lambda: self._read_and_keep(key, lane, source)))
+        return await asyncio.shield(self._once(key, lambda: self._read_and_keep(key, lane, source, tenant_id)))
 
-    async def _made(self, source: str) -> _Kept[T]:
+    async def _made(self, source: str, tenant_id: str) -> _Kept[T]:
         """A derived adapter, of parts that are fetched like any other. Raises what fetching one raises."""
         started_s, composition = self._clock(), read_composition(source)
         parts = await asyncio.gather(*(self.fetch(part.ref) for part in composition.parts))
         packed = await self._in_lane("compose", lambda: self._compose(composition, parts))
-        return await self._keep(LocatedAdapter(source, packed), self._clock() - started_s)
+        return await self._keep(LocatedAdapter(source, packed), self._clock() - started_s, tenant_id)
 
-    async def _read_and_keep(self, key: str, lane: str, source: str) -> _Kept[T]:
+    async def _read_and_keep(self, key: str, lane: str, source: str, tenant_id: str) -> _Kept[T]:
         library = self._library
 
         def read() -> LocatedAdapter:
@@ -371,9 +371,9 @@ class AdapterStore(Generic[T]):
             if not self._reading[source]:
                 del self._reading[source]
                 self._asked_s.pop(source, None)
-        return await self._keep(located, self._clock() - started_s)
+        return await self._keep(located, self._clock() - started_s, tenant_id)
 
-    async def _keep(self, located: LocatedAdapter, load_s: float) -> _Kept[T]:
+    async def _keep(self, located: LocatedAdapter, load_s: float, tenant_id: str) -> _Kept[T]:
         """Put an adapter into host memory unless it is there, and let others go for it."""
         card = located.packed.card
         if card.digest not in self._handles:
@@ -384,7 +384,7 @@ class AdapterStore(Generic[T]):
                 )
             handle = await self._in_lane("put", lambda: self._put(located.packed))
             if card.digest not in self._handles:
-                evicted = self._kept.add(card.digest, card.size_bytes, load_s)
+                evicted = self._kept.add(card.digest, card.size_bytes, load_s, tenant_id)
                 if evicted is None:
                     raise AdapterTooLarge(
                         f"the adapter at {located.uri} has {card.size_bytes} bytes, but pinned adapters hold "

@@ -112,7 +112,9 @@ class AdapterOrders:
         card = first.adapter.card
         try:
             self._adapters.check_room(first.ref.name, digest, card.max_rank, card.extra_bytes)
-            grant = self._adapters.acquire(digest, card.max_rank, card.extra_bytes, card.size_bytes)
+            grant = self._adapters.acquire(
+                digest, card.max_rank, card.extra_bytes, card.size_bytes, first.ref.tenant_id
+            )
         except (AdapterError, NotReady) as refusal:
             self._adapters.cancel_reservation(digest)
             self._answer(digest, refusal)

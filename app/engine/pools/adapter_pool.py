@@ -18,6 +18,7 @@ from app.engine.config import EvictionPolicy
 from app.engine.errors import AdapterKeptOut, AdapterTooLarge
 from app.engine.pools.eviction import NEVER, EvictionOrder, Priority
 from app.engine.pools.row_runs import RowRuns, Run, length_of
+from app.engine.pools.shares import Shares
 from app.engine.stats import ResidentAdapter
 
 
@@ -68,6 +69,7 @@ class AdapterPool:
         self._residents: dict[str, _Resident] = {}
         self._free_slots = list(range(max_adapter_slots - 1, 0, -1))
         self._order = EvictionOrder(policy)
+        self._shares = Shares()
         self._pinned: frozenset[str] = frozenset()
         self._reservation: _Reservation | None = None
         self._vacated: list[int] = []  # slots whose extras nobody has released yet
@@ -162,30 +164,34 @@ class AdapterPool:
     def is_resident(self, digest: str) -> bool:
         return digest in self._residents
 
-    def acquire(self, digest: str, rank: int, extra_bytes: int = 0, size_bytes: int = 0) -> AdapterGrant | None:
+    def acquire(
+        self, digest: str, rank: int, extra_bytes: int = 0, size_bytes: int = 0, tenant_id: str = ""
+    ) -> AdapterGrant | None:
         """Reference an adapter, making room if need be; None if it must wait for references to others to end.
 
         `size_bytes`: what writing it takes, for the policy "cost". AdapterTooLarge if it never fits;
         `check_room` says if it cannot while others are pinned. Rows and bytes under another adapter's
-        reservation are not touched.
+        reservation are not touched, nor rows that others keep (`shares`) from a tenant that has more than its share,
+        unless nothing runs or the rows are reserved for it.
         """
         assert rank > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
         resident = self._residents.get(digest)
         if resident is not None:
-            return self._reference(resident)
+            return self._reference(resident, tenant_id)
         self.check_rank(digest, rank)
         self.check_extras(digest, extra_bytes)
         if not self._may_take_adapter_slot(digest) or not self._may_hold(digest, extra_bytes):
             return None
-        run = self._find_run(digest, self._length(rank))
+        run = self._find_run(digest, self._length(rank), tenant_id)
         if run is None:
             return None
-        evicted = self._make_room(run, extra_bytes)
+        evicted = self._make_room(run, extra_bytes, tenant_id)
         priority = self._order.used(1, size_bytes / run.length)
         slot = self._free_slots.pop()
         resident = _Resident(digest, rank, slot, run, 1, 1, size_bytes, priority, extra_bytes)
         self._residents[digest] = resident
         self._runs.give(run, resident)
+        self._shares.used(digest, run.length, tenant_id)
         self.cancel_reservation(digest)
         self.num_evictions += len(evicted)
         return self._grant(resident, needs_write=True, evicted=tuple(evicted))
@@ -260,7 +266,7 @@ class AdapterPool:
         assert sorted(used + self._free_slots) == list(range(1, self.max_adapter_slots))
         assert self.extra_bytes <= self.max_extra_bytes
 
-    def _reference(self, resident: _Resident) -> AdapterGrant | None:
+    def _reference(self, resident: _Resident, tenant_id: str) -> AdapterGrant | None:
         if resident.run.overlaps(self._closed_to(resident.digest)):
             return None
         if resident.digest not in self._pinned:  # a pinned adapter has its slot and bytes for good
@@ -270,6 +276,7 @@ class AdapterPool:
                 return None
         resident.num_refs += 1
         resident.uses += 1
+        self._shares.used(resident.digest, resident.run.length, tenant_id)
         resident.priority = self._order.used(resident.uses, resident.size_bytes / resident.run.length)
         return self._grant(resident, needs_write=False, evicted=())
 
@@ -306,32 +313,44 @@ class AdapterPool:
         stays = sum(e.extra_bytes for e in self._residents.values() if e.digest != digest and not self._may_go(e))
         return stays + reserved + extra_bytes <= self.max_extra_bytes
 
-    def _find_run(self, digest: str, length: int) -> Run | None:
-        """A free run, or else the one whose dearest adapter is the cheapest to give up.
+    def _find_run(self, digest: str, length: int, tenant_id: str) -> Run | None:
+        """A free run, or else the one whose dearest adapter is the cheapest to give up, others' share being dearest.
 
         A pinned adapter takes the lowest run that can be had, so that the rows of such adapters lie together.
         """
 
-        def price(entries: list[_Resident]) -> tuple[Priority, int] | None:
+        num_units = self._runs.num_units
+        has_right = (
+            self.reserved_for == digest
+            or self._shares.has_room(tenant_id, length, num_units)
+            or not self.num_referenced  # nothing runs that could end
+        )
+
+        def price(entries: list[_Resident]) -> tuple[bool, Priority, int] | None:
             if not all(map(self._may_go, entries)):
                 return None
-            return max([entry.priority for entry in entries], default=NEVER), len(entries)
+            is_kept = any(self._shares.is_kept(entry.digest, tenant_id, num_units) for entry in entries)
+            if is_kept and not has_right:
+                return None
+            return is_kept, max([entry.priority for entry in entries], default=NEVER), len(entries)
 
         closed = self._closed_to(digest)
         if digest in self._pinned:
             return self._runs.cheapest(length, lambda entries: 0 if all(map(self._may_go, entries)) else None, closed)
         return self._runs.best_fit(length, closed) or self._runs.cheapest(length, price, closed)
 
-    def _make_room(self, run: Run, extra_bytes: int) -> list[str]:
+    def _make_room(self, run: Run, extra_bytes: int, tenant_id: str) -> list[str]:
         """Evict whoever has these rows, and for a slot and the bytes whoever is idle; returns their digests."""
+
+        def price(entry: _Resident) -> tuple[bool, Priority]:
+            return self._shares.is_kept(entry.digest, tenant_id, self._runs.num_units), entry.priority
+
         evicted = [self._give_up(entry) for entry in self._runs.owners(run)]
         if not self._free_slots:
-            idle = min((e for e in self._residents.values() if self._may_go(e)), key=lambda e: e.priority)
+            idle = min((e for e in self._residents.values() if self._may_go(e)), key=price)
             evicted.append(self._give_up(idle))
         while extra_bytes and self.extra_bytes + extra_bytes > self.max_extra_bytes:
-            idle = min(
-                (e for e in self._residents.values() if self._may_go(e) and e.extra_bytes), key=lambda e: e.priority
-            )
+            idle = min((e for e in self._residents.values() if self._may_go(e) and e.extra_bytes), key=price)
             evicted.append(self._give_up(idle))
         return evicted
 
@@ -344,6 +363,7 @@ class AdapterPool:
         assert resident.num_refs == 0, "an adapter in use is never evicted"
         del self._residents[resident.digest]
         self._runs.take_back(resident.run)
+        self._shares.left(resident.digest)
         self._free_slots.append(resident.adapter_slot)
         if resident.extra_bytes:
             self._vacated.append(resident.adapter_slot)

@@ -43,7 +43,8 @@ class Admitted(NamedTuple):
 class _Pass:
     """One look over the queue: what starts in it, and what is known to have no room.
 
-    `refused_rank`: there are no rows for an absent adapter of this rank, so for none above it but the reserved one.
+    `refused_rank`: of a tenant, there are no rows for an absent adapter of this rank, so for none above it but the
+    reserved one.
     `passed_first` is the first in fair order that others have been admitted past, if it is not admitted itself.
     """
 
@@ -54,8 +55,8 @@ class _Pass:
         self.writes: list[AdapterWrite] = []
         self.refusals: list[Refusal] = []
         self.passed_first: Sequence | None = None
-        self.refused_digests: set[str] = set()
-        self.refused_rank = _NO_RANK
+        self.refused_digests: set[tuple[str, str]] = set()  # with the tenant: another may have a right to room
+        self.refused_rank: dict[str, int] = {}
         self.written_bytes = 0
 
     def admit(self, sequence: Sequence) -> None:
@@ -138,9 +139,10 @@ class Admission:
         digest = sequence.adapter_digest
         if digest is None:
             return False
-        if digest in look.refused_digests:
+        if (sequence.tenant_id, digest) in look.refused_digests:
             return True
-        is_too_large = sequence.rank >= look.refused_rank and digest != self._adapters.reserved_for
+        refused_rank = look.refused_rank.get(sequence.tenant_id, _NO_RANK)
+        is_too_large = sequence.rank >= refused_rank and digest != self._adapters.reserved_for
         return is_too_large and not self._adapters.is_resident(digest)
 
     def _place_adapter(self, sequence: Sequence, look: _Pass, *, is_urgent: bool, is_limited: bool) -> bool:
@@ -148,23 +150,23 @@ class Admission:
         adapter, digest = sequence.adapter, sequence.adapter_digest
         if adapter is None or digest is None:
             return True
-        card = adapter.card
+        card, tenant_id = adapter.card, sequence.tenant_id
         is_new = not self._adapters.is_resident(digest)
         size = card.size_bytes if is_new else 0
         if is_limited and is_new and look.written_bytes and look.written_bytes + size > self._max_write_bytes:
             self._is_open = True  # the budget is new in the next step
-            look.refused_digests.add(digest)
+            look.refused_digests.add((tenant_id, digest))
             return False
-        grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes, card.size_bytes)
+        grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes, card.size_bytes, tenant_id)
         if grant is None:
-            look.refused_digests.add(digest)
+            look.refused_digests.add((tenant_id, digest))
             if (refusal := self._refusal(sequence, digest)) is not None:
                 look.refusals.append(refusal)
                 return False
             if is_urgent:
                 self._adapters.reserve(digest, sequence.rank, sequence.extra_bytes)
             if is_new and not sequence.extra_bytes:  # else bytes may be what is missing, not rows
-                look.refused_rank = sequence.rank
+                look.refused_rank[tenant_id] = sequence.rank
             return False
         self._meter.adapter_granted(is_hit=not grant.needs_write)
         sequence.adapter_slot = grant.adapter_slot

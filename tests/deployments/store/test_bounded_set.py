@@ -165,3 +165,21 @@ def test_other_limits_keep_what_was_used_last_and_what_is_fixed() -> None:
     assert kept.add("f", 10, 1.0) is None
     kept.unref("b")
     assert kept.add("f", 10, 1.0) == ["b"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_flood_of_one_tenant_s_leaves_what_others_use_within_their_share(policy: EvictionPolicy) -> None:
+    kept = BoundedSet(100, policy)
+    assert kept.add("the one", 10, 0.1, "one") == []
+    for index in range(200):
+        evicted = kept.add(f"{index}", 10, 0.1, "many")
+        assert evicted is not None
+        assert "the one" not in evicted
+    assert kept.total_bytes == 100
+    assert kept.add("large", 95, 0.1, "many") is not None
+    assert "the one" not in kept, "there was nothing else that could make the room"
+    for index in range(5):
+        kept.remove("large")
+        assert kept.add(f"one {index}", 20, 0.1, "one") == []
+    evicted = kept.add("another's", 20, 0.1, "two")
+    assert evicted == ["one 0"], "who has more than its share makes room"

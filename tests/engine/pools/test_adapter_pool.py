@@ -379,3 +379,69 @@ def test_slots_of_pinned_adapters_stay_theirs() -> None:
         pool.check_room("c", "c", 8)
     assert pool.drop("a") == 8
     assert pool.acquire("c", 8) is not None
+
+
+def use(pool: AdapterPool, tenant: str, name: str, rank: int = 8) -> AdapterGrant | None:
+    """Reference an adapter and let it go."""
+    grant = pool.acquire(name, rank, tenant_id=tenant)
+    if grant is not None:
+        pool.release(name)
+    return grant
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_s_thousand_adapters_evict_another_s_one(policy: EvictionPolicy) -> None:
+    pool = AdapterPool(64, 8, 64, policy=policy)
+    use(pool, "one", "the one")
+    for index in range(1000):
+        assert use(pool, "many", f"{index}") is not None
+        assert pool.is_resident("the one")
+    assert pool.num_rows_free == 0, "what nobody else wants is theirs"
+
+
+def test_who_has_more_than_its_share_waits_for_its_own_rows_while_anything_runs() -> None:
+    pool = AdapterPool(64, 8, 64)
+    use(pool, "one", "the one")
+    for index in range(7):
+        assert pool.acquire(f"{index}", 8, tenant_id="many") is not None
+    assert pool.acquire("7", 8, tenant_id="many") is None
+    pool.release("3")
+    assert use(pool, "one", "mine too") is not None, "within its share it takes what is idle"
+    grant = pool.acquire("7", 8, tenant_id="many")
+    assert grant is not None
+    assert grant.evicted == ("3",)
+    pool.reserve("urgent", 8)
+    held = pool.reserved_for
+    assert held == "urgent"
+    assert pool.acquire("urgent", 8, tenant_id="many") is not None, "who has waited too long takes what it was given"
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(data=st.data(), slots=st.integers(2, 12))
+def test_what_a_tenant_within_its_share_uses_stays_unless_nothing_else_can_go(data: st.DataObject, slots: int) -> None:
+    pool = AdapterPool(64, 8, slots)
+    users: dict[str, str] = {}
+    held: list[str] = []
+    for index in range(data.draw(st.integers(1, 60))):
+        if held and data.draw(st.booleans()):
+            pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+            continue
+        tenant = data.draw(st.sampled_from("abc"))
+        rank = data.draw(st.sampled_from([8, 16, 32]))
+        name = f"{tenant}{data.draw(st.integers(0, 3))}/{rank}"
+        before = {item.digest: item for item in pool.residents()}
+        tenants = {users[digest] for digest in before} | {tenant}
+        rows = {each: sum(r.num_rows for d, r in before.items() if users[d] == each) for each in tenants}
+        is_free = not any(item.num_refs for item in before.values())
+        grant = pool.acquire(name, rank, tenant_id=tenant)
+        pool.check()
+        if grant is None:
+            assert held, "with nothing in use there is always room"
+            continue
+        users[name] = tenant
+        held.append(name)
+        share = 64 / len(tenants)
+        is_over = rows[tenant] + rank > share and len(before) - len(grant.evicted) + 1 < slots - 1
+        if is_over and not is_free:
+            for digest in grant.evicted:
+                assert users[digest] == tenant or rows[users[digest]] > share, index

@@ -332,3 +332,23 @@ def test_whoever_rows_are_reserved_for_is_not_passed_over_when_one_before_it_has
     admission.reopen()
     assert admission.admit(8, 64, 0).sequences == [large]
     pool.check()
+
+
+def test_nobody_s_many_adapters_push_out_another_s_one() -> None:
+    """Two tenants share 32 rows; one asks for ten adapters all the time, the other now and then for its own."""
+    bench = Bench(BackendLimits(64, 8, 32, 8, 16), max_batch_sequences=8)
+    many = [fake_adapter(f"many{index}", 8) for index in range(10)]
+    one = fake_adapter("one", 8)
+    count = iter(range(10**6))
+
+    def flood() -> None:
+        while bench.live["many"] < 12:
+            bench.submit("many", many[next(count) % len(many)], tenant_id="many")
+
+    for _ in range(20):
+        name = bench.submit("one", one, tenant_id="one")
+        assert bench.run(200, flood, until=name) is not None
+        bench.run(7, flood)
+    tenants = bench.engine.stats().tenants
+    assert tenants["one"].adapter_write_bytes == one.card.size_bytes, "it was read once"
+    assert tenants["many"].adapter_write_bytes > 10 * many[0].card.size_bytes
