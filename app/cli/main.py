@@ -12,6 +12,7 @@
     polylora apply configs/adapters.yaml          make a running service's adapters what the file says
     polylora status                               how a running service is
     polylora doctor --config configs/serve.yaml   would a service start here, and what could it hold
+    polylora plan --trace log.jsonl --slo-ttft 1  how many replicas a recorded traffic needs
 
 In: arguments. Out: an exit status; what is expected to go wrong is one line on stderr, not a traceback.
 A subcommand's module is imported when it runs, so that `fetch` starts without torch or Ray.
@@ -30,6 +31,7 @@ from typing import TextIO
 from app.cli.adapters import DEFAULT_CONFIG, add_commands
 from app.cli.apply import add_apply
 from app.cli.doctor import add_doctor
+from app.cli.plan import add_plan
 from app.cli.signing import add_signing_commands
 from app.cli.status import add_status
 from app.cli.tenants import add_tenants
@@ -50,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_tenants(commands)
     add_status(commands)
     add_doctor(commands, Path(DEFAULT_CONFIG))
+    add_plan(commands, Path(DEFAULT_CONFIG))
     for command in commands.choices.values():
         command.add_argument("--verbose", action="store_true", help="show where an error comes from")
     arguments = parser.parse_args(argv)

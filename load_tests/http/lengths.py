@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from load_tests.arrivals import MOST_TOKENS, split_spec
+from app.simulation.trace import MOST_TOKENS
+from load_tests.arrivals import split_spec
 
 KINDS = "fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MAX]"
 

@@ -26,8 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from app.simulation.trace import TraceEntry, read_trace
 from load_tests import arrivals, popularity
-from load_tests.arrivals import TraceEntry, read_trace
 from load_tests.http import lengths
 from load_tests.http.client import Endpoint, Outcome, closed_loop, open_loop
 from load_tests.http.report import Slo, json_line, markdown, summarise

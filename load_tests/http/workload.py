@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from load_tests.arrivals import MOST_TOKENS, TraceEntry, arrival_times
+from app.simulation.trace import MOST_TOKENS, TraceEntry
+from load_tests.arrivals import arrival_times
 from load_tests.http.lengths import lengths, words
 from load_tests.popularity import adapter_indices
 

@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from load_tests.arrivals import arrival_times, read_trace
+from app.simulation.trace import read_trace
+from load_tests.arrivals import arrival_times
 
 COUNT = 40_000
 

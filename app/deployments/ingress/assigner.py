@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.streams import Stream
 from app.deployments.links.tasks import Tasks
+from app.deployments.placement.choosing import choose
 from app.deployments.placement.placer import Placer
-from app.deployments.placement.policy import PlacementPolicy, less_loaded
-from app.deployments.placement.view import UsableFleet
+from app.deployments.placement.policy import PlacementPolicy
 from app.engine.errors import NotReady
 
 #: Streams that no replica can take are tried again at least this often.
@@ -125,14 +125,8 @@ class Assigner:
             usable = {replica_id: None for replica_id in usable if replica_id not in stream.refusals}
         if not usable:
             return None
-        candidates: Sequence[str] = ()
-        if digest is not None:
-            candidates = [home for home in self._placer.view.homes(digest) if home in usable]
-            if not candidates:  # a home that cannot be used counts as lost
-                candidates = self._policy.homes(digest, UsableFleet(self._placer.view, usable, self._links.loads.of))
-        if not candidates:
-            candidates = [*usable] if stream.refusals else self._links.usable_ids
-        return less_loaded(candidates, self._links.loads.of, self._draw)
+        anywhere = [*usable] if stream.refusals else self._links.usable_ids
+        return choose(digest, self._placer.view, self._policy, usable, anywhere, self._links.loads.of, self._draw)
 
     def _strand(self, stream: Stream) -> None:
         self._stranded.append((stream, self._clock()))

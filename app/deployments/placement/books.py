@@ -9,6 +9,7 @@ a replica leaves the table by its own word, by its silence, or when most ingress
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 MAX_HOMES = 32_768
 #: A replica shares its busiest adapter when it carries this many times the mean load, and this many more requests.
 SHARE_FACTOR, SHARE_MARGIN = 1.5, 4
+#: Replicas that share an adapter at once, the most loaded ones: the others follow a second later.
+MAX_SHARED = 32
+#: So many replicas with little to do are looked at beside those that are needed, for room in their rank rows.
+NUM_COMPARED = 16
 #: Seconds between two changes of one adapter's homes: the hysteresis.
 DWELL_S = 10.0
 #: Missed reports after which one ingress that cannot reach a replica is believed.
@@ -56,6 +61,8 @@ class PlacementBooks:
         self._replicas: dict[str, _Replica] = {}
         self._used: dict[str, None] = {}  # adapters with a home, by last use
         self._shared: set[str] = set()  # those that have several
+        self._peaks: dict[str, float] = {}  # of those the most requests lately
+        self._rebalanced_s = 0.0
         self._changed_s: dict[str, float] = {}  # adapters whose homes dwell, and since when
         self._kept_out_s: dict[str, float] = {}  # replicas that most could not reach, and when
         self._witnesses = Witnesses()
@@ -214,44 +221,74 @@ class PlacementBooks:
     def _share(self, now_s: float) -> None:
         if len(self._replicas) < 2:
             return
-        mean = sum(replica.load for replica in self._replicas.values()) / len(self._replicas)
+        loads: dict[str, float] = {each: replica.load for each, replica in self._replicas.items()}
+        mean = sum(loads.values()) / len(loads)
         bound = max(SHARE_FACTOR * mean, mean + SHARE_MARGIN)
-        overloaded = [(replica.load, each) for each, replica in self._replicas.items() if replica.load > bound]
-        for _, replica_id in sorted(overloaded, key=lambda item: (-item[0], item[1])):
+        overloaded = [each for each, load in loads.items() if load > bound]
+        for replica_id in heapq.nsmallest(MAX_SHARED, overloaded, lambda each: (-loads[each], each)):
             active = self._replicas[replica_id].active
             for digest in sorted(active, key=lambda digest: -active[digest]):
                 homes = self.view.homes(digest)
                 if replica_id in homes and len(homes) < len(self._replicas) and digest not in self._changed_s:
-                    target = self._target(homes, mean)
-                    self._set_homes(digest, (*homes, target))
+                    self._add_homes(digest, loads, bound, mean)
                     self._changed_s[digest] = now_s
-                    logger.info(
-                        "adapter %s is served by %s, too: %s has %d requests, the mean is %.1f",
-                        digest[:12], target, replica_id, self._load(replica_id), mean,
-                    )  # fmt: skip
-                    return
+                    break
 
-    def _target(self, homes: Collection[str], mean: float) -> str:
-        """Where one more home goes: of the replicas with little to do the one that was started last.
+    def _add_homes(self, digest: str, loads: dict[str, float], bound: float, mean: float) -> None:
+        """As many homes more as its requests would fill to the bound, one at least, where there is little to do.
 
-        Serve stops that one first: what is lost then is the copy, not the adapter's only place.
+        Of those replicas the ones that were started last: Serve stops them first, and what is lost then is a copy.
+        `loads` are those that are expected after what was shared before; what comes of this is added.
         """
-        others = [other for other in self._replicas if other not in homes]
-        little = (min(map(self._load, others)) + mean) / 2
-        idle = [other for other in others if self._load(other) <= little] or others
-        return min(idle, key=lambda other: (-self._replicas[other].started_s, self._load(other), other))
+        homes = self.view.homes(digest)
+        num_active = self._num_active(homes, digest)
+        others = [other for other in loads if other not in homes]
+        num_more = min(max(math.ceil(num_active / bound) - len(homes), 1), len(others))
+        little = (min(loads[other] for other in others) + mean) / 2
+        nearest = heapq.nsmallest(
+            num_more + NUM_COMPARED,
+            others,
+            lambda other: (loads[other] > little, -self._replicas[other].started_s, loads[other], other),
+        )
+        nearest.sort(key=lambda other: (loads[other] > little, self._is_full(other, digest)))
+        more = nearest[:num_more]
+        for other in more:
+            loads[other] += num_active / (len(homes) + num_more)
+        self._set_homes(digest, (*homes, *more))
+        logger.info(
+            "adapter %s is served by %s, too: %s have %d requests for it, a replica %.1f for all",
+            digest[:12], ", ".join(more), ", ".join(homes), num_active, mean,
+        )  # fmt: skip
+
+    def _is_full(self, replica_id: str, digest: str) -> bool:
+        """Whether the adapters at home there leave one more no rank rows, as far as that is known."""
+        fleet = UsableFleet(self.view, self.view.replicas, self._load)
+        return 0 < fleet.num_rank_rows(replica_id) < fleet.num_rows_at(replica_id) + fleet.num_rows(digest)
+
+    def _num_active(self, homes: Row, digest: str) -> int:
+        return sum(self._replicas[home].active.get(digest, 0) for home in homes if home in self._replicas)
 
     def _unshare(self, now_s: float) -> None:
+        """Take half of an adapter's homes back where the others would do, for the most that was lately, too.
+
+        What was counts less the longer ago it is: load that comes and goes keeps its homes.
+        """
+        left = math.exp((self._rebalanced_s - now_s) / TRAFFIC_S)
+        self._rebalanced_s = now_s
+        self._peaks = {
+            digest: max(self._num_active(self.view.homes(digest), digest), left * self._peaks.get(digest, 0.0))
+            for digest in self._shared
+        }
         for digest in sorted(self._shared.difference(self._changed_s)):
             homes = self.view.homes(digest)
             if len(homes) > self._num_expected(digest):
-                active = sum(self._replicas[home].active.get(digest, 0) for home in homes if home in self._replicas)
-                if active < SHARE_MARGIN:
-                    self._set_homes(digest, homes[:-1])
+                num_kept = max(self._num_expected(digest), len(homes) // 2)
+                if self._peaks[digest] < SHARE_MARGIN / 2 * num_kept:
+                    self._set_homes(digest, homes[:num_kept])
                     self._changed_s[digest] = now_s
                     logger.info(
-                        "adapter %s is no longer served by %s: its %d homes have %d requests",
-                        digest[:12], homes[-1], len(homes), active,
+                        "adapter %s is no longer served by %s: its %d homes had %.1f requests lately",
+                        digest[:12], ", ".join(homes[num_kept:]), len(homes), self._peaks[digest],
                     )  # fmt: skip
 
     def _forget(self, replica_id: str) -> None:

@@ -8,11 +8,13 @@ or goes changes no other's place. A thousand replicas are ordered in some 50 us.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+#: So many are found without ordering the others.
+_FIRST = 16
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -25,8 +27,18 @@ class Rendezvous:
 
     def order(self, digest: str) -> list[str]:
         """All replicas by falling score of (digest, replica): each digest has its own order."""
+        return [*self.preferred(digest)]
+
+    def preferred(self, digest: str) -> Iterator[str]:
+        """The same, one by one: the first few cost less than all."""
         scores = _mixed(self._hashes ^ np.uint64(_hash(digest)))
-        return [self._replica_ids[index] for index in np.argsort(scores, kind="stable")[::-1]]
+        if len(scores) > 2 * _FIRST:
+            first = np.argpartition(scores, -_FIRST)[-_FIRST:]
+            for index in first[np.argsort(scores[first], kind="stable")[::-1]].tolist():
+                yield self._replica_ids[index]
+        order = np.argsort(scores, kind="stable")[::-1].tolist()
+        for index in order[_FIRST:] if len(scores) > 2 * _FIRST else order:
+            yield self._replica_ids[index]
 
 
 def _hash(name: str) -> int:

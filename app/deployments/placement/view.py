@@ -91,7 +91,7 @@ class PlacementView:
         """All replicas, in the adapter's own order."""
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self._replicas)
-        return iter(self._rendezvous.order(digest))
+        return self._rendezvous.preferred(digest)
 
     def take(self, news: Changes[Key, Row]) -> None:
         """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.deployments.placement import books as placement
-from app.deployments.placement.books import DWELL_S
+from app.deployments.placement.books import DWELL_S, TRAFFIC_S
 from app.deployments.placement.table import Key, ReplicaReport, Residency, Row
 from app.deployments.placement.telling import Telling
 from app.deployments.placement.view import PlacementView
@@ -199,7 +199,41 @@ def test_a_hot_adapter_is_shared_once_and_taken_back_when_it_cools() -> None:
     fleet.rebalance(3.0)
     assert fleet.homes[hot] == homes
     fleet.rebalance(2.0 + DWELL_S)
+    assert fleet.homes[hot] == homes, "what was lately may come again"
+    fleet.rebalance(3.0 + 4 * TRAFFIC_S)
     assert fleet.homes[hot] == (home,)
+
+
+def test_load_that_comes_and_goes_keeps_its_homes() -> None:
+    fleet = ToldBooks(3)
+    (hot,) = fleet.assign(digests(1))
+    changes = 0
+    for second in range(120):
+        count = 30 if second % 20 < 3 else 0
+        before = fleet.homes[hot]
+        for each in before:
+            share = count // len(before)
+            fleet.hear(ReplicaReport(each, num_running=share, active={hot: share} if share else {}), float(second))
+        fleet.rebalance(float(second))
+        changes += fleet.homes[hot] != before
+    assert changes == 1, "one is added and none taken back"
+
+
+def test_a_copy_goes_where_its_rows_have_room() -> None:
+    fleet = ToldBooks(0)
+    rows = {f"r{index}": 32 if index else 64 for index in range(4)}
+    for replica_id, count in rows.items():
+        fleet.hear(ReplicaReport(replica_id, num_rank_rows=count), 0.0)
+    hot, *others = digests(5)
+    held = {"r0": (hot,), "r1": tuple(sorted(others[:2])), "r2": tuple(sorted(others[2:])), "r3": ()}
+    for replica_id, resident in held.items():
+        count = 20 if replica_id == "r0" else 1 if replica_id == "r3" else 0
+        active = {hot: 20} if replica_id == "r0" else {}
+        said = ReplicaReport(replica_id, count, 0, resident, active, num_rows=dict.fromkeys(resident, 16))
+        fleet.hear(replace(said, num_rank_rows=rows[replica_id]), 1.0)
+    fleet.assign([hot, *others])
+    fleet.rebalance(1.0)
+    assert "r3" in fleet.homes[hot], "r1 and r2 have less to do, but no rows"
 
 
 def test_more_adapters_than_are_remembered_do_not_take_the_homes_of_those_in_use(
@@ -385,11 +419,28 @@ def test_a_copy_goes_to_the_replica_that_was_started_last_and_leaves_it_first() 
     (digest,) = digests(1)
     fleet.assign([digest])
     (home,) = fleet.homes[digest]
-    fleet.hear(ReplicaReport(home, num_running=40, active={digest: 40}), 1.0)
+    fleet.hear(ReplicaReport(home, num_running=40, active={digest: 20}), 1.0)
     fleet.rebalance(1.0)
     order = ["r1", "r3", "r0", "r2"]
     newest = next(each for each in reversed(order) if each != home)
     assert fleet.homes[digest] == tuple(sorted((home, newest), key=order.index)), "homes are in order of age"
     fleet.hear(ReplicaReport(home), 2.0)
-    fleet.rebalance(1.0 + DWELL_S)
+    fleet.rebalance(1.0 + 4 * TRAFFIC_S)
     assert fleet.homes[digest] == (min(home, newest, key=order.index),), "what Serve stops last is kept"
+
+
+def test_a_crowd_gets_as_many_homes_as_it_fills_at_once() -> None:
+    """One more each ten seconds would take minutes where one adapter has the work of eighty replicas."""
+    fleet = ToldBooks(100)
+    first, second, third = digests(3)
+    homes = fleet.assign([first, second, third])
+    assert len({*homes.values()}) == 3
+    for digest, count in ((first, 500), (second, 250), (third, 2)):
+        fleet.hear(ReplicaReport(*homes[digest], num_running=count, active={digest: count}), 1.0)
+    fleet.rebalance(1.0)
+    bound = max(1.5 * 7.52, 7.52 + 4)
+    assert len(fleet.homes[first]) == math.ceil(500 / bound)
+    assert len(fleet.homes[second]) == math.ceil(250 / bound), "both in the same second"
+    assert fleet.homes[third] == homes[third]
+    shared = [each for digest in (first, second) for each in fleet.homes[digest]]
+    assert len(set(shared)) == len(shared), "the second one goes where the first did not"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from load_tests.arrivals import TraceEntry
+from app.simulation.trace import TraceEntry
 from load_tests.http.lengths import lengths
 from load_tests.http.workload import WorkloadConfig, plan
 

@@ -1,0 +1,63 @@
+"""What steps, prompts and loads take: the table that the simulation counts time with.
+
+In: a JSON file with one number per field, as `python -m load_tests.simulate measure` writes it on a machine. Out:
+`Costs`. Rule: times come from the real engine; a simulation says whose. The model is linear: a step of B decoding
+sequences whose adapters have R rank rows together takes `step_s + B * sequence_s + R * row_s`, a prompt of P tokens
+`P * prompt_token_s` beside that, and writing an adapter of r rank rows `r * row_write_s`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from app.engine.errors import ConfigError
+
+#: Measured on two cores of an AMD EPYC (SmolLM2-135M, Q4_1, adapters of rank 16 on all projections).
+DEFAULT_COSTS = Path(__file__).with_name("costs.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds, and the size of adapters. `row_bytes`: bytes of an adapter per rank row, on the host.
+
+    `host_s`: from the host's memory to the engine; `disk_s`: from disk to there; `source_s`: from the source to disk.
+    `start_s`: from the decision for one more replica to its first request. `machine` says where this was measured.
+    """
+
+    step_s: float
+    sequence_s: float
+    row_s: float
+    prompt_token_s: float
+    row_write_s: float
+    row_bytes: float
+    host_s: float
+    disk_s: float
+    source_s: float
+    start_s: float
+    machine: str = "not said"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "machine" and (type(value) not in (int, float) or not 0 <= value < 1e12):
+                raise ConfigError(f"costs: {field.name} is {value!r} but must be a number, 0 or more")
+        if self.step_s + self.sequence_s == 0:
+            raise ConfigError("costs: a step takes no time; give step_s or sequence_s")
+
+    def decode_s(self, num_sequences: int, num_rows: int) -> float:
+        """One step of so many decoding sequences, with the rank rows of their adapters."""
+        return self.step_s + num_sequences * self.sequence_s + num_rows * self.row_s
+
+
+def read_costs(path: Path = DEFAULT_COSTS) -> Costs:
+    """Raises ConfigError for a file that is no such table."""
+    try:
+        return Costs(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no table of costs: {error}") from error
+
+
+def write_costs(costs: Costs, path: Path) -> None:
+    path.write_text(json.dumps(asdict(costs), indent=2) + "\n")

@@ -1,0 +1,348 @@
+"""A whole fleet on the virtual clock: placement, the choice of a replica, loads, and replicas that come, go and die.
+
+In: traffic, the size of the fleet, a placement policy, costs and a seed. Out: a `Result`. Decisions are production's
+own: `PlacementBooks` with the policy, the ingress's `Loads` and `choose`, the store's `BoundedSet` for host memory, the
+autoscaler's `wanted` and `decide`. Rule: everything happens in order of its time, and what is random comes from the
+seed, so a run is the same on any machine. Simplified are: one ingress, which knows placement's table at once, one
+node's host memory for all replicas, and no prefix is shared.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from app.config import PlacementConfig
+from app.deployments.ingress.loads import Loads
+from app.deployments.placement.autoscaling import Demand, Objective, decide, wanted
+from app.deployments.placement.books import PlacementBooks
+from app.deployments.placement.choosing import choose, make_policy
+from app.deployments.placement.service import REBALANCE_INTERVAL_S
+from app.deployments.placement.table import Origin, ReplicaLoad, ReplicaReport, Row
+from app.deployments.placement.telling import Telling
+from app.deployments.replica.demand import DEMAND_S
+from app.deployments.store.bounded_set import BoundedSet
+from app.simulation.costs import Costs
+from app.simulation.replica import Job, Replica, ReplicaSize
+from app.simulation.result import Result, Tick
+from app.simulation.traffic import BASE, Traffic
+
+#: How often the autoscaler is asked.
+SCALING_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Replicas follow demand between two numbers; `objective` as in a Serve application file."""
+
+    min_replicas: int
+    max_replicas: int
+    objective: Objective = field(default_factory=Objective)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is simulated, beside the traffic. `lost_s`: at each of these times the replica with the most work dies."""
+
+    num_replicas: int
+    costs: Costs
+    size: ReplicaSize = field(default_factory=ReplicaSize)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    host_bytes: int = 8 << 30
+    scaling: Scaling | None = None
+    lost_s: Sequence[float] = ()
+    is_warm: bool = True  # every adapter is on disk already
+
+
+def simulate(traffic: Traffic, plan: Plan, seed: int) -> Result:
+    """Run all requests to their end."""
+    return _Fleet(traffic, plan, seed).run()
+
+
+class _Fleet:
+    """The state of one run."""
+
+    def __init__(self, traffic: Traffic, plan: Plan, seed: int) -> None:
+        self._traffic, self._plan = traffic, plan
+        self._now_s = 0.0
+        self._draw = random.Random(seed)
+        self._policy = make_policy(plan.placement)
+        placement = plan.placement
+        self._books = PlacementBooks(
+            self._policy, placement.silence_s, placement.report_interval_s, placement.min_homes
+        )
+        self._loads = Loads(lambda: self._now_s)
+        self._host = BoundedSet(plan.host_bytes, "lru")
+        self._on_disk: set[str] = set(traffic.digests()) if plan.is_warm else set()
+        self._coming_s: dict[str, float] = {}  # adapters that are being fetched, and when they are there
+        self._digests = traffic.digests()
+        self._replicas: dict[str, Replica] = {}
+        self._leaving: list[Replica] = []
+        self._tellings: dict[str, Telling] = {}
+        self._usable_ids: list[str] = []
+        self._homes: dict[str, Row] = {}
+        self._events: list[tuple[float, int, str, object]] = []
+        self._num_events = self._num_started = self._num_jobs_open = 0
+        self._history: list[tuple[float, float]] = []
+        self._wanted_s: dict[str, float] = {}  # adapters that were asked for, and when they last were
+        self._rates: dict[str, tuple[float, int, float]] = {}  # (when, tokens until then, best rate)
+        self._to_start = 0
+        self._stranded: list[Job] = []
+        self.result = Result(traffic)
+
+    def run(self) -> Result:
+        for _ in range(self._plan.num_replicas):
+            self._start_replica()
+        self._at(0.0, "tick", None)
+        if self._plan.scaling is not None:
+            self._at(SCALING_INTERVAL_S, "scale", None)
+        for lost_s in self._plan.lost_s:
+            self._at(lost_s, "lose", None)
+        traffic = self._traffic
+        times, adapters, ranks = traffic.arrival_s.tolist(), traffic.adapter.tolist(), traffic.rank.tolist()
+        prompts, outputs = traffic.prompt_tokens.tolist(), traffic.output_tokens.tolist()
+        tenants = traffic.tenant.tolist()
+        events = self._events
+        for index, arrival_s in enumerate(times):
+            while events and events[0][0] <= arrival_s:
+                self._happen()
+            self._now_s = arrival_s
+            adapter = adapters[index]
+            is_base = adapter == BASE
+            self._num_jobs_open += 1
+            job = Job(
+                index, arrival_s, adapter,
+                None if is_base else self._digests[adapter], 0 if is_base else ranks[adapter],
+                prompts[index], outputs[index], f"t{tenants[index]}", traffic.weights.get(tenants[index], 1.0),
+            )  # fmt: skip
+            self._dispatch(job)
+        while self._num_jobs_open:
+            self._happen()
+        self.result.end_s = self._now_s
+        for replica in [*self._replicas.values(), *self._leaving]:
+            self._count(replica)
+        return self.result
+
+    def _happen(self) -> None:
+        time_s, _, kind, what = heapq.heappop(self._events)
+        self._now_s = max(self._now_s, time_s)
+        if kind == "replica":
+            assert isinstance(what, tuple)
+            replica, version = what
+            if replica.version == version:
+                self._ended(replica.run(time_s))
+                self._expect(replica)
+        elif kind == "enter":
+            assert isinstance(what, tuple)
+            job, num_tries = what
+            if job.replica is not None and job.num_tries == num_tries:
+                self._enter(job)
+        elif kind == "tick":
+            self._tick()
+        elif kind == "scale":
+            self._scale()
+        elif kind == "start":
+            self._to_start -= 1
+            self._start_replica()
+        else:
+            self._lose()
+
+    # -- requests ---------------------------------------------------------------------------------------
+
+    def _dispatch(self, job: Job) -> None:
+        if not self._usable_ids:
+            self._stranded.append(job)
+            return
+        digest, view = job.digest, self._books.view
+        if digest is not None:
+            self._wanted_s[digest] = self._now_s
+            if self._policy.has_homes and not view.homes(digest):
+                self._books.assign([digest])
+        chosen = choose(digest, view, self._policy, self._replicas, self._usable_ids, self._loads.of, self._draw)
+        replica = job.replica = self._replicas[chosen]
+        replica.jobs[job.index] = job
+        self._loads.change(chosen, +1)
+        job.num_tries += 1
+        wait_s = 0.0 if digest is None or replica.pool.is_resident(digest) else self._fetch_s(digest, job.rank)
+        if wait_s:
+            self._at(self._now_s + wait_s, "enter", (job, job.num_tries))
+        else:
+            self._enter(job)
+
+    def _enter(self, job: Job) -> None:
+        assert job.replica is not None
+        self._ended(job.replica.enter(job, self._now_s))
+        self._expect(job.replica)
+
+    def _fetch_s(self, digest: str, rank: int) -> float:
+        """How long the adapter takes to the engine; who asks while it is being read waits for the same copy."""
+        costs = self._plan.costs
+        if digest in self._coming_s and self._coming_s[digest] > self._now_s:
+            return self._coming_s[digest] - self._now_s
+        if digest in self._host:
+            self._host.use(digest)
+            self.result.num_host_hits += 1
+            return costs.host_s
+        read_s = costs.disk_s + (0.0 if digest in self._on_disk else costs.source_s)
+        self.result.num_disk_reads += 1
+        self._on_disk.add(digest)
+        self._host.add(digest, round(rank * costs.row_bytes), read_s)
+        self._coming_s[digest] = self._now_s + read_s + costs.host_s
+        return read_s + costs.host_s
+
+    def _ended(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            assert job.replica is not None
+            self._loads.change(job.replica.replica_id, -1)
+            self._num_jobs_open -= 1
+            self.result.add(job)
+
+    def _expect(self, replica: Replica) -> None:
+        next_s = replica.next_s()
+        if next_s < math.inf:
+            self._at(next_s, "replica", (replica, replica.version))
+
+    def _at(self, time_s: float, kind: str, what: object) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, kind, what))
+
+    # -- replicas ---------------------------------------------------------------------------------------
+
+    def _start_replica(self) -> None:
+        replica_id = f"r{self._num_started:04d}"
+        self._num_started += 1
+        replica = Replica(replica_id, self._now_s, self._plan.costs, self._plan.size)
+        self._replicas[replica_id] = replica
+        self._tellings[replica_id] = Telling(Origin("store", "{}", self._now_s))
+        self._report(replica)
+        self._usable_ids = [*self._replicas]
+        stranded, self._stranded = self._stranded, []
+        for job in stranded:
+            self._dispatch(job)
+
+    def _remove(self, replica: Replica) -> None:
+        self._report(replica, is_leaving=True)
+        del self._replicas[replica.replica_id]
+        self._usable_ids = [*self._replicas]
+
+    def _lose(self) -> None:
+        """The replica with the most work is gone; what it had goes elsewhere, from the tokens that were sent."""
+        if not self._replicas:
+            return
+        replica = max(self._replicas.values(), key=lambda each: (len(each.jobs), each.replica_id))
+        self._ended(replica.run(self._now_s))
+        replica.version += 1
+        self._remove(replica)
+        self._count(replica)
+        self._to_start += 1
+        self._at(self._now_s + self._plan.costs.start_s, "start", None)
+        for job in [*replica.jobs.values()]:
+            self._loads.change(replica.replica_id, -1)
+            job.left_s, job.bypassed = 0.0, 0
+            self.result.num_moved += 1
+            self._dispatch(job)
+
+    def _count(self, replica: Replica) -> None:
+        self.result.num_hits += replica.num_hits
+        self.result.num_loads += replica.num_loads
+        self.result.num_unloads += replica.pool.num_evictions
+
+    def _report(self, replica: Replica, *, is_leaving: bool = False) -> None:
+        if replica.reported_version == replica.version and not replica.jobs and not is_leaving:
+            return  # it would say what it said before
+        replica.reported_version = replica.version
+        residents = replica.residents()
+        state = ReplicaReport(
+            replica.replica_id, replica.num_running, replica.num_waiting,
+            tuple(residents),
+            Counter(job.digest for job in replica.jobs.values() if job.digest is not None),
+            num_rows=residents, num_rank_rows=replica.size.adapter_rank_rows,
+        )  # fmt: skip
+        assert self._books.report(self._tellings[replica.replica_id].news(state, is_leaving=is_leaving), self._now_s)
+
+    # -- the clock --------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Replicas report, placement looks at them, and the ingress hears of loads."""
+        loads: dict[str, ReplicaLoad | None] = {}
+        for replica in self._replicas.values():
+            self._report(replica)
+            loads[replica.replica_id] = (len(replica.jobs), self._now_s)
+        self._books.rebalance(self._now_s)
+        self._loads.take(loads, self._now_s)
+        self._note_changes()
+        for replica in [each for each in self._leaving if not each.jobs]:
+            self._leaving.remove(replica)
+            self._count(replica)
+        self.result.ticks.append(self._state())
+        if self._num_jobs_open or self._now_s <= self._traffic.arrival_s[-1]:
+            self._at(self._now_s + REBALANCE_INTERVAL_S, "tick", None)
+
+    def _note_changes(self) -> None:
+        """Count the routes that have changed: homes that came to an adapter that had some, and that left it."""
+        for key, row in self._books.take_changes().items():
+            if key[0] == "home":
+                before, now = self._homes.get(key[1], ()), row or ()
+                if before:
+                    self.result.num_route_changes += len(set(before) ^ set(now))
+                self._homes[key[1]] = now
+
+    def _state(self) -> Tick:
+        loads = [len(replica.jobs) for replica in self._replicas.values()]
+        mean = sum(loads) / max(len(loads), 1)
+        full = num_rows = num_running = 0
+        kv_used = 0.0
+        for replica in self._replicas.values():
+            if not replica.jobs:
+                continue
+            lately = {job.digest: job.rank for job in replica.jobs.values() if job.digest is not None}
+            slots = replica.size.max_adapter_slots - 1
+            num_rows = max(num_rows, sum(lately.values()))
+            num_running, kv_used = max(num_running, replica.num_running), max(kv_used, replica.kv_used)
+            full += len(lately) > slots or sum(lately.values()) > replica.size.adapter_rank_rows
+        imbalance = max(loads, default=0) / mean if mean else 1.0
+        return Tick(self._now_s, len(self._replicas), imbalance, full, num_rows, num_running, kv_used)
+
+    def _scale(self) -> None:
+        scaling = self._plan.scaling
+        assert scaling is not None
+        now_s = self._now_s
+        self._wanted_s = {digest: at_s for digest, at_s in self._wanted_s.items() if now_s - at_s <= DEMAND_S}
+        want = wanted([self._demand(replica) for replica in self._replicas.values()], scaling.objective)
+        longest_s = max(scaling.objective.hold_s, scaling.objective.forecast_s)
+        self._history = [entry for entry in self._history if now_s - entry[0] <= longest_s]
+        self._history.append((now_s, want.replicas))
+        target = len(self._replicas) + self._to_start
+        count = decide(self._history, target, now_s, scaling.objective)
+        count = min(max(count, scaling.min_replicas), scaling.max_replicas)
+        if count != target:
+            self.result.num_scalings += 1
+        for _ in range(count - target):
+            self._to_start += 1
+            self._at(now_s + self._plan.costs.start_s, "start", None)
+        newest_first = sorted(self._replicas.values(), key=lambda each: (-each.started_s, each.replica_id))
+        for replica in newest_first[: max(0, target - count)]:
+            if len(self._replicas) > scaling.min_replicas:  # Serve stops the newest
+                self._remove(replica)
+                self._leaving.append(replica)
+        self._at(now_s + SCALING_INTERVAL_S, "scale", None)
+
+    def _demand(self, replica: Replica) -> Demand:
+        """What the replica says to the autoscaler (`replica.demand` has it from the engine's counts)."""
+        now_s = self._now_s
+        then_s, tokens, rate = self._rates.get(replica.replica_id, (replica.started_s, 0, 0.0))
+        if now_s > then_s and replica.num_running:
+            rate = max(rate * 0.995, (replica.num_tokens - tokens) / (now_s - then_s))
+        self._rates[replica.replica_id] = (now_s, replica.num_tokens, rate)
+        work = sum(
+            job.num_pending + job.output_tokens if math.isnan(job.first_s) else job.output_tokens / 2
+            for job in replica.jobs.values()
+        )
+        view = self._books.view
+        here = [digest for digest in view.at_home(replica.replica_id) if digest in self._wanted_s]
+        rows = sum((view.num_rows(digest) or view.usual_rows) / max(len(view.homes(digest)), 1) for digest in here)
+        return Demand(work, rate, rows, replica.size.adapter_rank_rows, replica.kv_used)

@@ -1,0 +1,81 @@
+"""What is asked of a simulated fleet: requests with their times, adapters and lengths, and adapters with their ranks.
+
+In: arrays, or the entries of a trace. Out: `Traffic`. Rule: it says everything that is random about the requests, so
+the same traffic can be put to different fleets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.simulation.trace import TraceEntry
+
+#: The adapter of requests for the base.
+BASE = -1
+#: Hot adapters have this part of the requests for adapters, warm ones so much of them besides.
+HOT_PART, WARM_PART = 0.5, 0.4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """N requests in order of arrival, for A adapters.
+
+    arrival_s [N] float64; adapter [N] int64, an index below A or `BASE`; prompt_tokens, output_tokens [N] int64, at
+    least 1; tenant [N] int64; rank [A] int64. `weights`: of the tenants' shares, by index; 1 for those left out.
+    """
+
+    arrival_s: NDArray[np.float64]
+    adapter: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    tenant: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    weights: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def num_adapters(self) -> int:
+        return len(self.rank)
+
+    def digests(self) -> list[str]:
+        """A digest for each adapter."""
+        return [hashlib.sha256(f"adapter {index}".encode()).hexdigest() for index in range(self.num_adapters)]
+
+    def classes(self) -> list[str]:
+        """Each adapter's class by how many requests it gets here: "hot", "warm" or "tail"."""
+        wanted = self.adapter[self.adapter != BASE]
+        counts = np.bincount(wanted, minlength=self.num_adapters)
+        names = ["tail"] * self.num_adapters
+        before = 0
+        for index in np.argsort(-counts, kind="stable").tolist():
+            part = before / max(len(wanted), 1)
+            if part < HOT_PART:
+                names[index] = "hot"
+            elif part < HOT_PART + WARM_PART:
+                names[index] = "warm"
+            before += int(counts[index])
+        return names
+
+
+def from_trace(entries: Sequence[TraceEntry], rank: int, prompt_tokens: int, output_tokens: int) -> Traffic:
+    """The requests of a trace; every adapter has `rank`, and lengths that the trace does not give are these."""
+    models = sorted({entry.model for entry in entries if entry.model is not None})
+    tenants = sorted({entry.tenant for entry in entries if entry.tenant is not None})
+    model_index = {name: index for index, name in enumerate(models)}
+    tenant_index = {name: index for index, name in enumerate(tenants)}
+    return Traffic(
+        arrival_s=np.array([entry.arrival_s for entry in entries], np.float64),
+        adapter=np.array([BASE if e.model is None else model_index[e.model] for e in entries], np.int64),
+        prompt_tokens=np.array([entry.prompt_tokens or prompt_tokens for entry in entries], np.int64),
+        output_tokens=np.array([entry.output_tokens or output_tokens for entry in entries], np.int64),
+        tenant=np.array([0 if e.tenant is None else tenant_index[e.tenant] for e in entries], np.int64),
+        rank=np.full(len(models), rank, np.int64),
+    )

@@ -1,0 +1,1 @@
+"""The fleet on a virtual clock: policies side by side, scenarios, scale."""

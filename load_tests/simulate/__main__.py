@@ -1,0 +1,141 @@
+"""Put the same traffic to different fleets, on a virtual clock: the service's own decisions, measured times.
+
+In: what to run. Out: Markdown on stdout. `policies` compares placement policies in Dynamo's scenarios, with ranks and
+with a tenant that floods; `alternating` has the load that Dynamo's allocator cannot follow; `scaling` shows what a
+replica's start-up time does to a crowd; `scale` runs a large fleet and says how long that took.
+
+    python -m load_tests.simulate policies --seeds 20
+    python -m load_tests.simulate scale --replicas 1000 --adapters 100000 --requests 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from app.config import PlacementConfig
+from app.simulation.costs import DEFAULT_COSTS, Costs, read_costs
+from app.simulation.fleet import Plan, Scaling, simulate
+from app.simulation.replica import ReplicaSize
+from app.simulation.result import Interval, intervals
+from load_tests.simulate.scenarios import SCENARIOS, alternating, flash_crowd, large
+
+POLICIES = ("sticky", "rendezvous", "round_robin", "traffic_weighted", "rank_aware", "min_cost_flow", "least_loaded")
+#: Dynamo's workers have 4 slots; of other ranks so many rows as four adapters of rank 64 take.
+FOUR_SLOTS = ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5)
+ROWS_256 = ReplicaSize(adapter_rank_rows=256, rank_alignment=8, max_adapter_slots=33)
+COLUMNS = {
+    "hit_rate": "hit rate",
+    "loads_per_1000": "loads / 1,000",
+    "route_changes": "route changes",
+    "imbalance": "imbalance",
+    "ticks_over": "s above capacity",
+    "ttft_p99_hot_s": "TTFT p99 hot, s",
+    "ttft_p99_warm_s": "warm",
+    "ttft_p99_tail_s": "tail",
+    "jain": "Jain",
+}
+
+
+def compare_policies(num_seeds: int, costs: Costs) -> str:
+    """A table per scenario: 8 replicas, 100 adapters."""
+    parts = []
+    for name, make in SCENARIOS.items():
+        size = ROWS_256 if name == "ranks" else FOUR_SLOTS
+        rows = {}
+        for policy in POLICIES:
+            plan = Plan(8, costs, size, PlacementConfig(policy=policy))
+            summaries = [simulate(make(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
+            rows[policy] = intervals(summaries)
+        parts.append(f"**{name}**\n\n" + table(rows))
+    return "\n\n".join(parts)
+
+
+def compare_alternating(num_seeds: int, costs: Costs) -> str:
+    """Four adapters, eight slots; which two are asked for changes every tick."""
+    size = ReplicaSize(adapter_rank_rows=32, rank_alignment=16, max_adapter_slots=3)
+    rows = {}
+    for policy in POLICIES:
+        plan = Plan(4, costs, size, PlacementConfig(policy=policy))
+        rows[policy] = intervals(
+            [simulate(alternating(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
+        )
+    return table(rows)
+
+
+def compare_start_times(num_seeds: int, costs: Costs) -> str:
+    """Replicas follow a flash crowd from 1 to 8; each takes so long to start."""
+    columns = {
+        "ttft_p50_s": "TTFT p50, s",
+        "ttft_p99_s": "p99, s",
+        "scalings": "decisions",
+        "replicas_mean": "replicas",
+    }
+    rows = {}
+    for start_s in (2.0, 10.0, 30.0, 60.0, 120.0):
+        plan = Plan(1, replace(costs, start_s=start_s), scaling=Scaling(1, 8))
+        summaries = [
+            simulate(flash_crowd(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)
+        ]
+        assert not any(summary["lost"] for summary in summaries), "no request may be lost"
+        rows[f"{start_s:.0f} s"] = intervals(summaries)
+    return table(rows, columns, "start")
+
+
+def run_large(num_replicas: int, num_adapters: int, num_requests: int, rate: float, costs: Costs) -> str:
+    traffic = large(np.random.default_rng(0), num_requests, num_adapters, rate)
+    started_s = time.perf_counter()
+    result = simulate(traffic, Plan(num_replicas, costs, host_bytes=1 << 40), 0)
+    spent_s = time.perf_counter() - started_s
+    summary = result.summary()
+    return (
+        f"{num_requests} requests for {num_adapters} adapters on {num_replicas} replicas: {spent_s:.1f} s, "
+        f"{1e6 * spent_s / num_requests:.0f} us a request; hit rate {summary['hit_rate']:.3f}, "
+        f"TTFT p50 {summary['ttft_p50_s']:.3f} s, p99 {summary['ttft_p99_s']:.3f} s, lost {summary['lost']:.0f}"
+    )
+
+
+def table(
+    rows: Mapping[str, Mapping[str, Interval]], columns: Mapping[str, str] = COLUMNS, first: str = "policy"
+) -> str:
+    """Markdown: a line per row, mean and interval of 95 %."""
+    lines = [f"| {first} | {' | '.join(columns.values())} |", "|---|" + "---:|" * len(columns)]
+    for name, values in rows.items():
+        lines.append(f"| {name} | {' | '.join(str(values[key]) for key in columns)} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="load_tests.simulate", description=__doc__, formatter_class=_Raw)
+    parser.add_argument("what", choices=("policies", "alternating", "scaling", "scale"))
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="what steps and loads take (JSON)")
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--adapters", type=int, default=100_000)
+    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--rate", type=float, default=4000.0, help="requests a second, of `scale`")
+    arguments = parser.parse_args(argv)
+    costs = read_costs(arguments.costs)
+    print(f"Times of {costs.machine}.\n")
+    match arguments.what:
+        case "policies":
+            print(compare_policies(arguments.seeds, costs))
+        case "alternating":
+            print(compare_alternating(arguments.seeds, costs))
+        case "scaling":
+            print(compare_start_times(arguments.seeds, costs))
+        case _:
+            print(run_large(arguments.replicas, arguments.adapters, arguments.requests, arguments.rate, costs))
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description."""
+
+
+if __name__ == "__main__":
+    main()

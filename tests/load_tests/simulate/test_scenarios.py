@@ -1,0 +1,41 @@
+"""Dynamo's scenarios and the alternating load, by the service's own placement."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from app.simulation.costs import read_costs
+from app.simulation.fleet import Plan, simulate
+from app.simulation.replica import ReplicaSize
+from load_tests.simulate.__main__ import POLICIES, main
+from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating
+
+SIZE = ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_alternating_load_moves_little_and_fills_no_replica_beyond_its_slots(seed: int) -> None:
+    """Dynamo 1.6 has 10 route changes and 39 of 40 ticks above capacity, or 8 and 40 (its optimization_findings.md)."""
+    traffic = alternating(np.random.default_rng(seed))
+    size = ReplicaSize(adapter_rank_rows=32, rank_alignment=16, max_adapter_slots=3)
+    result = simulate(traffic, Plan(4, read_costs(), size), seed)
+    assert result.num_route_changes <= 10
+    assert sum(tick.num_over for tick in result.ticks) == 0
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenarios_are_of_the_size_that_they_say(name: str) -> None:
+    traffic = SCENARIOS[name](np.random.default_rng(0))
+    assert 3000 < traffic.num_requests < 12000
+    assert (np.diff(traffic.arrival_s) >= 0).all()
+    assert traffic.arrival_s[-1] <= 200 * TICK_S
+    assert traffic.num_adapters == 100
+
+
+def test_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["alternating", "--seeds", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("| ")] == ["policy", *POLICIES]
+    main(["scale", "--replicas", "20", "--adapters", "100", "--requests", "500", "--rate", "50"])
+    assert "500 requests for 100 adapters on 20 replicas" in capsys.readouterr().out
