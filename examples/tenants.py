@@ -48,6 +48,7 @@ def main() -> None:
                 print(f"{name}, request {number}: {answer.choices[0].message.content!r}")
             except RateLimitError as error:
                 print(f"{name}, request {number}: {error.code}, again in {error.response.headers['retry-after']} s")
+    time.sleep(2)  # usage is up to a second late
     usage = admin.usage.completions(start_time=started, bucket_width="1m", group_by=["project_id"])
     for bucket in usage.data:
         for result in bucket.results:

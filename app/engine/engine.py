@@ -255,6 +255,7 @@ class Engine:
             tenants=meter.tenants(),
             rank_row_ms=meter.rank_row_ms,
             kv_block_ms=meter.kv_block_ms,
+            service_gap=self._scheduler.service_gap(),
         )
 
     # -- the engine's thread ------------------------------------------------------------------

@@ -50,6 +50,7 @@ class EngineStats:
     requests ended early: aborted, or failed with their adapter. `num_adapter_hits` of the sequences that started
     with an adapter found it on the device, `num_adapter_misses` did not; writes took `adapter_write_s` in all.
     `rank_row_ms`, `kv_block_ms`: rows and blocks that requests which have ended had referred to, times milliseconds.
+    `service_gap`: how far the service of tenants that wait is apart, by weight and in prompt tokens.
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     """
 
@@ -78,6 +79,7 @@ class EngineStats:
     tenants: dict[str, TenantStats]
     rank_row_ms: int = 0
     kv_block_ms: int = 0
+    service_gap: float = 0.0
 
 
 class _Tenant:

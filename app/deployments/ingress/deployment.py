@@ -44,6 +44,7 @@ from app.deployments.store.actor import TenantsCallee, store_actor, store_settin
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.journal import open_journal
+from app.deployments.tenants.metrics import RefusalCounters
 from app.deployments.tenants.prices import Prices
 from app.logs import start_log
 
@@ -93,7 +94,7 @@ class Ingress(AsgiIngress):
             parts.tenancy.metering.keep_flushing,
             placed.follow,
             WatchedLoads(placement.watch_loads, ingress_id, loads.take).follow,
-            partial(repeat_gauges, metrics.gauges),
+            partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
         )
         await store.preload(store_settings(config))

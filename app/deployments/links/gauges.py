@@ -2,14 +2,15 @@
 
 In: values as they change. Out: series on Ray's Prometheus port (`ray.util.metrics`). Ray drops the series of a gauge
 that nobody sets again, so a gauge that follows changes is a `SteadyGauge`, and `repeat_gauges` sets it at intervals.
-Labels take few values each (route, status class, base or adapter, tier, state): never the name of an adapter or a
-tenant, of which there may be millions.
+Labels take few values each (route, status class, base or adapter, tier, state): never the name of an adapter, of which
+there may be millions, and of tenants the largest only (`tenants.attained`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 from ray.util.metrics import Gauge
 
@@ -35,7 +36,13 @@ class SteadyGauge:
             self._gauge.set(value, tags=dict(tags))
 
 
-async def repeat_gauges(gauges: Sequence[SteadyGauge]) -> None:
+class Repeated(Protocol):
+    """What is told again at intervals."""
+
+    def repeat(self) -> None: ...
+
+
+async def repeat_gauges(gauges: Sequence[Repeated]) -> None:
     """Set the gauges again at intervals, until cancelled."""
     while True:
         await asyncio.sleep(REPEAT_S)

@@ -24,6 +24,7 @@ class EngineMetrics:
         self._rows = Gauge("polylora_rank_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags)
         self._preemptions = Counter("polylora_preemptions", "Sequences that gave up their KV blocks to others.")
         self._num_preemptions = 0
+        self._gap = Gauge("polylora_service_gap", "How far waiting tenants' weighted service is apart, in tokens.")
 
     def update(self, stats: EngineStats) -> None:
         """Tell a snapshot, and the preemptions since the last one."""
@@ -45,6 +46,7 @@ class EngineMetrics:
         ):
             for state, value in values.items():
                 gauge.set(value, tags={"state": state})
+        self._gap.set(stats.service_gap, tags={})
         if stats.num_preemptions > self._num_preemptions:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions

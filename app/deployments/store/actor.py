@@ -20,6 +20,7 @@ from app.deployments.links.ray_calls import Callee, NamedActor, leave
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
+from app.deployments.tenants.lending import Place
 from app.deployments.tenants.service import TenantsService
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.logs import start_log
@@ -38,14 +39,21 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         start_log(LogsConfig.model_validate_json(logs_json), "store")
         from app.deployments.store.opening import OpenedStore  # heavy: only this process needs it
         from app.deployments.tenants.books import TenantBooks
+        from app.deployments.tenants.metrics import TenantGauges
 
         counts = TierMetrics()
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         parts = OpenedStore(AppConfig.model_validate_json(config_json), _put, _held, counts, actor=actor_id).parts
         super().__init__(parts, self._stay)
-        self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay)
+        stores = parts.registry.stores
+
+        def place() -> Place:
+            living = sorted({stores.id, *stores.others()})
+            return Place(living.index(stores.id), len(living))
+
+        self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay, place=place)
         self._attendance = Attendance(leave)
-        self._gauges = counts.gauges
+        self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained))
         self._repeating: asyncio.Task[None] | None = None
 
     async def tenants(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

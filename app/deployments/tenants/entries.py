@@ -1,7 +1,8 @@
-"""What is known of tenants: frozen values, as they travel between processes. Times are Unix seconds.
+"""What is known of tenants: frozen values, as they travel between processes.
 
-A tenant is an OpenAI project; its id is the tenant's id everywhere else. Rule: none of these values holds a key's
-secret or a tenant's, except `IssuedKey`, which is the one answer to whoever made the key.
+In: rows of the database, read by the books. Out: projects, keys, accounts and changes, for ingresses and operators. A
+tenant is an OpenAI project, and its id is the tenant's id everywhere else; times are Unix seconds. Rule: none of these
+values holds a key's secret or a tenant's, except `IssuedKey`, which is the one answer to whoever made the key.
 """
 
 from __future__ import annotations

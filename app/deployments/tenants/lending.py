@@ -3,11 +3,13 @@
 In: what ingresses need, give back and have used. Out: what each gets. Units are lent in small lots, somewhat more than
 are needed now while much is left and exactly as many when little is, so that few requests wait for an answer and none
 is refused while another ingress sits on units. Rule: what all ingresses hold and have used is never above a limit.
+Where several processes own the limits of one database (services with a registry process each), each lends its part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.deployments.tenants.entries import Tenant
@@ -46,6 +48,18 @@ class Grant(NamedTuple):
     remaining: int
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of how many owners of the same limits this one is, from 0."""
+
+    index: int = 0
+    count: int = 1
+
+    def part(self, limit: int) -> int:
+        """This owner's part of a limit: all parts together are the limit."""
+        return (limit + self.index) // self.count
+
+
 class Lender:
     """One event loop. `spent` tells what a tenant has spent in a month so far, in nanos, as the ledger has it."""
 
@@ -56,6 +70,7 @@ class Lender:
         self._counts: dict[Meter, CountCounter] = {}
         self._heard_s: dict[str, float] = {}
         self._month = ""
+        self.place = Place()
 
     def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
         """Take what comes back, then give what is needed, meter by meter. An empty list of wants says: still here."""
@@ -77,7 +92,7 @@ class Lender:
         if limit is None:
             return Grant(want.need, 0)
         if want.meter.kind in PERIOD_S:
-            return self._rate(want, limit, now_s)
+            return self._rate(want, self.place.part(limit), now_s)
         return self._count(holder, want, limit)
 
     def _rate(self, want: Want, limit: int, now_s: float) -> Grant:
@@ -98,7 +113,8 @@ class Lender:
         if counter is None:
             used = self._spent(want.meter.tenant_id, self._month) if want.meter.kind == "spend" else 0
             counter = self._counts[want.meter] = CountCounter(limit, used)
-        counter.limit = limit
+        spent_before = counter.spent_before if want.meter.kind == "spend" else 0
+        counter.limit = spent_before + self.place.part(max(0, limit - spent_before))
         counter.report(holder, want.holding, want.used)
         granted = 0
         if want.need and counter.remaining() >= want.least:

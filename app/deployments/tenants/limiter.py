@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from app.deployments.tenants.limits import (
     PERIOD_S,
     LimitReached,
     Meter,
+    MeterKind,
     RateCounter,
     limit_of,
     refusal,
@@ -46,6 +48,13 @@ SPEND_OVERDRAFT = 0.1
 
 #: (who, wants) -> grants, one for each. Raises NotReady while the owner is away.
 Lend = Callable[[str, Sequence[Want]], Awaitable[Sequence[Grant]]]
+
+
+class Refused(NamedTuple):
+    """Why a request was refused, or would have been if the tenant's limits were enforced."""
+
+    kind: MeterKind
+    is_enforced: bool
 
 
 class Allowance(NamedTuple):
@@ -103,8 +112,7 @@ class Limiter:
         self._asking: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
         self._tasks = Tasks()
-        self.num_refused = 0
-        self.num_would_refuse = 0  # of tenants whose limits are not enforced
+        self.refused: Counter[Refused] = Counter()
 
     async def reserve(self, tenant: Tenant, needs: Mapping[Meter, int]) -> Reservation:
         """Raises LimitReached. Of a tenant whose limits are not enforced nothing is refused."""
@@ -118,11 +126,10 @@ class Limiter:
                     raise refusal(meter, amount, limit, math.inf)
             if not self._take(needs):
                 await self._wait(needs)
-        except LimitReached:
+        except LimitReached as error:
+            self.refused[Refused(error.kind, tenant.enforce)] += 1
             if tenant.enforce:
-                self.num_refused += 1
                 raise
-            self.num_would_refuse += 1
             return Reservation({}, settled=True)
         return Reservation(needs)
 

@@ -173,14 +173,14 @@ class RateCounter:
 
 
 class CountCounter:
-    """At most `limit` in all: what is used up, and what each holder holds and may give back.
+    """At most `limit` in all: what is used up (`spent_before` when this began), and what holders may give back.
 
     Holders report totals, not changes: one that is heard twice, or not at all, changes nothing for good.
     """
 
     def __init__(self, limit: int, used: int = 0) -> None:
         self.limit = limit
-        self.used = used
+        self.used = self.spent_before = used
         self._held: dict[str, int] = {}
         self._used_by: dict[str, int] = {}
 

@@ -33,17 +33,14 @@ class AdapterQuota:
             adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state == State.LOADED
         )
         number, size_bytes = connection.execute(held).one()
-        if row.max_adapters is not None and number > row.max_adapters:
-            raise AdapterQuotaReached(
-                f"the project would have {number} adapters and may have {row.max_adapters}; unload one, or raise "
-                "max_adapters",
-                "adapters",
-                None,
-            )
-        if row.max_adapter_bytes is not None and size_bytes > row.max_adapter_bytes:
-            raise AdapterQuotaReached(
-                f"the project's adapters would have {size_bytes} bytes and may have {row.max_adapter_bytes}; unload "
-                "one, or raise max_adapter_bytes",
-                "adapters",
-                None,
-            )
+        _check("max_adapters", "adapters", number, row.max_adapters)
+        _check("max_adapter_bytes", "bytes of adapters", size_bytes, row.max_adapter_bytes)
+
+
+def _check(setting: str, what: str, would_have: int, may_have: int | None) -> None:
+    if may_have is not None and would_have > may_have:
+        raise AdapterQuotaReached(
+            f"the project would have {would_have} {what} and may have {may_have}; unload one, or raise {setting}",
+            "adapters",
+            None,
+        )

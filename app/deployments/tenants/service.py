@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.deployments.links.published import Changes, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
+from app.deployments.tenants.attained import Attained
 from app.deployments.tenants.entries import (
     ApiKey,
     IssuedKey,
@@ -24,7 +25,7 @@ from app.deployments.tenants.entries import (
     TenantKey,
     TenantRow,
 )
-from app.deployments.tenants.lending import Grant, Lender, Want
+from app.deployments.tenants.lending import Grant, Lender, Place, Want
 from app.deployments.tenants.limits import month_of
 from app.deployments.tenants.metering import Row
 from app.deployments.tenants.usage import Bucket, UsageQuery
@@ -45,10 +46,19 @@ LOOK_INTERVAL_S = 2.0
 class TenantsService:
     """One event loop; the database is called in threads.
 
-    `watched` is called whenever a process asks for the table; `clock` gives Unix time.
+    `watched` is called whenever a process asks for the table; `clock` gives Unix time. `place` says which of how many
+    owners of this registry's limits this one is.
     """
 
-    def __init__(self, books: TenantBooks, watched: Callable[[], None], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        books: TenantBooks,
+        watched: Callable[[], None],
+        clock: Callable[[], float] = time.time,
+        place: Callable[[], Place] = Place,
+    ) -> None:
+        self.attained = Attained(self._weight, clock)
+        self._place = place
         self._books = books
         self._clock = clock
         self._spent: dict[tuple[str, str], int] = {}  # by tenant and month: as the ledger said when it was first asked
@@ -67,6 +77,7 @@ class TenantsService:
         if self._revision < 0:
             async with self._changing:
                 await self._look()
+            self._lender.place = await asyncio.to_thread(self._place)
         if not len(self._tasks):
             self._tasks.start(self._keep_looking())
         return await self.table.newer(held, watcher_id, timeout_s)
@@ -188,10 +199,15 @@ class TenantsService:
         return self._lender.remaining_spend(project_id)
 
     async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
-        await asyncio.to_thread(self._books.ledger.record, writer_id, number, rows)
+        if await asyncio.to_thread(self._books.ledger.record, writer_id, number, rows):
+            self.attained.add(rows)
 
     async def usage(self, query: UsageQuery) -> list[Bucket]:
         return await asyncio.to_thread(self._books.ledger.buckets, query)
+
+    def _weight(self, tenant_id: str) -> float:
+        tenant = self._tenant(tenant_id)
+        return 1.0 if tenant is None else tenant.weight
 
     def _tenant(self, tenant_id: str) -> Tenant | None:
         row = self._rows.get(("tenant", tenant_id))
@@ -253,6 +269,7 @@ class TenantsService:
             try:
                 async with self._changing:
                     await self._look()
+                self._lender.place = await asyncio.to_thread(self._place)
             except NotReady as error:
                 logger.warning("%s; tenants stay as they were", error)
 

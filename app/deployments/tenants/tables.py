@@ -1,8 +1,8 @@
 """The tables of tenants, beside the registry's and in the same schema.
 
-The schema is made and changed by the registry's `migrations/` alone; a test holds the two equal. Every row belongs to
-one base model. Times are Unix seconds. A key that is revoked keeps its row: the audit and usage name it, and a
-service that ever had keys never opens again.
+In: nothing. Out: SQLAlchemy's tables, which the books read and write. Rule: the schema is made and changed by the
+registry's `migrations/` alone; a test holds the two equal. Every row belongs to one base model. Times are Unix seconds.
+A key that is revoked keeps its row: the audit and usage name it, and a service that ever had keys never opens again.
 """
 
 from __future__ import annotations

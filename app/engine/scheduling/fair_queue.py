@@ -123,6 +123,12 @@ class FairQueue:
         """Count served work, in prompt tokens, against the sequence's tenant."""
         self._tenants[sequence.tenant_id].counter += price / sequence.request.weight
 
+    def gap(self) -> float:
+        """How far the counters of tenants that wait are apart: what the bound is about, as of now."""
+        tenants = self._tenants.copy()
+        counters = [tenants[name].counter for name in self._waiting_tenants.copy() if name in tenants]
+        return max(counters) - min(counters) if counters else 0.0
+
     def counters(self) -> dict[str, float]:
         """Virtual counter per known tenant."""
         return {tenant_id: tenant.counter for tenant_id, tenant in self._tenants.copy().items()}

@@ -58,6 +58,10 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    def service_gap(self) -> float:
+        """How far the weighted service of tenants that wait is apart, in prompt tokens."""
+        return self._queue.gap()
+
     def num_live_of(self, digest: str) -> int:
         """Live sequences of an adapter, waiting ones included."""
         return self._num_live_of.get(digest, 0)

@@ -63,7 +63,7 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
             self._name = name
 
         def set(self, value: float, tags: Mapping[str, str]) -> None:
-            told[self._name, tags["state"]] = value
+            told[self._name, tags.get("state", "")] = value
 
         def inc(self, value: float) -> None:
             told[self._name, ""] = told.get((self._name, ""), 0) + value

@@ -203,6 +203,18 @@ def test_what_is_held_is_charged_with_each_token() -> None:
     assert queue.counters() == {"a": OUTPUT_PRICE, "b": (OUTPUT_PRICE + 2) / 2}
 
 
+def test_the_gap_is_that_of_tenants_that_wait() -> None:
+    queue = FairQueue()
+    assert queue.gap() == 0
+    items = [sequence(name, name, prompt=8) for name in "abc"]
+    for item in items:
+        queue.push(item)
+    for item, price in zip(items, (10, 40, 100), strict=True):
+        queue.charge(item, price)
+    queue.remove(items[2])
+    assert queue.gap() == 30
+
+
 def test_the_number_of_remembered_tenants_is_bounded() -> None:
     queue = FairQueue()
     limit = fair_queue.MAX_ABSENT_TENANTS

@@ -32,30 +32,42 @@ class ProjectBody(Body):
 
 
 class AccountBody(Body):
+    """A service account, made with a first key unless only the account is asked for."""
+
     name: str
     create_service_account_only: bool = False
     expires_in_seconds: Count | None = None
 
 
 class AccountUpdateBody(Body):
+    """An account's new name."""
+
     name: str
 
 
 class KeyBody(Body):
+    """Another key of an account; null: it does not expire."""
+
     name: str = "Secret Key"
     expires_in_seconds: Count | None = None
 
 
 class KeyUpdateBody(Body):
+    """When a key ends, from now on: how it is rotated out."""
+
     expires_in_seconds: Count
 
 
 class AdminKeyBody(Body):
+    """A key that administers; null: it does not expire."""
+
     name: str
     expires_in_seconds: Count | None = None
 
 
 class ModelsBody(Body):
+    """The models, adapters and aliases that a project may use, or may not."""
+
     mode: Literal["allow_list", "deny_list"]
     model_ids: list[str]
 
@@ -69,6 +81,8 @@ class RateLimitBody(Body):
 
 
 class SpendLimitBody(Body):
+    """What a project may spend in a calendar month (UTC); `threshold_amount` is in cents."""
+
     threshold_amount: int = Field(ge=0, lt=2**53)
     currency: Literal["USD"]
     interval: Literal["month"]

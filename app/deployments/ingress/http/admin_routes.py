@@ -21,7 +21,15 @@ from app.deployments.ingress.schema import BodyT, parse_body
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
 from app.deployments.tenants.client import TenantsClient
-from app.deployments.tenants.entries import DEFAULT_PAGE, LARGEST_PAGE, ApiKey, RateLimit, ServiceAccount, Tenant
+from app.deployments.tenants.entries import (
+    DEFAULT_PAGE,
+    LARGEST_PAGE,
+    ApiKey,
+    RateLimit,
+    ServiceAccount,
+    Tenant,
+    TenantChange,
+)
 from app.engine.errors import InvalidRequest, NotFound
 
 #: Before a rate limit's id comes this; behind it the model's name.
@@ -176,12 +184,13 @@ def _add_key_routes(routes: APIRouter, service: AdministeredService) -> None:
 
     @routes.get("/projects/{project_id}/api_keys")
     async def keys(project_id: str, request: Request) -> Response:
-        limit = _limit(request)
-        found = await owner.keys(project_id, limit + 1, request.query_params.get("after"))
-        if request.query_params.get("owner_project_access") == "inactive":  # a revoked key is in no list
-            found = []
-        data = [await _key_body(owner, key) for key in found[:limit]]
-        return JSONResponse(page_body(data, has_more=len(found) > limit))
+        async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
+            found = await owner.keys(project_id, limit, after)
+            if request.query_params.get("owner_project_access") == "inactive":  # a revoked key is in no list
+                return []
+            return [await _key_body(owner, key) for key in found]
+
+        return await _page(request, read, dict)
 
     @routes.get("/projects/{project_id}/api_keys/{key_id}")
     async def key(project_id: str, key_id: str) -> Response:
@@ -287,15 +296,16 @@ def _add_audit_routes(routes: APIRouter, service: AdministeredService) -> None:
 
     @routes.get("/audit_logs")
     async def audit_logs(request: Request) -> Response:
-        limit = _limit(request)
-        found = await owner.changes(
-            limit + 1,
-            before=_audit_id(request, "after"),  # newest first: what comes after is older
-            after=_audit_id(request, "before"),
-            project_ids=request.query_params.getlist("project_ids[]"),
-            events=request.query_params.getlist("event_types[]"),
-        )
-        return JSONResponse(page_body([bodies.audit_body(each) for each in found[:limit]], has_more=len(found) > limit))
+        async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
+            return await owner.changes(
+                limit,
+                before=_audit_id(request, "after"),  # newest first: what comes after is older
+                after=_audit_id(request, "before"),
+                project_ids=request.query_params.getlist("project_ids[]"),
+                events=request.query_params.getlist("event_types[]"),
+            )
+
+        return await _page(request, read, bodies.audit_body)
 
 
 def _audit_id(request: Request, name: str) -> int | None:

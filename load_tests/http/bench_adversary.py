@@ -1,0 +1,140 @@
+"""What one tenant's flood does to another over HTTP, with fairness and without.
+
+In: a configuration, from which a service is started as `make serve` does, with keys. Out: Markdown on stdout: times to
+the first token and between tokens of a tenant's requests, alone; beside another tenant that keeps `--adversary-factor`
+times as many streams open (fairness); and beside the same flood sent with the tenant's own key (without: within a
+tenant it is first come, first served). Cases take turns, and ratios are within a round. Client and engine share the
+machine.
+
+    python -m load_tests.http.bench_adversary --adversary-factor 10 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+import numpy as np
+from openai import OpenAI
+
+from app.cli.settings_file import read_settings
+from app.config import ADMIN_KEY
+from app.deployments.tenants.key_material import new_key
+from load_tests.http.client import Endpoint, Outcome, closed_loop
+from load_tests.http.lengths import words
+from load_tests.http.workload import PlannedRequest
+from load_tests.measuring import environment, ratios, rounds, spread
+from load_tests.service import ROOT, Service, free_port, serve_arguments
+
+ALONE, FAIR, UNFAIR = "alone", "beside a flood of another tenant", "beside the same flood, without fairness"
+#: Tokens of each prompt, in words, and of each answer.
+NUM_WORDS, NUM_TOKENS = 32, 32
+#: Seconds that the flood has run before anything counts.
+LEAD_S = 2.0
+
+
+class Bench:
+    """A running service and a key for each tenant. `measure` raises RuntimeError when a request is refused."""
+
+    def __init__(self, url: str, admin_key: str, model: str, num_streams: int, factor: int, num_requests: int) -> None:
+        self._url, self._model = url, model
+        self._num_streams, self._factor, self._num_requests = num_streams, factor, num_requests
+        self._rng = np.random.default_rng(0)
+        admin = OpenAI(base_url=url, admin_api_key=admin_key, api_key="none").admin.organization
+        self._keys: dict[str, str] = {}
+        for name in ("one", "flood"):
+            project = admin.projects.create(name=name)
+            account = admin.projects.service_accounts.create(project.id, name="bench")
+            assert account.api_key is not None
+            self._keys[name] = account.api_key.value
+        #: Of each case, its rounds: (99th percentile of the time to the first token, of the time between tokens).
+        self.seen: dict[str, list[tuple[float, float]]] = {ALONE: [], FAIR: [], UNFAIR: []}
+
+    def measure(self, case: str) -> float:
+        """One case once, into `seen`; its 99th percentile of the time to the first token, in seconds."""
+        outcomes = asyncio.run(self._measure(case))
+        gaps_s = [gap for outcome in outcomes for gap in outcome.gaps_s]
+        first_s = float(np.percentile([outcome.ttft_s for outcome in outcomes], 99))
+        self.seen[case].append((first_s, float(np.percentile(gaps_s, 99))))
+        return first_s
+
+    async def _measure(self, case: str) -> list[Outcome]:
+        flood = None
+        if case != ALONE:
+            sender = "flood" if case == FAIR else "one"
+            num_streams = self._num_streams * self._factor
+            flood = asyncio.create_task(self._ask(sender, 100 * num_streams, num_streams))
+            await asyncio.sleep(LEAD_S)
+        try:
+            return await self._ask("one", self._num_requests, self._num_streams)
+        finally:
+            if flood is not None:
+                flood.cancel()
+                await asyncio.gather(flood, return_exceptions=True)
+                await asyncio.sleep(1.0)  # what it left behind ends
+
+    async def _ask(self, sender: str, num_requests: int, num_streams: int) -> list[Outcome]:
+        requests = [
+            PlannedRequest(
+                index=index,
+                arrival_s=0.0,
+                model=self._model,
+                tenant=sender,
+                prompt=words(NUM_WORDS, self._rng),
+                max_tokens=NUM_TOKENS,
+            )
+            for index in range(num_requests)
+        ]
+        endpoint = Endpoint(self._url, api_keys=self._keys, extra_body={"ignore_eos": True})
+        outcomes = await closed_loop(endpoint, requests, num_streams)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise RuntimeError(f"{sender}: {outcome.error}")
+        return outcomes
+
+
+def table(bench: Bench) -> str:
+    """What was seen, in Markdown."""
+    lines = [
+        "| a tenant's requests | p99 first token, ms | / alone | p99 between tokens, ms | / alone |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for case, seen in bench.seen.items():
+        cells = []
+        for index in (0, 1):
+            values, alone = [each[index] for each in seen], [each[index] for each in bench.seen[ALONE]]
+            cells.append(f"{spread(values).median * 1e3:.0f} | {ratios(values, alone)}")
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="A tenant's times beside another's flood.")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "serve.yaml")
+    parser.add_argument("--adversary-factor", type=int, default=10, help="the flood's streams, of one of the tenant's")
+    parser.add_argument("--streams", type=int, default=4, help="streams of the tenant")
+    parser.add_argument("--requests", type=int, default=40, help="requests of the tenant in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    machine, port, admin_key = environment(), free_port(), new_key(is_admin=True).value
+    arguments = serve_arguments(str(given.config), port)
+    with Service(arguments, {ADMIN_KEY: admin_key}) as service:
+        service.wait_for("Ready after")
+        url = f"http://127.0.0.1:{port}/v1"
+        model = read_settings(given.config).model.name
+        bench = Bench(url, admin_key, model, given.streams, given.adversary_factor, given.requests)
+        bench.measure(ALONE)
+        bench.seen[ALONE].clear()
+        rounds({case: lambda case=case: bench.measure(case) for case in bench.seen}, given.rounds)
+    print(
+        f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
+        f"{machine['load_average']}, after {environment()['load_average']}. {given.streams} streams of a tenant, "
+        f"{given.streams * given.adversary_factor} of the flood; {NUM_WORDS} words, {NUM_TOKENS} tokens; "
+        f"{given.requests} requests a round, {given.rounds} rounds.\n\n{table(bench)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
