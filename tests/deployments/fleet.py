@@ -29,7 +29,9 @@ from app.engine.backend import BackendLimits
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
+from app.engine.models.spec import ModelSpec
 from app.engine.request import Consumption, GenerateRequest
+from app.engine.structured.compiler import Grammars
 from app.engine.worker import EngineThread
 from tests.deployments.placed import ORIGIN
 from tests.fakes import FakeBackend
@@ -40,8 +42,8 @@ LIMITS = BackendLimits(256, 8, adapter_rank_rows=64, rank_alignment=8, max_adapt
 class PausableBackend(FakeBackend):
     """Computes `max_steps` steps (None: all), then waits to be resumed: a replica caught in the middle."""
 
-    def __init__(self) -> None:
-        super().__init__(LIMITS)
+    def __init__(self, spec: ModelSpec | None = None) -> None:
+        super().__init__(LIMITS, spec)
         self.max_steps: int | None = None
         self.num_steps = 0
         self.resumed = threading.Event()
@@ -69,8 +71,8 @@ class FakeReplica:
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
         self.service = EngineService(fleet, time.time, counting=fleet, idle_s=idle_s)
-        self.backend = PausableBackend()
-        self.engine = Engine(self.backend, EngineConfig(max_waiting=max_waiting))
+        self.backend = PausableBackend(fleet.spec)
+        self.engine = Engine(self.backend, EngineConfig(max_waiting=max_waiting), grammars=fleet.grammars)
         self.thread = EngineThread(self.engine, self.service.on_step)
         self.service.start(self.thread)
         self.thread.start()
@@ -109,8 +111,17 @@ class FleetDispatcher(Dispatcher):
 class Fleet:
     """Transport, placer and adapter store of a dispatcher under test."""
 
-    def __init__(self, num_replicas: int, *, max_waiting: int = 512, idle_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        max_waiting: int = 512,
+        idle_s: float = 5.0,
+        spec: ModelSpec | None = None,
+        grammars: Callable[[], Grammars] | None = None,
+    ) -> None:
         self._options = (max_waiting, idle_s)
+        self.spec, self.grammars = spec, grammars
         self.replicas: dict[str, FakeReplica] = {}
         self.adapters: dict[str, LoraAdapter] = {}
         self.fetches: list[str] = []

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import tokenizers
+
 from app.config import AppConfig, PriceConfig
+from app.deployments.ingress.frontend import TextModel
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.service import IngressService, Parts
+from app.deployments.ingress.structured import Asked
 from app.deployments.ingress.tenancy import Rates, Tenancy
+from app.deployments.ingress.text_model import BaseText
 from app.deployments.links.transport import Frame
 from app.deployments.tenants.prices import Prices
+from app.engine.models.tokenizer import Tokenizer
+from app.engine.models.tool_formats import ToolFormat, tool_format
 from app.engine.request import GenerateRequest, Usage
 from tests.deployments.fleet import Fleet, Unbatched
 from tests.deployments.managed import ManagedStore
+from tests.engine.structured.tokens import tiny_tokenizer
 from tests.fakes import fake_spec
 
 #: A dollar per million prompt tokens, ten cents for cached ones, four dollars for generated ones.
@@ -34,10 +43,25 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return [ord(character) % 61 for character in text]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], text: str = "") -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        text: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002
+    ) -> list[int]:
         return self.encode(text + "".join(f"{message['role']}:{message['content']}|" for message in messages))
 
-    def decoder(self) -> Letters:
+    def tool_format(self, text: str = "") -> ToolFormat:
+        return tool_format(text)
+
+    def specials(self, form: ToolFormat) -> Mapping[str, int]:  # noqa: ARG002
+        return {}
+
+    def check_grammar(self, wanted: Asked) -> None:
+        """These letters write no JSON; `WritingModel` does."""
+        raise NotImplementedError(wanted.place)
+
+    def decoder(self, shown: frozenset[int] = frozenset()) -> Letters:  # noqa: ARG002
         return self
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -92,7 +116,7 @@ class RecordedMetrics:
 class Service(IngressService):
     """The service over a fleet of one; it takes a note of each request that has ended."""
 
-    def __init__(self, fleet: Fleet, managed: ManagedStore) -> None:
+    def __init__(self, fleet: Fleet, managed: ManagedStore, text: TextModel | None = None) -> None:
         self.fleet = fleet
         self.managed = managed
         self.metrics = RecordedMetrics()
@@ -100,7 +124,7 @@ class Service(IngressService):
         self.counted: list[tuple[Job | None, list[Usage | None]]] = []
         limits = {"max_body_bytes": 20_000, "max_sequences": 4, "request_timeout_s": 120, "replica_wait_s": 0.2}
         parts = Parts(
-            text=Letters(),
+            text=text or Letters(),
             registry=managed.view,
             tenancy=Tenancy(managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock),
             store=managed.client,
@@ -124,3 +148,18 @@ class Service(IngressService):
         super().observe(route, status, job)
         self.observed.append((route, status))
         self.counted.append((job, [] if job is None else job.usages))
+
+
+#: Written by a template that knows tools, in Hermes' form; short, because here a character is a token.
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | length }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}|"
+    "{% endfor %}"
+)
+#: The fake model that writes JSON: 120 tokens, printable ASCII among them.
+WRITING_SPEC = dataclasses.replace(fake_spec(max_positions=1024), vocab_size=120, eos_token_ids=(2,))
+
+
+def writing_text(template: str = TEMPLATE) -> BaseText:
+    backend = tokenizers.Tokenizer.from_str(tiny_tokenizer())
+    return BaseText(Tokenizer(backend, {"eos_token": "</s>"}, {"default": template}), WRITING_SPEC, 1024)

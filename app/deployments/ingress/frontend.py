@@ -8,9 +8,11 @@ once (the seed of a request without one), so that a request can be computed agai
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
 from app.deployments.ingress.compositions import combined
@@ -22,13 +24,17 @@ from app.deployments.ingress.schema import (
     SamplingFields,
     WeightedAdapter,
 )
+from app.deployments.ingress.structured import Asked, asked
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
+from app.deployments.ingress.tool_calls import ToolUse
+from app.deployments.ingress.tool_use import ChatFields, chat_grammar, told_messages, told_tools
 from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import Composition, Recipe
 from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
 from app.engine.models.spec import ModelSpec
+from app.engine.models.tool_formats import ToolFormat
 from app.engine.request import GenerateRequest, SamplingParams
 
 T = TypeVar("T")
@@ -53,9 +59,20 @@ class TextModel(Protocol):
 
     def encode(self, text: str) -> Sequence[int]: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], text: str = "") -> Sequence[int]: ...
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        text: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Sequence[int]: ...
 
-    def decoder(self) -> Decoder: ...
+    def tool_format(self, text: str = "") -> ToolFormat: ...
+
+    def specials(self, form: ToolFormat) -> Mapping[str, int]: ...
+
+    def check_grammar(self, wanted: Asked) -> None: ...
+
+    def decoder(self, shown: frozenset[int] = frozenset()) -> Decoder: ...
 
     def token_text(self, token_id: int) -> str: ...
 
@@ -201,17 +218,9 @@ class Frontend:
         self._check_generates()
         arrival_s = self._clock()
         ref = self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
-        messages = [
-            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-            | ({} if message.name is None else {"name": message.name})
-            for message in body.messages
-        ]
-        num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
         text = "" if ref is None else self._names.text(ref)
-        if text:  # an adapter's own template may take its time
-            token_ids = await asyncio.to_thread(self._model.encode_chat, messages, text)
-        else:
-            token_ids = await _tokenized(num_chars, lambda: self._model.encode_chat(messages))
+        token_ids = await self.chat_ids(body, text)
+        wanted, tools = chat_grammar(body, self._model, text)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         names = _Fields("messages", body.limit_field, "top_logprobs")
         return await self._job(
@@ -224,7 +233,18 @@ class Frontend:
             body.token_limit,
             num_logprobs,
             names,
+            wanted=wanted,
+            tools=tools,
         )
+
+    async def chat_ids(self, body: ChatFields, text: str) -> Sequence[int]:
+        """The token ids of a conversation, up to where the assistant answers; `text` is what the adapter says of it."""
+        messages, tools = told_messages(body.messages), told_tools(body)
+        num_chars = sum(len(message["content"]) + CHARS_PER_MESSAGE for message in messages)
+        num_chars += len(json.dumps(tools)) if tools else 0
+        if text:  # an adapter's own template may take its time
+            return await asyncio.to_thread(self._model.encode_chat, messages, text, tools)
+        return await _tokenized(num_chars, lambda: self._model.encode_chat(messages, "", tools))
 
     async def completion(self, body: CompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """As `chat`."""
@@ -245,7 +265,15 @@ class Frontend:
             body.max_tokens,
             body.logprobs,
             names,
+            echoes=[self._shown(prompt) for prompt in prompts] if body.echo else (),
         )
+
+    def _shown(self, prompt: str | list[int]) -> str:
+        """A prompt as text."""
+        if isinstance(prompt, str):
+            return prompt
+        decoder = self._model.decoder()
+        return decoder.push(prompt) + decoder.flush()
 
     async def generate(self, body: GenerateBody, caller: Caller, request_id: str | None = None) -> Job:
         """As `chat`."""
@@ -296,7 +324,14 @@ class Frontend:
         max_tokens: int | None,
         num_logprobs: int | None,
         names: _Fields,
+        *,
+        wanted: Asked | None = None,
+        tools: ToolUse | None = None,
+        echoes: Sequence[str] = (),
     ) -> Job:
+        wanted = wanted or asked(fields)
+        if wanted is not None:
+            await asyncio.to_thread(self._model.check_grammar, wanted)
         self._check_sequences(len(prompts), fields.n, names)
         if len(fields.stop_strings) > self.limits.max_stop_strings:
             raise InvalidRequest(
@@ -322,6 +357,7 @@ class Frontend:
                     self._room(token_ids, max_tokens, names),
                     derived_seed(seed, prompt_index * seeds_per_prompt + copy),
                     num_logprobs,
+                    "" if wanted is None else wanted.grammar,
                 ),
                 adapter=ref,
                 weight=caller.tenant.weight,
@@ -343,8 +379,10 @@ class Frontend:
             fields.n,
             deadline_s,
             self._source,
-            self._model.decoder,
+            self._model.decoder if tools is None else partial(self._model.decoder, tools.shown_ids),
             self._clock,
+            tools=tools,
+            echoes=tuple(echo for echo in echoes for _ in range(fields.n)),
         )
 
     def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Fields) -> int:
@@ -371,8 +409,20 @@ class Frontend:
                 param=names.prompt if num_per_prompt == 1 else names.num_answers,
             )
 
-    @staticmethod
-    def _sampling(fields: SamplingFields, max_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
+    def _sampling(
+        self, fields: SamplingFields, max_tokens: int, seed: int, num_logprobs: int | None, grammar: str
+    ) -> SamplingParams:
+        _check_grammar_fields(fields, grammar)
+        for token_id, _ in fields.biases:
+            if token_id >= self._model.vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
+                    param="logit_bias",
+                )
+        if fields.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {fields.min_tokens} but at most {max_tokens} may be generated", param="min_tokens"
+            )
         is_likeliest = fields.top_p == 0  # the least set of tokens that has any probability at all
         return SamplingParams(
             max_tokens=max_tokens,
@@ -387,7 +437,17 @@ class Frontend:
             frequency_penalty=fields.frequency_penalty,
             repetition_penalty=fields.repetition_penalty,
             num_logprobs=num_logprobs,
+            logit_bias=fields.biases,
+            min_tokens=fields.min_tokens,
+            grammar=grammar,
         )
+
+
+def _check_grammar_fields(fields: SamplingFields, grammar: str) -> None:
+    """Raises InvalidRequest for fields that contradict a grammar."""
+    if grammar and (fields.ignore_eos or fields.min_tokens):
+        name = "ignore_eos" if fields.ignore_eos else "min_tokens"
+        raise InvalidRequest(f"{name} is not for an answer with a grammar, which says itself where it ends", param=name)
 
 
 def _not_found(name: str) -> NotFound:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
+from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.tenants.limiter import Reservation
 from app.engine.request import GenerateRequest, TokenChunk, TokenLogprobs, Usage
 
@@ -57,7 +58,7 @@ class Job:
     """The sequences of one client request: `num_per_prompt` (n) for each prompt, in order.
 
     `deadline_s` is a time of the event loop's clock; `clock` gives Unix time. `reservation` is what the job holds
-    of its caller's limits.
+    of its caller's limits. `tools`: how answers call tools, if they may. `echoes`: what each answer begins with, or ().
     """
 
     request_id: str
@@ -71,6 +72,8 @@ class Job:
     new_decoder: Callable[[], Decoder]
     clock: Callable[[], float]
     progress: Progress = field(default_factory=Progress)
+    tools: ToolUse | None = None
+    echoes: tuple[str, ...] = ()
 
     @property
     def usages(self) -> list[Usage | None]:
@@ -93,13 +96,15 @@ class Job:
 
     async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
         chunks = self.source.stream(self.requests[index], self.deadline_s)
+        echo = self.echoes[index] if self.echoes else ""
         async with aclosing(text_deltas(chunks, self.new_decoder(), self.stops)) as deltas:
             async for delta in deltas:
                 if self.progress.first_s is None:
                     self.progress.first_s = self.clock()
                 if delta.usage is not None:
                     self.progress.usages[index] = delta.usage
-                yield index, delta
+                yield index, replace(delta, text=echo + delta.text) if echo else delta
+                echo = ""
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta]]:
         """Several sequences: a task each, because whichever has something is next."""

@@ -22,7 +22,7 @@ from app.spelling import did_you_mean, fields_at
 #: Accepted and ignored: none of these can change the answer's tokens.
 INERT = frozenset({
     "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "service_tier",
+    "service_tier",
 })  # fmt: skip
 
 #: Not implemented, but harmless at these values, which clients send by default.
@@ -35,15 +35,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
+}
+
+#: Why some of them stay so.
+REASONS: Mapping[str, str] = {
+    "suffix": "the models here continue a text and have not learnt to fill a gap in one",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "tools": "tools are for /v1/chat/completions, /v1/responses and /v1/messages",
 }
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -76,7 +81,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: object) -> object:
-        fields = cls.model_fields
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if not isinstance(value, dict) or (value.keys() <= fields.keys() and None not in value.values()):
             return value
         required = {name for name, field in fields.items() if field.is_required()}
@@ -89,6 +94,36 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False  # inert: OpenAI's padding against traffic analysis
+
+
+class JsonSchemaFormat(Body):
+    """`strict: false` is enforced like true."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_goes_with_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is needed with type json_schema, and with no other")
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
 
 
 class SamplingFields(Body):
@@ -107,7 +142,25 @@ class SamplingFields(Body):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
+    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
     n: Count = 1
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases_are_of_tokens(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        for token, amount in (biases or {}).items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                raise ValueError(f"{token[:40]!r} is no token id")
+            if not -100 <= amount <= 100:
+                raise ValueError(f"token {token} has {amount}; a bias is a number from -100 to 100")
+        return biases
 
     @field_validator("stop")
     @classmethod
@@ -115,6 +168,11 @@ class SamplingFields(Body):
         if stop == "" or (isinstance(stop, list) and "" in stop):
             raise ValueError("an empty stop string would end every answer at once")
         return stop
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """(token id, amount) pairs."""
+        return tuple((int(token), amount) for token, amount in (self.logit_bias or {}).items())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -152,23 +210,67 @@ class TextPart(Body):
     text: str
 
 
+#: As OpenAI names functions.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class FunctionCall(Body):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCallBody(Body):
+    """A call that an assistant has made. `index` is there when somebody has kept pieces of a stream."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Function(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: FunctionName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatMessage(Body):
     """`developer` is OpenAI's newer word for `system` and is treated as such.
 
-    Answers come back as clients got them: with `annotations`, which no prompt shows, and without tool calls; one that
+    Answers come back as clients got them: with `annotations`, which no prompt shows, and with tool calls; one that
     said nothing may come with `content: null`. A `name` is for the model's template, which may leave it out.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart] | None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[TextPart] | None = None
     name: str | None = Field(default=None, max_length=256)
     annotations: list[Any] = Field(default_factory=list)
-    tool_calls: list[Any] = Field(default_factory=list, max_length=0)
+    tool_calls: Items[ToolCallBody] = Field(default_factory=list, max_length=128)
+    tool_call_id: str | None = Field(default=None, max_length=256)
 
     @model_validator(mode="after")
     def _who_asks_says_something(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"content is null; only an assistant's message may be empty, not a {self.role}'s")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are an assistant's, not a {self.role}'s")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id is needed in a message of role tool, and in no other")
         return self
 
     @property
@@ -184,6 +286,21 @@ class ChatCompletionRequest(_OpenAIFields):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
+    tools: Items[ToolBody] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
+        if choice == "required" and not names:
+            raise ValueError("tool_choice is required, and there are no tools")
+        return self
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -209,6 +326,13 @@ class CompletionRequest(_OpenAIFields):
     prompt: Texts
     max_tokens: Count = 16
     logprobs: int | None = Field(default=None, ge=0, lt=2**31)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _an_echo_has_no_logprobs(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo shows the prompt without log-probabilities; leave logprobs out")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -284,8 +408,9 @@ def accepted_in_vain(kind: type[Body]) -> dict[str, Any]:
     """JSON schemas of what a body may say, beside its fields, without any effect."""
     if not kind.asks:
         return {}
-    said: dict[str, Any] = {name: {"description": "Accepted; it changes nothing."} for name in sorted(INERT)}
-    for name, values in sorted(NEUTRAL.items()):
+    inert, neutral = INERT - kind.model_fields.keys(), NEUTRAL.keys() - kind.model_fields.keys()
+    said: dict[str, Any] = {name: {"description": "Accepted; it changes nothing."} for name in sorted(inert)}
+    for name, values in sorted((name, NEUTRAL[name]) for name in neutral):
         said[name] = {"enum": list(values), "description": "Not implemented; accepted at these values."}
     return said
 
@@ -311,7 +436,8 @@ def parse_body(kind: type[BodyT], value: object) -> BodyT:
 def _refusal(kind: type[Body], name: str) -> str:
     if kind.asks and name in NEUTRAL:
         allowed = " or ".join(json.dumps(value) for value in NEUTRAL[name])
-        return f"{name!r} is not implemented here; leave it out or send {allowed}"
+        reason = f": {REASONS[name]}" if name in REASONS else ""
+        return f"{name!r} is not implemented here{reason}; leave it out or send {allowed}"
     guess = did_you_mean(name, kind.model_fields)
     if kind.asks:
         return f"unknown field {name[:80]!r}; it could change the answer, so it is refused rather than ignored{guess}"
@@ -329,7 +455,7 @@ def _invalid(body: type[Body], error: ValidationError) -> InvalidRequest:
     of_one = [item for item in items if item["loc"][: len(field)] == field] if field else items[:1]
     further = [item for item in of_one if len(item["loc"]) > len(field) + 1] or items[:1]
     first = next((item for item in further if not item["type"].endswith("_type")), further[0])
-    path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")]
+    path = [part for part in first["loc"] if isinstance(part, int) or _is_field(part)]
     where = ".".join(_quotable(str(part)) for part in path)
     name = str(first["loc"][0]) if first["loc"] else None
     is_object = first["type"] in ("model_type", "dict_type")
@@ -339,6 +465,11 @@ def _invalid(body: type[Body], error: ValidationError) -> InvalidRequest:
         guess = did_you_mean(str(first["loc"][-1]), fields_at(body, first["loc"][:-1]))
         message = f"unknown field; it could change the answer, so it is refused rather than ignored{guess}"
     return kind(f"{where}: {message}" if where else message, param=where or name)
+
+
+def _is_field(part: str) -> bool:
+    """Whether part of a complaint's place is a field, not the kind that a union's branch has."""
+    return part.isidentifier() and part != "str" and not part[0].isupper()
 
 
 def _quotable(name: str) -> str:

@@ -18,23 +18,38 @@ from app.engine.adapters.text import AdapterText
 from app.engine.errors import AdapterMismatch, InvalidRequest
 from app.engine.models.template_process import TemplateProcess
 from app.engine.models.tokenizer import Tokenizer
+from app.engine.models.tool_formats import knows_tools, with_tools
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], own: AdapterText, process: TemplateProcess
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    own: AdapterText,
+    process: TemplateProcess,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Raises InvalidRequest where there is no template, or it refuses the messages."""
+    """`tools`: None for a conversation that knows none, [] for one that has called some before.
+
+    Raises InvalidRequest where there is no template, or it refuses the messages.
+    """
+    if tools is not None and not knows_tools(tool_template(tokenizer, own) or ""):
+        messages, tools = with_tools(messages, tools), None
     if own.chat_template is None and not own.special_tokens:
-        prompt = tokenizer.render_chat(messages)
+        prompt = tokenizer.render_chat(messages, tools=tools)
     else:
-        source = own.chat_template or tokenizer.chat_template
+        source = own.chat_template or (tokenizer.chat_template if tools is None else tokenizer.tool_template)
         if source is None:
             raise InvalidRequest("neither model nor adapter has a chat template; use /v1/completions", param="messages")
         special = {
             name: token for name, token in (tokenizer.special_tokens | dict(own.special_tokens)).items() if token
         }
-        prompt = process.render(source, special, messages)
+        prompt = process.render(source, special, messages, tools)
     return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def tool_template(tokenizer: Tokenizer, own: AdapterText) -> str | None:
+    """The source of the template that writes conversations with tools: the adapter's own, or the base's."""
+    return own.chat_template or tokenizer.tool_template
 
 
 class OwnTexts:

@@ -43,10 +43,18 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._refused: dict[str, float] = {}  # hash of a template → until when
 
-    def render(self, source: str, special_tokens: Mapping[str, str], messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt, up to where the assistant answers. Raises InvalidRequest."""
         key = hashlib.sha256(source.encode()).hexdigest()
-        question = json.dumps({"source": source, "special": dict(special_tokens), "messages": list(messages)})
+        question = json.dumps(
+            {"source": source, "special": dict(special_tokens), "messages": list(messages), "tools": tools}
+        )
         with self._lock:
             if self._clock() < self._refused.get(key, 0.0):
                 raise _too_much(self._timeout_s)
@@ -130,7 +138,7 @@ def _answer(line: bytes) -> dict[str, str]:
     question = json.loads(line)
     try:
         template = _compiled(question["source"], tuple(sorted(question["special"].items())))
-        text = template.render(question["messages"])
+        text = template.render(question["messages"], tools=question["tools"])
     except (InvalidRequest, CheckpointError) as error:
         return {"error": str(error)}
     except (MemoryError, RecursionError) as error:

@@ -67,9 +67,11 @@ class Tokenizer:
         """The text; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
-    def incremental_decoder(self, *, skip_special: bool = True) -> IncrementalDecoder:
-        """A decoder for one stream."""
-        hidden = self.special_ids if skip_special else frozenset[int]()
+    def incremental_decoder(
+        self, *, skip_special: bool = True, shown: frozenset[int] = frozenset()
+    ) -> IncrementalDecoder:
+        """A decoder for one stream. `shown`: special tokens that are not skipped."""
+        hidden = self.special_ids - shown if skip_special else frozenset[int]()
         if self._token_bytes is not None:
             return ByteDecoder(self._token_bytes, hidden)
         return WindowDecoder(lambda ids: self.decode(ids, skip_special=False), hidden, self._byte_ids)
@@ -107,6 +109,12 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The usual template's source."""
         return self._templates["default"].source if "default" in self._templates else None
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template for conversations with tools."""
+        found = self._templates.get("tool_use") or self._templates.get("default")
+        return found.source if found is not None else None
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is spelled so, or None."""

@@ -44,6 +44,8 @@ class Constraint:
                 self._matcher.consume(output_ids[self._num_seen :].tolist())
                 self._num_seen = len(output_ids)
             self._matcher.fill(words)
+            if not words.any():
+                raise InvalidRequest("the model has no token for what the grammar asks for here")
         except InvalidRequest as error:
             self.error = error
             words[:] = _ALL  # a row with nothing to draw from is no row; the sequence ends with the error

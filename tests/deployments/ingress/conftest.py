@@ -11,8 +11,9 @@ import pytest_asyncio
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from tests.deployments.fleet import Fleet
-from tests.deployments.http_service import Service
+from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
 from tests.deployments.managed import ManagedStore, wanted
+from tests.engine.structured.tokens import tiny_vocabulary
 from tests.fakes import fake_adapter
 
 
@@ -30,6 +31,26 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     await service.close()
     await managed.close()
     fleet.stop()
+
+
+@pytest_asyncio.fixture
+async def writing(tmp_path: Path) -> AsyncIterator[Service]:
+    """A service whose model can write JSON, and follows grammars."""
+    fleet = Fleet(1, spec=WRITING_SPEC, grammars=tiny_vocabulary)
+    managed = ManagedStore.at(tmp_path)
+    service = Service(fleet, managed, writing_text())
+    yield service
+    await service.close()
+    await managed.close()
+    fleet.stop()
+
+
+@pytest_asyncio.fixture
+async def writer(writing: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of it."""
+    transport = httpx.ASGITransport(make_app(writing, DoorRules()), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+        yield client
 
 
 @pytest_asyncio.fixture

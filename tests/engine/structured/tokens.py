@@ -15,8 +15,8 @@ _PAIRS = ('{"', '":', '",', "[]", "{}", '"}', "tr", "ue", "fa", "ls", "nu", "ll"
 
 @functools.cache
 def tiny_tokenizer(vocab_size: int = 120) -> str:
-    """tokenizer.json of special tokens, printable ASCII and pairs of it."""
-    alphabet = [chr(code) if code != 32 else "Ġ" for code in range(32, 127)]
+    """tokenizer.json of special tokens, printable ASCII, a newline and pairs of it."""
+    alphabet = [chr(code) if code != 32 else "Ġ" for code in range(32, 127)] + ["Ċ"]
     vocab = {token: index for index, token in enumerate((*SPECIAL, *alphabet))}
     pairs = _PAIRS[: vocab_size - len(vocab)]
     for pair in pairs:
@@ -34,3 +34,7 @@ def tiny_vocabulary(vocab_size: int = 120) -> Vocabulary:
 
 def text_of(token_ids: list[int]) -> str:
     return str(Tokenizer.from_str(tiny_tokenizer()).decode(token_ids))
+
+
+def ids_of(text: str) -> list[int]:
+    return list(Tokenizer.from_str(tiny_tokenizer()).encode(text).ids)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic_core import to_json
@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from app.deployments.ingress.job import Answer
 from app.deployments.ingress.results import usage_body
 from app.deployments.ingress.text import TextDelta
+from app.deployments.ingress.tool_calls import CallBegin, Piece, ToolAnswer, ToolCall, ToolCallReader, ToolUse
 from app.engine.request import TokenLogprobs, Usage
 
 #: The text of a single token id, alone; half a character is U+FFFD.
@@ -52,6 +53,7 @@ class AnswerFormat:
     text_bytes: TokenBytes
     want_logprobs: bool
     include_usage: bool = False  # a stream that ends with usage: until then it is null
+    tools: ToolUse | None = None  # how answers call tools, if they may
 
     def body(self, answers: Sequence[Answer], num_per_prompt: int) -> dict[str, Any]:
         """The answer of a request that does not stream."""
@@ -79,6 +81,26 @@ class AnswerFormat:
             return self._event("chat.completion.chunk", choice)
         return self._event("text_completion", choice | {"text": delta.text})
 
+    def reader(self, index: int) -> ToolCallReader | None:
+        """What finds the calls of a choice; None where there can be none."""
+        return None if self.tools is None else self.tools.reader(f"{self.request_id}/{index}")
+
+    def tool_events(
+        self, index: int, delta: TextDelta, offsets: TokenOffsets, reader: ToolCallReader
+    ) -> list[dict[str, Any]]:
+        """The events of a delta whose text may be part of calls: one per piece; the last has all but the text."""
+        pieces = reader.push(delta.text, is_last=delta.finish_reason is not None)
+        found = [piece_delta(piece) for piece in pieces]
+        last = self.event(index, replace(delta, text=""), offsets)
+        choice = last["choices"][0]
+        choice["finish_reason"] = reason_of(delta.finish_reason, reader.num_calls)
+        if found:
+            choice["delta"] = found.pop()
+        elif delta.finish_reason is None and not choice["logprobs"]:
+            return []
+        plain = {"index": index, "logprobs": None, "finish_reason": None}
+        return [self._event("chat.completion.chunk", plain | {"delta": each}) for each in found] + [last]
+
     def text_event(self, index: int) -> tuple[bytes, bytes]:
         """JSON of `event` for a delta with only text: what is before the text, and what is behind it."""
         before, _, behind = to_json(self.event(index, TextDelta("\0"), TokenOffsets(self.text_bytes))).rpartition(
@@ -97,6 +119,14 @@ class AnswerFormat:
             "finish_reason": answer.finish_reason,
             "logprobs": self._logprobs(answer.logprobs, TokenOffsets(self.text_bytes)),
         }
+        reader = self.reader(index)
+        if reader is not None:
+            found = ToolAnswer()
+            found.add(reader.push(answer.text, is_last=True))
+            message: dict[str, Any] = {"role": "assistant", "content": found.text or None, "refusal": None}
+            if found.calls:
+                message["tool_calls"] = [call_body(call) for call in found.calls]
+            return choice | {"message": message, "finish_reason": reason_of(answer.finish_reason, len(found.calls))}
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
         return choice | {"text": answer.text}
@@ -149,6 +179,26 @@ class AnswerFormat:
             return text
         raw = self.token_bytes(token_id)
         return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def reason_of(finish_reason: str | None, num_calls: int) -> str | None:
+    """Why an answer ended, as clients that act on calls look for it."""
+    return "tool_calls" if num_calls and finish_reason == "stop" else finish_reason
+
+
+def call_body(call: ToolCall) -> dict[str, Any]:
+    """A whole call."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def piece_delta(piece: Piece) -> dict[str, Any]:
+    """A piece of an answer with calls, as a stream tells it."""
+    if isinstance(piece, str):
+        return {"content": piece}
+    if isinstance(piece, CallBegin):
+        call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+        return {"tool_calls": [{"index": piece.index} | call]}
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.piece}}]}
 
 
 def _finite(logprob: float) -> float:

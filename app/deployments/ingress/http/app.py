@@ -161,6 +161,7 @@ async def _respond(
         text_bytes=model.text_bytes,
         want_logprobs=want_logprobs,
         include_usage=include_usage,
+        tools=job.tools,
     )
     headers = _adapter_header(job) | service.tenancy.headers(job.caller)
     if not body.stream:
@@ -205,10 +206,14 @@ def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
 async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes]:
     offsets = [TokenOffsets(answer_format.text_bytes) for _ in job.requests]
     started = [not answer_format.is_chat] * len(job.requests)
+    readers = [answer_format.reader(index) for index in range(len(job.requests))]
     texts = [answer_format.text_event(index) for index in range(len(job.requests))]
     async with aclosing(job.deltas()) as deltas:
         async for index, delta in deltas:
-            if started[index] and delta.finish_reason is None and not answer_format.want_logprobs:
+            reader = readers[index]
+            if reader is not None:
+                event = b"".join(map(sse, answer_format.tool_events(index, delta, offsets[index], reader)))
+            elif started[index] and delta.finish_reason is None and not answer_format.want_logprobs:
                 before, behind = texts[index]  # nearly every event: only its text is new
                 event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
             else:
@@ -216,7 +221,8 @@ async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes
             if not started[index]:
                 started[index] = True
                 event = sse(answer_format.role_event(index)) + event
-            yield event
+            if event:
+                yield event
     if answer_format.include_usage:
         yield sse(answer_format.usage_event(job.usages, job.num_per_prompt))
 

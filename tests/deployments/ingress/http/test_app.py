@@ -119,7 +119,12 @@ async def test_adapters_are_chosen_by_any_spelling(http: httpx.AsyncClient) -> N
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 async def test_a_field_that_is_not_implemented_is_refused_by_name(http: httpx.AsyncClient, name: str) -> None:
-    for route, body in (("/v1/chat/completions", CHAT), ("/v1/completions", LEGACY)):
+    for route, body, kind in (
+        ("/v1/chat/completions", CHAT, ChatCompletionRequest),
+        ("/v1/completions", LEGACY, CompletionRequest),
+    ):
+        if name in kind.model_fields:
+            continue
         status, error = await error_of(http, route, body | {name: {"strange": 1}})
         assert (status, error["param"]) == (400, name)
         assert name in error["message"]
