@@ -80,7 +80,7 @@ def _null_adapter(spec: ModelSpec) -> LoraAdapter:
     weights = {}
     for layer in range(len(spec.layers)):
         for product in layer_products(spec, layer):
-            if product.num_experts is not None:
+            if not product.has_rank_rows:
                 continue
             for target, d_out in zip(product.targets, product.widths, strict=True):
                 a, b = np.zeros((1, product.d_in), np.float32), np.zeros((1, d_out), np.float32)

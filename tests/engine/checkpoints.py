@@ -30,6 +30,16 @@ def _rope(**scaling: Any) -> dict[str, Any]:
 
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
+_DEEPSEEK = {
+    "num_key_value_heads": None,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 16,
+}
+
 #: name -> (configuration class, settings beyond `_SIZES`)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -76,6 +86,27 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe plain shares": ("Qwen3MoeConfig", _EXPERTS | {"attention_bias": True, "mlp_only_layers": [0, 2]}),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 10}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 19}),
+    "gpt_oss yarn": (
+        "GptOssConfig",
+        {"num_local_experts": 5, "sliding_window": 9, "swiglu_limit": 0.5, "attention_bias": False}
+        | {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}
+        | _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        _DEEPSEEK
+        | {"n_routed_experts": 8, "q_lora_rank": None, "first_k_dense_replace": 1}
+        | {"routed_scaling_factor": 2.5, "n_shared_experts": 2},
+    ),
+    "deepseek_v2 query latents": (
+        "DeepseekV2Config",
+        _DEEPSEEK
+        | {"n_routed_experts": 9, "q_lora_rank": 20, "topk_method": "group_limited_greedy"}
+        | {"n_group": 3, "topk_group": 2, "attention_bias": True, "num_attention_heads": 5}
+        | {"hidden_size": 40, "n_shared_experts": 1}
+        | _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.6),
+    ),
 }
 
 
@@ -104,10 +135,10 @@ GEMMA: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(family: str) -> torch.nn.Module:
+def tiny_model(family: str, **changes: int) -> torch.nn.Module:
     """A float32 model with fresh random weights, biases and norms included, in evaluation mode."""
     config_class, settings = (FAMILIES | GEMMA | MIXTURES)[family]
-    config = getattr(transformers, config_class)(**{**_SIZES, **settings})
+    config = getattr(transformers, config_class)(**{**_SIZES, **settings, **changes})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -26,6 +26,7 @@ from app.engine.models.products import DENSE_TARGETS
 from app.engine.models.spec import (
     AttentionSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -86,6 +87,28 @@ def mixture_spec() -> ModelSpec:
     mixed = LayerSpec(whole, MlpSpec(40), ExpertsSpec(router, shared))
     layers = (LayerSpec(whole, MlpSpec(72)), mixed, mixed)
     return dataclasses.replace(dense, family="qwen2_moe", layers=layers)
+
+
+def latent_spec() -> ModelSpec:
+    """Latent attention with latents of queries, a dense layer, then experts in groups beside a shared one."""
+    dense = _spec()
+    rope = RopeSpec((1.0, 0.1, 0.01), attention_factor=0.9)
+    latent = LatentSpec(kv_rank=32, key_size=16, rope_size=6, value_size=32, query_rank=20, norm_eps=1e-6)
+    attention = AttentionSpec(3, 3, 22, 22**-0.5, rope, latent=latent)
+    router = RouterSpec(6, 2, normalised=False, scale=1.5, num_groups=3, top_groups=2)
+    shared = SharedExpertSpec("shared_experts", MlpSpec(24), is_gated=False)
+    mixed = LayerSpec(attention, MlpSpec(40), ExpertsSpec(router, shared))
+    return dataclasses.replace(dense, family="deepseek_v2", layers=(LayerSpec(attention, MlpSpec(72)), mixed, mixed))
+
+
+def sinks_spec() -> ModelSpec:
+    """Sinks, windows in every other layer, and clamped experts with biases."""
+    dense = _spec()
+    whole, windowed = (dataclasses.replace(layer.attention, o_bias=True, sinks=True) for layer in dense.layers)
+    experts = ExpertsSpec(RouterSpec(6, 2, normalised=True, name="router", has_bias=True), alternates=True)
+    mlp = MlpSpec(40, bias=True, limit=2.0, alpha=1.702)
+    layers = (LayerSpec(windowed, mlp, experts), LayerSpec(whole, mlp, experts))
+    return dataclasses.replace(dense, family="gpt_oss", layers=layers)
 
 
 def _tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, np.ndarray]]:

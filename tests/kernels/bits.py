@@ -57,8 +57,8 @@ def _attended(generator: np.random.Generator) -> Iterator[Floats]:
         starts, out = np.array([0, num_queries], np.int32), np.empty((num_queries, 6 * 32), np.float32)
         Team(2).run(
             attention.paged_attention, 1, normal(generator, num_queries, 6 * 32), 32, np.float32(32**-0.5), 0,
-            np.float32(0.0), attention.attention_tasks(starts), starts, np.array([num_queries + 60], np.int32),
-            np.arange(8, dtype=np.int32)[None], k_memory, v_memory, out,
+            np.float32(0.0), np.zeros(0, np.float32), attention.attention_tasks(starts), starts,
+            np.array([num_queries + 60], np.int32), np.arange(8, dtype=np.int32)[None], k_memory, v_memory, out,
         )  # fmt: skip
         yield out
 

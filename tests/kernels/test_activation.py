@@ -36,6 +36,16 @@ def run(
         (plain if form == "torch" else triton).gated(gate_up, out, activation)
 
 
+def test_a_clamped_activation_equals_the_definition_on_both_sides_of_its_limit() -> None:
+    gate_up = np.concatenate([normal(rng(), 5, 74) * 3, np.full((1, 74), 1e4, np.float32), np.full((1, 74), -1e4)])
+    gate_up = gate_up.astype(np.float32)
+    out = np.full((7, 37), np.nan, np.float32)
+    for first, end in ((0, 8), (8, 37)):
+        cpu.activate_clamped(gate_up, 37, np.float32(2.0), np.float32(1.702), first, end, out)
+    expected = reference.gated_and_clamped(np.maximum(gate_up, -200), 2.0, 1.702)
+    np.testing.assert_allclose(out, expected, rtol=3e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)

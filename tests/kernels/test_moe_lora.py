@@ -116,7 +116,8 @@ def _run(made: Made, x: Floats, slots: NDArray[np.int64], hidden: Floats, *, num
 
     inputs, gate_up, gated = scratch(count, HIDDEN), scratch(count, 64), scratch(count, INNER)
     outputs, shrunk, out = scratch(count, 48), scratch(count, 2, 24), hidden.copy()
-    team.run(route, 1, made.logits[:num_tokens], True, pairs)
+    none = np.zeros((0, 48), np.float32)
+    team.run(route, 1, made.logits[:num_tokens], True, np.float32(1.0), 1, 1, pairs)
     team.run(sort_pairs, 1, num_tokens, pairs)
     team.run(gather_pairs, 1, x, num_tokens, pairs, inputs)
     has_slots = slots if slots.any() else slots[:0]
@@ -124,15 +125,26 @@ def _run(made: Made, x: Floats, slots: NDArray[np.int64], hidden: Floats, *, num
     if len(has_slots):
         team.run(shrink_pairs, 1, inputs, count, pairs, slots, rows, shrunk)
     team.run(
-        experts_gate_and_up, 1, inputs, count, pairs, has_slots, made.gate_up.stack, 0, rows, shrunk, False, gate_up,
+        experts_gate_and_up, 1, inputs, count, pairs, has_slots, made.gate_up.stack, 0, none, rows, shrunk, False,
+        np.float32(0.0), np.float32(1.0), gate_up,
         gated,
     )  # fmt: skip
     if len(has_slots):
         team.run(shrink_pairs, 1, gated, count, pairs, slots, made.down.kernel_rows, shrunk)
     team.run(
-        experts_down, 1, gated, count, pairs, has_slots, made.down.stack, 0, made.down.kernel_rows, shrunk, outputs
+        experts_down,
+        1,
+        gated,
+        count,
+        pairs,
+        has_slots,
+        made.down.stack,
+        0,
+        none,
+        made.down.kernel_rows,
+        shrunk,
+        outputs,
     )
-    none = np.zeros((0, 48), np.float32)
     team.run(combine, 1, outputs, pairs, none, none[:, 0], HIDDEN, out)
     team.close()
     return out
@@ -169,7 +181,7 @@ def test_equal_to_the_definition_and_to_itself_alone(num_tokens: int, narrow: bo
 def test_ties_are_broken_by_index_and_numbers_that_are_none_choose_the_first() -> None:
     pairs, team = empty_pairs(3, 3, EXPERTS), Team(1)
     logits = np.array([[1, 2, 2, 1, 2], [0, 0, 0, 0, 0], [np.nan] * 5], np.float32)
-    team.run(route, 1, logits, False, pairs)
+    team.run(route, 1, logits, False, np.float32(1.0), 1, 1, pairs)
     assert pairs.experts.tolist() == [[1, 2, 4], [0, 1, 2], [0, 1, 2]]
     assert np.allclose(pairs.shares[1], 0.2)
     team.run(sort_pairs, 1, 3, pairs)
@@ -179,11 +191,24 @@ def test_ties_are_broken_by_index_and_numbers_that_are_none_choose_the_first() -
     team.close()
 
 
+def test_only_the_best_groups_are_chosen_from_and_shares_are_scaled() -> None:
+    pairs, team = empty_pairs(2, 3, 6), Team(1)
+    logits = np.array([[5, 0, 4, 4, 1, 1], [1, 1, 1, 1, 1, 1]], np.float32)
+    team.run(route, 1, logits, False, np.float32(2.0), 3, 2, pairs)
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    assert pairs.experts.tolist() == [[0, 2, 3], [0, 1, 2]], "of equal groups the lower one"
+    assert np.allclose(pairs.shares, 2 * np.take_along_axis(shares, pairs.experts, axis=1))
+    team.run(route, 1, logits, False, np.float32(1.0), 3, 1, pairs)
+    assert pairs.experts.tolist() == [[0, 1, 2], [0, 1, 2]], "those that are left out count as zero"
+    assert pairs.shares[:, 2].tolist() == [0, 0]
+    team.close()
+
+
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_shared_expert_is_added_after_the_others(is_gated: bool) -> None:
     generator, team = rng(), Team(1)
     pairs = empty_pairs(2, 2, EXPERTS)
-    team.run(route, 1, normal(generator, 2, EXPERTS), False, pairs)
+    team.run(route, 1, normal(generator, 2, EXPERTS), False, np.float32(1.0), 1, 1, pairs)
     team.run(sort_pairs, 1, 2, pairs)
     outputs, shared, hidden = normal(generator, 4, 16), normal(generator, 2, 16), normal(generator, 2, 16)
     gates = normal(generator, 2) if is_gated else np.zeros(0, np.float32)

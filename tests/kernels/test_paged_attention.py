@@ -22,6 +22,12 @@ class Case(NamedTuple):
     block_size: int
     window: int | None
     softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> NDArray[np.float32]:
+        """Of each head, from far below its scores to far above them."""
+        return np.linspace(-5, 9, self.heads, dtype=np.float32) if self.has_sinks else np.zeros(0, np.float32)
 
 
 CASES = [
@@ -34,6 +40,8 @@ CASES = [
     Case(6, 2, 32, 32, 37),
     Case(6, 2, 32, 16, None, 3.0),
     Case(9, 3, 64, 16, 20, 1.5),
+    Case(6, 2, 32, 16, 16, None, has_sinks=True),
+    Case(9, 3, 64, 16, None, None, has_sinks=True),
 ]
 
 
@@ -61,7 +69,7 @@ def _kernel(
     out = np.full((len(q), case.heads * case.head_dim), np.nan, np.float32)
     Team(2).run(
         cpu.paged_attention, 1, q.reshape(len(q), -1), case.head_dim, np.float32(case.head_dim**-0.5),
-        case.window or 0, np.float32(case.softcap or 0.0), cpu.attention_tasks(query_starts), query_starts,
+        case.window or 0, np.float32(case.softcap or 0.0), case.sinks, cpu.attention_tasks(query_starts), query_starts,
         seq_lens, tables, k_memory, v_memory, out,
     )  # fmt: skip
     return out
@@ -89,7 +97,15 @@ def test_equals_the_definition_and_never_reads_unwritten_memory(case: Case, coun
     starts = _starts(counts)
     out = _kernel(case, q, keys, values, starts, seq_lens, tables)
     expected = reference.paged_attention(
-        q, *clean, starts, seq_lens, tables, case.head_dim**-0.5, case.window, case.softcap
+        q,
+        *clean,
+        starts,
+        seq_lens,
+        tables,
+        case.head_dim**-0.5,
+        case.window,
+        case.softcap,
+        case.sinks if case.has_sinks else None,
     )
     assert relative_error(out, expected.reshape(out.shape)) < 4 * TOLERANCE["float32"]
 

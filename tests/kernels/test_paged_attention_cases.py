@@ -46,8 +46,8 @@ def on_cpu(batch: Batch, window: int | None = None) -> Floats:
     out, team = np.full((len(batch.q), HEADS * DIM), np.nan, np.float32), Team(2)
     team.run(
         cpu.paged_attention, 1, batch.q.reshape(len(batch.q), HEADS * DIM), DIM, np.float32(DIM**-0.5), window or 0,
-        np.float32(0.0), cpu.attention_tasks(batch.starts), batch.starts, batch.lens, batch.tables, k_memory,
-        batch.values, out,
+        np.float32(0.0), np.zeros(0, np.float32), cpu.attention_tasks(batch.starts), batch.starts,
+        batch.lens, batch.tables, k_memory, batch.values, out,
     )  # fmt: skip
     team.close()
     return out.reshape(batch.q.shape)

@@ -60,7 +60,7 @@ class DeviceMetrics:
         layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
         products = (product for products in layers for product in products)
         # What an adapter holds for experts is among its extra bytes.
-        self._row_bytes = 4 * sum(product.row_size for product in products if product.num_experts is None)
+        self._row_bytes = 4 * sum(product.row_size for product in products if product.has_rank_rows)
         self._last: EngineStats | None = None
 
     def update(self, stats: EngineStats) -> None:

@@ -34,6 +34,7 @@ from app.engine.adapters.stored import EMBEDDING_PATH, StoredAdapter, StoredModu
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.names import expected_tensors
+from app.engine.models.products import LATENT_B
 from app.engine.models.spec import ModelSpec
 
 #: A bfloat16's bits: all but the sign, where the exponent begins, the smallest normal number, infinity.
@@ -64,8 +65,8 @@ def build_adapter(
             parts.add(module, place, spec, limits)
     replaced, token_rows = _replaced(stored, spec), _token_rows(stored, spec)
     for path, place in table.items():
-        if f"{path}.weight" in replaced and place.expert is not None:
-            raise AdapterFormatError(f"expert '{path}' is replaced whole, which is not served; train a LoRA on it")
+        if _has_deltas_only(place) and any(f"{path}.{kind}" in replaced for kind in ("weight", "bias")):
+            raise AdapterFormatError(f"'{path}' is replaced whole, which is not served; train a LoRA on it")
         if f"{path}.weight" in replaced and place.keys[0] in parts.weights:
             raise AdapterFormatError(
                 f"module '{path}' is replaced whole and has a LoRA too; add the LoRA to its weight"
@@ -85,6 +86,11 @@ def build_adapter(
     return replace(adapter, card=replace(adapter.card, extra_bytes=extra_bytes(adapter, spec)))
 
 
+def _has_deltas_only(place: Module) -> bool:
+    """Whether engines apply nothing but low-rank deltas to the module."""
+    return place.expert is not None or place.targets == LATENT_B.targets
+
+
 class _Parts:
     """What the modules of an adapter come to."""
 
@@ -98,11 +104,13 @@ class _Parts:
 
     def add(self, module: StoredModule, place: Module, spec: ModelSpec, limits: ReadLimits) -> None:
         """One module of a layer."""
-        if place.expert is not None and (module.magnitude is not None or module.bias is not None):
-            raise AdapterFormatError(f"DoRA or lora_bias on an expert ({module.path}) is not served; train it without")
+        if _has_deltas_only(place) and (module.magnitude is not None or module.bias is not None):
+            raise AdapterFormatError(f"DoRA or lora_bias on {module.path} is not served; train it without")
         d_in, d_outs = place.shape(spec)
         _check_shapes(module, d_in, d_outs, spec, limits)
-        pairs = _fold(module, d_outs)
+        experts = spec.layers[place.layer].experts
+        alternates = place.expert is not None and place.is_fused and experts is not None and experts.alternates
+        pairs = _fold(module, d_outs, alternates=alternates)
         magnitude = _slices(module.magnitude, d_outs, 1.0, f"{module.path}: magnitude")
         bias = _slices(module.bias, d_outs, module.scale, f"{module.path}: lora_B.bias")
         for index, key in enumerate(place.keys):
@@ -173,6 +181,8 @@ def _replaced(stored: StoredAdapter, spec: ModelSpec) -> dict[str, NDArray[np.fl
                 f"{short(name)} is {list(tensor.shape)} but '{spec.name}' has {list(shapes.get(name, ()))}; "
                 "the adapter was trained on another model"
             )
+        if name.endswith(".sinks"):
+            raise AdapterFormatError(f"trained sinks ({short(name)}) are not served; train the adapter without")
         if id(tensor) not in made:
             made[id(tensor)] = _read_only(_finite(tensor, name))
         replaced[name] = made[id(tensor)]
@@ -216,13 +226,18 @@ def _check_shapes(
         )
 
 
-def _fold(module: StoredModule, d_outs: tuple[int, ...]) -> list[LoraPair]:
-    """One pair per slice of the output; a fused module's A is shared by its slices, not copied."""
+def _fold(module: StoredModule, d_outs: tuple[int, ...], *, alternates: bool = False) -> list[LoraPair]:
+    """One pair per slice of the output; a fused module's A is shared by its slices, not copied.
+
+    alternates: rows of the slices take turns.
+    """
     a = _read_only(_finite_as_saved(module.a, module.path, "lora_A"))  # [r, d_in]
     saved = _finite_as_saved(module.b, module.path, "lora_B")  # [d_out, r]
     b = _times_power_of_two(saved, module.scale) if saved.dtype == BFLOAT16 else None
     if b is None:
         b = _scaled(widened(saved), module.scale, f"{module.path}: lora_B")
+    if alternates:
+        b = np.concatenate([b[n :: len(d_outs)] for n in range(len(d_outs))])
     pairs = []
     start = 0
     for d_out in d_outs:

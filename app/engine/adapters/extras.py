@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
 from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, LayerNorm
-from app.engine.models.products import layer_products
-from app.engine.models.spec import ModelSpec
+from app.engine.models.products import LATENT_B, layer_products
+from app.engine.models.spec import AttentionSpec, ModelSpec
 
 Floats = NDArray[np.float32]
 
@@ -94,7 +94,7 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
     if EMBEDDING in adapter.replaced:  # rows are written into it: nothing to merge for the sake of a size
         rows = {name: rows for name, rows in adapter.token_rows.items() if name != "embed_tokens"}
         adapter = replace(adapter, token_rows=rows)
-    total = _expert_bytes(adapter)
+    total = _expert_bytes(adapter, spec)
     for part in plan(adapter, spec, _NoValues(spec)):
         shape = list(part.values.shape)
         if part.kind in _PADDED_AXES:
@@ -104,13 +104,29 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
     return total
 
 
-def _expert_bytes(adapter: LoraAdapter) -> int:
-    """Rows of a in panels of eight, columns of b in panels of sixteen; an a that serves two modules counts once."""
+def _expert_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
+    """Rows of a in panels of eight, columns of b in panels of sixteen; a matrix that serves two modules counts once."""
     pairs = [pair for key, pair in adapter.weights.items() if key.expert is not None]
+    for key, pair in adapter.weights.items():
+        if key.target in LATENT_B.targets:
+            pairs += [one for ones in absorbed_pairs(pair, spec.layers[key.layer].attention) for one in ones]
     width = 2 if all(array.dtype == BFLOAT16 for pair in pairs for array in pair) else 4
     of_a: dict[int, int] = {id(a): -(-len(a) // 8) * 8 * a.shape[1] for a, _ in pairs}
-    of_b: list[int] = [len(b) * -(-b.shape[1] // _PANEL) * _PANEL for _, b in pairs]
-    return width * (sum(of_a.values()) + sum(of_b))
+    of_b: dict[int, int] = {id(b): len(b) * -(-b.shape[1] // _PANEL) * _PANEL for _, b in pairs}
+    return width * (sum(of_a.values()) + sum(of_b.values()))
+
+
+def absorbed_pairs(pair: LoraPair, attention: AttentionSpec) -> tuple[list[LoraPair], list[LoraPair]]:
+    """A delta of `kv_b_proj` as deltas of the products that stand for it, head by head: of keys, and of values.
+
+    b.T @ a has a head's rows K of keys and V of values: K.T q = a.T @ (b_keys @ q), and V x = b_values.T @ (a @ x).
+    """
+    latent = attention.latent
+    assert latent is not None, "only latent attention has this module"
+    by_head = pair.b.reshape(len(pair.b), attention.num_heads, -1)  # [r, heads, key_size + value_size]
+    keys, values = by_head[:, :, : latent.key_size], by_head[:, :, latent.key_size :]
+    heads = range(attention.num_heads)
+    return [LoraPair(keys[:, h], pair.a) for h in heads], [LoraPair(pair.a, values[:, h]) for h in heads]
 
 
 class _NoValues:
@@ -129,8 +145,8 @@ class _NoValues:
 def _module_parts(adapter: LoraAdapter, spec: ModelSpec, base: BaseValues) -> Iterator[ExtraPart]:
     for layer in range(len(spec.layers)):
         for product in layer_products(spec, layer):
-            if product.num_experts is not None:
-                continue  # experts have low-rank deltas only: `build_adapter` refuses the rest
+            if not product.has_rank_rows:
+                continue  # experts and heads of latents have low-rank deltas only: `build_adapter` refuses the rest
             for target in product.targets:
                 key, path = LoraKey(layer, target), f"model.layers.{layer}.{product.kind.path(target)}"
                 weight, bias = adapter.replaced.get(f"{path}.weight"), adapter.replaced.get(f"{path}.bias")

@@ -17,9 +17,10 @@ from app.engine.models.products import (
     DENSE,
     ENCODER,
     EXPERTS,
-    ROUTER,
+    ROUTERS,
     ProductKind,
     layer_products,
+    router_kind,
     shared_kinds,
     target_shape,
 )
@@ -79,7 +80,7 @@ def assumed_modules(paths: Iterable[str]) -> dict[str, Module]:
     if any(path.startswith(f"{ENCODER_LAYERS}.") for path in found):
         of_encoder = [(layer, kind) for layer in range(num_layers) for kind in ENCODER]
         return dict(one for layer, kind in of_encoder for one in _modules(ENCODER_LAYERS, kind, layer, None))
-    kinds = [*DENSE, *((ROUTER,) if any(path.endswith(".mlp.gate") for path in found) else ())]
+    kinds = [*DENSE, *(router_kind(name) for name in ROUTERS if any(path.endswith(f".mlp.{name}") for path in found))]
     for name in {match[1] for match in map(_SHARED.match, found) if match}:
         kinds += shared_kinds(name)
     modules = {

@@ -19,6 +19,7 @@ from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.adapted import AdaptedBackend, limits_of
 from app.engine.cpu.expert_work import expert_workspace
 from app.engine.cpu.extras import AdapterExtras, sample_runs, token_slots
+from app.engine.cpu.latent_work import latent_workspace
 from app.engine.cpu.pooling import rows_of, with_sums
 from app.engine.cpu.rows import PreparedRows
 from app.engine.cpu.sampling import sample
@@ -58,7 +59,7 @@ class CpuBackend(AdaptedBackend):
         self._prepared = PreparedRows(spec)
         self._k_memory, self._v_memory = self._new_kv_memory()
         # A block is in all layers: with pages of 2 MB the first token in new pages would wait for 60 of them.
-        self._pages = PageTaker([*self._k_memory, *self._v_memory])
+        self._pages = PageTaker([layer for layer in (*self._k_memory, *self._v_memory) if layer.size])
         self._work = self._new_workspace()
         base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
@@ -94,6 +95,9 @@ class CpuBackend(AdaptedBackend):
             shape = (len(work.experts.inputs), 2, padded(widest_of_experts))
             experts = work.experts._replace(shrunk=np.empty(shape, np.float32))
             self._work = work = work._replace(experts=experts)
+        if work.latent is not None and widest_of_experts > work.latent.shrunk.shape[2]:
+            shape = (len(work.latent.own), 1, padded(widest_of_experts))
+            self._work = work = work._replace(latent=work.latent._replace(shrunk=np.empty(shape, np.float32)))
         if widest_rank > work.shrunk.shape[2]:
             shape = (self._config.max_batch_tokens, 3, padded(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
@@ -154,6 +158,11 @@ class CpuBackend(AdaptedBackend):
 
     def _new_kv_memory(self) -> tuple[Floats, Floats]:
         first = self.spec.layers[0].attention
+        if first.latent is not None:
+            shape = (len(self.spec.layers), self._config.num_kv_blocks, 1, self._config.block_size)
+            return np.zeros((*shape[:2], 1, 0, 0), np.float32), np.zeros(
+                (*shape, padded(first.latent.width)), np.float32
+            )
         width, block_size = padded(first.head_dim), self._config.block_size
         blocks = (len(self.spec.layers), self._config.num_kv_blocks, first.num_kv_heads)
         return np.zeros((*blocks, width, block_size), np.float32), np.zeros((*blocks, block_size, width), np.float32)
@@ -167,7 +176,7 @@ class CpuBackend(AdaptedBackend):
             hidden=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
             normed=np.zeros((tokens, spec.hidden_size), np.float32),
             qkv=np.zeros((tokens, sizes.q_size + 2 * sizes.kv_size), np.float32),
-            attended=np.zeros((tokens, sizes.num_heads * sizes.head_dim), np.float32),
+            attended=np.zeros((tokens, products["o"].d_in), np.float32),
             gate_up=np.zeros((tokens, 2 * padded(mlp_width)), np.float32),
             gated=np.zeros((tokens, mlp_width), np.float32),
             shrunk=np.zeros((tokens, 3, 64), np.float32),
@@ -178,4 +187,5 @@ class CpuBackend(AdaptedBackend):
             logits=np.zeros((sequences, padded(spec.vocab_size)), np.float32),
             states=np.zeros((tokens, spec.hidden_size), np.float32),
             experts=expert_workspace(spec, tokens),
+            latent=latent_workspace(spec, tokens),
         )

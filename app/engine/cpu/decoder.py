@@ -20,6 +20,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from app.engine.cpu.experts import EXPERT_PHASES, ExpertTables, ExpertWeights, ExpertWork, expert_feed_forward
+from app.engine.cpu.latents import LATENT_PHASES, LatentTables, LatentWeights, LatentWork, latent_attention_block
 from app.engine.cpu.product_rows import ProductRows, three, upcoming_of
 from app.kernels.extras.cpu import (
     ATTENTION_NORM,
@@ -51,7 +52,7 @@ class Weights(NamedTuple):
     that have no experts (`experts`: of a model where some have). Biases, q_norm and
     k_norm are `[L, 0]` where the model has none. `embedding` is `[V, H]`, or `[0, H]` if the rows are read
     from `head` `[1, P, H, 16]` (tied). cos, sin: [ropes, positions, rotary / 2]; layer_rope, layer_window: [L].
-    post_attention_norm and post_mlp_norm are `[L, 0]` in layers without them.
+    post_attention_norm and post_mlp_norm are `[L, 0]` in layers without them, and so are sinks `[L, heads]`.
     """
 
     embedding: Floats
@@ -76,13 +77,16 @@ class Weights(NamedTuple):
     scales: Floats
     post_attention_norm: Floats
     post_mlp_norm: Floats
+    sinks: Floats
     experts: ExpertWeights | None
+    latent: LatentWeights | None
 
 
 class Sizes(NamedTuple):
     """Integers of the model. q_size and kv_size are padded to whole panels.
 
-    whole_norm: q_norm and k_norm are of all heads together. normalised: shares of experts are divided by their sum.
+    whole_norm: q_norm and k_norm are of all heads together. normalised, share_scale, num_groups, top_groups: see
+    `app.kernels.moe_lora.routing.route`. limit, alpha: see `activate_clamped`; 0 for another activation.
     """
 
     num_heads: int
@@ -98,6 +102,11 @@ class Sizes(NamedTuple):
     embedding_scale: np.float32
     whole_norm: bool
     normalised: bool
+    share_scale: np.float32
+    num_groups: int
+    top_groups: int
+    limit: np.float32
+    alpha: np.float32
 
 
 class AdapterTables(NamedTuple):
@@ -109,6 +118,7 @@ class AdapterTables(NamedTuple):
     down: ProductRows
     places: RowPlaces
     experts: ExpertTables | None
+    latent: LatentTables | None
 
 
 class Step(NamedTuple):
@@ -161,10 +171,11 @@ class Workspace(NamedTuple):
     logits: Floats
     states: Floats
     experts: ExpertWork | None
+    latent: LatentWork | None
 
 
 #: Phases of a step outside its layers, and of a layer at most.
-STEP_PHASES, LAYER_PHASES = 8, 11 + EXPERT_PHASES
+STEP_PHASES, LAYER_PHASES = 8, 11 + EXPERT_PHASES + LATENT_PHASES
 
 
 @compiled
@@ -172,8 +183,9 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
     """Run every layer over the step's T tokens; leave the P sampled rows' logits in work.logits.
 
     team, phase: see `app.kernels.machine.team`. k_memory: [L, blocks, kv_heads, D, block_size]; v_memory: [L, blocks,
-    kv_heads, block_size, D]; the step's keys and values are written there. Where no adapter of the step has extras,
-    `step.extra_runs` and `step.extra_slots` are empty and the operations that take them do the base's arithmetic only.
+    kv_heads, block_size, D]; the step's keys and values are written there. Latents lie in v_memory, with
+    one head. Where no adapter of the step has extras, `step.extra_runs` and `step.extra_slots` are empty and the
+    operations that take them do the base's arithmetic only.
     """
     num_tokens, width, num_layers = step.token_ids.shape[0], weights.final_norm.shape[0], weights.layer_rope.shape[0]
     hidden = work.hidden[:num_tokens]
@@ -183,7 +195,7 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
     if sizes.embedding_scale != np.float32(1.0):
         phase = scale_rows(team, phase, sizes.embedding_scale, hidden[:, :width])
     for layer in range(num_layers):
-        phase = _attention(
+        phase = _any_attention(
             team, phase, layer, weights, sizes, tables, extras, k_memory[layer], v_memory[layer], step, work
         )
         phase = _any_feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work)
@@ -195,6 +207,22 @@ def forward(team, phase, weights, sizes, tables, extras, k_memory, v_memory, ste
             work.states[: step.pooled_rows.shape[0]],
         )  # fmt: skip
     return phase
+
+
+def _any_attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work):
+    """hidden += the layer's attention, of the kind that the model has."""
+    raise NotImplementedError("called from compiled code only")
+
+
+@overload(_any_attention)
+def _attention_of(team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work):  # noqa: ARG001
+    if isinstance(weights.types[weights.fields.index("latent")], types.NoneType):
+        return lambda team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work: _attention(  # noqa: PLW0108
+            team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work
+        )
+    return lambda team, phase, layer, weights, sizes, tables, extras, k_memory, v_memory, step, work: (  # noqa: ARG005
+        latent_attention_block(team, phase, layer, weights, sizes, tables, extras, v_memory, step, work)
+    )
 
 
 @compiled
@@ -230,7 +258,8 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     )  # fmt: skip
     phase = paged_attention(
         team, phase, qkv, sizes.head_dim, weights.scales[layer], weights.layer_window[layer], sizes.softcap,
-        step.attention_tasks, step.query_starts, step.seq_lens, step.block_tables, k_memory, v_memory, attended,
+        weights.sinks[layer], step.attention_tasks, step.query_starts, step.seq_lens, step.block_tables, k_memory,
+        v_memory, attended,
     )  # fmt: skip
     rows_o = tables.o
     if runs.shape[0] > 0:

@@ -1,4 +1,4 @@
-"""Rank rows of experts on a CPU: an adapter's lie in memory of its own, as much as its experts and ranks take.
+"""Rank rows of experts, and of heads of latents, on a CPU: an adapter's lie in memory of its own.
 
 In: an adapter's experts, worked out by `PreparedRows`, and its slot. Out: addresses by layer, slot and expert for
 `app.kernels.moe_lora`. Memory is allocated when an adapter is written and freed when its slot is released; how much may
@@ -16,20 +16,21 @@ from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.moe_lora.cpu import ExpertRows
 from app.kernels.sgmv.cpu import RANK_PANEL
-from app.kernels.sgmv.writing import D_IN, D_OUT, PLAN_WIDTH, RANK, TO_A, TO_B, A, fill_facts, write_plan
+from app.kernels.sgmv.writing import D_IN, D_OUT, PLAN_WIDTH, RANK, TO_A, TO_B, A, B, fill_facts, write_plan
 
 
 class ExpertRowMemory:
-    """Of the two products that a model's experts have."""
+    """Of the products that experts and heads of latents have (`paged_products`)."""
 
     def __init__(self, stacked: tuple[Stacked, ...], num_slots: int) -> None:
         """stacked: the products that have experts, in the order of `ExpertMatrices.products`."""
         in_bf16 = np.zeros(num_slots, np.bool_)
-        self.tables: list[ExpertRows] = []
+        #: By the product's name.
+        self.tables: dict[str, ExpertRows] = {}
         for product, layers in stacked:
             shape = (len(layers), num_slots, len(product.experts), len(product.targets))
             at = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-            self.tables.append(ExpertRows(*at, np.zeros(shape, np.int32), in_bf16))
+            self.tables[product.name] = ExpertRows(*at, np.zeros(shape, np.int32), in_bf16)
         self._in_bf16 = in_bf16
         self._held: dict[int, NDArray[np.uint8]] = {}
         self._widest = np.zeros(num_slots, np.int64)
@@ -46,7 +47,7 @@ class ExpertRowMemory:
         """Forget the slot's rows and free their memory."""
         if self._held.pop(adapter_slot, None) is not None:
             self._widest[adapter_slot] = 0
-            for rows in self.tables:
+            for rows in self.tables.values():
                 rows.ranks[:, adapter_slot] = 0
 
     def write(self, team: Team, adapter_slot: int, source: ExpertMatrices | None) -> None:
@@ -60,21 +61,28 @@ class ExpertRowMemory:
         width = 2 if source.all_in_bf16 else 4
         sizes_a = -(-plan[:, RANK] // RANK_PANEL) * RANK_PANEL * plan[:, D_IN] * width
         sizes_b = plan[:, RANK] * (-(-plan[:, D_OUT] // PANEL) * PANEL) * width
-        # An A that serves gate and up is held once; both lines write the same bytes to it.
-        _, first, same = np.unique(plan[:, A], return_index=True, return_inverse=True)
-        own_a = np.zeros_like(sizes_a)
-        own_a[first] = sizes_a[first]
-        ends = np.cumsum(np.stack([own_a, sizes_b], axis=1).ravel()).reshape(-1, 2)
-        memory = np.empty(int(ends[-1, 1]), np.uint8)
-        plan[:, TO_A] = memory.ctypes.data + (ends[:, 0] - own_a)[first[same]]
-        plan[:, TO_B] = memory.ctypes.data + ends[:, 0]
+        size_a, places_a = _packed(plan[:, A], sizes_a)
+        size_b, places_b = _packed(plan[:, B], sizes_b)
+        memory = np.empty(size_a + size_b, np.uint8)
+        plan[:, TO_A] = memory.ctypes.data + places_a
+        plan[:, TO_B] = memory.ctypes.data + size_a + places_b
         too_fine = np.array([not source.all_in_bf16])
         team.run(write_plan, 2, plan, too_fine)
         assert too_fine[0] != source.all_in_bf16, "what is saved in bfloat16 fits two bytes"
         self._held[adapter_slot] = memory
         self._in_bf16[adapter_slot] = source.all_in_bf16
         self._widest[adapter_slot] = plan[:, RANK].max()
-        for index, rows in enumerate(self.tables):
+        for index, rows in enumerate(self.tables.values()):
             mine = source.products == index
             where = (source.places[mine], adapter_slot, source.experts[mine], source.modules[mine])
             rows.a[where], rows.b[where], rows.ranks[where] = plan[mine][:, [TO_A, TO_B, RANK]].T
+
+
+def _packed(sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+    """Bytes of all matrices one after the other, and where each begins.
+
+    One that several lines have (an A of gate and up, or of all heads) is held once: each line writes the same bytes.
+    """
+    _, first, same = np.unique(sources, return_index=True, return_inverse=True)
+    ends = np.cumsum(sizes[first])
+    return int(ends[-1]), (ends - sizes[first])[same]

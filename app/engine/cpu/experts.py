@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.cpu.product_rows import ProductRows, upcoming_of
+from app.engine.cpu.single_product import rows_of_layer, single_product
 from app.kernels.extras.cpu import MLP_NORM, rms_norm_with_extras
-from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
+from app.kernels.linear.cpu import ProductExtras, gate_and_up
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, layer_panels
 from app.kernels.moe_lora.cpu import ExpertRows, experts_down, experts_gate_and_up, shrink_pairs
@@ -32,7 +33,8 @@ class ExpertWeights(NamedTuple):
 
     place: [L], a layer's index among those M, or -1; dense_place: [L], its index among the others, or -1. router:
     [M, ...]; gate_up, down: [M * E, ...], a layer's experts one after the other. shared_gate, shared_gate_up,
-    shared_down: [M, ...], or [0, ...] where no expert is shared, or its gate is missing. no_bias: [0].
+    shared_down: [M, ...], or [0, ...] where no expert is shared, or its gate is missing. router_bias: [M, W], or
+    [M, 0]; gate_up_bias, down_bias: [M * E, ...], or [0, 0]. no_bias: [0].
     """
 
     place: NDArray[np.int64]
@@ -43,6 +45,9 @@ class ExpertWeights(NamedTuple):
     shared_gate: Stack
     shared_gate_up: Stack
     shared_down: Stack
+    router_bias: Floats
+    gate_up_bias: Floats
+    down_bias: Floats
     no_bias: Floats
 
 
@@ -88,27 +93,31 @@ def expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step
     phase = rms_norm_with_extras(
         team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
     )
-    phase = _single(
-        team, phase, layer, place, normed, mixture.router, mixture.no_bias, tables.experts.router, tables.places,
-        extras, step, work, scratch.logits[:num_tokens],
+    phase = single_product(
+        team, phase, layer, place, normed, mixture.router, mixture.router_bias[place], tables.experts.router,
+        tables.places, extras, step, work, scratch.logits[:num_tokens],
     )  # fmt: skip
-    phase = route(team, phase, scratch.logits[:num_tokens], sizes.normalised, pairs)
+    phase = route(
+        team, phase, scratch.logits[:num_tokens], sizes.normalised, sizes.share_scale, sizes.num_groups,
+        sizes.top_groups, pairs,
+    )  # fmt: skip
     phase = sort_pairs(team, phase, num_tokens, pairs)
     phase = gather_pairs(team, phase, normed, num_tokens, pairs, scratch.inputs)
 
-    rows, first = _expert_rows(tables.experts.gate_up, place), place * pairs.busy.shape[0]
+    rows, first = rows_of_layer(tables.experts.gate_up, place), place * pairs.busy.shape[0]
     if slots.shape[0] > 0:
         phase = shrink_pairs(team, phase, scratch.inputs, num_pairs, pairs, slots, rows, scratch.shrunk)
     phase = experts_gate_and_up(
-        team, phase, scratch.inputs, num_pairs, pairs, slots, mixture.gate_up, first, rows, scratch.shrunk, sizes.gelu,
-        scratch.gate_up, scratch.gated,
+        team, phase, scratch.inputs, num_pairs, pairs, slots, mixture.gate_up, first, mixture.gate_up_bias, rows,
+        scratch.shrunk, sizes.gelu, sizes.limit, sizes.alpha, scratch.gate_up, scratch.gated,
     )  # fmt: skip
-    rows = _expert_rows(tables.experts.down, place)
+    rows = rows_of_layer(tables.experts.down, place)
     if slots.shape[0] > 0:
         phase = shrink_pairs(team, phase, scratch.gated, num_pairs, pairs, slots, rows, scratch.shrunk)
     phase = experts_down(
-        team, phase, scratch.gated, num_pairs, pairs, slots, mixture.down, first, rows, scratch.shrunk, scratch.outputs
-    )
+        team, phase, scratch.gated, num_pairs, pairs, slots, mixture.down, first, mixture.down_bias, rows,
+        scratch.shrunk, scratch.outputs,
+    )  # fmt: skip
     if scratch.shared.shape[0] > 0:
         phase = _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, step, work)
     shared = scratch.shared[: min(num_tokens, scratch.shared.shape[0])]
@@ -124,7 +133,7 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
     shrunk, kept = work.shrunk[:num_tokens], work.kept[:num_tokens]
     runs, places, rows = step.runs, tables.places, tables.experts.shared_gate_up
     if scratch.gates.shape[0] > 0:
-        phase = _single(
+        phase = single_product(
             team, phase, layer, place, normed, mixture.shared_gate, mixture.no_bias, tables.experts.shared_gate, places,
             extras, step, work, scratch.gates[:num_tokens],
         )  # fmt: skip
@@ -137,27 +146,7 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
         ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu,
         scratch.shared_gate_up[:num_tokens], gated,
     )  # fmt: skip
-    return _single(
+    return single_product(
         team, phase, layer, place, gated, mixture.shared_down, mixture.no_bias, tables.experts.shared_down, places,
         extras, step, work, scratch.shared[:num_tokens],
     )  # fmt: skip
-
-
-@compiled
-def _single(team, phase, layer, place, x, stack, bias, rows, places, extras, step, work, out):
-    """out = x @ w with the deltas of a product of one module. One phase, and one more with adapters."""
-    num_tokens = x.shape[0]
-    shrunk, kept, ranks = work.shrunk[:num_tokens], work.kept[:num_tokens], rows.ranks[place]
-    if step.runs.shape[0] > 0:
-        a = (rows.a[0][place],)
-        phase = shrink(team, phase, x, a, ranks, step.shrink_tasks, step.widest_rank, places, shrunk)
-    return project(
-        team, phase, x, layer_panels(stack, place), bias, False, shrunk, (rows.b[0][place],), ranks, step.runs, places,
-        upcoming_of(rows, place), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), out,
-    )  # fmt: skip
-
-
-@compiled
-def _expert_rows(rows, place):
-    """Those of one layer."""
-    return ExpertRows(rows.a[place], rows.b[place], rows.ranks[place], rows.in_bf16)

@@ -26,6 +26,7 @@ Floats = NDArray[np.float32]
 
 #: Places on the last axis of `ExtraTables.norms`.
 _NORMS = {"attention_norm": ATTENTION_NORM, "mlp_norm": MLP_NORM, "q_norm": Q_NORM, "k_norm": K_NORM}
+_NORMS |= {"query_latent_norm": Q_NORM, "latent_norm": K_NORM}
 
 
 class BaseModules(Protocol):

@@ -12,9 +12,18 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.adapters.extras import absorbed_pairs
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
 from app.engine.errors import AdapterMismatch
-from app.engine.models.products import single_products, stacked_products, targets_of
+from app.engine.models.products import (
+    LATENT_B,
+    LATENT_KEYS,
+    LATENT_VALUES,
+    paged_products,
+    single_products,
+    stacked_products,
+    targets_of,
+)
 from app.engine.models.spec import ModelSpec
 from app.kernels.sgmv.writing import Matrices, matrices
 
@@ -53,9 +62,9 @@ class PreparedRows:
         stacked = stacked_products(spec)
         self._num_layers = len(spec.layers)
         self._numbers = {target: number for number, target in enumerate(targets_of(single_products(stacked)))}
-        mixed = [one for one in stacked if one.product.num_experts is not None]
+        self._spec = spec
         self._expert_products = {
-            target: (n, one.product) for n, one in enumerate(mixed) for target in one.product.targets
+            target: (n, one.product) for n, one in enumerate(paged_products(spec)) for target in one.product.targets
         }
         self._places = {
             (layer, target): place
@@ -76,7 +85,9 @@ class PreparedRows:
         modules, of_experts = [], []
         for key, pair in adapter.weights.items():
             self._check(key)
-            if key.expert is None:
+            if key.target in LATENT_B.targets:
+                of_experts += self._by_head(key, pair)
+            elif key.expert is None:
                 modules.append((self._places[key[:2]], self._numbers[key.target], pair))
             else:
                 of_experts.append((key, pair))
@@ -85,6 +96,13 @@ class PreparedRows:
             ranks[place, n] = pair.rank
         found = matrices((place, n, *pair) for place, n, pair in modules)
         return AdapterRows(found, ranks, self._expert_matrices(of_experts) if of_experts else None)
+
+    def _by_head(self, key: LoraKey, pair: LoraPair) -> list[tuple[LoraKey, LoraPair]]:
+        keys, values = absorbed_pairs(pair, self._spec.layers[key.layer].attention)
+        found = zip((LATENT_KEYS, LATENT_VALUES), (keys, values), strict=True)
+        return [
+            (LoraKey(key.layer, kind.targets[0], head), one) for kind, ones in found for head, one in enumerate(ones)
+        ]
 
     def _check(self, key: LoraKey) -> None:
         _, product = self._expert_products.get(key.target, (0, None))
@@ -99,7 +117,7 @@ class PreparedRows:
         for key, _ in pairs:
             index, product = self._expert_products[key.target]
             assert key.expert is not None, "only experts come here"
-            place = self._places[key[:2]]
+            place = self._places.get(key[:2], key.layer)  # heads' products are in every layer
             lines.append((index, place, key.expert, product.targets.index(key.target), product.d_in))
         columns = np.ascontiguousarray(np.array(lines, np.int64).T)
         narrow = all(array.dtype.itemsize == 2 for _, pair in pairs for array in pair)

@@ -16,9 +16,17 @@ from app.engine.cpu.decoder import AdapterTables
 from app.engine.cpu.encoder import EncoderTables
 from app.engine.cpu.expert_rows import ExpertRowMemory
 from app.engine.cpu.experts import ExpertTables
+from app.engine.cpu.latents import LatentTables
 from app.engine.cpu.product_rows import Floats, ProductRows
 from app.engine.cpu.rows import AdapterRows
-from app.engine.models.products import Product, stacked_products, targets_of
+from app.engine.models.products import (
+    LATENT_KEYS,
+    LATENT_VALUES,
+    Product,
+    paged_products,
+    stacked_products,
+    targets_of,
+)
 from app.engine.models.spec import ModelSpec
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL
@@ -48,8 +56,7 @@ class RankRowMemory:
     """One set of tables for all adapters, and those of adapters' experts."""
 
     def __init__(self, spec: ModelSpec, num_rows: int, num_slots: int) -> None:
-        stacked = stacked_products(spec)
-        singles = [one for one in stacked if one.product.num_experts is None]
+        singles = [one for one in stacked_products(spec) if one.product.has_rank_rows]
         self._targets = targets_of(one.product for one in singles)
         self._a: list[Floats] = []
         self._b: list[Floats] = []
@@ -61,7 +68,7 @@ class RankRowMemory:
         self._ranks = np.zeros((len(spec.layers), num_slots, len(self._targets)), np.int32)
         self._places = RowPlaces(np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_))
         self._plans = WritePlans(self._a, self._b)
-        mixed = tuple(one for one in stacked if one.product.num_experts is not None)
+        mixed = paged_products(spec)
         self._experts = ExpertRowMemory(mixed, num_slots)
         asked_for = _ASKED_FOR_BESIDE_EXPERTS if mixed else _ASKED_FOR
         if spec.encoder is not None:
@@ -69,9 +76,7 @@ class RankRowMemory:
         rows = {one.product.name: self._product_rows(one.product, asked_for) for one in singles}
         #: `AdapterTables`, or an encoder's `EncoderTables`.
         self.tables: Any = (
-            self._decoder_tables(rows, has_experts=bool(mixed))
-            if spec.encoder is None
-            else EncoderTables(**rows, places=self._places)
+            self._decoder_tables(rows) if spec.encoder is None else EncoderTables(**rows, places=self._places)
         )
 
     @property
@@ -121,14 +126,15 @@ class RankRowMemory:
         first = self._targets.index(targets[0]) if targets else 0
         return slice(first, first + len(targets))
 
-    def _decoder_tables(self, rows: Mapping[str, ProductRows], *, has_experts: bool) -> AdapterTables:
+    def _decoder_tables(self, rows: Mapping[str, ProductRows]) -> AdapterTables:
         return AdapterTables(
-            rows["qkv"],
+            rows.get("qkv", self._absent(3, asks=True)),
             rows["o"],
             rows.get("gate_up", self._absent(2, asks=True)),
             rows.get("down", self._absent(1)),
             self._places,
-            self._expert_tables(rows) if has_experts else None,
+            self._expert_tables(rows) if "router" in rows else None,
+            self._latent_tables(rows) if "latent_a" in rows else None,
         )
 
     def _absent(self, num_targets: int, *, asks: bool = False) -> ProductRows:
@@ -143,5 +149,16 @@ class RankRowMemory:
             rows.get("shared_gate", self._absent(1)),
             rows.get("shared_gate_up", self._absent(2)),
             rows.get("shared_down", self._absent(1)),
-            *self._experts.tables,
+            self._experts.tables["experts_gate_up"],
+            self._experts.tables["experts_down"],
+        )
+
+    def _latent_tables(self, rows: Mapping[str, ProductRows]) -> LatentTables:
+        return LatentTables(
+            rows.get("query", self._absent(1)),
+            rows.get("query_a", self._absent(1)),
+            rows.get("query_b", self._absent(1)),
+            rows["latent_a"],
+            self._experts.tables[LATENT_KEYS.name],
+            self._experts.tables[LATENT_VALUES.name],
         )

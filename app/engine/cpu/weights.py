@@ -19,6 +19,7 @@ from app.engine.config import WeightStorage
 from app.engine.cpu import decoder as cpu_decoder
 from app.engine.cpu.encoder import EncoderWeights
 from app.engine.cpu.experts import ExpertWeights
+from app.engine.cpu.latents import LatentWeights
 from app.engine.errors import CheckpointError
 from app.engine.models.names import (
     EMBEDDING,
@@ -26,10 +27,20 @@ from app.engine.models.names import (
     LAYER_NORMS,
     LM_HEAD,
     POST_NORMS,
+    SINKS,
     expected_tensors,
     qk_norm_widths,
 )
-from app.engine.models.products import Stacked, product_of, single_products, stacked_products
+from app.engine.models.products import (
+    LATENT_B,
+    LATENT_KEYS,
+    LATENT_VALUES,
+    Stacked,
+    paged_products,
+    product_of,
+    single_products,
+    stacked_products,
+)
 from app.engine.models.spec import ModelSpec, RopeSpec
 from app.engine.models.stacks import StackWriter, log_storage
 from app.kernels.machine.team import Team
@@ -47,9 +58,8 @@ def padded(size: int) -> int:
 
 def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
     """Raises CheckpointError for layers whose attention is of unequal size."""
-    qkv = stacked_products(spec)[0].product
-    first = spec.layers[0]
-    q_size, kv_size, _ = qkv.padded_widths(PANEL)
+    first, qkv = spec.layers[0], stacked_products(spec)[0].product
+    q_size, kv_size = (0, 0) if first.attention.latent is not None else qkv.padded_widths(PANEL)[:2]
     routers = [layer.experts.router for layer in spec.layers if layer.experts is not None]
     return cpu_decoder.Sizes(
         num_heads=first.attention.num_heads,
@@ -65,6 +75,11 @@ def decoder_sizes(spec: ModelSpec) -> cpu_decoder.Sizes:
         embedding_scale=np.float32(spec.embedding_scale),
         whole_norm=first.attention.whole_qk_norm,
         normalised=bool(routers) and routers[0].normalised,
+        limit=np.float32(first.mlp.limit or 0.0),
+        alpha=np.float32(first.mlp.alpha),
+        share_scale=np.float32(routers[0].scale if routers else 1.0),
+        num_groups=routers[0].num_groups if routers else 1,
+        top_groups=routers[0].top_groups if routers else 1,
     )
 
 
@@ -80,8 +95,7 @@ class PackedModules:
         product = product_of(self._products, key.target)
         own = product.columns(key.target, PANEL)
         columns = slice(own.start // PANEL, -(-own.stop // PANEL))
-        holder: Any = self._weights
-        stack: Stack = getattr(holder if product.name in holder._fields else holder.experts, product.name)
+        stack: Stack = self._array(product.name)
         place = self._layers[product.name].index(key.layer)
         if isinstance(stack, Quantised):
             return dequantise(Quantised._make(part[place, columns] for part in stack))
@@ -91,9 +105,15 @@ class PackedModules:
         product = product_of(self._products, key.target)
         if not product.has_bias:
             return None
-        biases: Floats = getattr(self._weights, f"{product.name}_bias")
+        biases: Floats = self._array(f"{product.name}_bias")
         place = self._layers[product.name].index(key.layer)
         return biases[place, product.columns(key.target, PANEL)]
+
+    def _array(self, name: str) -> Any:
+        """Of a product, or of its biases: the model's, its experts' or its latents'."""
+        weights: Any = self._weights
+        holders = (weights, getattr(weights, "experts", None), getattr(weights, "latent", None))
+        return next(getattr(one, name) for one in holders if one is not None and name in one._fields)
 
 
 class WeightPacker:
@@ -119,13 +139,19 @@ class WeightPacker:
             **{name: zeros(count, hidden if spec.layers[0].post_norms else 0) for name in POST_NORMS},
             "q_norm": zeros(count, norm_widths.get("q_norm", 0)),
             "k_norm": zeros(count, norm_widths.get("k_norm", 0)),
+            "query_latent_norm": zeros(count, norm_widths.get("query_latent_norm", 0)),
+            "latent_norm": zeros(count, norm_widths.get("latent_norm", 0)),
+            "sinks": zeros(count, attentions[0].num_heads if attentions[0].sinks else 0),
+            "qkv_bias": zeros(0, 0),  # unless there are such products
             "gate_up_bias": zeros(0, 0),  # unless there are such layers
             "down_bias": zeros(0, 0),
         }
         self._stacks = {"head": StackWriter((1, spec.vocab_size, hidden), storage, team)}
         self._places: dict[str, tuple[str, int, int]] = {}  # module -> product, place in its stack, first column in it
-        for one in stacked:
-            self._make_room(one, storage, team)
+        absorbed = [one for one in paged_products(spec) if one.product not in [other.product for other in stacked]]
+        for one in (*stacked, *absorbed):
+            if one.product.kind is not LATENT_B:
+                self._make_room(one, storage, team)
         self._constants: dict[str, NDArray[Any]] = {
             "cos": cos,
             "sin": sin,
@@ -140,9 +166,10 @@ class WeightPacker:
         product, layers = stacked
         width, experts = product.width(PANEL), product.experts
         self._stacks[product.name] = StackWriter((len(layers) * len(experts), width, product.d_in), storage, team)
-        if product.num_experts is None:
-            biases = np.zeros((len(layers), width if product.has_bias else 0), np.float32)
-            self._arrays[f"{product.name}_bias"] = biases
+        shape = (len(layers) * len(experts), width) if product.has_bias else (len(layers), 0)
+        if product.num_experts is not None and not product.has_bias:
+            shape = (0, 0)
+        self._arrays[f"{product.name}_bias"] = np.zeros(shape, np.float32)
         for place, (layer, expert) in enumerate(itertools.product(layers, experts)):
             for target, start in zip(product.targets, product.starts(PANEL), strict=True):
                 path = f"model.layers.{layer}.{product.kind.path(target, expert)}"
@@ -160,8 +187,11 @@ class WeightPacker:
             raise CheckpointError(f"{self._spec.name} lacks {len(expected)} tensors, the first: {min(expected)!r}")
         stacks = {name: writer.stack for name, writer in self._stacks.items()}
         log_storage(self._spec.name, stacks)
-        experts = _expert_weights(self._spec, stacks)
-        fields = self._arrays | {"gate_up": _ABSENT, "down": _ABSENT} | stacks | self._constants | {"experts": experts}
+        parts = {
+            "experts": _expert_weights(self._spec, stacks, self._arrays),
+            "latent": _latent_weights(self._spec, stacks, self._arrays),
+        }
+        fields = self._arrays | dict.fromkeys(("qkv", "gate_up", "down"), _ABSENT) | stacks | self._constants | parts
         return cpu_decoder.Weights(**{name: fields[name] for name in cpu_decoder.Weights._fields})  # type: ignore[arg-type]
 
     def _place(self, name: str, tensor: Floats) -> None:
@@ -177,18 +207,35 @@ class WeightPacker:
             if module in self._norms:
                 self._arrays[self._norms[module]][int(layer)] = tensor
                 return
+            if module.endswith(LATENT_B.targets[0]):
+                self._place_latent_heads(int(layer), tensor)
+                return
+            if name.endswith(f".{SINKS}"):
+                self._arrays["sinks"][int(layer)] = tensor
+                return
             product, place, column = self._places[path]
             if kind == "bias":
                 self._arrays[f"{product}_bias"][place, column : column + len(tensor)] = tensor
             else:
                 self._stacks[product].store(place, column, tensor)
 
+    def _place_latent_heads(self, layer: int, tensor: Floats) -> None:
+        """kv_b_proj's rows, head by head: those of keys the other way round, those of values as they are."""
+        attention = self._spec.layers[layer].attention
+        assert attention.latent is not None, "only latent attention has this module"
+        heads = tensor.reshape(attention.num_heads, -1, attention.latent.kv_rank)
+        for head, rows in enumerate(heads):
+            keys, values = rows[: attention.latent.key_size], rows[attention.latent.key_size :]
+            place = layer * attention.num_heads + head
+            self._stacks[LATENT_KEYS.name].store(place, 0, np.ascontiguousarray(keys.T))
+            self._stacks[LATENT_VALUES.name].store(place, 0, values)
+
 
 #: A stack of no layers.
 _ABSENT = np.zeros((0, 1, 1, PANEL), np.float32)
 
 
-def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack]) -> ExpertWeights | None:
+def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> ExpertWeights | None:
     has_experts = np.array([layer.experts is not None for layer in spec.layers])
     if not has_experts.any():
         return None
@@ -201,7 +248,34 @@ def _expert_weights(spec: ModelSpec, stacks: Mapping[str, Stack]) -> ExpertWeigh
         shared_gate=stacks.get("shared_gate", _ABSENT),
         shared_gate_up=stacks.get("shared_gate_up", _ABSENT),
         shared_down=stacks.get("shared_down", _ABSENT),
+        router_bias=arrays["router_bias"],
+        gate_up_bias=arrays["experts_gate_up_bias"],
+        down_bias=arrays["experts_down_bias"],
         no_bias=np.zeros(0, np.float32),
+    )
+
+
+def _latent_weights(spec: ModelSpec, stacks: Mapping[str, Stack], arrays: Mapping[str, Floats]) -> LatentWeights | None:
+    latent = spec.layers[0].attention.latent
+    if latent is None:
+        return None
+    nothing = np.zeros((len(spec.layers), 0), np.float32)
+    return LatentWeights(
+        query=stacks.get("query", _ABSENT),
+        query_a=stacks.get("query_a", _ABSENT),
+        query_a_bias=arrays.get("query_a_bias", nothing),
+        query_b=stacks.get("query_b", _ABSENT),
+        latent_a=stacks["latent_a"],
+        latent_a_bias=arrays["latent_a_bias"],
+        latent_keys=stacks[LATENT_KEYS.name],
+        latent_values=stacks[LATENT_VALUES.name],
+        query_latent_norm=arrays["query_latent_norm"],
+        latent_norm=arrays["latent_norm"],
+        no_bias=np.zeros(0, np.float32),
+        no_biases=np.zeros((0, 0), np.float32),
+        key_size=latent.key_size,
+        rope_size=latent.rope_size,
+        norm_eps=np.float32(latent.norm_eps),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
-from app.engine.models import hf_gemma
+from app.engine.models import hf_gemma, hf_gpt_oss
 from app.engine.models.digest import base_digest, file_sha256
 from app.engine.models.encoder_config import encoder_spec, folder_pooling, is_encoder
 from app.engine.models.encoder_names import without_heads
@@ -79,7 +79,6 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     stored = {key: value for key, value in stored_tensors(folder).items() if not _is_rotary_buffer(key)}
     if is_encoder(config):
         return _load_encoder(folder, name, config, stored)
-    is_gemma = config.get("model_type") in hf_gemma.FAMILIES
     files = sorted({tensor.file for tensor in stored.values()})
     parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
     parts += [(file.name, file_sha256(file)) for file in files]
@@ -89,10 +88,14 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
         _check_tied(stored)
         del stored[LM_HEAD]
     shapes = {key: value.shape for key, value in stored.items()}
-    check_tensors(spec, hf_gemma.renamed(shapes) if is_gemma else canonical_shapes(shapes))
-    if is_gemma:
-        return Checkpoint(spec, folder, lambda: hf_gemma.canonical_tensors(read_tensors(stored)))
-    return Checkpoint(spec, folder, lambda: canonical_tensors(read_tensors(stored)))
+    shapes_of: Callable[[dict[str, tuple[int, ...]]], dict[str, tuple[int, ...]]] = canonical_shapes
+    tensors_of: Callable[[Iterator[tuple[str, NDArray[Any]]]], Iterator[tuple[str, NDArray[Any]]]] = canonical_tensors
+    if spec.family in hf_gemma.FAMILIES:
+        shapes_of, tensors_of = hf_gemma.renamed, hf_gemma.canonical_tensors
+    elif spec.family == hf_gpt_oss.FAMILY:
+        shapes_of, tensors_of = hf_gpt_oss.canonical_shapes, hf_gpt_oss.canonical_tensors
+    check_tensors(spec, shapes_of(shapes))
+    return Checkpoint(spec, folder, lambda: tensors_of(read_tensors(stored)))
 
 
 def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> Checkpoint:

@@ -10,7 +10,7 @@ import math
 
 from app.engine.models.names import expected_tensors
 from app.engine.models.products import layer_products
-from app.engine.models.spec import ModelSpec
+from app.engine.models.spec import AttentionSpec, ModelSpec
 
 
 def num_weights(spec: ModelSpec) -> int:
@@ -19,13 +19,19 @@ def num_weights(spec: ModelSpec) -> int:
 
 
 def kv_block_bytes(spec: ModelSpec, block_size: int, element_bytes: int) -> int:
-    """Keys and values of one block in every layer."""
-    width = sum(layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers)
-    return 2 * width * block_size * element_bytes
+    """Keys and values of one block in every layer, or the latents that they come from."""
+    width = sum(_numbers_per_token(layer.attention) for layer in spec.layers)
+    return width * block_size * element_bytes
 
 
 def rank_row_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """One rank row of every module but experts', which have none: a row of a and a row of b."""
+    """One rank row of every module that has such: a row of a and a row of b."""
     layers = (layer_products(spec, layer) for layer in range(len(spec.layers)))
-    singles = (product for products in layers for product in products if product.num_experts is None)
+    singles = (product for products in layers for product in products if product.has_rank_rows)
     return element_bytes * sum(product.row_size for product in singles)
+
+
+def _numbers_per_token(attention: AttentionSpec) -> int:
+    if attention.latent is not None:
+        return attention.latent.width
+    return 2 * attention.num_kv_heads * attention.head_dim

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.engine.errors import CheckpointError
-from app.engine.models import hf_experts, hf_gemma
+from app.engine.models import hf_experts, hf_gemma, hf_gpt_oss, hf_latent
 from app.engine.models.config_values import flag as _flag
 from app.engine.models.config_values import positive
 from app.engine.models.hf_experts import FeedForward
@@ -74,6 +74,7 @@ class _Family:
     feed_forwards: Callable[[Mapping[str, Any], MlpSpec, int], list[FeedForward]] = hf_experts.dense
     qk_norm: bool = False
     whole_qk_norm: bool = False
+    sinks: bool = False
     off: frozenset[str] = frozenset()
     default_head_dim: int | None = None
     default_kv_heads: int | None = None
@@ -95,6 +96,10 @@ def spec_from_config(
     given = config
     if model_type in hf_gemma.FAMILIES:
         config = hf_gemma.plain(config)
+    elif model_type in hf_latent.FAMILIES:
+        config = hf_latent.plain(config)
+    elif model_type == hf_gpt_oss.FAMILY:
+        config = hf_gpt_oss.plain(config)
     _check_keys(config, family, str(model_type))
     hidden_size = positive(config, "hidden_size")
     num_layers = checked_num_layers(positive(config, "num_hidden_layers"))
@@ -123,6 +128,7 @@ def spec_from_config(
                 qk_norm=family.qk_norm,
                 whole_qk_norm=family.whole_qk_norm,
                 window=window,
+                sinks=family.sinks,
             )
             shared[window, feed_forward] = LayerSpec(attention, *feed_forward)
     spec = ModelSpec(
@@ -138,6 +144,8 @@ def spec_from_config(
         bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
         eos_token_ids=_eos_token_ids(config, generation_config),
     )
+    if model_type in hf_latent.FAMILIES:
+        return hf_latent.adjusted(spec, config)
     return hf_gemma.adjusted(spec, given) if model_type in hf_gemma.FAMILIES else spec
 
 
@@ -283,11 +291,28 @@ def _qwen3_moe_windows(config: Mapping[str, Any], num_layers: int) -> list[int |
     return [_window(config) if _flag(config, "use_sliding_window") else None] * num_layers
 
 
+def _alternating_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """`layer_types` decides where it exists, else every other layer slides, the first one with them."""
+    kinds = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(num_layers)]
+    sliding = {"sliding_window": 128, "use_sliding_window": True, "layer_types": config.get("layer_types") or kinds}
+    return _qwen_windows({**config, **sliding, **_given(config, "sliding_window")}, num_layers)
+
+
+def _given(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {key: config[key]} if key in config else {}
+
+
 def _attention_bias(config: Mapping[str, Any]) -> bool:
     return _flag(config, "attention_bias")
 
 
 def _never(_config: Mapping[str, Any]) -> bool:
+    return False
+
+
+def _no_mlp_bias(config: Mapping[str, Any]) -> bool:
+    if _flag(config, "mlp_bias"):
+        raise CheckpointError("config key 'mlp_bias' is true; experts of this family are served without biases only")
     return False
 
 
@@ -370,6 +395,25 @@ _FAMILIES = {
         feed_forwards=hf_experts.qwen3,
         qk_norm=True,
         default_kv_heads=4,
+    ),
+    "gpt_oss": _Family(
+        keys=frozenset({"attention_bias", "sliding_window", "layer_types"}) | hf_experts.GPT_OSS_KEYS,
+        qkv_bias=_attention_bias,
+        o_bias=_attention_bias,
+        mlp_bias=_never,
+        windows=_alternating_windows,
+        feed_forwards=hf_experts.gpt_oss,
+        sinks=True,
+        default_head_dim=64,
+        default_kv_heads=8,
+    ),
+    "deepseek_v2": _Family(
+        keys=frozenset({"attention_bias", "mlp_bias"}) | hf_latent.KEYS | hf_experts.DEEPSEEK_KEYS,
+        qkv_bias=_attention_bias,
+        o_bias=_attention_bias,
+        mlp_bias=_no_mlp_bias,
+        windows=_no_windows,
+        feed_forwards=hf_experts.deepseek,
     ),
     "olmoe": _Family(
         keys=frozenset({"attention_bias"}) | hf_experts.OLMOE_KEYS,

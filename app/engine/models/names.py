@@ -21,16 +21,20 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
 #: A layer's norms, as they are called here.
-LayerNorm = Literal["attention_norm", "mlp_norm", "q_norm", "k_norm"]
+LayerNorm = Literal["attention_norm", "mlp_norm", "q_norm", "k_norm", "query_latent_norm", "latent_norm"]
 #: Where a checkpoint keeps them in the layer.
 LAYER_NORMS: dict[LayerNorm, str] = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
+    "query_latent_norm": "self_attn.q_a_layernorm",
+    "latent_norm": "self_attn.kv_a_layernorm",
 }
 #: Of layers with `post_norms`: the norms of what attention and feed-forward give.
 POST_NORMS = {"post_attention_norm": "self_attn.output_norm", "post_mlp_norm": "mlp.output_norm"}
+#: Where a checkpoint keeps attention's sinks in the layer: a tensor, not a module.
+SINKS = "self_attn.sinks"
 _GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD}
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -71,6 +75,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         widths: dict[LayerNorm, int] = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
         widths |= qk_norm_widths(layer.attention)
         shapes |= {f"{prefix}{LAYER_NORMS[norm]}.weight": (width,) for norm, width in widths.items()}
+        if layer.attention.sinks:
+            shapes[f"{prefix}{SINKS}"] = (layer.attention.num_heads,)
         if layer.post_norms:
             shapes |= {f"{prefix}{path}.weight": (spec.hidden_size,) for path in POST_NORMS.values()}
         for product in layer_products(spec, index):
@@ -89,7 +95,11 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def qk_norm_widths(attention: AttentionSpec) -> dict[LayerNorm, int]:
-    """Of the norms of queries and keys: a head's width, or that of all heads; nothing where there are none."""
+    """Of the norms of queries and keys: a head's width, or that of all heads, or of latents; nothing without them."""
+    latent = attention.latent
+    if latent is not None:
+        widths: dict[LayerNorm, int] = {"latent_norm": latent.kv_rank}
+        return widths if latent.query_rank is None else {"query_latent_norm": latent.query_rank, **widths}
     if not attention.qk_norm:
         return {}
     heads = (attention.num_heads, attention.num_kv_heads) if attention.whole_qk_norm else (1, 1)

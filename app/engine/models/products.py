@@ -14,11 +14,11 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from app.engine.errors import CheckpointError
-from app.engine.models.spec import LayerSpec, MlpSpec, ModelSpec
+from app.engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec
 
 #: A layer's activations that products read: the normalised hidden states, attention's output, the feed-forward with a
-#: gate and without.
-Activation = Literal["normed", "attended", "gated", "activated"]
+#: gate and without, and the normalised latents of latent attention.
+Activation = Literal["normed", "attended", "gated", "activated", "query_latent", "latent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,15 @@ GATED_MLP = (
     ProductKind("gate_up", "mlp", ("gate_proj", "up_proj"), "normed", "output", fused="gate_up_proj"),
     ProductKind("down", "mlp", ("down_proj",), "gated", "input"),
 )
+#: Of latent attention: queries at once, or through a latent; the latent of keys and values with what is rotated of
+#: keys, and keys and values from it.
+LATENT_QUERY = ProductKind("query", "self_attn", ("q_proj",), "normed", "output")
+LATENT_QUERY_A = ProductKind("query_a", "self_attn", ("q_a_proj",), "normed", "output")
+LATENT_QUERY_B = ProductKind("query_b", "self_attn", ("q_b_proj",), "query_latent", "output")
+LATENT_A = ProductKind("latent_a", "self_attn", ("kv_a_proj_with_mqa",), "normed", "output")
+LATENT_B = ProductKind("latent_b", "self_attn", ("kv_b_proj",), "latent", "output")
+LATENT_KEYS = ProductKind("latent_keys", "self_attn", ("kv_b_proj.keys",), "latent", "output")
+LATENT_VALUES = ProductKind("latent_values", "self_attn", ("kv_b_proj.values",), "latent", "output")
 #: Of an encoder's layer. Three modules are called "dense": here they go by their whole names in the layer.
 ENCODER = (
     ProductKind("qkv", "attention.self", ("query", "key", "value"), "normed", "output"),
@@ -61,7 +70,8 @@ ENCODER = (
     ProductKind("up", "", ("intermediate.dense",), "normed", "output"),
     ProductKind("down", "", ("output.dense",), "activated", "input"),
 )
-ROUTER = ProductKind("router", "mlp", ("gate",), "normed", "output")
+#: The modules that routers are, by families.
+ROUTERS = ("gate", "router")
 EXPERTS = (
     ProductKind(
         "experts_gate_up",
@@ -101,6 +111,11 @@ class Product:
         return (None,) if self.num_experts is None else tuple(range(self.num_experts))
 
     @property
+    def has_rank_rows(self) -> bool:
+        """Whether adapters' deltas lie in tables that all adapters share: experts' and latents' heads' do not."""
+        return self.num_experts is None and self.kind is not LATENT_B
+
+    @property
     def name(self) -> str:
         return self.kind.name
 
@@ -138,6 +153,11 @@ def layer_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
         return _encoder_products(spec, layer)
     attention = spec.layers[layer].attention
     hidden = spec.hidden_size
+    if attention.latent is not None:
+        return (
+            *_latent_products(hidden, attention, attention.latent),
+            *_feed_forward_products(hidden, spec.layers[layer]),
+        )
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
     q, kv = heads * attention.head_dim, kv_heads * attention.head_dim
     qkv, o = ATTENTION
@@ -148,18 +168,58 @@ def layer_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
     )
 
 
+def _latent_products(hidden: int, attention: AttentionSpec, latent: LatentSpec) -> tuple[Product, ...]:
+    heads, has_bias = attention.num_heads, attention.qkv_bias
+    q, kv, values = heads * attention.head_dim, heads * (latent.key_size + latent.value_size), heads * latent.value_size
+    rank = latent.query_rank
+    queries: tuple[Product, ...] = (Product(LATENT_QUERY, hidden, (q,), (heads,), has_bias=False),)
+    if rank is not None:
+        queries = (
+            Product(LATENT_QUERY_A, hidden, (rank,), (1,), has_bias),
+            Product(LATENT_QUERY_B, rank, (q,), (heads,), has_bias=False),
+        )
+    return (
+        *queries,
+        Product(LATENT_A, hidden, (latent.width,), (1,), has_bias),
+        Product(LATENT_B, latent.kv_rank, (kv,), (heads,), has_bias=False),
+        Product(ATTENTION[1], values, (hidden,), (heads,), attention.o_bias),
+    )
+
+
+def absorbed_products(attention: AttentionSpec) -> tuple[Product, ...]:
+    """What a device computes in place of `kv_b_proj` that keeps latents as they are; nothing for other attention.
+
+    A head is an "expert" that every token uses. Keys: a query [key_size] to latents [kv_rank], by the head's rows of
+    the weight from the left; values: the sum of latents [kv_rank] to a value [value_size], by its other rows.
+    """
+    latent = attention.latent
+    if latent is None:
+        return ()
+    heads = attention.num_heads
+    return (
+        Product(LATENT_KEYS, latent.key_size, (latent.kv_rank,), (1,), has_bias=False, num_experts=heads),
+        Product(LATENT_VALUES, latent.kv_rank, (latent.value_size,), (1,), has_bias=False, num_experts=heads),
+    )
+
+
 def _feed_forward_products(hidden: int, layer: LayerSpec) -> tuple[Product, ...]:
     mixture = layer.experts
     if mixture is None:
         return _gated_products(GATED_MLP, hidden, layer.mlp)
     count, shared = mixture.router.num_experts, mixture.shared
     experts = tuple(replace(product, num_experts=count) for product in _gated_products(EXPERTS, hidden, layer.mlp))
-    products = (Product(ROUTER, hidden, (count,), (1,), has_bias=False), *experts)
+    router = router_kind(mixture.router.name)
+    products = (Product(router, hidden, (count,), (1,), mixture.router.has_bias), *experts)
     if shared is None:
         return products
     gate, *kinds = shared_kinds(shared.name)
     gates = (Product(gate, hidden, (1,), (1,), has_bias=False),) if shared.is_gated else ()
     return (*products, *gates, *_gated_products(kinds, hidden, shared.mlp))
+
+
+def router_kind(name: str) -> ProductKind:
+    """Of a router whose module has this name within "mlp"."""
+    return ProductKind("router", "mlp", (name,), "normed", "output")
 
 
 def shared_kinds(name: str) -> tuple[ProductKind, ProductKind, ProductKind]:
@@ -218,8 +278,15 @@ def stacked_products(spec: ModelSpec) -> tuple[Stacked, ...]:
 
 
 def single_products(stacked: Iterable[Stacked]) -> tuple[Product, ...]:
-    """Those that every token uses: rank rows lie in tables of these, an adapter's experts by themselves."""
-    return tuple(product for product, _ in stacked if product.num_experts is None)
+    """Those whose rank rows lie in tables that all adapters share."""
+    return tuple(product for product, _ in stacked if product.has_rank_rows)
+
+
+def paged_products(spec: ModelSpec) -> tuple[Stacked, ...]:
+    """Those of which an adapter's deltas lie in memory of its own: experts', then latents' by head."""
+    mixed = tuple(one for one in stacked_products(spec) if one.product.num_experts is not None)
+    every = tuple(range(len(spec.layers)))
+    return (*mixed, *(Stacked(product, every) for product in absorbed_products(spec.layers[0].attention)))
 
 
 def _check_alike(spec: ModelSpec, layer: int) -> None:
@@ -246,6 +313,10 @@ def uniform_products(spec: ModelSpec) -> tuple[Product, ...]:
     if any(layer.experts is not None or layer.attention.whole_qk_norm for layer in spec.layers):
         raise CheckpointError(
             f"this device does not serve {spec.family}, a mixture of experts ({spec.name}); use engine.cpu"
+        )
+    if first.attention.latent is not None:
+        raise CheckpointError(
+            f"this device does not serve {spec.family}'s latent attention ({spec.name}); use engine.cpu"
         )
     for index, layer in enumerate(spec.layers):
         attention = replace(

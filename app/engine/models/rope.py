@@ -104,9 +104,9 @@ def _yarn(theta: float, head_dim: int, parameters: Mapping[str, Any], max_positi
         attention_factor = _number(parameters, "attention_factor")
     elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
         scales = _number(parameters, "mscale"), _number(parameters, "mscale_all_dim")
-        attention_factor = _yarn_mscale(factor, scales[0]) / _yarn_mscale(factor, scales[1])
+        attention_factor = yarn_mscale(factor, scales[0]) / yarn_mscale(factor, scales[1])
     else:
-        attention_factor = _yarn_mscale(factor, 1.0)
+        attention_factor = yarn_mscale(factor, 1.0)
     rotations = (_number(parameters, "beta_fast", 32), _number(parameters, "beta_slow", 1))
     try:
         low, high = (head_dim * math.log(old_context / (r * 2 * math.pi)) / (2 * math.log(theta)) for r in rotations)
@@ -127,7 +127,8 @@ def _yarn(theta: float, head_dim: int, parameters: Mapping[str, Any], max_positi
     return _spec(interpolated * (np.float32(1) - keep) + extrapolated * keep, float(attention_factor))
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """By how much yarn sharpens attention (Peng et al. 2023), times a model's own `mscale`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

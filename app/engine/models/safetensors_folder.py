@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from app.engine.errors import CheckpointError
 
 _DTYPES = ("F32", "F16", "BF16")
+#: Ends of the names of quantised tensors (`hf_gpt_oss`), and their type.
+_BLOCKS, _BLOCK_DTYPES = ("_blocks", "_scales"), ("U8",)
 #: Old checkpoints of encoders carry the numbers 0, 1, 2, ... as a tensor.
 _NUMBERS = "embeddings.position_ids"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -72,7 +74,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     if name.endswith(_NUMBERS):
                         continue
                     view = opened.get_slice(name)
-                    if view.get_dtype() not in _DTYPES:
+                    if view.get_dtype() not in (_BLOCK_DTYPES if name.endswith(_BLOCKS) else _DTYPES):
                         raise CheckpointError(
                             f"tensor {name!r} is stored as {view.get_dtype()}; readable are {', '.join(_DTYPES)}"
                         )

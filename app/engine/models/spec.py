@@ -34,11 +34,35 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads come from one vector per token.
+
+    That vector, the latent, is normalised and `kv_rank` wide; a head's key is `key_size` numbers of it, then
+    `rope_size` rotated ones that all heads share, and its value is `value_size` numbers of it. Neighbours are rotated
+    together, not halves. `query_rank`: queries come from a latent of their own, or None.
+    """
+
+    kv_rank: int
+    key_size: int
+    rope_size: int
+    value_size: int
+    query_rank: int | None
+    norm_eps: float
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept per token: the latent and the rotated ones."""
+        return self.kv_rank + self.rope_size
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention. `window` is the number of keys a query sees including itself.
 
     With a softcap c, a score s becomes c * tanh(s / c) before the softmax (Gemma 2). `qk_norm`: each head's query and
-    key are normalised; `whole_qk_norm`: all heads' together.
+    key are normalised; `whole_qk_norm`: all heads' together. `sinks`: each head's softmax has one more score, without
+    a value. With a `latent`, `head_dim` is a query's, and `qkv_bias`
+    that of the products that make latents.
     """
 
     num_heads: int
@@ -52,27 +76,42 @@ class AttentionSpec:
     whole_qk_norm: bool = False
     window: int | None = None
     softcap: float | None = None
+    latent: LatentSpec | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """Gated feed-forward: down(act(gate(x)) * up(x)); an encoder's has no gate: down(act(up(x)))."""
+    """Gated feed-forward: down(act(gate(x)) * up(x)); an encoder's has no gate: down(act(up(x))).
+
+    With a `limit`, gate is at most that and up within it on both sides, and what down takes is (up + 1) * gate *
+    logistic(alpha * gate) (gpt-oss).
+    """
 
     intermediate_size: int
     activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
     bias: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
     """Which `top_k` of `num_experts` a token goes to: the largest shares of a softmax over all experts' logits.
 
-    Of equal shares the lower index comes first. `normalised`: the chosen shares are divided by their sum.
+    Of equal shares the lower index comes first. `normalised`: the chosen shares are divided by their sum; then they are
+    multiplied by `scale`. Of `num_groups` equal groups of neighbours only the `top_groups` with the largest single
+    shares are chosen from. `name` is its module's within the layer's "mlp".
     """
 
     num_experts: int
     top_k: int
     normalised: bool
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    name: str = "gate"
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +128,15 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """A mixture of experts (Shazeer et al. 2017): Σ share * expert(x) over a token's experts, plus the shared one's."""
+    """A mixture of experts (Shazeer et al. 2017): Σ share * expert(x) over a token's experts, plus the shared one's.
+
+    `alternates`: where one tensor has gate and up, of checkpoints or of adapters, their outputs take turns; else gate's
+    come first.
+    """
 
     router: RouterSpec
     shared: SharedExpertSpec | None = None
+    alternates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

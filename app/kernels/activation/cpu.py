@@ -28,3 +28,16 @@ def activate(gate_up, up_start, gelu, first, end, out):
             if gelu:  # 0.5 * (1 + tanh(z)) is the logistic function of 2 z
                 z = np.float32(1.5957691216057308) * (z + np.float32(0.044715) * z * z * z)
             row[i] = gate[i] / (np.float32(1.0) + exp_float32(-z)) * up[i]
+
+
+@compiled
+def activate_clamped(gate_up, up_start, limit, alpha, first, end, out):
+    """out[t, i] = (up + 1) * gate * logistic(alpha * gate), gate at most `limit` and up at most that either way.
+
+    The rest as in `activate`; both numbers float32. OpenAI's gpt-oss.
+    """
+    for t in range(gate_up.shape[0]):
+        for i in range(first, end):
+            gate = min(gate_up[t, i], limit)
+            up = max(min(gate_up[t, up_start + i], limit), -limit)
+            out[t, i] = (up + np.float32(1.0)) * gate / (np.float32(1.0) + exp_float32(-alpha * gate))

@@ -25,3 +25,13 @@ def gated(gate_up: NDArray[np.floating], activation: Activation) -> NDArray[np.f
     for t, i in np.ndindex(gate.shape):
         out[t, i] = activated(float(gate[t, i]), activation) * up[t, i]
     return out
+
+
+def gated_and_clamped(gate_up: NDArray[np.floating], limit: float, alpha: float) -> NDArray[np.float64]:
+    """(up + 1) * gate * logistic(alpha * gate), gate clamped from above and up on both sides (OpenAI's gpt-oss).
+
+    gate_up: [T, 2 I], gate first. Returns [T, I] float64.
+    """
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + 1.0) * gate / (1.0 + np.exp(-alpha * gate))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.kernels.activation.cpu import activate
+from app.kernels.activation.cpu import activate, activate_clamped
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.simd import BYTES_AHEAD
 from app.kernels.machine.team import leave, take
@@ -104,6 +104,16 @@ def _add_deltas(pairs, slots, rows, expert, n, first, end, h, out, out_panel):
 
 
 @compiled
+def _fill(out, biases, expert, first, end):
+    """Start panels first to end from an expert's biases; returns whether the product adds to them."""
+    if biases.shape[0] == 0:
+        return False
+    for i in range(out.shape[0]):
+        out[i, first * PANEL : end * PANEL] = biases[expert, first * PANEL : end * PANEL]
+    return True
+
+
+@compiled
 def _pieces(num_pairs, num_experts, num_panels):
     """(experts that may have rows, panels of one piece, pieces per expert)."""
     most = min(num_pairs, num_experts)
@@ -112,11 +122,14 @@ def _pieces(num_pairs, num_experts, num_panels):
 
 
 @compiled
-def experts_gate_and_up(team, phase, x, num_pairs, pairs, slots, stack, at, rows, h, gelu, gate_up, gated):
+def experts_gate_and_up(
+    team, phase, x, num_pairs, pairs, slots, stack, at, biases, rows, h, gelu, limit, alpha, gate_up, gated
+):
     """gated[i] = act(gate(x[i])) * up(x[i]) of the i-th pair's expert, with its adapter's deltas. One phase.
 
-    stack: packed weights, gate's panels before up's, expert e's at index at + e. slots: [T], or [0] where no row has an
-    adapter. gate_up: [>= P, 2 * W], scratch; gated: [>= P, I].
+    stack: packed weights, gate's panels before up's, expert e's at index at + e; biases: [..., 2 * W] likewise, or
+    [0, 0]. limit, alpha: see `activate_clamped`; without a limit (0) `gelu` says which activation. slots: [T], or [0]
+    where no row has an adapter. gate_up: [>= P, 2 * W], scratch; gated: [>= P, I].
     """
     num_experts, half, done = pairs.busy.shape[0], gate_up.shape[1] // (2 * PANEL), 0
     most, size, count = _pieces(num_pairs, num_experts, half)
@@ -129,17 +142,22 @@ def experts_gate_and_up(team, phase, x, num_pairs, pairs, slots, stack, at, rows
             low, high = pairs.starts[expert], pairs.starts[expert + 1]
             panels, columns = layer_panels(stack, at + expert), gate_up[low:high]
             for n in range(2):
-                multiply_any_panels(x[low:high], panels, n * half + first, n * half + end, columns, False, NO_FETCH)
+                adds = _fill(columns, biases, at + expert, n * half + first, n * half + end)
+                multiply_any_panels(x[low:high], panels, n * half + first, n * half + end, columns, adds, NO_FETCH)
                 if slots.shape[0] > 0:
                     _add_deltas(pairs, slots, rows, expert, n, first, end, h, gate_up, n * half)
-            activate(columns, half * PANEL, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated[low:high])
+            last = min(end * PANEL, gated.shape[1])
+            if limit > np.float32(0.0):
+                activate_clamped(columns, half * PANEL, limit, alpha, first * PANEL, last, gated[low:high])
+            else:
+                activate(columns, half * PANEL, gelu, first * PANEL, last, gated[low:high])
         done += 1
         index = take(team, phase)
     return leave(team, phase, num_pieces, done)
 
 
 @compiled
-def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, rows, h, out):
+def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, biases, rows, h, out):
     """out[i] = down(x[i]) of the i-th pair's expert, with its adapter's delta; the rest as above. One phase.
 
     out: [>= P, W].
@@ -153,8 +171,9 @@ def experts_down(team, phase, x, num_pairs, pairs, slots, stack, at, rows, h, ou
             expert, first = pairs.busy[index // count], index % count * size
             end = min(first + size, num_panels)
             low, high = pairs.starts[expert], pairs.starts[expert + 1]
+            adds = _fill(out[low:high], biases, at + expert, first, end)
             multiply_any_panels(
-                x[low:high], layer_panels(stack, at + expert), first, end, out[low:high], False, NO_FETCH
+                x[low:high], layer_panels(stack, at + expert), first, end, out[low:high], adds, NO_FETCH
             )
             if slots.shape[0] > 0:
                 _add_deltas(pairs, slots, rows, expert, 0, first, end, h, out, 0)

@@ -52,11 +52,13 @@ def empty_pairs(num_tokens: int, top_k: int, num_experts: int) -> Pairs:
 
 
 @compiled
-def route(team, phase, logits, normalised, pairs):
+def route(team, phase, logits, normalised, scale, num_groups, top_groups, pairs):
     """Each token's experts and shares: the largest of a softmax over its E logits, divided by their sum if
-    `normalised`.
+    `normalised`, times `scale` (float32).
 
-    logits: [T, >= E]. pairs: `Pairs`, of whose experts and shares the first T rows are written. One phase.
+    Of num_groups groups of neighbours the top_groups with the largest shares are chosen from (DeepSeek-AI 2024): the
+    shares of the others count as zero. logits: [T, >= E]. pairs: `Pairs`, of whose experts and shares the first T rows
+    are written. One phase.
     """
     num_tokens, num_experts, done = logits.shape[0], pairs.busy.shape[0], 0
     num_pieces = count_pieces(num_tokens, _ROWS)
@@ -66,8 +68,13 @@ def route(team, phase, logits, normalised, pairs):
         shares, taken = np.empty(num_experts, np.float32), np.empty(num_experts, np.bool_)
         for t in range(first, end):
             _softmax(logits[t], shares)
+            if top_groups < num_groups:
+                _leave_groups(shares, num_groups, top_groups)
             taken[:] = False
             _choose(shares, taken, normalised, pairs.experts[t], pairs.shares[t])
+            if scale != np.float32(1.0):
+                for k in range(pairs.shares.shape[1]):
+                    pairs.shares[t, k] *= scale
         done += 1
         index = take(team, phase)
     return leave(team, phase, num_pieces, done)
@@ -84,6 +91,23 @@ def _softmax(logits, out):
         total += out[e]
     for e in range(out.shape[0]):
         out[e] /= total
+
+
+@compiled
+def _leave_groups(shares, num_groups, top_groups):
+    """Zero for the shares of all groups but those with the largest single ones; of equal groups the lower is left."""
+    size = shares.shape[0] // num_groups
+    left = np.zeros(num_groups, np.bool_)
+    for _ in range(top_groups):
+        best, most = -1, np.float32(0.0)
+        for group in range(num_groups):
+            largest = shares[group * size : (group + 1) * size].max()
+            if not left[group] and (best < 0 or largest > most):
+                best, most = group, largest
+        left[best] = True
+    for group in range(num_groups):
+        if not left[group]:
+            shares[group * size : (group + 1) * size] = np.float32(0.0)
 
 
 @compiled

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.machine.compiled import compiled
+from app.kernels.machine.scalars import exp_float32
 from app.kernels.machine.team import leave, take
 from app.kernels.matmul.cpu import multiply_columns
 from app.kernels.paged_attention.softmax import KEYS, softmax_step
@@ -110,13 +111,14 @@ def _offset(memory, table, head, key, stride):
 
 @compiled
 def paged_attention(
-    team, phase, q, head_dim, scale, window, softcap, tasks, query_starts, seq_lens, block_tables, k_memory, v_memory,
-    out,
+    team, phase, q, head_dim, scale, window, softcap, sinks, tasks, query_starts, seq_lens, block_tables, k_memory,
+    v_memory, out,
 ):  # fmt: skip
     """out[t, head] = softmax(scale * q k^T) v over the visible keys; see `reference.paged_attention`. One phase.
 
-    q: [T, >= heads * head_dim] float32. window, softcap (float32): 0 for none. tasks: [J, 2] int64 (sequence, first
-    query), see `attention_tasks`. k_memory, v_memory: see the module. out: [T, heads * head_dim], in place.
+    q: [T, >= heads * head_dim] float32. window, softcap (float32): 0 for none. sinks: [heads] float32 or
+    [0], one more score of each head's softmax, which has no value. tasks: [J, 2] int64 (sequence, first query), see
+    `attention_tasks`. k_memory, v_memory: see the module. out: [T, heads * head_dim], in place.
     """
     num_kv_heads, width = v_memory.shape[1], v_memory.shape[3]
     group = out.shape[1] // head_dim // num_kv_heads
@@ -148,8 +150,11 @@ def paged_attention(
         for t in range(start, end):
             for g in range(group):
                 column, row = (head * group + g) * head_dim, (t - start) * group + g
+                total = sums[row]
+                if sinks.shape[0] > 0:
+                    total += exp_float32(sinks[head * group + g] - maxima[row])
                 for i in range(head_dim):
-                    out[t, column + i] = acc[row, i] / sums[row]
+                    out[t, column + i] = acc[row, i] / total
         done += 1
         job = next_job
     return leave(team, phase, num_pieces, done)

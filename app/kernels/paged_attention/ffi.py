@@ -50,8 +50,9 @@ def _store_and_attend(record: int) -> None:
     head_dim = given.k.shape[1] // keys.shape[1]
     store_rows(team, 0, given.k[:n], given.v[:n], given.kv_slots, head_dim, keys, values)
     paged_attention(
-        team, 1, given.q[:n], head_dim, given.scale, given.window, _NO_CAP, given.tasks[: given.num_tasks],
-        given.query_starts, given.seq_lens, given.block_tables, keys, values, found.attended[:n],
+        team, 1, given.q[:n], head_dim, given.scale, given.window, _NO_CAP, np.empty(0, np.float32),
+        given.tasks[: given.num_tasks], given.query_starts, given.seq_lens, given.block_tables, keys, values,
+        found.attended[:n],
     )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
     PretrainedConfig,
@@ -37,24 +39,40 @@ _SIZES = {
     "eos_token_id": 2,
     "num_experts_per_tok": 2,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 5,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 32,
+}
 _QWEN = {"moe_intermediate_size": 20, "num_experts": 5, "norm_topk_prob": True}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4),
     "qwen2_moe": lambda: Qwen2MoeConfig(**_SIZES, **_QWEN, shared_expert_intermediate_size=28, mlp_only_layers=[0]),
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, **_QWEN, head_dim=16),
     "olmoe": lambda: OlmoeConfig(**_SIZES, num_experts=4),
+    "gpt_oss": lambda: GptOssConfig(**_SIZES, num_local_experts=4, head_dim=8, sliding_window=9),
+    "deepseek_v2": lambda: DeepseekV2Config(**_SIZES | _LATENT, q_lora_rank=None),
+    "deepseek_v2 query latents": lambda: DeepseekV2Config(**_SIZES | _LATENT, q_lora_rank=12),
 }
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+#: With latents these select q_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj and o_proj.
+ATTENTION = r".*\.self_attn\..*_proj(_with_mqa)?"
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 #: What is asked of PEFT, by name.
 FORMATS: dict[str, dict[str, Any]] = {
     "attention": {"target_modules": ATTENTION, "r": 4},
     "all experts": {"target_modules": [], "target_parameters": PARAMETERS, "r": 3},
     "all-linear": {"target_modules": "all-linear", "r": 2, "lora_alpha": 5},
-    "only gate_up": {"target_modules": ["q_proj"], "target_parameters": PARAMETERS[:1], "r": 4},
+    "only gate_up": {"target_modules": ["o_proj"], "target_parameters": PARAMETERS[:1], "r": 4},
     "only down": {"target_modules": [], "target_parameters": ["down_proj"], "r": 9},
     "router and experts": {
-        "target_modules": ["v_proj"],
+        "target_modules": ["v_proj", "kv_b_proj"],
         "target_parameters": ["gate.weight", "gate_up_proj", "down_proj"],
         "rank_pattern": {r".*\.gate_up_proj": 3, "gate.weight": 1},
         "alpha_pattern": {r".*\.down_proj": 7},
@@ -72,6 +90,8 @@ def tiny_mixture(family: str, **changes: int) -> Any:
 
 def save_random(model: Any, folder: Path, settings: dict[str, Any]) -> None:
     """PEFT's own file of an adapter in which every trainable number is random."""
+    if model.config.model_type == "gpt_oss":
+        settings = json.loads(json.dumps(settings).replace("gate.weight", "router.weight"))
     config = LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **settings)
     peft_model = get_peft_model(copy.deepcopy(model), config)
     with torch.no_grad():
@@ -99,7 +119,7 @@ def per_expert_folder(model: Any, folder: Path, names: tuple[str, str, str], blo
         if not hasattr(module.mlp, "experts"):
             continue
         experts = module.mlp.experts
-        wide = experts.down_proj.shape[2]
+        wide = model.config.intermediate_size if is_transposed(model) else experts.down_proj.shape[2]
         for expert in range(experts.down_proj.shape[0]):
             for name, d_in, d_out in zip(names, (hidden, hidden, wide), (wide, wide, hidden), strict=True):
                 path = f"base_model.model.model.layers.{layer}.{block}.experts.{expert}.{name}"
@@ -129,6 +149,15 @@ def with_experts_merged(model: Any, folder: Path, names: tuple[str, str, str], b
             pairs = [[tensors[f"{path}.{name}.lora_{half}.weight"] for half in "BA"] for name in names]
             gate, up, down = (scale * b @ a for b, a in pairs)
             with torch.no_grad():
+                if is_transposed(model):
+                    module.mlp.experts.gate_up_proj[expert] += torch.stack([gate, up], dim=1).flatten(0, 1).T
+                    module.mlp.experts.down_proj[expert] += down.T
+                    continue
                 module.mlp.experts.gate_up_proj[expert] += torch.cat([gate, up])
                 module.mlp.experts.down_proj[expert] += down
     return merged
+
+
+def is_transposed(model: Any) -> bool:
+    """Whether experts are [inputs, outputs], gate's and up's in turn."""
+    return bool(model.config.model_type == "gpt_oss")

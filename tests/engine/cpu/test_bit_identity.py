@@ -13,7 +13,7 @@ from app.engine.config import CpuConfig, WeightStorage
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
-from tests.engine.company import disturbed, gemma_spec, mixture_spec
+from tests.engine.company import disturbed, gemma_spec, latent_spec, mixture_spec, sinks_spec
 
 #: Seconds for each storage, and batches in any case.
 BUDGET_S, MIN_BATCHES = 2, 1000
@@ -27,8 +27,10 @@ BUDGET_S, MIN_BATCHES = 2, 1000
         ("float32", gemma_spec()),
         ("float32", mixture_spec()),
         ("auto", mixture_spec()),
+        ("float32", latent_spec()),
+        ("float32", sinks_spec()),
     ],
-    ids=["dense", "dense in 8 bits", "gemma", "mixture", "mixture in 8 bits"],
+    ids=["dense", "dense in 8 bits", "gemma", "mixture", "mixture in 8 bits", "latents", "sinks"],
 )
 def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
     weight_storage: WeightStorage, spec: ModelSpec | None

@@ -24,7 +24,7 @@ TIGHT = EngineConfig(
 )
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "gpt_oss"])
 def test_greedy_text_through_chunks_cached_prefixes_and_preemption(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     checkpoint = load_checkpoint(save(model, tmp_path / "model"))

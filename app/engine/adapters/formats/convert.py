@@ -29,6 +29,10 @@ from app.engine.adapters.formats.safetensors_file import write_safetensors
 from app.engine.adapters.stored import EMBEDDING_PATH, QUANTIZED_BITS, StoredAdapter, StoredModule, StoredTensor
 from app.engine.adapters.text import AdapterText, write_text
 from app.engine.errors import AdapterFormatError
+from app.engine.models.products import ROUTERS
+
+#: PEFT trains a router's weight as a parameter.
+_ROUTER_PATHS = tuple(f".mlp.{name}" for name in ROUTERS)
 
 
 def write_peft_folder(folder: Path, stored: StoredAdapter) -> None:
@@ -130,7 +134,7 @@ def _config(
 
 def _wrapped(module: StoredModule) -> str:
     """What PEFT wraps: the module, but a router's weight, for a router is no linear module of transformers'."""
-    return f"{module.path}.weight" if module.path.endswith(".mlp.gate") else module.path
+    return f"{module.path}.weight" if module.path.endswith(_ROUTER_PATHS) else module.path
 
 
 def _target_parameters(names: Sequence[str]) -> dict[str, object]:

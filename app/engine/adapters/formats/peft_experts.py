@@ -141,6 +141,8 @@ def _split(
             )
             return
         is_new = (a[1], b[0]) == sizes if sizes[0] != sizes[1] else _is_new(config.peft_version)
+        if layer.experts.alternates:  # these families' parameters are transposed, and PEFT has never swapped them
+            is_new = True if (a[1], b[0]) == sizes else None
     if is_new is None:
         problems.append(
             f"{pair.name}: lora_A {list(a)} may be [experts * r, in] or, before PEFT 0.19, [experts * r, out]; "
