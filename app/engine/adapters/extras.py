@@ -16,7 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.adapters.lora import BFLOAT16, LoraAdapter, LoraKey, LoraPair
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, LayerNorm
+from app.engine.models.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LATENT_NORMS,
+    LAYER_NORMS,
+    LM_HEAD,
+    LatentNorm,
+    LayerNorm,
+)
 from app.engine.models.products import LATENT_B, layer_products
 from app.engine.models.spec import AttentionSpec, ModelSpec
 
@@ -55,7 +63,7 @@ class ExtraPart(NamedTuple):
     values are float32 (ids int64) or what the adapter was saved in, and may be the adapter's own memory.
     """
 
-    kind: ModuleKind | LayerNorm | ModelKind
+    kind: ModuleKind | LayerNorm | LatentNorm | ModelKind
     layer: int | None
     target: str | None
     values: NDArray[Any]
@@ -186,7 +194,7 @@ def _shift(
 
 
 def _norm_parts(adapter: LoraAdapter) -> Iterator[ExtraPart]:
-    kinds = {path: kind for kind, path in LAYER_NORMS.items()}
+    kinds: dict[str, LayerNorm | LatentNorm] = {path: kind for kind, path in (LAYER_NORMS | LATENT_NORMS).items()}
     for name, values in adapter.replaced.items():
         if name == FINAL_NORM:
             yield ExtraPart("final_norm", None, None, values)

@@ -24,11 +24,13 @@ from app.engine.errors import CheckpointError
 from app.engine.models.names import (
     EMBEDDING,
     FINAL_NORM,
+    LATENT_NORMS,
     LAYER_NORMS,
     LM_HEAD,
     POST_NORMS,
     SINKS,
     expected_tensors,
+    latent_norm_widths,
     qk_norm_widths,
 )
 from app.engine.models.products import (
@@ -124,7 +126,7 @@ class WeightPacker:
         count, hidden = len(spec.layers), spec.hidden_size
         attentions = [layer.attention for layer in spec.layers]
         stacked = stacked_products(spec)
-        norm_widths = qk_norm_widths(attentions[0])
+        norm_widths, latent_widths = qk_norm_widths(attentions[0]), latent_norm_widths(attentions[0])
         ropes = list(dict.fromkeys(attention.rope for attention in attentions))
         cos, sin = _rope_tables(ropes, max_positions)
 
@@ -139,8 +141,8 @@ class WeightPacker:
             **{name: zeros(count, hidden if spec.layers[0].post_norms else 0) for name in POST_NORMS},
             "q_norm": zeros(count, norm_widths.get("q_norm", 0)),
             "k_norm": zeros(count, norm_widths.get("k_norm", 0)),
-            "query_latent_norm": zeros(count, norm_widths.get("query_latent_norm", 0)),
-            "latent_norm": zeros(count, norm_widths.get("latent_norm", 0)),
+            "query_latent_norm": zeros(count, latent_widths.get("query_latent_norm", 0)),
+            "latent_norm": zeros(count, latent_widths.get("latent_norm", 0)),
             "sinks": zeros(count, attentions[0].num_heads if attentions[0].sinks else 0),
             "qkv_bias": zeros(0, 0),  # unless there are such products
             "gate_up_bias": zeros(0, 0),  # unless there are such layers
@@ -159,7 +161,7 @@ class WeightPacker:
             "layer_window": np.array([a.window or 0 for a in attentions], np.int64),
             "scales": np.array([a.scale for a in attentions], np.float32),
         }
-        self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | POST_NORMS).items()}
+        self._norms: dict[str, str] = {path: name for name, path in (LAYER_NORMS | LATENT_NORMS | POST_NORMS).items()}
 
     def _make_room(self, stacked: Stacked, storage: WeightStorage, team: Team) -> None:
         """For one product of the layers that have it, and of each of its experts."""

@@ -21,13 +21,17 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 
 #: A layer's norms, as they are called here.
-LayerNorm = Literal["attention_norm", "mlp_norm", "q_norm", "k_norm", "query_latent_norm", "latent_norm"]
+LayerNorm = Literal["attention_norm", "mlp_norm", "q_norm", "k_norm"]
+#: Those that latent attention has in place of queries' and keys'.
+LatentNorm = Literal["query_latent_norm", "latent_norm"]
 #: Where a checkpoint keeps them in the layer.
 LAYER_NORMS: dict[LayerNorm, str] = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
+}
+LATENT_NORMS: dict[LatentNorm, str] = {
     "query_latent_norm": "self_attn.q_a_layernorm",
     "latent_norm": "self_attn.kv_a_layernorm",
 }
@@ -74,6 +78,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{index}."
         widths: dict[LayerNorm, int] = {"attention_norm": spec.hidden_size, "mlp_norm": spec.hidden_size}
         widths |= qk_norm_widths(layer.attention)
+        latent = latent_norm_widths(layer.attention)
+        shapes |= {f"{prefix}{LATENT_NORMS[norm]}.weight": (width,) for norm, width in latent.items()}
         shapes |= {f"{prefix}{LAYER_NORMS[norm]}.weight": (width,) for norm, width in widths.items()}
         if layer.attention.sinks:
             shapes[f"{prefix}{SINKS}"] = (layer.attention.num_heads,)
@@ -95,15 +101,20 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def qk_norm_widths(attention: AttentionSpec) -> dict[LayerNorm, int]:
-    """Of the norms of queries and keys: a head's width, or that of all heads, or of latents; nothing without them."""
-    latent = attention.latent
-    if latent is not None:
-        widths: dict[LayerNorm, int] = {"latent_norm": latent.kv_rank}
-        return widths if latent.query_rank is None else {"query_latent_norm": latent.query_rank, **widths}
+    """Of the norms of queries and keys: a head's width, or that of all heads; nothing where there are none."""
     if not attention.qk_norm:
         return {}
     heads = (attention.num_heads, attention.num_kv_heads) if attention.whole_qk_norm else (1, 1)
     return {"q_norm": heads[0] * attention.head_dim, "k_norm": heads[1] * attention.head_dim}
+
+
+def latent_norm_widths(attention: AttentionSpec) -> dict[LatentNorm, int]:
+    """Of the norms of latents; nothing where there are none."""
+    latent = attention.latent
+    if latent is None:
+        return {}
+    widths: dict[LatentNorm, int] = {"latent_norm": latent.kv_rank}
+    return widths if latent.query_rank is None else {"query_latent_norm": latent.query_rank, **widths}
 
 
 def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None:
