@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 #: Of the example's 1,500 and 300: enough that models say what they have learned, right or wrong.
-BASE_STEPS, ADAPTER_STEPS, NUM_WORDS = 80, 30, 40
+BASE_STEPS, ADAPTER_STEPS, NUM_WORDS = 120, 40, 40
 
 
 def _config(folder: Path) -> Path:
