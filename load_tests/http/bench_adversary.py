@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,22 +34,19 @@ ALONE, FAIR, UNFAIR = "alone", "beside a flood of another tenant", "beside the s
 NUM_WORDS, NUM_TOKENS = 32, 32
 #: Seconds that the flood has run before anything counts.
 LEAD_S = 2.0
+#: Seconds in which what it has left behind ends.
+AFTER_S = 1.0
 
 
 class Bench:
     """A running service and a key for each tenant. `measure` raises RuntimeError when a request is refused."""
 
-    def __init__(self, url: str, admin_key: str, model: str, num_streams: int, factor: int, num_requests: int) -> None:
-        self._url, self._model = url, model
+    def __init__(
+        self, url: str, keys: Mapping[str, str], model: str, num_streams: int, factor: int, num_requests: int
+    ) -> None:
+        self._url, self._keys, self._model = url, keys, model
         self._num_streams, self._factor, self._num_requests = num_streams, factor, num_requests
         self._rng = np.random.default_rng(0)
-        admin = OpenAI(base_url=url, admin_api_key=admin_key, api_key="none").admin.organization
-        self._keys: dict[str, str] = {}
-        for name in ("one", "flood"):
-            project = admin.projects.create(name=name)
-            account = admin.projects.service_accounts.create(project.id, name="bench")
-            assert account.api_key is not None
-            self._keys[name] = account.api_key.value
         #: Of each case, its rounds: (99th percentile of the time to the first token, of the time between tokens).
         self.seen: dict[str, list[tuple[float, float]]] = {ALONE: [], FAIR: [], UNFAIR: []}
 
@@ -72,7 +71,7 @@ class Bench:
             if flood is not None:
                 flood.cancel()
                 await asyncio.gather(flood, return_exceptions=True)
-                await asyncio.sleep(1.0)  # what it left behind ends
+                await asyncio.sleep(AFTER_S)
 
     async def _ask(self, sender: str, num_requests: int, num_streams: int) -> list[Outcome]:
         requests = [
@@ -92,6 +91,18 @@ class Bench:
             if outcome.error is not None:
                 raise RuntimeError(f"{sender}: {outcome.error}")
         return outcomes
+
+
+def tenant_keys(url: str, admin_key: str) -> dict[str, str]:
+    """A key of a new project each for the tenant and the flood."""
+    admin = OpenAI(base_url=url, admin_api_key=admin_key, api_key="none").admin.organization
+    keys: dict[str, str] = {}
+    for name in ("one", "flood"):
+        project = admin.projects.create(name=name)
+        account = admin.projects.service_accounts.create(project.id, name="bench")
+        assert account.api_key is not None
+        keys[name] = account.api_key.value
+    return keys
 
 
 def table(bench: Bench) -> str:
@@ -124,10 +135,10 @@ def main() -> None:
         service.wait_for("Ready after")
         url = f"http://127.0.0.1:{port}/v1"
         model = read_settings(given.config).model.name
-        bench = Bench(url, admin_key, model, given.streams, given.adversary_factor, given.requests)
+        bench = Bench(url, tenant_keys(url, admin_key), model, given.streams, given.adversary_factor, given.requests)
         bench.measure(ALONE)
         bench.seen[ALONE].clear()
-        rounds({case: lambda case=case: bench.measure(case) for case in bench.seen}, given.rounds)
+        rounds({case: partial(bench.measure, case) for case in bench.seen}, given.rounds)
     print(
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {environment()['load_average']}. {given.streams} streams of a tenant, "

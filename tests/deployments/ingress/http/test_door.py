@@ -145,6 +145,24 @@ async def test_prefixes_are_not_shared_between_projects(org: Org) -> None:
     assert cached[1] == cached[3] > 0
 
 
+async def test_no_request_chooses_its_salt_tenant_weight_or_key(org: Org) -> None:
+    """Through no field of a body, no header and no query; the server derives them all."""
+    submitted = org.service.fleet.replicas["replica-0"].submitted
+    await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT)
+    true = submitted[-1]
+    forged = {"cache_salt": "x", "tenant_id": org.ids["ada"], "weight": 100, "key_id": "k", "num_charged": 1000}
+    for field, value in forged.items():
+        for where in ({field: value}, {"extra_body": {field: value}}, {"metadata": {field: str(value)}}):
+            answer = await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | where)
+            assert answer.status_code in (200, 400), answer.text
+        headers = bearer(org.keys["bob"]) | {field.replace("_", "-"): str(value), "X-Tenant-Id": org.ids["ada"]}
+        path = f"/v1/chat/completions?{field}={value}"
+        assert (await org.http.request("POST", path, headers=headers, json=CHAT)).status_code == 200
+    for each in submitted[submitted.index(true) :]:
+        assert (each.cache_salt, each.tenant_id, each.weight) == (true.cache_salt, true.tenant_id, true.weight)
+        assert (each.key_id, each.num_charged) == (true.key_id, None)
+
+
 async def test_expiry_revocation_rotation_and_archiving(org: Org) -> None:
     owner, view = org.service.tenancy.owner, org.service.tenancy.view
     project_id = org.ids["ada"]
