@@ -14,7 +14,7 @@ from pathlib import Path
 
 from app.engine.errors import ConfigError
 
-#: Measured on two cores of an AMD EPYC (SmolLM2-135M, Q4_1, adapters of rank 16 on all projections).
+#: A line through the steps of docs/performance.md (its tables of decoding, prompts and an adapter's way up).
 DEFAULT_COSTS = Path(__file__).with_name("costs.json")
 
 

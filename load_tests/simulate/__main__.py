@@ -42,10 +42,11 @@ COLUMNS = {
 }
 
 
-def compare_policies(num_seeds: int, costs: Costs) -> str:
+def compare_policies(names: Sequence[str], num_seeds: int, costs: Costs) -> str:
     """A table per scenario: 8 replicas, 100 adapters."""
     parts = []
-    for name, make in SCENARIOS.items():
+    for name in names:
+        make = SCENARIOS[name]
         size = ROWS_256 if name == "ranks" else FOUR_SLOTS
         rows = {}
         for policy in POLICIES:
@@ -114,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="load_tests.simulate", description=__doc__, formatter_class=_Raw)
     parser.add_argument("what", choices=("policies", "alternating", "scaling", "scale"))
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="of `policies`; else all of them")
     parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="what steps and loads take (JSON)")
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--adapters", type=int, default=100_000)
@@ -124,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Times of {costs.machine}.\n")
     match arguments.what:
         case "policies":
-            print(compare_policies(arguments.seeds, costs))
+            print(compare_policies(arguments.scenario or [*SCENARIOS], arguments.seeds, costs))
         case "alternating":
             print(compare_alternating(arguments.seeds, costs))
         case "scaling":

@@ -6,13 +6,15 @@ they cost no call whatever their length; what is said of one adapter is asked of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.config import TrafficWeight
 from app.deployments.ingress.compositions import ComposeBody
@@ -38,6 +40,8 @@ from app.engine.errors import InvalidRequest, NotFound
 EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
 #: Numbers of events and audit records.
 _MAX_ID = 2**53
+#: `org/repo@revision`: a repository of the hub, as Dynamo writes it.
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*@\w[\w./-]*", re.ASCII)
 #: What an adapter's description says of memory. Equal contents of two tenants share it, and neither is to notice.
 SHARED_FACTS = ("last_used", "residency")
 #: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
@@ -48,10 +52,11 @@ OWN_EVENTS = frozenset({
 
 
 class LoadAdapterBody(Body):
-    """vLLM's spelling."""
+    """vLLM's spelling. `load_inplace`: a name that means an adapter already is to mean this one."""
 
     lora_name: str
     lora_path: str
+    load_inplace: bool = False
 
 
 class UnloadAdapterBody(Body):
@@ -59,10 +64,13 @@ class UnloadAdapterBody(Body):
 
 
 class LoadLoraBody(Body):
-    """`/v1/load_lora`. `base_model` may be left out; otherwise it is the served base's name."""
+    """`/v1/load_lora`, as Dynamo spells it. `base_model` may be left out; otherwise it is the served base's name.
+
+    lora_path: a path, a URI, or `org/repo@revision` of the hub; without it the folder of the adapter's name.
+    """
 
     lora_model: str
-    lora_path: str
+    lora_path: str | None = None
     base_model: str | None = None
     pin_lora: bool | None = None
     traffic_weight: TrafficWeight | None = None
@@ -154,31 +162,48 @@ def _add_load_routes(routes: APIRouter, service: ManagedService) -> None:
         body = await _body(LoadAdapterBody, request, service)
         caller = http_caller(request)
         load = load_request(caller, body.lora_name, body.lora_path)
-        job, entry = await service.management.store.load_and_wait(load)
-        return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
+        if not body.load_inplace and service.registry.adapter(body.lora_name, caller.tenant_id) is not None:
+            raise InvalidRequest(
+                f"The lora adapter {body.lora_name[:80]!r} has already been loaded. If you want to load the adapter in "
+                "place, set 'load_inplace' to True.",
+                param="load_inplace",
+            )
+        await service.management.store.load_and_wait(load)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody, "wait"))
     async def unload_adapter(request: Request) -> Response:
         """Unload an adapter, as vLLM spells it."""
         body = await _body(UnloadAdapterBody, request, service)
-        return await _unload(request, service, body.lora_name)
+        await _unload(request, service, body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     @routes.post("/v1/load_lora", openapi_extra=takes(LoadLoraBody))
     async def load(request: Request) -> Response:
-        """Load an adapter; answers when it is served."""
+        """Load an adapter, as Dynamo spells it; answers when it is served."""
         body = await _body(LoadLoraBody, request, service)
         _check_base(service, body.base_model)
         caller = http_caller(request)
-        load = load_request(caller, body.lora_model, body.lora_path, body.pin_lora, body.traffic_weight)
+        source = _dynamo_source(body, caller)
+        load = load_request(caller, body.lora_model, source, body.pin_lora, body.traffic_weight)
         job, entry = await service.management.store.load_and_wait(load)
-        return JSONResponse(adapter_body(entry) | {"job": job_body(job)})
+        done = {"lora_model": body.lora_model, "status": "success"}
+        return JSONResponse(adapter_body(entry) | done | {"job": job_body(job)})
 
     @routes.post("/v1/unload_lora", openapi_extra=takes(UnloadLoraBody, "wait"))
     async def unload(request: Request) -> Response:
-        """Unload an adapter."""
+        """Unload an adapter, as Dynamo spells it."""
         body = await _body(UnloadLoraBody, request, service)
         _check_base(service, body.base_model)
-        return await _unload(request, service, body.lora_model)
+        done = {"lora_model": body.lora_model, "status": "success"}
+        return await _unload(request, service, body.lora_model, done)
+
+
+def _dynamo_source(body: LoadLoraBody, caller: Caller) -> str:
+    """Where an adapter is that is named as Dynamo names it."""
+    if body.lora_path is None:
+        return f"{caller.tenant_id}/{body.lora_model}" if caller.kind == "project" else body.lora_model
+    return f"hf://{body.lora_path}" if _ON_HUB.fullmatch(body.lora_path) else body.lora_path
 
 
 def _check_base(service: ManagedService, base_model: str | None) -> None:
@@ -186,11 +211,13 @@ def _check_base(service: ManagedService, base_model: str | None) -> None:
         raise NotFound(f"there is no base model {base_model[:80]!r} here; this server's is {service.base_name!r}")
 
 
-async def _unload(request: Request, service: ManagedService, name: str) -> Response:
+async def _unload(
+    request: Request, service: ManagedService, name: str, besides: Mapping[str, str] = MappingProxyType({})
+) -> Response:
     wait = _wants_to_wait(request, True)
     caller = http_caller(request)
     job, entry = await service.management.unload(name, tenant_id=caller.tenant_id, who=caller.who, wait=wait)
-    return JSONResponse(unloaded_body(entry, job), status_code=200 if wait else 202)
+    return JSONResponse(unloaded_body(entry, job) | dict(besides), status_code=200 if wait else 202)
 
 
 def _page(

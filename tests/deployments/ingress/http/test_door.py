@@ -347,7 +347,7 @@ async def test_loads_at_the_same_time_do_not_pass_the_quota_together(org: Org) -
     assert "may have 3" in refused.json()["error"]["message"]
     listed = (await org.ask("bob", "GET", "/v1/loras")).json()["data"]
     assert len(listed) == 3
-    again = {"lora_name": listed[0]["id"], "lora_path": f"{project_id}/a"}
+    again = {"lora_name": listed[0]["id"], "lora_path": f"{project_id}/a", "load_inplace": True}
     assert (await org.ask("bob", "POST", "/v1/load_lora_adapter", json=again)).status_code == 200, "it is no more"
     await org.service.tenancy.owner.configure_project(
         project_id, {"max_adapters": None, "max_adapter_bytes": 3 * listed[0]["size_bytes"]}, actor="test"

@@ -41,7 +41,13 @@ async def test_every_spelling_loads_and_unloads(http: httpx.AsyncClient) -> None
     for generation, (load, unload) in enumerate(zip(spellings, removals, strict=True), start=1):
         answer = await http.post(load[0], json=load[1])
         assert answer.status_code == load[2], answer.text
+        if load[0] == "/v1/load_lora_adapter":
+            assert answer.text == "Success: LoRA adapter 'new' added successfully."
+            answer = await http.get("/v1/loras/new")
         body = answer.json()
+        assert (body.get("lora_model"), body.get("status")) == (
+            ("new", "success") if load[0] == "/v1/load_lora" else (None, None)
+        )
         assert (body["id"], body["generation"], body["state"]) == ("new", generation, "LOADED")
         assert body["pinned"] == (generation == 2)
         assert (await http.post("/v1/completions", json=LEGACY | {"model": "new"})).headers[
@@ -49,7 +55,11 @@ async def test_every_spelling_loads_and_unloads(http: httpx.AsyncClient) -> None
         ] == f"new@{generation}"
         answer = await http.request(unload[0], unload[1], json=unload[2])
         assert answer.status_code == 200
-        assert answer.json()["state"] == "REMOVED"
+        if unload[1] == "/v1/unload_lora_adapter":
+            assert answer.text == "Success: LoRA adapter 'new' removed successfully."
+        else:
+            assert answer.json()["state"] == "REMOVED"
+            assert (answer.json().get("status") == "success") == (unload[1] == "/v1/unload_lora")
         assert (await http.get("/v1/loras/new")).status_code == 404
         assert (await http.request(unload[0], unload[1], json=unload[2])).status_code == 404
         assert (await http.post("/v1/completions", json=LEGACY | {"model": "new"})).status_code == 404
@@ -58,6 +68,32 @@ async def test_every_spelling_loads_and_unloads(http: httpx.AsyncClient) -> None
     for route in ("/v1/load_lora", "/v1/unload_lora"):
         body = {"base_model": "other", "lora_model": "new"} | ({"lora_path": "new"} if route == "/v1/load_lora" else {})
         assert (await http.post(route, json=body)).status_code == 404
+
+
+async def test_vllm_loads_a_name_again_only_in_place(http: httpx.AsyncClient, service: Service) -> None:
+    body, contents = {"lora_name": "new", "lora_path": "new"}, service.managed.store.contents
+    cases: tuple[tuple[dict[str, bool], int], ...] = (({}, 200), ({}, 400), ({"load_inplace": True}, 200))
+    for extra, status in cases:
+        answer = await http.post("/v1/load_lora_adapter", json=body | extra)
+        assert answer.status_code == status, answer.text
+        if status == 400:
+            assert answer.json()["error"]["message"] == (
+                "The lora adapter 'new' has already been loaded. If you want to load the adapter in place, "
+                "set 'load_inplace' to True."
+            )
+            contents["new"] = contents["two"]
+    assert (await http.get("/v1/loras/new")).json()["generation"] == 2
+
+
+async def test_dynamo_names_a_folder_by_the_adapter_and_the_hub_by_its_repository(
+    http: httpx.AsyncClient, service: Service
+) -> None:
+    answer = await http.post("/v1/load_lora", json={"lora_model": "new"})
+    assert (answer.status_code, answer.json()["status"], answer.json()["source"]) == (200, "success", "new")
+    store = service.managed.store
+    store.contents["hf://org/repo@main"] = store.contents["new"]
+    answer = await http.post("/v1/load_lora", json={"lora_model": "of-hub", "lora_path": "org/repo@main"})
+    assert (answer.status_code, answer.json()["source"]) == (200, "hf://org/repo@main"), answer.text
 
 
 async def test_what_is_deleted_while_it_is_being_loaded_does_not_appear(
