@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from app.engine.adapters.stored import StoredAdapter, StoredModule, content_dige
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterError, AdapterFormatError
 from app.engine.models.spec import ModelSpec
+
+if TYPE_CHECKING:  # with the registry's tables, for `check` alone
+    from app.deployments.registry.pins import EngineRoom
 
 #: The settings file of commands that are given none.
 DEFAULT_CONFIG = "configs/serve.yaml"
@@ -164,9 +167,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from app.cli.settings_file import read_settings
+    from app.deployments.registry.pins import EngineRoom
+
+    _check_there(arguments.source)
     spec = base_spec_of(arguments)
+    room = EngineRoom() if arguments.base else EngineRoom.of(read_settings(arguments.config))
     try:
-        lines = fits(arguments.source, spec)
+        lines = fits(arguments.source, spec, room)
     except AdapterError as error:
         print(f"no: {error}")
         return 1
@@ -174,10 +182,14 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def fits(source: Path, spec: ModelSpec) -> list[str]:
-    """Lines about an adapter that loads on this base. Raises an `AdapterError` that says why it does not."""
+def fits(source: Path, spec: ModelSpec, room: EngineRoom) -> list[str]:
+    """Lines about an adapter that loads on this base. Raises an `AdapterError` that says why it does not.
+
+    `room`: what an engine could hold.
+    """
     adapter = build_adapter(read_stored(source, spec), spec, served=FEATURES)
     card = adapter.card
+    room.check(source.name, card.max_rank, card.extra_bytes)
     lines = [
         f"yes: {len(adapter.weights)} modules of '{spec.name}', rank {card.max_rank}, {card.size_bytes} bytes in memory"
     ]
@@ -192,10 +204,17 @@ def fits(source: Path, spec: ModelSpec) -> list[str]:
 
 def _load(source: Path) -> tuple[StoredAdapter, str, Mapping[str, str], Quantization | None]:
     """(as saved, name, free metadata, what rounding cost or None)"""
+    _check_there(source)
     if source.name.endswith(CARD_SUFFIX):
         card = read_card(source)
         return card.stored, card.name, card.metadata, card.quantization
     return read_stored(source, None), source.resolve().name, {}, None
+
+
+def _check_there(source: Path) -> None:
+    """Readers, which serve clients too, name no more than the last part of a path."""
+    if not source.exists():
+        raise AdapterFormatError(f"there is no file or folder '{source}'")
 
 
 def _rounding(quantization: Quantization) -> str:

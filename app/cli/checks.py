@@ -6,6 +6,7 @@ nothing is left behind but folders that the service would make as well.
 
 from __future__ import annotations
 
+import errno
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
     """Raises ConfigError for a folder of this machine that the service could not write to."""
-    _check_folder(_home(default_cache_dir), "models and compiled kernels", "set POLYLORA_CACHE to another folder")
+    check_cache()
     state = Path(settings.adapters.state_dir)
     _check_folder(state, "the registry", "set POLYLORA_STATE_DIR (or adapters.state_dir) to another folder")
     _check_folder(Path(settings.logs.folder), "the log", "set logs.folder to another one")
@@ -32,6 +33,11 @@ def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
     token = _home(lambda: Path.home() / ".ray")
     if not (token / "auth_token").is_file():
         _check_folder(token, "Ray's token", "set RAY_AUTH_TOKEN to a secret of your own, or HOME to another folder")
+
+
+def check_cache() -> None:
+    """Raises ConfigError for a cache of models and kernels that could not be written to."""
+    _check_folder(_home(default_cache_dir), "models and compiled kernels", "set POLYLORA_CACHE to another folder")
 
 
 def check_preloaded(settings: AppConfig) -> None:
@@ -61,6 +67,8 @@ def check_port(host: str, port: int, way_out: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # another port would not help
+                way_out = "choose another --host (or http_options.host): an address of this machine"
             raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); {way_out}") from error
 
 

@@ -52,7 +52,8 @@ class Service:
                 return decoded
         except urllib.error.HTTPError as error:
             with error:
-                raise ServiceRefused(_error_message(error)) from error
+                way_out = f"; set {ADMIN_KEY} to an admin key" if error.code == 401 else ""
+                raise ServiceRefused(_error_message(error) + way_out) from error
         # ValueError: no URL, or an answer that is no JSON; HTTPException: one that is no HTTP, or half of it.
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = " ".join(str(getattr(error, "reason", error)).split())  # it may quote lines of the answer

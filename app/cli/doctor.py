@@ -19,7 +19,7 @@ from app.cli.ray_switches import has_ha_proxy
 from app.cli.settings_file import read_document, settings_of
 from app.config import AppConfig
 from app.engine.config import CpuConfig
-from app.engine.errors import PolyloraError
+from app.engine.errors import ConfigError, PolyloraError
 from app.engine.models.footprint import kv_block_bytes, num_weights, rank_row_bytes
 from app.engine.models.spec import ModelSpec
 from app.release import version
@@ -28,6 +28,8 @@ _GIB = 1 << 30
 #: Of one engine process beside what is counted: Python, compiled kernels, activations of a step.
 PROCESS_BYTES = 900 << 20
 _FLOAT32 = 4
+#: Between the lines of what one check says.
+_INDENT = "\n      "
 
 
 def add_doctor(commands: Any, default_config: Path) -> None:
@@ -38,25 +40,32 @@ def add_doctor(commands: Any, default_config: Path) -> None:
 
 
 def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> list[str]:
-    """What one CPU engine takes of memory, by what, and how many of them this machine has room for."""
+    """What one CPU engine takes of memory, by what, and how many of them this machine has room for.
+
+    Raises ConfigError, with the same lines, if there is room for none.
+    """
     engine = settings.engine
     blocks, rows = engine.num_kv_blocks, engine.adapter_rank_rows
+    kv_name = f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time"
+    kv = {} if spec.encoder else {kv_name: blocks * kv_block_bytes(spec, engine.block_size, _FLOAT32)}
     parts = {
         "weights; those of a quantised file take a third of it": _FLOAT32 * num_weights(spec),
-        f"KV cache: engine.num_kv_blocks {blocks}, {blocks * engine.block_size} tokens at a time": blocks
-        * kv_block_bytes(spec, engine.block_size, _FLOAT32),
+        **kv,
         f"rank rows: engine.adapter_rank_rows {rows}, {rows // 16} adapters of rank 16 at a time": rows
         * rank_row_bytes(spec, _FLOAT32),
         "the process itself": PROCESS_BYTES,
     }
     total = sum(parts.values())
     fits = available_bytes // total
-    return [
+    lines = [
         f"one engine of {spec.name} takes up to {_size(total)}:",
         *(f"  {_size(size):>9}  {what}" for what, size in parts.items()),
         f"{_size(available_bytes)} of memory are available: room for {fits} such engine{'' if fits == 1 else 's'}",
-        *([] if fits else ["lower engine.num_kv_blocks or engine.adapter_rank_rows"]),
     ]
+    if not fits:
+        way_out = "lower engine.num_kv_blocks or engine.adapter_rank_rows"
+        raise ConfigError(_INDENT.join([*lines, way_out]))
+    return lines
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -116,13 +125,15 @@ def _checked(what: str, check: Callable[[], str]) -> bool:
 
 
 def _model(settings: AppConfig) -> str:
+    from app.engine.engine import context_of
     from app.engine.models.checkpoint import load_checkpoint
     from app.engine.models.sources import resolve_model
 
     spec = load_checkpoint(resolve_model(settings.model.uri), settings.model.name).spec
+    context_of(settings.engine, spec)
     if not isinstance(settings.engine.device, CpuConfig):
         return f"{spec.name} can be read; whether it fits the device is known when the engine starts"
-    return "\n      ".join(memory_lines(spec, settings, _available_bytes()))
+    return _INDENT.join(memory_lines(spec, settings, _available_bytes()))
 
 
 def _available_bytes() -> int:

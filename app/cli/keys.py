@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from app.config import ADMIN_KEY, AppConfig
+from app.config import ADMIN_KEY, AppConfig, without_password
 from app.engine.errors import ConfigError
 
 #: What is said at start of a service that lets everybody in who can reach it.
@@ -31,6 +31,13 @@ def make_admin_key(settings: AppConfig) -> str:
         return TenantBooks(registry.database).keys.create_admin_key("keygen", None, actor="shell").value
     finally:
         registry.close()
+
+
+def registered_in(settings: AppConfig) -> str:
+    """What an operator should know of a key that was just made, beside its value."""
+    url = settings.adapters.registry_url
+    place = without_password(url) if url else settings.adapters.state_dir
+    return f"the registry in {place} holds the key now; services that use it ask everybody for a key from here on"
 
 
 def check_open_door(settings: AppConfig, host: str, environ: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ A subcommand's module is imported when it runs, so that `fetch` starts without t
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -39,8 +40,8 @@ from app.engine.errors import PolyloraError
 from app.release import version
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """What the command takes; `arguments.run(arguments)` does it and returns an exit status."""
     parser = argparse.ArgumentParser(prog="polylora", description="One base model, many LoRA adapters.")
     parser.add_argument("--version", action="version", version=f"polylora {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -55,6 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_plan(commands, Path(DEFAULT_CONFIG))
     for command in commands.choices.values():
         command.add_argument("--verbose", action="store_true", help="show where an error comes from")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; its exit status."""
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help()
@@ -65,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(arguments, str(error), getattr(error, "details", ""))
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads has seen enough (`| head`); Python would complain again when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except Exception as error:  # a bug, ours or another's: its trace is for who asks
         said = str(error).strip().partition("\n")[0]
         return _failed(arguments, f"{type(error).__name__}: {said}; --verbose shows where it comes from")
@@ -89,11 +99,13 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from app.cli.checks import check_cache
     from app.cli.serve import serve_until_stopped
     from app.cli.settings_file import read_settings
     from app.engine.models.sources import resolve_model
 
     model = read_settings(arguments.config).model
+    check_cache()
     with ProgressLine(sys.stderr) as line:
         resolve_model(model.uri, progress=line.show)
     return serve_until_stopped(arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard)
@@ -106,11 +118,14 @@ def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
+    from app.cli.checks import check_cache
     from app.cli.settings_file import read_settings
     from app.engine.models.checkpoint import load_checkpoint
     from app.engine.models.sources import resolve_model
 
     model = read_settings(arguments.config).model
+    if "://" in model.uri:
+        check_cache()
     started_s = time.monotonic()
     with ProgressLine(sys.stderr) as line:
         path = resolve_model(model.uri, progress=line.show)

@@ -76,8 +76,9 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
             _say("loading the model (the first start on a machine also compiles kernels: about a minute)")
             wait_until_ready(app_names, _health_url(document, url), _say, look)
             adapters = [adapter.name for adapter in settings.adapters.preload]
-            print(_greeting(url, settings.model.name, adapters, time.monotonic() - started_s), flush=True)
-            if settings.http.auth == "auto" and is_open(url):
+            needs_key = not is_open(url)
+            print(_greeting(url, settings.model.name, adapters, time.monotonic() - started_s, needs_key), flush=True)
+            if settings.http.auth == "auto" and not needs_key:
                 _say(OPEN_NOTICE)
             _wait_for_signal(app_names)
             _say("stopping when running requests have ended; ctrl-C again to end them now")
@@ -121,9 +122,11 @@ def _start_ray(dashboard: bool) -> None:
     # Inherited: workers that Ray starts ahead have no runtime environment, and only such can be used then.
     os.environ["PYTHONPATH"] = python_path
     try:
-        ray.init(**quiet, include_dashboard=dashboard)
+        context = ray.init(**quiet, include_dashboard=dashboard)
     except Exception as error:  # whatever Ray raises: it has a dozen kinds
         raise StartFailed(f"Ray does not start: {reason_in(str(error))}", str(error)) from error
+    if dashboard:  # where 8265 is taken, Ray takes the next port that is free
+        _say(f"Ray's dashboard is http://{context.dashboard_url}; `ray get-auth-token` lets you in")
 
 
 def _take_rays_paragraphs() -> None:
@@ -260,13 +263,16 @@ def _reachable(host: str) -> str:
     return "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
 
 
-def _greeting(url: str, base_name: str, adapters: Sequence[str], seconds: float) -> str:
+def _greeting(url: str, base_name: str, adapters: Sequence[str], seconds: float, needs_key: bool) -> str:
     models = ", ".join([base_name, *adapters])
     message = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": base_name, "messages": [message], "max_tokens": 40})
+    header, how = "", "Try it"
+    if needs_key:
+        header, how = '-H "Authorization: Bearer $KEY" ', "Try it with a project's key (`polylora tenants create NAME`)"
     return (
-        f"\nReady after {seconds:.0f} s: {url}\n  models: {models}\n\nTry it:\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"
+        f"\nReady after {seconds:.0f} s: {url}\n  models: {models}\n\n{how}:\n\n"
+        f"  curl {url}/v1/chat/completions {header}-H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"
         "ctrl-C stops it."
     )
 

@@ -8,6 +8,7 @@ the base model it is for, as a server would: what cannot be served is not signed
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ def add_signing_commands(commands: Any) -> None:
 
 def _keygen(arguments: argparse.Namespace) -> int:
     if arguments.admin == (arguments.key is not None):
-        raise ConfigError("keygen takes the file of a signing key, or --admin, and not both")
+        raise ConfigError("say which key: `keygen signing.pem` makes one for signing, `keygen --admin` an admin key")
     if arguments.admin:
-        from app.cli.keys import make_admin_key
+        from app.cli.keys import make_admin_key, registered_in
         from app.cli.settings_file import read_settings
 
-        print(make_admin_key(read_settings(arguments.config)))
+        settings = read_settings(arguments.config)
+        print(make_admin_key(settings))
+        print(registered_in(settings), file=sys.stderr)  # not where $(polylora keygen --admin) reads
         return 0
     from app.engine.adapters.signing.signing import new_private_key, public_key
 

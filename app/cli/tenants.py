@@ -37,8 +37,7 @@ class TenantsRefused(PolyloraError):
 def add_tenants(commands: Any) -> None:
     """Add `tenants` and its subcommands to `argparse.ArgumentParser.add_subparsers()`."""
     parser = commands.add_parser("tenants", help=f"manage projects, keys and limits (needs {ADMIN_KEY})")
-    parser.add_argument("--url", default=DEFAULT_URL, help="the service's address")
-    parser.add_argument("--json", action="store_true", help="print the service's answer as it is")
+    _add_common(parser, DEFAULT_URL, False)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     parser.set_defaults(run=_run)
 
@@ -71,7 +70,15 @@ def add_tenants(commands: Any) -> None:
     share = actions.add_parser("share", help="let exactly these projects use an adapter")
     share.add_argument("project", help="whose adapter it is")
     share.add_argument("adapter")
-    share.add_argument("with_projects", nargs="*", metavar="PROJECT")
+    share.add_argument("with_projects", nargs="*", metavar="PROJECT", help="who may use it; none takes it back")
+    for action_parser in actions.choices.values():  # behind the action, too, where most people write them
+        _add_common(action_parser, argparse.SUPPRESS, argparse.SUPPRESS)
+        action_parser.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def _add_common(parser: argparse.ArgumentParser, url: str, as_json: bool | str) -> None:
+    parser.add_argument("--url", default=url, help=f"the service; default: {DEFAULT_URL}")
+    parser.add_argument("--json", action="store_true", default=as_json, help="print the service's answer as it is")
 
 
 class Service:

@@ -31,6 +31,7 @@ def _generate(options: argparse.Namespace) -> None:
     )
     adapters = [None if path == "base" else path for path in options.adapter or ["base"]]
     started = time.perf_counter()
+    print("[loading the model; the first start on a machine also compiles kernels: about a minute]", file=sys.stderr)
     with LLM(
         options.model, EngineConfig(cpu=CpuConfig(num_threads=options.num_threads)), progress=_show_progress
     ) as llm:

@@ -32,6 +32,7 @@ from app.engine.errors import (
     QueueFull,
     UnsupportedField,
 )
+from app.engine.models.spec import ModelSpec
 from app.engine.pools.adapter_orders import AdapterOrders, Bring, Drop, refuse
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.adapter_writer import AdapterWriter
@@ -67,6 +68,22 @@ class _Pin:
     digests: Collection[str]
 
 
+def context_of(config: EngineConfig, spec: ModelSpec) -> int:
+    """The longest sequence in tokens. Raises ConfigError for settings that are not for this model."""
+    if config.max_context > spec.max_positions:
+        raise ConfigError(
+            f"engine.max_context is {config.max_context} but model {spec.name!r} has "
+            f"{spec.max_positions} positions; lower it, or set 0 for the model's own limit"
+        )
+    longest = config.max_context or spec.max_positions
+    if spec.encoder is not None and config.max_batch_tokens < longest:
+        raise ConfigError(
+            f"engine.max_batch_tokens is {config.max_batch_tokens} but an encoder computes a text in one step, and "
+            f"{spec.name!r} takes up to {longest} tokens; raise it, or lower engine.max_context"
+        )
+    return longest
+
+
 class Engine:
     """One base model, its KV memory and adapter tables, and the requests that share them."""
 
@@ -81,17 +98,7 @@ class Engine:
         self._backend = backend
         self.spec = backend.spec
         limits = backend.limits
-        if config.max_context > self.spec.max_positions:
-            raise ConfigError(
-                f"engine.max_context is {config.max_context} but model {self.spec.name!r} has "
-                f"{self.spec.max_positions} positions; lower it, or set 0 for the model's own limit"
-            )
-        self.max_context = config.max_context or self.spec.max_positions
-        if self.spec.encoder is not None and config.max_batch_tokens < self.max_context:
-            raise ConfigError(
-                f"engine.max_batch_tokens is {config.max_batch_tokens} but an encoder computes a text in one step, and "
-                f"{self.spec.name!r} takes up to {self.max_context} tokens; raise it, or lower engine.max_context"
-            )
+        self.max_context = context_of(config, self.spec)
         self._max_waiting = config.max_waiting
         self._kv_capacity = limits.num_kv_blocks * limits.block_size
         self._meter = Meter()

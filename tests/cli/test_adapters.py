@@ -10,6 +10,7 @@ import pytest
 
 from app.cli import adapters as commands
 from app.cli.main import main
+from app.deployments.registry.pins import EngineRoom
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.formats.peft import read_peft
 from app.engine.adapters.stored import StoredAdapter, StoredModule
@@ -66,8 +67,9 @@ def test_there_and_back_again(folder: Path, tmp_path: Path, capsys: pytest.Captu
 def test_a_source_that_is_not_there_is_said_to_be_missing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run("inspect", tmp_path / "absent") == 1
-    assert "there is no file or folder 'absent'" in capsys.readouterr().err
+    for command in ("inspect", "check"):
+        assert _run(command, tmp_path / "absent") == 1
+        assert f"there is no file or folder '{tmp_path / 'absent'}'" in capsys.readouterr().err
     other = folder / "adapter_config.json"
     assert _run("inspect", other) == 1
     assert "is neither a PEFT folder nor" in capsys.readouterr().err
@@ -107,6 +109,12 @@ def test_without_a_base_it_is_that_of_the_settings(
     config.write_text("applications: [{import_path: 'app.main:build', args: {model: {uri: tiny}}}]")
     assert _run("check", folder, "--config", config) == 0
     assert "yes: 4 modules of 'tiny'" in capsys.readouterr().out
+    small = (
+        "applications: [{import_path: 'app.main:build', args: {model: {uri: tiny}, engine: {adapter_rank_rows: 0}}}]"
+    )
+    (tmp_path / "small.yaml").write_text(small)
+    assert _run("check", folder, "--config", tmp_path / "small.yaml") == 1
+    assert f"no: adapter '{folder.name}' has rank 4 and an engine holds at most rank 0" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         _run("check", folder, "--config", config, "--base", "tiny")
 
@@ -129,5 +137,5 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     card = tmp_path / f"experts{CARD_SUFFIX}"
     write_card(card, ArrowCard("experts", stored, {}))
     assert f"2 of them are experts'; beside rank rows it holds {4 * 2 * (8 * 40 + 2 * 32)} bytes" in commands.fits(
-        card, mixture
+        card, mixture, EngineRoom()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -184,6 +185,23 @@ def test_a_file_that_means_nothing_changes_nothing(text: str, message: str, tmp_
         read_wanted(tmp_path / "f.yaml")
 
 
+@contextlib.contextmanager
+def answered_by(answer: bytes) -> Iterator[str]:
+    """A URL that one request may be sent to, and the bytes that come back."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def reply() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
 def test_without_a_service_it_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "f.yaml").write_text("")
     for url in ("http://127.0.0.1:9", "nonsense"):
@@ -191,6 +209,14 @@ def test_without_a_service_it_is_one_line(tmp_path: Path, capsys: pytest.Capture
         assert capsys.readouterr().err.startswith(f"polylora apply: no answer from {url}: ")
     assert main(["apply", str(tmp_path / "absent.yaml")]) == 1
     assert issubclass(ServiceRefused, Exception)
+
+
+def test_a_service_with_keys_says_where_one_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    body = b'{"error": {"message": "a key is needed"}}'
+    answer = b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    with answered_by(answer) as url:
+        assert main(["status", "--url", url]) == 1
+    assert "a key is needed; set POLYLORA_ADMIN_KEY to an admin key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -207,19 +233,8 @@ def test_a_url_of_something_else_is_one_line(
     answer: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "f.yaml").write_text("adapters: []")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def reply() -> None:
-            connection, _ = listening.accept()
-            with connection:
-                connection.recv(10_000)
-                connection.sendall(answer)
-
-        thread = threading.Thread(target=reply)
-        thread.start()
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with answered_by(answer) as url:
         assert main(["apply", str(tmp_path / "f.yaml"), "--url", url]) == 1
-        thread.join()
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert line.endswith("--url names the service")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
 
-from app.cli.checks import check_folders, check_preloaded
+from app.cli.checks import check_folders, check_port, check_preloaded
 from app.config import AppConfig, load_config
 from app.engine.errors import ConfigError
 
@@ -59,6 +60,16 @@ def test_a_user_without_a_home_is_told(settings: AppConfig, monkeypatch: pytest.
     monkeypatch.setattr(Path, "home", nowhere)
     with pytest.raises(ConfigError, match="this user has no home directory; set HOME"):
         check_folders(settings, {})
+
+
+def test_another_port_is_not_recommended_where_the_host_is_wrong() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.77:0 .*; choose another --host"):
+        check_port("192.0.2.77", 0, "choose another --port")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="choose another --port"):
+            check_port("127.0.0.1", taken.getsockname()[1], "choose another --port")
 
 
 @pytest.mark.parametrize("path", ["nothing", "../ckpt", "s3://bucket/x"])

@@ -60,6 +60,21 @@ def test_a_bug_is_one_line_too(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Closed(io.TextIOWrapper):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("app.cli.settings_file.read_settings", lambda _: print("a line", file=closed))
+    with (tmp_path / "out").open("wb") as file:
+        closed = Closed(file)
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(["fetch", "--config", str(tmp_path)]) == 141
+    assert capsys.readouterr().err == ""
+
+
 def test_bare_it_helps_and_its_version_is_the_projects(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "serve" in capsys.readouterr().out

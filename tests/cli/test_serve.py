@@ -89,19 +89,34 @@ def test_a_port_of_ha_proxy_that_is_taken_is_named_before_anything_starts(
 @pytest.fixture
 def ray_inits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda **options: calls.append(options)))
+
+    def init(**options: Any) -> SimpleNamespace:
+        calls.append(options)
+        return SimpleNamespace(dashboard_url="127.0.0.1:8266")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return calls
 
 
 @pytest.mark.parametrize("dashboard", [False, True])
-def test_a_ray_of_our_own_has_a_dashboard_when_asked(ray_inits: list[dict[str, Any]], dashboard: bool) -> None:
+def test_a_ray_of_our_own_has_a_dashboard_when_asked(
+    ray_inits: list[dict[str, Any]], dashboard: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     serving._start_ray(dashboard)
+    assert ("http://127.0.0.1:8266" in capsys.readouterr().err) is dashboard  # Ray's own choice where 8265 is taken
     (options,) = ray_inits
     assert options["include_dashboard"] is dashboard
     assert "runtime_env" not in options
     assert os.environ["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/elsewhere"
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_the_first_request_is_one_that_would_be_answered(needs_key: bool) -> None:
+    said = serving._greeting("http://h:1", "base", ["sql"], 1.0, needs_key)
+    assert ('-H "Authorization: Bearer $KEY"' in said) is needs_key
+    assert ("polylora tenants create" in said) is needs_key
 
 
 def test_a_cluster_that_is_joined_is_told_where_we_import_from(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,7 +19,8 @@ from app.cli.doctor import memory_lines
 from app.cli.main import main
 from app.cli.status import ray_lines, status_lines
 from app.config import AppConfig
-from app.engine.errors import PolyloraError
+from app.engine.errors import ConfigError, PolyloraError
+from app.engine.models.spec import EncoderSpec
 from load_tests.service import free_port
 from tests.fakes import fake_spec
 
@@ -131,7 +133,10 @@ def test_what_an_engine_takes_of_memory() -> None:
     assert lines[-1] == f"10.00 GiB of memory are available: room for {(10 << 30) // _total(lines)} such engines"
     assert any("num_kv_blocks 64, 1024 tokens at a time" in line for line in lines)
     assert any("adapter_rank_rows 32, 2 adapters of rank 16 at a time" in line for line in lines)
-    assert memory_lines(spec, settings, 0)[-1].startswith("lower engine.num_kv_blocks")
+    encoder = replace(spec, encoder=EncoderSpec(512, 0, 2))
+    assert not any("KV cache" in line for line in memory_lines(encoder, settings, 10 << 30)), "an encoder has none"
+    with pytest.raises(ConfigError, match=r"(?s)room for 0 such engines\n +lower engine.num_kv_blocks"):
+        memory_lines(spec, settings, 0)
 
 
 def _total(lines: list[str]) -> int:

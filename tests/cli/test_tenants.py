@@ -90,9 +90,10 @@ async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "nothing was used\n"
     assert await run("archive", project_id) == 0
     capsys.readouterr()
-    assert await run("--json", "list") == 0
-    (listed,) = json.loads(capsys.readouterr().out)
-    assert (listed["id"], listed["status"]) == (project_id, "archived")
+    for arguments in (["--json", "list"], ["list", "--json"], ["list", "--json", "--url", "http://test"]):
+        assert await run(*arguments) == 0
+        (listed,) = json.loads(capsys.readouterr().out)
+        assert (listed["id"], listed["status"]) == (project_id, "archived")
 
 
 async def test_what_goes_wrong_is_one_line(

@@ -75,10 +75,11 @@ class Catalog:
         """Give a name its meaning. The generation rises if the contents differ from the name's last ones.
 
         `pinned` and `traffic_weight` None: as they were. `source` is how the caller called the place. Raises
-        InvalidRequest if an alias has the name, AdapterTooLarge if it would be pinned and does not fit, AdapterUnloaded
-        if `job`, the load that it is for, was cancelled, LoadsAhead if another comes before it, NotReady if another
-        process works on it by now.
+        InvalidRequest if an alias has the name, AdapterTooLarge if no engine could hold it or if it would be pinned and
+        does not fit, AdapterUnloaded if `job`, the load that it is for, was cancelled, LoadsAhead if another comes
+        before it, NotReady if another process works on it by now.
         """
+        self.pin_limits.alone.check(name, max_rank, extra_bytes)
         key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
             if job is not None:

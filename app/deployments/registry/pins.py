@@ -56,15 +56,47 @@ class PinBook:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRoom:
+    """What one adapter may take of an engine that holds no other. The default has no bound."""
+
+    rank: float = math.inf
+    extra_bytes: float = math.inf
+
+    @classmethod
+    def of(cls, config: AppConfig) -> EngineRoom:
+        engine = config.engine
+        units = engine.adapter_rank_rows // engine.rank_alignment if engine.max_adapter_slots > 1 else 0
+        longest_run = 1 << (units.bit_length() - 1) if units else 0  # runs are powers of two
+        return cls(longest_run * engine.rank_alignment, engine.adapter_extra_bytes)
+
+    def check(self, name: str, rank: int, extra_bytes: int) -> None:
+        """Raise AdapterTooLarge if no engine of the service could ever hold the adapter."""
+        if rank > self.rank:
+            raise AdapterTooLarge(
+                f"adapter {name!r} has rank {rank} and an engine holds at most rank {self.rank}; "
+                "raise engine.adapter_rank_rows, or train at a lower rank"
+            )
+        if extra_bytes > self.extra_bytes:
+            raise AdapterTooLarge(
+                f"adapter {name!r} takes {extra_bytes} bytes beside its rank rows (DoRA, biases, norms, whole modules, "
+                f"token rows, experts) and an engine holds at most {self.extra_bytes}; raise "
+                "engine.adapter_extra_bytes, or train less of it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class PinLimits:
-    """What pinned adapters may take together; runs of rank rows are multiples of `rank_alignment`. The default has no
-    bound."""
+    """What pinned adapters may take together, and what one adapter may `alone`.
+
+    Runs of rank rows are multiples of `rank_alignment`. The default has no bound.
+    """
 
     rank_rows: float = math.inf
     adapter_slots: float = math.inf
     extra_bytes: float = math.inf
     host_bytes: float = math.inf
     rank_alignment: int = 8
+    alone: EngineRoom = EngineRoom()
 
     @classmethod
     def of(cls, config: AppConfig) -> PinLimits:
@@ -75,6 +107,7 @@ class PinLimits:
             math.floor(share * engine.adapter_extra_bytes),
             math.floor(share * config.adapters.host_cache_bytes),
             engine.rank_alignment,
+            EngineRoom.of(config),
         )
 
     def check(self, name: str, pinned: Iterable[CatalogEntry]) -> None:

@@ -102,7 +102,7 @@ def _pip_reports_bytes() -> bool:
 def _regular_entry(archive: zipfile.ZipFile, member: str) -> zipfile.ZipInfo:
     entries = [entry for entry in archive.infolist() if entry.filename == member]
     if len(entries) != 1:
-        raise SourceError(f"{archive.filename} has {len(entries)} members named {member!r}; one is needed")
+        raise SourceError(f"{archive.filename} has {len(entries)} files named {member!r}; one is needed")
     mode = entries[0].external_attr >> 16
     if entries[0].is_dir() or (stat.S_IFMT(mode) and not stat.S_ISREG(mode)):
         raise SourceError(f"{member!r} in {archive.filename} is not a regular file")

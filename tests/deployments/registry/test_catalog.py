@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Catalog, Move
 from app.deployments.registry.entries import CatalogEntry, State
-from app.deployments.registry.pins import PinLimits
+from app.deployments.registry.pins import EngineRoom, PinLimits
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import AdapterBusy, AdapterTooLarge, InvalidRequest, NotFound
 from tests.budgets import examples
@@ -231,6 +231,14 @@ def test_a_heavier_adapter_is_warmed_before_a_later_used_one(registry: Registry)
         add(registry, name, f"digest-{name}", traffic_weight=weight)
     registry.catalog.note_use({f"digest-{name}": -index for index, name in enumerate("dabc")})
     assert [entry.name for entry in registry.catalog.hot(10)] == ["c", "a", "b", "d"]
+
+
+def test_a_name_is_not_given_to_what_no_engine_could_hold(registry: Registry) -> None:
+    catalog = Catalog(registry.database, PinLimits(alone=EngineRoom(rank=8)))
+    with pytest.raises(AdapterTooLarge, match="'a' has rank 9 and an engine holds at most rank 8"):
+        catalog.register("a", "/", "digest", max_rank=9, size_bytes=1, **ADA)
+    assert catalog.get("a", **MINE) is None
+    catalog.register("a", "/", "digest", max_rank=8, size_bytes=1, **ADA)
 
 
 def test_pins_that_do_not_fit_are_refused_with_numbers_and_change_nothing(

@@ -10,6 +10,7 @@ from app.config import load_config
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import PinBook, PinLimits
 from app.engine.errors import AdapterTooLarge
+from app.engine.pools.adapter_pool import AdapterPool
 from tests.deployments.registry.steered import KEYS, entries, entry
 
 
@@ -40,6 +41,20 @@ def test_limits_are_a_part_of_what_the_service_has() -> None:
     assert limits.host_bytes == 128 << 20
     assert limits.extra_bytes == 64 << 20
     assert limits.rank_alignment == 8
+
+
+@pytest.mark.parametrize(("rows", "slots", "largest"), [(512, 255, 512), (100, 9, 64), (7, 9, 0), (512, 1, 0)])
+def test_an_adapter_that_no_engine_could_hold_is_refused(rows: int, slots: int, largest: int) -> None:
+    engine = {"adapter_rank_rows": rows, "max_adapter_slots": slots, "adapter_extra_bytes": 100}
+    room = PinLimits.of(load_config({"engine": engine}, environ={})).alone
+    room.check("a", largest, 100)
+    assert AdapterPool(rows, 8, slots).max_rank == largest, "what an engine says of itself"
+    with pytest.raises(
+        AdapterTooLarge, match=f"'a' has rank {largest + 1} and .* rank {largest}; raise engine.adapter_"
+    ):
+        room.check("a", largest + 1, 0)
+    with pytest.raises(AdapterTooLarge, match=r"'a' takes 101 bytes .* at most 100; raise engine.adapter_extra_bytes"):
+        room.check("a", 0, 101)
 
 
 def test_pins_are_counted_in_the_rows_of_the_device() -> None:

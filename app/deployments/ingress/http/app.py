@@ -364,7 +364,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     path = request.url.path[:80]
     message = {
         404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions, "
-        "/v1/embeddings or /generate, GET /v1/models lists models and adapters, GET /v1/loras says more of adapters",
+        "/v1/embeddings or /generate, GET /v1/models lists models and adapters, GET /openapi.json has every route",
         405: f"{path!r} does not take {request.method}, only {(error.headers or {}).get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}

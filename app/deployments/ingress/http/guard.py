@@ -97,7 +97,10 @@ class DoorRules:
             raise CrossSite("requests of other sites' pages are refused")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in _FORM_TYPES:
-            raise UnknownContentType(f"the body's Content-Type is {kind!r}; send Content-Type: application/json")
+            raise UnknownContentType(
+                f"the body's Content-Type is {kind!r}; send Content-Type: application/json "
+                "(curl: --json in place of -d)"
+            )
 
     def check_management(self, request: Request) -> None:
         """Raises ManagementRefused or NotAuthenticated if this client may not manage adapters.

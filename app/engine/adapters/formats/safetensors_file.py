@@ -32,9 +32,15 @@ def read_safetensors(path: Path, limits: ReadLimits) -> dict[str, StoredTensor]:
         raise AdapterFormatError(f"{what} has {len(contents)} bytes; a safetensors file starts with an 8-byte length")
     (header_size,) = struct.unpack("<Q", contents[:8])
     if header_size > limits.max_header_bytes:
-        raise AdapterTooLarge(f"{what} claims a header of {header_size} bytes; at most {limits.max_header_bytes}")
+        raise AdapterTooLarge(
+            f"{what} is damaged or no safetensors file: it claims a header of {header_size} bytes, "
+            f"and at most {limits.max_header_bytes} are read"
+        )
     if header_size > len(contents) - 8:
-        raise AdapterFormatError(f"{what} claims a header of {header_size} bytes in a file of {len(contents)}")
+        raise AdapterFormatError(
+            f"{what} is cut off or damaged: it claims a header of {header_size} bytes in a file of {len(contents)}; "
+            "copy it again"
+        )
     header = parse_object(bytes(contents[8 : 8 + header_size]), f"{what} header")
     _check_metadata(header.pop("__metadata__", {}), what)
     if len(header) > limits.max_tensors:
@@ -81,7 +87,10 @@ def _check_entry(entry: Any, what: str, data_size: int) -> tuple[str, tuple[int,
         raise AdapterFormatError(f"{what}: data_offsets {short(offsets)} is not [start, end]")
     start, end = offsets
     if not start <= end <= data_size:
-        raise AdapterFormatError(f"{what}: data_offsets [{start}, {end}] leave the file's {data_size} data bytes")
+        raise AdapterFormatError(
+            f"{what}: data_offsets [{start}, {end}] leave the file's {data_size} data bytes; the file is cut off or "
+            "damaged, copy it again"
+        )
     if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise AdapterFormatError(f"{what}: {end - start} bytes do not hold {dtype} {shape}")
     return dtype, tuple(shape), start, end

@@ -410,7 +410,7 @@ def _to_pipe(folder: Path) -> None:
         (_with_header({"a": _tensor(0, 4, [True])}, b"\0" * 4), "[True]"),
         (_with_header({"a": _tensor(0, 4, [1] * 5)}, b"\0" * 4), "up to 4"),
         (_with_header({"a": _tensor(0, 4, [1 << 62, 1 << 62])}, b"\0" * 4), "do not hold"),
-        (_with_header({"a": _tensor(0, 8, [2])}, b"\0" * 4), "leave the file"),
+        (_with_header({"a": _tensor(0, 8, [2])}, b"\0" * 4), "leave the file's 4 data bytes; the file is cut off"),
         (_with_header({"a": _tensor(4, 0, [1])}, b"\0" * 4), "leave the file"),
         (_with_header({"a": _tensor(0, 4, [1]), "b": _tensor(0, 4, [1])}, b"\0" * 4), "overlaps"),
         (_with_header({"a": _tensor(0, 8, [2]), "b": _tensor(4, 12, [2])}, b"\0" * 12), "overlaps"),
