@@ -88,7 +88,8 @@ def register(url: str, folder: Path) -> None:
         "Content-Type": "application/json",
         "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}",
     }
-    request = urllib.request.Request(f"{url.rstrip('/')}/load_lora_adapter", data=body, headers=headers)
+    route = f"{url.rstrip('/').removesuffix('/v1')}/v1/load_lora_adapter"
+    request = urllib.request.Request(route, data=body, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=60):
             pass
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=numbers, default=(8, 16, 32, 64), help="8,16,32,64: taken in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--register", metavar="URL", help="a service, ending in /v1, that may read the folder")
+    parser.add_argument("--register", metavar="URL", help="a service that may read the folder")
     arguments = parser.parse_args(argv)
     if arguments.seed < 0 or not arguments.ranks or arguments.count < 1:
         parser.error("--seed must be at least 0, --count at least 1, and --ranks must name one rank at least")

@@ -93,6 +93,7 @@ class Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.keys.append(self.headers["Authorization"])
+        assert self.path == "/v1/load_lora_adapter"
         self.send_response(403 if body["lora_name"] == "adapter-0001" else 200)
         self.end_headers()
         self.wfile.write(b'{"error": {"message": "outside the roots"}}')
@@ -101,8 +102,9 @@ class Answers(BaseHTTPRequestHandler):
         """Quietly."""
 
 
+@pytest.mark.parametrize("end", ["", "/v1"])
 def test_random_adapters_are_loaded_until_one_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tiny_model("llama"), tmp_path / "model")
     Answers.keys.clear()
@@ -112,7 +114,7 @@ def test_random_adapters_are_loaded_until_one_is_refused(
         with pytest.raises(SystemExit, match=r"adapter-0001 was not loaded: HTTP 403: .*outside the roots"):
             random_adapters.main([
                 *("--model", str(tmp_path / "model"), "--count", "3", "--ranks", "2", "--out", str(tmp_path / "out")),
-                *("--register", f"http://127.0.0.1:{server.server_port}/v1"),
+                *("--register", f"http://127.0.0.1:{server.server_port}{end}"),
             ])  # fmt: skip
         server.shutdown()
     assert capsys.readouterr().out == "adapter-0000\n"
