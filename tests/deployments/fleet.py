@@ -70,7 +70,7 @@ class FakeReplica:
         self.telling = Telling(ORIGIN)
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
-        self.service = EngineService(fleet, time.time, counting=fleet, idle_s=idle_s)
+        self.service = EngineService(fleet, time.time, max_waiting=max_waiting, counting=fleet, idle_s=idle_s)
         self.backend = PausableBackend(fleet.spec)
         self.engine = Engine(self.backend, EngineConfig(max_waiting=max_waiting), grammars=fleet.grammars)
         self.thread = EngineThread(self.engine, self.service.on_step)

@@ -73,7 +73,9 @@ class EngineReplica:
         owner = TenantsClient(TenantsCallee(store_actor(config)))
         metering = self._metering = Metering(owner.record, writer_id, open_journal(usage_folder(config), writer_id))
         counting = Counting(metering, Prices(config.tenants.prices, config.model.name), config.model.name, time.time)
-        service = self._service = EngineService(adapters, time.time, counting=counting)
+        service = self._service = EngineService(
+            adapters, time.time, max_waiting=config.engine.max_waiting, counting=counting
+        )
         loop = asyncio.get_running_loop()
 
         def failed(failure: EngineFailure) -> None:

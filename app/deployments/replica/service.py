@@ -25,7 +25,7 @@ from app.deployments.placement.table import ReplicaReport
 from app.deployments.replica.trials import Trials
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
-from app.engine.errors import EngineFailure, PolyloraError
+from app.engine.errors import EngineFailure, PolyloraError, QueueFull
 from app.engine.interface import RunningEngine
 from app.engine.request import Consumption, GenerateRequest, TokenChunk
 
@@ -60,7 +60,8 @@ class Counted(Protocol):
 class EngineService:
     """Made and used on one event loop; `on_step` may be called from the engine's thread.
 
-    `clock` gives Unix time: adapters are told by when they were used last.
+    `clock` gives Unix time: adapters are told by when they were used last. `max_waiting` is the engine's; requests that
+    wait for their adapter to be fetched count as well.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class EngineService:
         adapters: AdapterSource,
         clock: Callable[[], float],
         *,
+        max_waiting: int,
         counting: Counted | None = None,
         idle_s: float = IDLE_S,
     ) -> None:
         self._adapters = adapters
+        self._max_waiting = max_waiting
         self._counting = counting
         self._uncounted: dict[str, GenerateRequest] = {}  # that the engine has taken
         self._clock = clock
@@ -165,7 +168,7 @@ class EngineService:
                 self._mapped.move_to_end(ref.digest)
                 self._enter(request, adapter)
             else:
-                self._waiting[request.request_id] = self._tasks.start(self._enter_when_fetched(request, ref))
+                self._wait_for_adapter(request, ref)
         return True
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -250,6 +253,18 @@ class EngineService:
         last_used_s = {digest: used_s for digest, used_s in self._last_used_s.items() if digest in resident}
         num_waiting += len(self._waiting) + self._trials.num_waiting
         return ReplicaReport(replica_id, num_running, num_waiting, resident, active, last_used_s)
+
+    def _wait_for_adapter(self, request: GenerateRequest, ref: AdapterRef) -> None:
+        """Fetch it beside the engine. What has had tokens already goes on, however many wait, as in the engine."""
+        num_waiting = len(self._waiting) + self.engine.stats().num_waiting
+        if num_waiting >= self._max_waiting and not request.resume_token_ids:
+            reason = (
+                f"{num_waiting} requests are waiting, {len(self._waiting)} of them for their adapters, and "
+                f"engine.max_waiting is {self._max_waiting}; try again later"
+            )
+            self._fail(request.request_id, QueueFull(reason))
+        else:
+            self._waiting[request.request_id] = self._tasks.start(self._enter_when_fetched(request, ref))
 
     async def _enter_when_fetched(self, request: GenerateRequest, ref: AdapterRef) -> None:
         try:

@@ -343,8 +343,31 @@ async def test_a_cold_adapter_delays_only_its_own_requests(make_fleet: MakeFleet
     await dispatcher.close()
 
 
+async def test_those_that_wait_for_an_adapter_count_as_waiting(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(1, max_waiting=10)
+    fleet.fetch_gate.clear()
+    dispatcher = fleet.dispatcher()
+    adapter = fake_adapter("cold", 8)
+    fleet.adapters[adapter.card.digest] = adapter
+    (replica,) = fleet.replicas.values()
+    requests = [make_request(f"cold{i}", [1, i], adapter, max_tokens=3, ignore_eos=True) for i in range(30)]
+    cold = [asyncio.ensure_future(collect(dispatcher, request)) for request in requests]
+    await until(lambda: sum(task.done() for task in cold) == 20)
+    refused = [task.exception() for task in cold if task.done()]
+    assert all(isinstance(error, QueueFull) for error in refused)
+    assert "10 requests are waiting, 10 of them for their adapters" in str(refused[0])
+    assert replica.service.num_waiting_for_adapters == 10
+    base = make_request("base", [1], max_tokens=30, ignore_eos=True)
+    assert (await collect(dispatcher, base))[0] == expected(base), "they do not keep out who needs no adapter"
+    fleet.fetch_gate.set()
+    for request, task in zip(requests, cold, strict=True):
+        if not task.done():
+            assert (await task)[0] == expected(request, adapter)
+    await dispatcher.close()
+
+
 async def test_errors_are_the_request_s_own(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(1, max_waiting=1)
+    fleet = make_fleet(1, max_waiting=3)
     dispatcher = fleet.dispatcher()
     missing = fake_adapter("missing", 8)
     good = make_request("good", [1], max_tokens=5, ignore_eos=True)

@@ -159,7 +159,7 @@ class _NoAdapters:
 
 async def test_requests_of_an_ingress_that_dies_are_aborted() -> None:
     """Its connection ends; nobody closes the call, and no frame is due that could not be sent."""
-    service, engine = EngineService(_NoAdapters(), time.time, idle_s=60.0), _Engine()
+    service, engine = EngineService(_NoAdapters(), time.time, max_waiting=512, idle_s=60.0), _Engine()
     service.start(engine)
     async with opened() as frame_socket:
         call = service.packed_frames(LINK, frame_socket)

@@ -45,7 +45,7 @@ class Bench:
         self.gate = asyncio.Event()
         self.fetches: list[str] = []
         self.broken: dict[str, str] = {"broken": "no such bucket"}
-        self.service = EngineService(self, time.time)
+        self.service = EngineService(self, time.time, max_waiting=512)
         self.keeper = PinKeeper(self.thread, self, self.service)
 
     @property
