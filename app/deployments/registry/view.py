@@ -12,9 +12,11 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from heapq import merge
+from itertools import islice
 from typing import NamedTuple
 
 from app.deployments.links.published import Changes
+from app.deployments.registry.compact import pack_entry, unpack_entry, unpack_ref
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.engine.adapters.card import AdapterRef
 
@@ -24,6 +26,8 @@ Entry = CatalogEntry | AliasEntry
 
 #: With fewer new names than this, each is inserted in order; with more, the names are sorted once.
 _FEW = 64
+#: So many entries of a copy are taken over at a time.
+_MANY = 5_000
 
 
 class Page(NamedTuple):
@@ -34,13 +38,18 @@ class Page(NamedTuple):
 
 
 class RegistryView:
-    """One event loop. A lookup is a dictionary's; a page costs its own length."""
+    """One event loop. A lookup is a dictionary's; a page costs its own length.
+
+    Adapters are held packed (`compact`), and each name once; what is asked for is unpacked.
+    """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._entries: dict[Key, Entry] = {}
+        self._held: dict[str, dict[str, bytes | AliasEntry]] = {}  # tenant -> name -> an adapter, packed, or an alias
         self._names: dict[tuple[str, type], list[str]] = {}
         self._unconfirmed: set[Key] | None = None  # of a copy that is coming: what it has not mentioned so far
-        self.apply([((entry.tenant_id, entry.name), entry) for entry in entries])
+        coming = iter(entries)
+        while some := list(islice(coming, _MANY)):
+            self.apply([((entry.tenant_id, entry.name), entry) for entry in some])
 
     @property
     def num_adapters(self) -> int:
@@ -49,7 +58,7 @@ class RegistryView:
     def take(self, news: Changes[Key, Entry]) -> None:
         """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""
         if news.is_first:
-            self._unconfirmed = set(self._entries)
+            self._unconfirmed = {(tenant_id, name) for tenant_id, held in self._held.items() for name in held}
         self.apply(news.rows)
         if self._unconfirmed is not None:
             self._unconfirmed.difference_update(key for key, _ in news.rows)
@@ -60,18 +69,21 @@ class RegistryView:
     def apply(self, rows: Sequence[tuple[Key, Entry | None]]) -> None:
         """Take over changes."""
         added: dict[tuple[str, type], list[str]] = {}
-        for key, entry in dict(rows).items():
-            tenant_id, name = key
-            old = self._entries.pop(key, None)
-            if entry is not None:
-                self._entries[key] = entry
-            if type(old) is type(entry):
+        for (tenant_id, name), entry in dict(rows).items():
+            held = self._held.setdefault(tenant_id, {})
+            old = held.get(name)
+            if entry is None:
+                held.pop(name, None)
+            else:  # the key that is there stays, and with it the one string of the name
+                held[name] = entry if isinstance(entry, AliasEntry) else pack_entry(entry)
+            was, becomes = _kind(old), _kind(entry)
+            if was is becomes:
                 continue
-            if old is not None:
-                names = self._names[tenant_id, type(old)]
+            if was is not None:
+                names = self._names[tenant_id, was]
                 del names[bisect_left(names, name)]
-            if entry is not None:
-                added.setdefault((tenant_id, type(entry)), []).append(name)
+            if becomes is not None:
+                added.setdefault((tenant_id, becomes), []).append(name)
         for place, new in added.items():
             names = self._names.setdefault(place, [])
             if len(new) < _FEW:
@@ -82,7 +94,8 @@ class RegistryView:
                 names.sort()
 
     def find(self, name: str, tenant_id: str) -> Entry | None:
-        return self._entries.get((tenant_id, name))
+        held = self._held.get(tenant_id, {}).get(name)
+        return unpack_entry(held, tenant_id, name) if isinstance(held, bytes) else held
 
     def adapter(self, name: str, tenant_id: str) -> CatalogEntry | None:
         entry = self.find(name, tenant_id)
@@ -90,15 +103,17 @@ class RegistryView:
 
     def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
         """Whether a request for `name` goes to the base: an alias may stand for it, beside adapters."""
-        entry = self.find(name, tenant_id)
-        return isinstance(entry, AliasEntry) and choose_target(entry, sticky_key) == base_name
+        held = self._held.get(tenant_id, {}).get(name)
+        return isinstance(held, AliasEntry) and choose_target(held, sticky_key) == base_name
 
     def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
         """The adapter a request for `name` goes to; equal keys choose equally. None: there is no such name."""
-        entry = self.find(name, tenant_id)
-        if isinstance(entry, AliasEntry):
-            entry = self.adapter(choose_target(entry, sticky_key), tenant_id)
-        return None if entry is None else entry.ref
+        names = self._held.get(tenant_id, {})
+        held = names.get(name)
+        if isinstance(held, AliasEntry):
+            name = choose_target(held, sticky_key)
+            held = names.get(name)
+        return unpack_ref(held, tenant_id, name) if isinstance(held, bytes) else None
 
     def text(self, ref: AdapterRef) -> str:
         """What of the adapter's text is its own; nothing once its name means other contents."""
@@ -120,7 +135,13 @@ class RegistryView:
             start = 0 if after is None else bisect_right(names, after)
             parts.append(names[start : start + limit + 1])
         names = list(merge(*parts))
-        return Page(tuple(self._entries[tenant_id, name] for name in names[:limit]), len(names) > limit)
+        found = (self.find(name, tenant_id) for name in names[:limit])
+        return Page(tuple(entry for entry in found if entry is not None), len(names) > limit)
+
+
+def _kind(held: bytes | Entry | None) -> type[Entry] | None:
+    """What kind of entry this is, packed or not."""
+    return None if held is None else AliasEntry if isinstance(held, AliasEntry) else CatalogEntry
 
 
 def choose_target(alias: AliasEntry, sticky_key: str) -> str:
