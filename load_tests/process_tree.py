@@ -44,10 +44,10 @@ def session_processes(session_id: int) -> Iterator[int]:
                 yield int(entry.name)
 
 
-def processes(session_id: int) -> Mapping[str, list[int]]:
-    """Process ids by role."""
+def processes(*session_ids: int) -> Mapping[str, list[int]]:
+    """Process ids by role, of all these sessions."""
     found: defaultdict[str, list[int]] = defaultdict(list)
-    for pid in session_processes(session_id):
+    for pid in (pid for session_id in session_ids for pid in session_processes(session_id)):
         with suppress(FileNotFoundError, ProcessLookupError):
             command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
             if command:  # one that has ended and was not waited for has none

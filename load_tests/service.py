@@ -62,7 +62,9 @@ class Service:
         self.lines: list[Line] = []
         code = "import sys; from app.cli.main import main; sys.exit(main())"
         self._started_s = time.perf_counter()
-        self.process = start_session(["-c", code, *arguments], self.folder, environment)
+        #: What its processes have beside this one's environment.
+        self.environment = own_environment(self.folder) | (environment or {})
+        self.process = start_session(["-c", code, *arguments], self.folder, self.environment)
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psycopg
@@ -35,16 +36,8 @@ class PostgresServer:
             shutil.chown(self._folder, self._user)
         data = self._folder / "data"
         self._run(programs / "initdb", "-D", data, "-A", "trust", "-U", "polylora", "--no-locale", "-E", "UTF8", "-N")
-        log = (self._folder / "log").open("wb")
-        options = ["-c", "fsync=off", "-c", "shared_buffers=16MB", "-c", "max_connections=30"]
-        self._process = subprocess.Popen(
-            [programs / "postgres", "-D", data, "-k", self._folder, "-c", "listen_addresses=", *options],
-            stdout=log,
-            stderr=log,
-            user=self._user if os.geteuid() == 0 else None,
-            cwd=self._folder,
-        )
-        log.close()
+        self._programs, self._data = programs, data
+        self._process = self._started()
         self._wait(600)
 
     def new_database(self) -> str:
@@ -54,10 +47,47 @@ class PostgresServer:
             connection.execute(f"CREATE DATABASE {name}".encode())
         return f"postgresql://polylora@/{name}?host={self._folder}"
 
+    def kill(self) -> None:
+        """All of its processes at once, as when its machine loses power; `start` has it come back with what it had."""
+        self.send(signal.SIGKILL)
+        self._process.wait(60)
+
+    def start(self) -> None:
+        """After `kill`; returns when it answers."""
+        self._process = self._started()
+        self._wait(600)
+
+    def send(self, number: signal.Signals) -> None:
+        """To every process of the server."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        for pid in (self._process.pid, *map(int, children)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def stop(self) -> None:
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(300)
         shutil.rmtree(self._folder)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        options = ["-c", "fsync=off", "-c", "shared_buffers=16MB", "-c", "max_connections=30"]
+        with (self._folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                [
+                    self._programs / "postgres",
+                    "-D",
+                    self._data,
+                    "-k",
+                    self._folder,
+                    "-c",
+                    "listen_addresses=",
+                    *options,
+                ],
+                stdout=log,
+                stderr=log,
+                user=self._user if os.geteuid() == 0 else None,
+                cwd=self._folder,
+            )
 
     def _address(self, database: str) -> str:
         return f"host={self._folder} user=polylora dbname={database}"

@@ -1,9 +1,10 @@
 """`python -m load_tests.chaos --minutes 10`: a service under traffic whose processes are killed and stopped.
 
 In: how long, and a seed. Out: a report in JSON, and status 1 if any answer was wrong or lost, if a change of the
-registry that was acknowledged is not there, or if something grows. A tiny model with two engine replicas and two
-ingresses behind HAProxy (`polylora serve`); every so many seconds one process is killed (SIGKILL), or stopped for ten
-seconds. Needs the packages of the extra `test`: it makes its model with transformers.
+registry that was acknowledged is not there, or if something grows. A tiny model on two Ray nodes of this machine, an
+engine replica and an ingress on each, behind HAProxy (`polylora serve`), with PostgreSQL where its programs are
+installed (the report says so). Every so many seconds one deed of `chaos.events` is done. Needs the packages of the
+extra `test`: it makes its model with transformers.
 """
 
 from __future__ import annotations
@@ -11,102 +12,38 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import signal
+import secrets
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from load_tests.chaos.events import VICTIMS, Deeds, Events
+from load_tests.chaos.hub import Hub
+from load_tests.chaos.node import SecondNode
 from load_tests.chaos.registrations import Registrations
 from load_tests.chaos.traffic import Doors, Traffic, ask
+from load_tests.chaos.usage import grown, usage
 from load_tests.process_tree import processes
 from load_tests.service import Service, free_port, serve_arguments
 from tests.e2e.tiny import save_adapter, save_tiny_model
+from tests.postgres import PostgresServer, find_postgres
 
 RANKS = {"a0": 8, "a1": 16, "a2": 1, "a3": 8, "a4": 32, "a5": 8}
-#: Whose death a client sees.
-DOORS = ("ingress", "haproxy")
-VICTIMS = ("engine", "ingress", "store", "placement", "haproxy")
-STOPPED_S = 10.0
-#: After the last event everything is whole again within this.
-SETTLE_S = 60.0
+#: The hub's.
+HUB_RANKS = {"h0": 8, "h1": 4}
+#: Before what processes hold is counted for the first time the traffic runs so long.
+WARM_UP_S = 15.0
+#: After the last event everything is whole again within this: a node comes back, and Serve starts what ran there.
+SETTLE_S = 120.0
 
 
-class Usage(NamedTuple):
-    """What the processes of a service hold, added up."""
-
-    num_processes: int
-    num_files: int
-    resident_mb: int
-
-
-def usage(session_id: int) -> Usage:
-    pids = [pid for found in processes(session_id).values() for pid in found]
-    num_files = resident = 0
-    for pid in pids:
-        with suppress(FileNotFoundError, ProcessLookupError):
-            num_files += len(os.listdir(f"/proc/{pid}/fd"))
-            resident += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return Usage(len(pids), num_files, resident >> 20)
-
-
-def grown(before: Usage, after: Usage) -> list[str]:
-    """What the service holds more of than it may: processes that died were replaced, one by one."""
-    limits = Usage(before.num_processes + 8, round(1.5 * before.num_files) + 100, 2 * before.resident_mb)
-    return [
-        f"{name} grew from {getattr(before, name)} to {getattr(after, name)}"
-        for name in Usage._fields
-        if getattr(after, name) > getattr(limits, name)
-    ]
-
-
-class Events:
-    """One process after the other dies or stands still."""
-
-    def __init__(self, session_id: int, doors: Doors, every_s: float, seed: int) -> None:
-        self._session_id = session_id
-        self._doors = doors
-        self._every_s = every_s
-        self._random = random.Random(seed)
-        self.happened: list[str] = []
-
-    async def run(self, until_s: float) -> None:
-        """Each role is killed and stopped once before any is a second time."""
-        plan: list[tuple[str, str]] = []
-        while self._doors.clock() + self._every_s < until_s:
-            await asyncio.sleep(self._every_s)
-            if not plan:
-                plan = [(role, deed) for role in VICTIMS for deed in ("kill", "stop")]
-                self._random.shuffle(plan)
-            await self._happen(*plan.pop())
-
-    async def _happen(self, role: str, deed: str) -> None:
-        pids = processes(self._session_id).get(role, [])
-        if not pids:
-            self.happened.append(f"{time.strftime('%H:%M:%S')} no {role} was there to {deed}")
-            return
-        pid = self._random.choice(pids)
-        self.happened.append(f"{time.strftime('%H:%M:%S')} {deed} {role} {pid}")
-        print(self.happened[-1], file=sys.stderr, flush=True)
-        with suppress(ProcessLookupError):
-            if deed == "kill":
-                if role in DOORS:
-                    self._doors.killed()
-                os.kill(pid, signal.SIGKILL)
-                return
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(STOPPED_S)
-            os.kill(pid, signal.SIGCONT)
-
-
-def settings(folder: Path) -> dict[str, Any]:
+def settings(folder: Path, hub_url: str) -> dict[str, Any]:
     """A Serve application file for the tiny model."""
     engine = {"num_kv_blocks": 1024, "adapter_rank_rows": 256, "cpu": {"num_threads": 1}}
     args = {
@@ -114,15 +51,27 @@ def settings(folder: Path) -> dict[str, Any]:
         "engine": engine,
         "adapters": {
             "roots": [str(folder / "loras")],
-            "preload": [{"name": name, "path": name} for name in RANKS],
+            "urls": [hub_url],
+            "preload": [
+                *({"name": name, "path": name} for name in RANKS),
+                *({"name": name, "path": f"{hub_url}{name}/"} for name in HUB_RANKS),
+            ],
         },
     }
     deployments = [
-        {"name": "Ingress", "num_replicas": 2, "ray_actor_options": {"num_cpus": 0.1}},
-        {"name": "EngineReplica", "num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}},
+        {"name": "Ingress", "num_replicas": 2, "max_replicas_per_node": 1, "ray_actor_options": {"num_cpus": 0.1}},
+        {
+            "name": "EngineReplica",
+            "num_replicas": 2,
+            "max_replicas_per_node": 1,
+            "ray_actor_options": {"num_cpus": 0.5},
+        },
     ]
     application = {"name": "polylora", "route_prefix": "/", "import_path": "app.main:build"}
-    return {"applications": [{**application, "args": args, "deployments": deployments}]}
+    return {
+        "proxy_location": "HeadOnly",
+        "applications": [{**application, "args": args, "deployments": deployments}],
+    }
 
 
 def bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
@@ -140,54 +89,108 @@ def bodies(rng: random.Random, count: int) -> list[dict[str, Any]]:
     ]
 
 
-async def run(service: Service, url: str, options: argparse.Namespace) -> dict[str, Any]:
+async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Everything after the start; the report."""
     import httpx
 
-    doors = Doors()
+    doors, rng = Doors(), random.Random(options.seed)
     traffic = Traffic(url, bodies(random.Random(options.seed), options.requests), doors, options.seed)
-    registrations = Registrations(url, list(RANKS), options.seed)
-    events = Events(service.process.pid, doors, options.every, options.seed)
+    sources = {**{name: name for name in RANKS}, **{name: f"{world.hub.url}{name}/" for name in HUB_RANKS}}
+    registrations = Registrations(url, list(sources.values()), options.seed)
+    deeds = Deeds(world.service.process.pid, world.node, world.database, world.hub, doors, rng)
+    events = Events(deeds.deeds, options.every, rng, doors.clock)
     probe = {"prompt": "the quick", "max_tokens": 24, "temperature": 0.0, "seed": 1, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        expected = {name: await ask(http, {**probe, "model": name}) for name in RANKS}
+        expected = {source: await ask(http, {**probe, "model": name}) for name, source in sources.items()}
     await traffic.learn()
-    before = usage(service.process.pid)
-    until_s = doors.clock() + 60 * options.minutes
     async with asyncio.TaskGroup() as group:
         group.create_task(traffic.run(options.streams))
         group.create_task(registrations.run())
+        await asyncio.sleep(WARM_UP_S)
+        before, until_s = usage(*deeds.session_ids()), doors.clock() + 60 * options.minutes
         await events.run(until_s)
         await asyncio.sleep(max(0.0, until_s - doors.clock()))
+        await settled(url, deeds)
+        after = usage(*deeds.session_ids())
         traffic.stop()
         registrations.stop()
-    await settled(url, service.process.pid)
-    after = usage(service.process.pid)
     await registrations.check(probe, expected)
     await traffic.compare()
     return {
         "minutes": options.minutes,
+        "database": "PostgreSQL" if world.database else "SQLite: PostgreSQL's programs are not installed",
         "events": events.happened,
         "requests": dict(traffic.ended),
         "slowest_s": round(traffic.slowest_s, 1),
+        "doors_away_s": round(doors.away_s, 1),
         "registrations": dict(registrations.ended),
-        "before": before._asdict(),
-        "after": after._asdict(),
-        "wrong": [*traffic.wrongs, *registrations.wrongs, *grown(before, after)],
+        "before": before.told(),
+        "after": after.told(),
+        "wrong": [*traffic.wrongs, *registrations.wrongs, *grown(before, after), *staged(world.service.folder)],
     }
 
 
-async def settled(url: str, session_id: int) -> None:
+async def settled(url: str, deeds: Deeds) -> None:
     """Return when all roles are there and the service says that it is healthy. Raises TimeoutError."""
     import httpx
 
+    wanted = dict.fromkeys(VICTIMS, 1) | {"engine": 2, "ingress": 2}
     async with asyncio.timeout(SETTLE_S), httpx.AsyncClient(base_url=url, timeout=10) as http:
         while True:
-            found: Mapping[str, Sequence[int]] = processes(session_id)
+            found: Mapping[str, Sequence[int]] = processes(*deeds.session_ids())
             with suppress(httpx.TransportError):
-                if all(found.get(role) for role in VICTIMS) and (await http.get("/v1/loras/a0")).status_code == 200:
+                is_whole = all(len(found.get(role, ())) >= count for role, count in wanted.items())
+                if is_whole and (await http.get("/v1/loras/a0")).status_code == 200:
                     return
             await asyncio.sleep(0.5)
+
+
+def staged(folder: Path) -> list[str]:
+    """What downloads have left behind under a service's folder."""
+    left = [path for staging in folder.rglob("staging") for path in staging.rglob("*") if path.is_file()]
+    left = [path for path in left if path.name != "guard" and path.suffix != ".lock"]
+    return [f"{len(left)} files of downloads are left: {left[0]}"] if left else []
+
+
+class World(NamedTuple):
+    """A service that runs, and what it needs. `database` None: PostgreSQL is not installed."""
+
+    service: Service
+    node: SecondNode
+    database: PostgresServer | None
+    hub: Hub
+
+
+@contextmanager
+def world(folder: Path, port: int) -> Iterator[World]:
+    """Start everything; the service is ready."""
+    save_tiny_model(folder / "model")
+    for seed, (adapter, rank) in enumerate((RANKS | HUB_RANKS).items()):
+        save_adapter(folder / ("loras" if adapter in RANKS else "hub") / adapter, rank=rank, seed=seed)
+    programs = find_postgres()
+    with ExitStack() as stack:
+        hub = stack.enter_context(Hub(folder / "hub"))
+        path = folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(settings(folder, hub.url)))
+        database = None if programs is None else PostgresServer(programs)
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "RAY_AUTH_MODE": "token",  # as Ray does for the service's own node; the other one has to say it
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        }
+        if database is not None:
+            stack.callback(database.stop)
+            environment["POLYLORA_REGISTRY_URL"] = database.new_database()
+        service = stack.enter_context(Service(serve_arguments(str(path), port), environment))
+        node = SecondNode(service)
+        stack.callback(node.end)
+        try:
+            node.start()
+            service.wait_for("Ready after", timeout_s=600)
+            yield World(service, node, database, hub)
+        except BaseException:
+            print("\n".join(line.text for line in service.lines[-40:]), file=sys.stderr)
+            raise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,20 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=56, help="different requests")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="plx") as name:
-        folder = Path(name)
-        save_tiny_model(folder / "model")
-        for seed, (adapter, rank) in enumerate(RANKS.items()):
-            save_adapter(folder / "loras" / adapter, rank=rank, seed=seed)
-        path, port = folder / "serve.yaml", free_port()
-        path.write_text(yaml.safe_dump(settings(folder)))
-        with Service(serve_arguments(str(path), port), {"OMP_NUM_THREADS": "1"}) as service:
-            service.wait_for("Ready after", timeout_s=600)
-            try:
-                report = asyncio.run(run(service, f"http://127.0.0.1:{port}", options))
-            except BaseException:
-                print("\n".join(line.text for line in service.lines[-40:]), file=sys.stderr)
-                raise
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="plx") as name, world(Path(name), port) as started:
+        report = asyncio.run(run(started, f"http://127.0.0.1:{port}", options))
     print(json.dumps(report, indent=1))
     return 1 if report["wrong"] else 0
 

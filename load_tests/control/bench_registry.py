@@ -61,6 +61,9 @@ class _Store:
         card = AdapterCard(secrets.token_hex(32), "base", 16, ("q_proj",), "float32", 1 << 20)
         return ReadAdapter(f"/adapters/{source}", card)
 
+    def host(self, source: str) -> str:  # noqa: ARG002
+        return "local"
+
     def forget(self, digest: str) -> None:
         pass
 

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import random
+import resource
+import subprocess
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
+import psycopg
 import pytest
 
+from load_tests.chaos import events as events_module
 from load_tests.chaos import registrations as registrations_module
-from load_tests.chaos.__main__ import Usage, grown
+from load_tests.chaos.__main__ import staged
+from load_tests.chaos.events import Deeds, Events
+from load_tests.chaos.hub import Hub
+from load_tests.chaos.node import SecondNode
 from load_tests.chaos.registrations import Registrations
-from load_tests.chaos.traffic import DOOR_S, Cut, Doors, Traffic, ask
+from load_tests.chaos.traffic import BALANCER_SAYS, DOOR_S, Cut, Doors, Traffic, ask
+from load_tests.chaos.usage import Usage, grown, usage
+from tests.postgres import PostgresServer, find_postgres
 
 Handler = Callable[[httpx.Request], httpx.Response]
 BODY = {"model": "tiny", "prompt": "x", "seed": 3}
@@ -48,6 +62,8 @@ async def test_an_answer_is_whole_or_cut_or_refused() -> None:
     assert cut.value.text == "a"
     with pytest.raises(Cut, match="balancer says 503"):
         await asked(lambda _: httpx.Response(503, text="<html>"))
+    with pytest.raises(Cut, match="balancer says 503"):
+        await asked(lambda _: httpx.Response(503, json={"error": {"message": f"{BALANCER_SAYS}; ask again"}}))
     with pytest.raises(RuntimeError, match="not ready"):
         await asked(lambda _: httpx.Response(503, json={"error": "not ready"}))
 
@@ -132,9 +148,113 @@ async def test_what_was_acknowledged_must_be_there(
 
 
 def test_a_service_whose_processes_pile_up_has_grown() -> None:
-    before = Usage(20, 1000, 3000)
-    assert grown(before, Usage(21, 1100, 3300)) == []
-    assert grown(before, Usage(40, 1000, 9000)) == [
+    before = Usage(20, 1000, 3000, Counter({"ingress socket": 40, "store pipe": 960}))
+    assert grown(before, Usage(21, 1100, 3300, Counter())) == []
+    assert grown(before, Usage(40, 1200, 9000, Counter({"ingress socket": 240, "store pipe": 960}))) == [
         "num_processes grew from 20 to 40",
+        "num_files grew from 1000 to 1200: 200 more of ingress socket",
         "resident_mb grew from 3000 to 9000",
     ]
+
+
+def test_what_a_process_holds_is_counted_by_kind() -> None:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["cat"], start_new_session=True, bufsize=0, **pipes) as echo:
+        assert echo.stdin is not None
+        assert echo.stdout is not None
+        echo.stdin.write(b"x")
+        assert echo.stdout.read(1) == b"x", "it has begun"
+        held = usage(echo.pid)
+        echo.kill()
+    assert (held.num_processes, held.num_files) == (1, held.kinds.total())
+    assert held.kinds["polylora serve pipe"] >= 2
+
+
+def test_what_downloads_leave_behind_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "disk" / "staging" / "123-abc"
+    folder.mkdir(parents=True)
+    for name in ("guard", "123-abc.lock"):
+        (folder.parent / name).touch()
+    assert staged(tmp_path) == []
+    (folder / "adapter_model.safetensors").touch()
+    (wrong,) = staged(tmp_path)
+    assert wrong.startswith("1 files of downloads are left")
+
+
+async def test_a_hub_that_hangs_answers_afterwards(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
+    with Hub(tmp_path) as hub:
+        async with httpx.AsyncClient(base_url=hub.url, timeout=60) as http:
+            assert (await http.get("a/adapter_config.json")).text == "{}"
+            assert (await http.head("a/none")).status_code == 404
+            hub.answers.clear()
+            asked = [asyncio.create_task(http.request(method, "a/adapter_config.json")) for method in ("GET", "HEAD")]
+            done, _ = await asyncio.wait(asked, timeout=0.05)
+            assert not done
+            hub.answers.set()
+            assert [(await answer).status_code for answer in asked] == [200, 200]
+
+
+async def test_each_deed_is_done_once_before_any_is_done_again() -> None:
+    now_s, done = [0.0], []
+
+    def deed(name: str) -> Callable[[], Awaitable[str]]:
+        async def do() -> str:
+            now_s[0] += 1
+            done.append(name)
+            if name == "b":
+                raise ProcessLookupError
+            return "it"
+
+        return do
+
+    events = Events({name: deed(name) for name in "abc"}, 0.0, random.Random(1), lambda: now_s[0])
+    await events.run(6.0)
+    assert sorted(done[:3]) == sorted(done[3:]) == ["a", "b", "c"]
+    assert len(events.happened) == 4, "what was no longer there to be killed did not happen"
+
+
+@pytest.mark.parametrize("has_database", [True, False])
+def test_a_database_that_is_not_there_is_left_alone(has_database: bool, tmp_path: Path) -> None:
+    database: Any = object() if has_database else None
+    node: Any = SecondNode.__new__(SecondNode)
+    hub: Any = tmp_path
+    deeds = Deeds(0, node, database, hub, Doors(), random.Random(0)).deeds
+    assert len(deeds) == (16 if has_database else 14)
+    assert sum("database" in name for name in deeds) == (2 if has_database else 0)
+
+
+async def test_a_full_disk_is_one_for_the_store_alone_and_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "STOPPED_S", 0.05)
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as store:
+        before = resource.prlimit(store.pid, resource.RLIMIT_FSIZE)
+        node: Any = SimpleNamespace(session_id=store.pid)
+        nothing: Any = None
+        deeds = Deeds(store.pid, node, None, nothing, Doors(), random.Random(0))
+        monkeypatch.setattr(events_module, "processes", lambda *_: {"store": [store.pid]})
+        filling = asyncio.create_task(deeds.deeds["fill the store's disk"]())
+        await asyncio.sleep(0.01)
+        assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == (0, before[1])
+        assert await filling == str([store.pid])
+        assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == before
+        store.kill()
+
+
+@pytest.mark.skipif(find_postgres() is None, reason="PostgreSQL is not installed; the command leaves its deeds out too")
+def test_a_database_that_was_killed_comes_back_with_what_it_had() -> None:
+    programs = find_postgres()
+    assert programs is not None
+    server = PostgresServer(programs)
+    try:
+        url = server.new_database()
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("CREATE TABLE kept (id int)")
+        server.kill()
+        with pytest.raises(psycopg.OperationalError):
+            psycopg.connect(url)
+        server.start()
+        with psycopg.connect(url) as connection:
+            assert connection.execute("SELECT count(*) FROM kept").fetchone() == (0,)
+    finally:
+        server.stop()

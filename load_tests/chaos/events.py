@@ -1,0 +1,178 @@
+"""What happens to a service: one process, machine or place after the other dies, stands still or is full.
+
+In: a service, its second node, its database and the hub of its adapters. Out: a deed every so many seconds, each once
+before any is done a second time, and a line for each. Rule: what is stopped or full is so for `STOPPED_S`, and a node
+or a database that was killed is started again: what must come back by itself is the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+from load_tests.chaos.hub import Hub
+from load_tests.chaos.node import SecondNode
+from load_tests.chaos.traffic import Doors
+from load_tests.process_tree import processes
+from tests.postgres import PostgresServer
+
+#: Whose death a client sees.
+DOORS = ("ingress", "haproxy")
+VICTIMS = ("engine", "ingress", "store", "placement", "haproxy")
+STOPPED_S = 10.0
+#: A node, or a database, that was killed is started again after so long.
+AWAY_S = 3.0
+#: Without PostgreSQL's programs its deeds are left out.
+DATABASE_DEEDS = ("kill the database", "stop the database")
+
+#: Does something and returns what it did it to.
+Deed = Callable[[], Awaitable[str]]
+
+
+class Deeds:
+    """All that can be done to a service; `deeds` has them by name."""
+
+    def __init__(
+        self,
+        service_id: int,
+        node: SecondNode,
+        database: PostgresServer | None,
+        hub: Hub,
+        doors: Doors,
+        rng: random.Random,
+    ) -> None:
+        self._service_id = service_id
+        self._node = node
+        self._database = database
+        self._hub = hub
+        self._doors = doors
+        self._random = rng
+        self.deeds: dict[str, Deed] = {}
+        for role in VICTIMS:
+            self.deeds[f"kill {role}"] = partial(self._kill, role)
+            self.deeds[f"stop {role}"] = partial(self._stop, role)
+        self.deeds |= {"kill a raylet": self._kill_raylet, "stop a raylet": self._stop_raylet}
+        self.deeds |= {"fill the store's disk": self._fill_disk, "hang the hub": self._hang_hub}
+        if database is not None:
+            self.deeds |= {
+                name: partial(self._database_away, database, deed)
+                for name, deed in zip(DATABASE_DEEDS, (_restart, _stand_still), strict=True)
+            }
+
+    def session_ids(self) -> tuple[int, int]:
+        """Of everything that serves."""
+        return self._service_id, self._node.session_id
+
+    async def _kill(self, role: str) -> str:
+        for pid in self._one(role):
+            if role in DOORS:
+                self._doors.killed()
+            os.kill(pid, signal.SIGKILL)
+            return str(pid)
+        return "none was there"
+
+    async def _stop(self, role: str) -> str:
+        return await _still(self._one(role))
+
+    async def _kill_raylet(self) -> str:
+        """What runs on the node dies with it, an ingress perhaps; then the node is started again."""
+        raylets = self._node.raylets
+        self._doors.killed()
+        for pid in raylets:
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(AWAY_S)
+        await asyncio.to_thread(self._node.end)
+        await asyncio.to_thread(self._node.start)
+        return str(raylets)
+
+    async def _stop_raylet(self) -> str:
+        return await _still(self._node.raylets)
+
+    async def _fill_disk(self) -> str:
+        """No file of the store's grows: for its process all disks are full. Python ignores the signal that says so."""
+        pids = self._one("store")
+        limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
+        for pid, (_, hard) in limits.items():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+        await asyncio.sleep(STOPPED_S)
+        for pid, limit in limits.items():
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+        return str(pids)
+
+    async def _hang_hub(self) -> str:
+        self._hub.answers.clear()
+        try:
+            await asyncio.sleep(STOPPED_S)
+        finally:
+            self._hub.answers.set()
+        return self._hub.url
+
+    async def _database_away(self, database: PostgresServer, deed: Callable[[PostgresServer], Awaitable[None]]) -> str:
+        await deed(database)
+        return "PostgreSQL"
+
+    def _one(self, role: str) -> Sequence[int]:
+        """One process of a role, if there is any."""
+        pids = processes(*self.session_ids()).get(role, [])
+        return [self._random.choice(pids)] if pids else []
+
+
+class Events:
+    """One deed after the other, in an order of chance."""
+
+    def __init__(
+        self, deeds: Mapping[str, Deed], every_s: float, rng: random.Random, clock: Callable[[], float]
+    ) -> None:
+        self._deeds = deeds
+        self._every_s = every_s
+        self._random = rng
+        self._clock = clock
+        self.happened: list[str] = []
+
+    async def run(self, until_s: float) -> None:
+        """Each is done once before any is a second time."""
+        plan: list[str] = []
+        while self._clock() + self._every_s < until_s:
+            await asyncio.sleep(self._every_s)
+            if not plan:
+                plan = list(self._deeds)
+                self._random.shuffle(plan)
+            name, at = plan.pop(), time.strftime("%H:%M:%S")
+            print(f"{at} {name}", file=sys.stderr, flush=True)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                self.happened.append(f"{at} {name}: {await self._deeds[name]()}")
+
+
+async def _still(pids: Sequence[int]) -> str:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(STOPPED_S)
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    return str(pids)
+
+
+async def _restart(database: PostgresServer) -> None:
+    database.kill()
+    await asyncio.sleep(AWAY_S)
+    await asyncio.to_thread(database.start)
+
+
+async def _stand_still(database: PostgresServer) -> None:
+    database.send(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(STOPPED_S)
+    finally:
+        database.send(signal.SIGCONT)

@@ -1,0 +1,80 @@
+"""A second Ray node beside the service's own, so that a node can die while the service lives.
+
+In: a service that is starting. Out: a raylet and what Ray starts with it, in a session of its own, with the service's
+environment. After its raylet was killed nothing of the node is left, and `start` makes a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from app.cli.ray_switches import HA_PROXY_SWITCHES, RAY_SWITCHES
+from load_tests.process_tree import session_processes
+from load_tests.service import ROOT, Service, end_session
+
+#: How long the service's own Ray may take to be there.
+GCS_TIMEOUT_S = 120.0
+
+
+class SecondNode:
+    """Its `session_id` is another one after each start."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def session_id(self) -> int:
+        assert self._process is not None, "it was started"
+        return self._process.pid
+
+    @property
+    def raylets(self) -> list[int]:
+        """The process ids of its raylet: one while it lives."""
+        return [pid for pid in session_processes(self.session_id) if "raylet/raylet" in _command(pid)]
+
+    def start(self) -> None:
+        """Returns at once: the node joins when it is up."""
+        switches = {name: value for name, value, _ in (*RAY_SWITCHES, *HA_PROXY_SWITCHES)}
+        address = self._gcs_address()
+        log = (self._service.folder / "second-node.log").open("ab")
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+                *("--address", address, "--node-ip-address", address.rpartition(":")[0]),
+                *("--num-cpus", "2", "--object-store-memory", str(128 << 20)),
+            ],
+            cwd=ROOT,
+            env=os.environ | switches | self._service.environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+    def end(self) -> None:
+        """Whatever is left of it."""
+        if self._process is not None:
+            end_session(self._process.pid)
+            self._process.wait()
+
+    def _gcs_address(self) -> str:
+        """As the service's own processes are told it."""
+        option, deadline_s = "--gcs-address=", time.monotonic() + GCS_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            for pid in session_processes(self._service.process.pid):
+                for word in _command(pid).split("\0"):
+                    if word.startswith(option) and word != option:
+                        return word.removeprefix(option)
+            time.sleep(0.1)
+        raise RuntimeError(f"no process of the service names its Ray cluster within {GCS_TIMEOUT_S:g} s")
+
+
+def _command(pid: int) -> str:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return ""
