@@ -87,6 +87,9 @@ class FakeStore:
         uri = source if is_composition(source) else f"/roots/{source}"
         return ReadAdapter(uri, replace(card(found), text=self.texts.get(found, "")))
 
+    def host(self, source: str) -> str:
+        return source.rpartition("/")[0]
+
     async def expect(self, ref: AdapterRef) -> None:
         """What is read ahead makes no difference here."""
 

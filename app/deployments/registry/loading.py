@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,8 +44,11 @@ RETRY_S = 5.0
 TURN_INTERVAL_S = 0.5
 #: Loads that one process works on at a time; more are refused, and those that a dead process left are always taken.
 MAX_LOADS = 10_000
-#: Loads that are begun before other work of the event loop gets its turn.
-_BEGUN_AT_ONCE = 50
+#: Of the loads that a dead process left, those of one host that are begun at a time: what has begun is a dozen objects,
+#: and thousands of them are a garbage collection that stops the event loop for 0.1 s and more.
+TAKEN_UP_AT_ONCE = 64
+#: Loads that are taken up before other work of the event loop gets its turn.
+_NOTED_AT_ONCE = 200
 
 
 class Reader(Protocol):
@@ -53,6 +56,9 @@ class Reader(Protocol):
 
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:
         """Read and keep an adapter. Raises what reading raises."""
+
+    def host(self, source: str) -> str:
+        """What may be slow together: sources of one host."""
 
 
 class Loads:
@@ -74,14 +80,20 @@ class Loads:
         self._passed: dict[str, list[tuple[State, float]]] = {}  # of these: written down with their last state
         self._tasks: dict[str, asyncio.Task[RegistryJob]] = {}
         self._cancelled: dict[str, asyncio.Future[None]] = {}  # per load: done when an unload has cancelled it
+        self._left: dict[
+            str, dict[str, RegistryJob]
+        ] = {}  # host -> loads by id that a dead process left, not begun yet
+        self._num_taken_up: Counter[str] = Counter()  # host -> those of them that have begun
         self._last: dict[Key, asyncio.Task[RegistryJob]] = {}  # per name, the job that was asked for last
         self._work, self._writing = Tasks(), Tasks()
 
     async def take_up(self, jobs: Sequence[RegistryJob]) -> None:
-        """Begin the loads that a dead process has left to this one, in their order."""
+        """Work on the loads that a dead process has left to this one, in their order, a few of each host at a time."""
         for number, job in enumerate(jobs):
-            self._begin(job)
-            if number % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
+            host = self._store.host(job.source)
+            self._left.setdefault(host, {})[job.id] = job
+            self._begin_left(host)
+            if number % _NOTED_AT_ONCE == _NOTED_AT_ONCE - 1:
                 await asyncio.sleep(0)
 
     async def load(self, request: LoadRequest) -> RegistryJob:
@@ -112,6 +124,8 @@ class Loads:
         for job_id in job_ids:
             if (cancelled := self._cancelled.get(job_id)) is not None and not cancelled.done():
                 cancelled.set_result(None)
+            for left in self._left.values():
+                left.pop(job_id, None)
 
     def running(self, job_id: str) -> RegistryJob | None:
         """The present state of a load that is being worked on; None for any other job."""
@@ -128,7 +142,20 @@ class Loads:
                 self._jobs[id_] = replace(self._jobs[id_], state=state, updated_s=now_s)
                 self._passed[id_].append((state, now_s))
 
-    def _begin(self, job: RegistryJob) -> None:
+    def _begin_left(self, host: str) -> None:
+        """Begin the next ones of a host, if it is their turn."""
+        left = self._left.get(host, {})
+        while left and self._num_taken_up[host] < TAKEN_UP_AT_ONCE:
+            self._num_taken_up[host] += 1
+            self._begin(left.pop(next(iter(left)))).add_done_callback(partial(self._end_taken_up, host))
+        if not left:
+            self._left.pop(host, None)
+
+    def _end_taken_up(self, host: str, _: asyncio.Task[RegistryJob]) -> None:
+        self._num_taken_up[host] -= 1
+        self._begin_left(host)
+
+    def _begin(self, job: RegistryJob) -> asyncio.Task[RegistryJob]:
         key = (job.tenant_id, job.name)
         self._jobs[job.id], self._passed[job.id] = job, []
         self._of_source[job.source].add(job.id)
@@ -145,6 +172,7 @@ class Loads:
                 del self._last[key]
 
         task.add_done_callback(end)
+        return task
 
     async def _run(self, job_id: str, before: asyncio.Task[RegistryJob] | None) -> RegistryJob:
         job = self._jobs[job_id]

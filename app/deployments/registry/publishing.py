@@ -47,6 +47,7 @@ class PublishedRegistry:
         self._registry = registry
         self._tasks = Tasks()
         self._taking = asyncio.Lock()  # what is newer is published once, and in order
+        self._next: asyncio.Task[bool] | None = None  # the look at the database that has not begun
         origin, news = registry.database.origin, registry.revisions.since(0)
         self._revision = news.revision
         entries = [entry for _, entry in news.rows if entry is not None]
@@ -93,8 +94,17 @@ class PublishedRegistry:
         return await asyncio.shield(self._tasks.start(change()))
 
     async def take_newer(self) -> bool:
-        """Publish what others have changed; whether there was anything. Raises NotReady."""
+        """Publish what others have changed; whether there was anything. Raises NotReady.
+
+        Who asks while a look at the database is under way shares the next one: it sees what all of them have written.
+        """
+        if self._next is None:
+            self._next = self._tasks.start(self._look())
+        return await asyncio.shield(self._next)
+
+    async def _look(self) -> bool:
         async with self._taking:
+            self._next = None
             news = await asyncio.to_thread(self._registry.revisions.since, self._revision)
             self._publish(news)
             return bool(news.rows)

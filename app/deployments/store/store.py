@@ -138,6 +138,10 @@ class AdapterStore(Generic[T]):
     def cached_digests(self) -> tuple[str, ...]:
         return tuple(self._kept)
 
+    def host(self, source: str) -> str:
+        """What may hang together: the host or bucket of a source, or all local folders."""
+        return self._library.host(source)
+
     async def load(self, source: str, tenant_id: str) -> ReadAdapter:
         """Read the adapter at `source`, whatever may be cached of it, and keep it.
 

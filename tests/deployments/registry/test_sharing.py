@@ -90,7 +90,7 @@ async def test_what_one_store_changes_every_store_serves(stores: Stores) -> None
         assert managed.lifecycle.published.pins.current[1].digests == {"d1"}
         assert managed.lifecycle.published.shares.get("d1") == 0.6
         assert managed.store.pinned[-1] == {"d1"}
-    assert a.view._entries == b.view._entries
+    assert a.view._held == b.view._held
 
 
 async def test_a_change_waits_for_the_ingresses_of_other_stores(
@@ -151,6 +151,57 @@ async def test_a_store_that_ends_leaves_its_loads_at_once(stores: Stores) -> Non
     await a.lifecycle.close()
     assert (await end_of(b, job)).state is State.LOADED
     await a.lifecycle.loads._work.close()
+
+
+async def test_of_many_loads_that_were_left_a_few_of_each_host_are_begun_at_a_time(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "TAKEN_UP_AT_ONCE", 3)
+    a = stores.open()
+    sources = [f"slow/{number}" for number in range(8)] + ["two"]
+    for source in sources:
+        a.store.gates[source] = asyncio.Event()
+    jobs = [await a.client.load(wanted(f"n{number}", source)) for number, source in enumerate(sources)]
+    b = stores.open()
+    b.store.contents |= {source: f"d{source}" for source in sources}
+    gate = asyncio.Event()
+    b.store.gates |= dict.fromkeys(sources[:8], gate)
+    await a.kill()
+    assert (await end_of(b, jobs[8])).state is State.LOADED, "other hosts wait for nobody"
+    assert b.store.loads == [*sources[:3], "two"]
+    assert (await b.client.job(jobs[5].id, **MINE)).state is State.REQUESTED
+    unload, _ = await b.client.begin_unload("n5", **ADA)
+    assert unload.digest is None
+    gate.set()
+    for number, job in enumerate(jobs):
+        assert (await end_of(b, job)).state is (State.FAILED if number == 5 else State.LOADED)
+    assert b.store.loads == [*sources[:3], "two", *sources[3:5], *sources[6:8]], "what was unloaded is not read"
+    await until(lambda: not b.lifecycle.loads._tasks)
+    assert (b.lifecycle.loads._left, b.lifecycle.loads._num_taken_up.total()) == ({}, 0)
+
+
+async def test_changes_at_once_share_a_look_at_the_database(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = stores.open()
+    await a.lifecycle._tasks.close()  # nobody else looks
+    since, num_looks = a.registry.revisions.since, [0]
+
+    def counted(revision: int) -> Any:
+        num_looks[0] += 1
+        return since(revision)
+
+    monkeypatch.setattr(a.registry.revisions, "since", counted)
+    async with a.lifecycle.published._taking:  # as while a look is under way
+        looks = [asyncio.create_task(a.lifecycle.published.take_newer()) for _ in range(50)]
+        await asyncio.sleep(0.01)
+        assert num_looks[0] == 0
+    await asyncio.gather(*looks)
+    assert num_looks[0] == 1
+    for source in ("one", "two"):
+        await a.client.load_and_wait(wanted("sql", source))
+        ref = a.view.resolve("sql", "", DEFAULT_TENANT)
+        assert ref is not None
+        assert ref.digest == CONTENTS[source]
+    a.lifecycle.start()
 
 
 async def test_loads_of_one_name_take_effect_in_order_whichever_store_is_asked(stores: Stores) -> None:
