@@ -6,7 +6,8 @@ costs its ingress. The call stays open and carries nothing else: it begins the l
 ended.
 
 Sockets lie in a folder that no other user can enter, so that what comes from there is ours (frames are pickles).
-Processes that do not share it (other machines, containers, users) do without: their frames are the call's items.
+Processes that do not share it (other machines, containers, users) do without: their frames are the call's items. The
+folder may lie on storage that machines share: a socket's name ends with its machine, and another's is left alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import errno
 import logging
 import os
+import platform
 import socket
 import stat
 import struct
@@ -35,6 +37,9 @@ FOLDER_VARIABLE = "POLYLORA_SOCKETS"
 GREETING_TIMEOUT_S = 10.0
 #: The end of the call and the end of the connection are at most this far apart.
 END_TIMEOUT_S = 5.0
+
+#: Another one each time that a kernel starts (Linux).
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _LENGTH = struct.Struct("<I")
 
@@ -180,7 +185,14 @@ async def _until_closed(reader: asyncio.StreamReader) -> None:
 
 
 def _path(replica_id: str) -> Path:
-    return _folder() / f"{replica_id}.sock"
+    return _folder() / f"{replica_id}{_ending()}"
+
+
+def _ending() -> str:
+    """Of this machine's sockets. Its containers have other hostnames but one kernel, and may share the folder."""
+    with suppress(OSError):
+        return f".{_BOOT_ID.read_text()[:8]}.sock"
+    return f".{platform.node()}.sock"
 
 
 def _folder() -> Path:
@@ -210,8 +222,8 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Sockets on which nobody listens any more."""
-    for path in folder.glob("*.sock"):
+    """Sockets of this machine on which nobody listens any more."""
+    for path in folder.glob(f"*{_ending()}"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             try:

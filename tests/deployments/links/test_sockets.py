@@ -271,7 +271,7 @@ async def test_without_a_greeting_the_call_ends(monkeypatch: pytest.MonkeyPatch)
 async def test_a_replica_elsewhere_is_reached_through_its_call_only(folder: Path) -> None:
     assert await connect("replica") is None
     async with opened():
-        assert [path.name for path in folder.iterdir()] == ["replica.sock"]
+        assert [path.name for path in folder.iterdir()] == [f"replica{frame_sockets._ending()}"]
     assert list(folder.iterdir()) == []
     assert await connect("replica") is None
 
@@ -279,12 +279,33 @@ async def test_a_replica_elsewhere_is_reached_through_its_call_only(folder: Path
 async def test_sockets_of_the_dead_are_removed_and_those_of_the_living_stay(folder: Path) -> None:
     async with opened("living"):
         dead = socket.socket(socket.AF_UNIX)
-        dead.bind(str(folder / "dead.sock"))
+        ending = frame_sockets._ending()
+        dead.bind(str(folder / f"dead{ending}"))
         dead.close()
         async with opened("new"):
-            assert {path.name for path in folder.iterdir()} == {"living.sock", "new.sock"}
+            assert {path.name for path in folder.iterdir()} == {f"living{ending}", f"new{ending}"}
             for replica_id in ("living", "new"):
                 await hang_up(await connected(replica_id))
+
+
+@pytest.mark.parametrize("has_boot_id", [True, False])
+async def test_sockets_of_other_machines_are_left_alone(
+    folder: Path, has_boot_id: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On storage that machines share nobody here listens on them, and they live."""
+    boot_id = tmp_path / "boot_id"
+    monkeypatch.setattr(frame_sockets, "_BOOT_ID", boot_id)
+    folder.mkdir(mode=0o700)
+    for machine in ("machine1", "machine2"):
+        monkeypatch.setattr(frame_sockets.platform, "node", lambda machine=machine: machine)
+        if has_boot_id:
+            boot_id.write_text(f"{machine}-4a5b")
+        assert frame_sockets._ending() == f".{machine}.sock"
+        with socket.socket(socket.AF_UNIX) as nobody_listens:
+            nobody_listens.bind(str(folder / f"replica.{machine}.sock"))
+    async with opened("new"):
+        names = {path.name for path in folder.iterdir()}
+    assert names == {"replica.machine1.sock", "new.machine2.sock"}
 
 
 @pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
