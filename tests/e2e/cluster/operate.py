@@ -19,16 +19,33 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve.schema import ServeDeploySchema
 
+from app.config import AppConfig
 from app.deployments.links import ray_private
+from app.deployments.links.ray_calls import NamedActor
 from app.deployments.links.sockets import FOLDER_VARIABLE
+from app.deployments.store.actor import AdapterStoreActor, store_name, store_settings
 
 START_TIMEOUT_S = 300.0
+
+
+#: What every node but the head has: the store lives on one of them.
+BESIDE_THE_HEAD = "beside_the_head"
 
 
 def _node(place: int) -> dict[str, Any]:
     """Sockets of its own, as on a machine of its own: frames to other nodes go through Ray."""
     sockets = Path(os.environ["RAY_TMPDIR"]) / f"s{place}"
-    return {"num_cpus": 1, "object_store_memory": 128 << 20, "env_vars": {FOLDER_VARIABLE: str(sockets)}}
+    resources = {BESIDE_THE_HEAD: 1} if place else {}
+    environment = {FOLDER_VARIABLE: str(sockets)}
+    return {"num_cpus": 1, "object_store_memory": 128 << 20, "env_vars": environment, "resources": resources}
+
+
+def _start_store(document: dict[str, Any]) -> None:
+    """The service's own store, made before the service asks for it and bound to the nodes beside the head."""
+    config = AppConfig.model_validate(document["applications"][0]["args"])
+    arguments = (store_settings(config), config.logs.model_dump_json())
+    actor = NamedActor(store_name(config), AdapterStoreActor, *arguments, resources={BESIDE_THE_HEAD: 0.001})
+    ray.get(actor.start())
 
 
 def main() -> None:
@@ -37,7 +54,9 @@ def main() -> None:
     nodes = [cluster.head_node, *(cluster.add_node(wait=False, **_node(place)) for place in range(1, int(num_nodes)))]
     cluster.wait_for_nodes(120)
     ray.init(address=cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
-    schema = ServeDeploySchema.model_validate(yaml.safe_load(Path(path).read_text()))
+    document = yaml.safe_load(Path(path).read_text())
+    _start_store(document)
+    schema = ServeDeploySchema.model_validate(document)
     ray_private.deploy(ray_private.start_serve(schema, wait_for_proxies=False), schema)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while (application := serve.status().applications.get("polylora")) is None or application.status != "RUNNING":
