@@ -22,6 +22,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,7 +130,8 @@ class ReadingProcess:
     def _have_one_wait(self, size_bytes: int) -> None:
         with self._lock:
             if self._waiting is None:
-                self._waiting = _new_reader(self._control, min(size_bytes, _MAX_AHEAD_BYTES))
+                with suppress(AdapterReadFailed):  # without one that waits the next adapter is read a little later
+                    self._waiting = _new_reader(self._control, min(size_bytes, _MAX_AHEAD_BYTES))
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         self.num_starts += 1
@@ -156,8 +159,9 @@ class ReadingProcess:
 
 def _new_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
     """A fork with so much memory at hand, soon. None if the warm process is gone."""
+    shared = _shared_file(ahead_bytes)
     ours, theirs = socket.socketpair()
-    reader = _Reader(ours, _shared_file(ahead_bytes))
+    reader = _Reader(ours, shared)
     with theirs:
         try:
             socket.send_fds(control, [pack_request(ahead_bytes)], [theirs.fileno(), reader.shared])
@@ -168,21 +172,38 @@ def _new_reader(control: socket.socket, ahead_bytes: int) -> _Reader | None:
 
 
 def _shared_file(size_bytes: int) -> int:
-    """A descriptor of memory without a name."""
-    if hasattr(os, "memfd_create"):
+    """A descriptor of memory without a name. Raises AdapterReadFailed where the machine has none to give."""
+    with _no_memory():
+        if not hasattr(os, "memfd_create"):
+            with tempfile.TemporaryFile() as file:
+                file.truncate(size_bytes)
+                return os.dup(file.fileno())
         descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, size_bytes)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
         return descriptor
-    with tempfile.TemporaryFile() as file:
-        file.truncate(size_bytes)
-        return os.dup(file.fileno())
 
 
 def _fix_size(shared: int, size_bytes: int) -> None:
-    """Where the system can, for good: nobody who has the descriptor changes it again."""
-    os.ftruncate(shared, size_bytes)
+    """Where the system can, for good: nobody who has the descriptor changes it again. Raises AdapterReadFailed."""
+    with _no_memory():
+        os.ftruncate(shared, size_bytes)
     if hasattr(os, "memfd_create"):
         fcntl.fcntl(shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+@contextmanager
+def _no_memory() -> Iterator[None]:
+    """What the system says when it has none, or no more descriptors, is no verdict about the adapter."""
+    try:
+        yield
+    except OSError as error:
+        raise AdapterReadFailed(
+            f"this machine has no memory for reading an adapter: {error}; ask again later"
+        ) from error
 
 
 def _converse(stream: socket.socket, question: bytes, deadline_s: float, task: ReadingTask) -> bytes | None:

@@ -396,6 +396,25 @@ def test_a_reader_without_memory_is_not_the_adapters_fault(folder: Path, monkeyp
     assert verdict["error"] == "AdapterReadFailed"
 
 
+def test_a_machine_without_memory_for_reading_is_not_the_adapters_fault(
+    folder: Path, validator: Validator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process may have no more files, or none may grow: what waits for it is a 503, and nothing leaks."""
+    digest = validator.read(folder, SPEC).card.digest  # now a reader waits for the next one, too
+    num_files = len(os.listdir("/proc/self/fd"))
+
+    def full(descriptor: int, size_bytes: int) -> None:
+        raise OSError(errno.EFBIG, f"{os.strerror(errno.EFBIG)}: {descriptor} of {size_bytes}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading_process.os, "ftruncate", full)
+        for _ in range(3):
+            with pytest.raises(AdapterReadFailed, match=r"no memory for reading an adapter: .*File too large"):
+                validator.read(folder, SPEC)
+    assert len(os.listdir("/proc/self/fd")) <= num_files
+    assert validator.read(folder, SPEC).card.digest == digest
+
+
 def test_a_refused_file_that_cannot_be_hashed_is_not_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody may open it, say, and somebody puts that right."""
     validator = Validator()
