@@ -19,7 +19,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.serve.schema import ServeDeploySchema
 
-from app.config import AppConfig
+from app.config import load_config
 from app.deployments.links import ray_private
 from app.deployments.links.ray_calls import NamedActor
 from app.deployments.links.sockets import FOLDER_VARIABLE
@@ -42,7 +42,7 @@ def _node(place: int) -> dict[str, Any]:
 
 def _start_store(document: dict[str, Any]) -> None:
     """The service's own store, made before the service asks for it and bound to the nodes beside the head."""
-    config = AppConfig.model_validate(document["applications"][0]["args"])
+    config = load_config(document["applications"][0]["args"])
     arguments = (store_settings(config), config.logs.model_dump_json())
     actor = NamedActor(store_name(config), AdapterStoreActor, *arguments, resources={BESIDE_THE_HEAD: 0.001})
     ray.get(actor.start())
