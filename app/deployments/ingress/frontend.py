@@ -246,6 +246,13 @@ class Frontend:
             return await asyncio.to_thread(self._model.encode_chat, messages, text, tools)
         return await _tokenized(num_chars, lambda: self._model.encode_chat(messages, "", tools))
 
+    async def conversation_ids(
+        self, body: ChatFields, caller: Caller, model: str, lora_path: str | None = None
+    ) -> Sequence[int]:
+        """What `chat` computes for a conversation. Raises NotFound, InvalidRequest."""
+        ref = self.find_adapter(model, caller, lora_path)
+        return await self.chat_ids(body, "" if ref is None else self._names.text(ref))
+
     async def completion(self, body: CompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """As `chat`."""
         self._check_generates()
@@ -265,15 +272,13 @@ class Frontend:
             body.max_tokens,
             body.logprobs,
             names,
-            echoes=[self._shown(prompt) for prompt in prompts] if body.echo else (),
+            echoes=[p if isinstance(p, str) else self.text_of(p) for p in prompts] if body.echo else (),
         )
 
-    def _shown(self, prompt: str | list[int]) -> str:
-        """A prompt as text."""
-        if isinstance(prompt, str):
-            return prompt
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
         decoder = self._model.decoder()
-        return decoder.push(prompt) + decoder.flush()
+        return decoder.push(token_ids) + decoder.flush()
 
     async def generate(self, body: GenerateBody, caller: Caller, request_id: str | None = None) -> Job:
         """As `chat`."""

@@ -9,9 +9,9 @@ its work, streaming or not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterator
-from contextlib import aclosing, contextmanager
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic_core import to_json
@@ -23,14 +23,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
 from app.deployments.ingress.http.about_routes import AboutService, add_about_routes
 from app.deployments.ingress.http.admin_routes import admin_router
+from app.deployments.ingress.http.agent_routes import add_agent_routes
 from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets
 from app.deployments.ingress.http.bodies import MAX_PAGE, PageQuery, page_body, page_query, read_json
 from app.deployments.ingress.http.door import Door, Gate
 from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.guard import DoorRules, Guard
 from app.deployments.ingress.http.management_routes import ManagedService, add_management_routes
+from app.deployments.ingress.http.messages_answers import error_body
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of
+from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, while_connected
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import generate_result
 from app.deployments.ingress.schema import (
@@ -39,7 +42,7 @@ from app.deployments.ingress.schema import (
     GenerateBody,
     parse_body,
 )
-from app.deployments.ingress.status import TABLE, ClientGone, error_answer
+from app.deployments.ingress.status import error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
 from app.deployments.registry.entries import AliasEntry
@@ -47,11 +50,6 @@ from app.deployments.registry.view import Entry
 from app.deployments.tenants.limits import LimitReached
 from app.engine.adapters.composing.composition import is_composition
 from app.engine.errors import NotFound, PolyloraError
-
-T = TypeVar("T")
-
-#: Which adapter answered, "name@generation": an alias may have chosen it.
-ADAPTER_HEADER = "X-Polylora-Adapter"
 
 
 class HttpService(ManagedService, AboutService, Protocol):
@@ -87,13 +85,15 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
         headers = service.tenancy.headers(http_caller(request)) if isinstance(error, LimitReached) else {}
-        return JSONResponse(answer.body, status_code=answer.status, headers=headers | answer.headers)
+        body = error_body(answer) if route == "messages" else answer.body
+        return JSONResponse(body, status_code=answer.status, headers=headers | answer.headers)
 
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(Exception, refuse)
     app.add_exception_handler(PolyloraError, refuse)
     _add_openai_routes(app, service)
     _add_generate_route(app, service)
+    add_agent_routes(app, service)
     _add_embeddings_route(app, service)
     management = APIRouter(dependencies=[Depends(rules.check_management)])
     add_management_routes(management, service)
@@ -163,31 +163,16 @@ async def _respond(
         include_usage=include_usage,
         tools=job.tools,
     )
-    headers = _adapter_header(job) | service.tenancy.headers(job.caller)
+    headers = adapter_header(job) | service.tenancy.headers(job.caller)
     if not body.stream:
-        with _counted_if_cancelled(service, route, job):
+        with counted_if_cancelled(service, route, job):
             answers = await while_connected(request, job.answers())
         service.observe(route, 200, job)
         return JSONResponse(answer_format.body(answers, job.num_per_prompt), headers=headers)
     events = _events(job, answer_format)
-    with _counted_if_cancelled(service, route, job):
+    with counted_if_cancelled(service, route, job):
         first = await while_connected(request, anext(events))
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
-
-
-@contextmanager
-def _counted_if_cancelled(service: HttpService, route: str, job: Job) -> Iterator[None]:
-    """Serve cancels the task of a client that has left: no error handler hears of that, and the job has ended."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        service.observe(route, TABLE[ClientGone].status, job)
-        raise
-
-
-def _adapter_header(job: Job) -> dict[str, str]:
-    adapter = job.requests[0].adapter
-    return {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
 
 
 def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
@@ -196,10 +181,10 @@ def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
         body = parse_body(EmbeddingsRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, request_id = inference_caller(request), request_id_of(request)
         job = request.state.job = await service.embedder.job(body, caller, request_id)
-        with _counted_if_cancelled(service, "embeddings", job):
+        with counted_if_cancelled(service, "embeddings", job):
             found = await while_connected(request, vectors(job))
         service.observe("embeddings", 200, job)
-        headers = _adapter_header(job) | service.tenancy.headers(caller)
+        headers = adapter_header(job) | service.tenancy.headers(caller)
         return Response(answer(job, body, found), media_type="application/json", headers=headers)
 
 
@@ -234,7 +219,7 @@ def _add_generate_route(app: FastAPI, service: HttpService) -> None:
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, request_id = inference_caller(request), request_id_of(request)
         job = request.state.job = await service.frontend.generate(body, caller, request_id)
-        with _counted_if_cancelled(service, "generate", job):
+        with counted_if_cancelled(service, "generate", job):
             answers = await while_connected(request, job.answers())
         service.observe("generate", 200, job)
         results = [generate_result(job, index, answer) for index, answer in enumerate(answers)]
@@ -304,27 +289,6 @@ def model_of(service: HttpService, entry: Entry, caller: Caller) -> dict[str, An
         "root": root,
         "parent": service.base_name,
     }
-
-
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; if the client goes away first, cancels it and raises ClientGone."""
-    task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("the client went away before the answer")
-        return task.result()
-    finally:
-        for unfinished in (task, leaving):
-            if not unfinished.done():
-                unfinished.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class _WithoutLastSlash:

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.deployments.ingress.status import TABLE, ClientGone, error_answer
+from app.deployments.ingress.status import TABLE, ClientGone, ErrorAnswer, error_answer
 
 
 def sse(body: Mapping[str, Any]) -> bytes:
@@ -31,11 +31,15 @@ class EventStream(StreamingResponse):
         events: AsyncGenerator[bytes],
         on_end: Callable[[int], None],
         headers: Mapping[str, str],
+        done: bytes = b"data: [DONE]\n\n",
+        as_event: Callable[[ErrorAnswer], bytes] = lambda answer: sse(answer.body),
     ) -> None:
+        """`done` is the event behind the last one; `as_event` tells an error."""
         super().__init__(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
         self._first = first
         self._events = events
         self._on_end = on_end
+        self._done, self._as_event = done, as_event
         self._status = TABLE[ClientGone].status
         self._failure: str | None = None
 
@@ -57,12 +61,12 @@ class EventStream(StreamingResponse):
             try:
                 event = await anext(self._events)
             except StopAsyncIteration:
-                self._status, last = 200, b"data: [DONE]\n\n"
+                self._status, last = 200, self._done
                 break
             except Exception as error:
                 # The status line is out: OpenAI's clients look for an error object in the stream.
                 answer = error_answer(error)
-                self._status, last = answer.status, sse(answer.body)
+                self._status, last = answer.status, self._as_event(answer)
                 self._failure = answer.body["error"]["message"]
                 break
         await send({"type": "http.response.body", "body": last, "more_body": False})

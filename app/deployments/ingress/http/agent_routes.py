@@ -1,0 +1,134 @@
+"""Routes for agents beside chat completions: Anthropic's messages, OpenAI's responses, tokens of a text.
+
+In: an `HttpService`. Out: routes. Rule: an answer is a chat completion in other words: it goes through the same
+frontend, and is let in, limited, counted and metered as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.blocks import finished
+from app.deployments.ingress.http.bodies import read_json
+from app.deployments.ingress.http.event_stream import EventStream
+from app.deployments.ingress.http.messages_answers import error_event, message_body, message_events
+from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.http.request_log import request_id_of
+from app.deployments.ingress.http.responses_answers import response_body, response_events
+from app.deployments.ingress.http.running import (
+    RunningService,
+    adapter_header,
+    counted_if_cancelled,
+    while_connected,
+)
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.messages_schema import CountTokensRequest, MessagesRequest
+from app.deployments.ingress.responses_schema import ResponsesRequest
+from app.deployments.ingress.schema import ChatCompletionRequest, parse_body
+from app.deployments.ingress.tenants import inference_caller
+from app.deployments.ingress.tokenize_schema import DetokenizeRequest, TokenizeRequest
+from app.engine.errors import InvalidRequest
+
+
+def add_agent_routes(app: FastAPI, service: RunningService) -> None:
+    """Add them."""
+    _add_messages(app, service)
+    _add_responses(app, service)
+    _add_tokens(app, service)
+
+
+def _add_messages(app: FastAPI, service: RunningService) -> None:
+    @app.post("/v1/messages", openapi_extra=takes(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, as Anthropic does."""
+        body = parse_body(MessagesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        job = await _job(request, service, body.chat())
+        if body.stream:
+            return await _stream(request, service, job, "messages", message_events(job, body.model))
+        with counted_if_cancelled(service, "messages", job):
+            blocks, end = await while_connected(request, finished(job))
+        return _answer(service, job, "messages", message_body(job, body.model, blocks, end))
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens a conversation's prompt has."""
+        body = parse_body(CountTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        chat = body.chat()
+        token_ids = await service.frontend.conversation_ids(chat, inference_caller(request), chat.model)
+        return JSONResponse({"input_tokens": len(token_ids)})
+
+
+def _add_responses(app: FastAPI, service: RunningService) -> None:
+    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, as OpenAI's newer interface does, without keeping it."""
+        body = parse_body(ResponsesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        job = await _job(request, service, body.chat())
+        if body.stream:
+            return await _stream(request, service, job, "responses", response_events(job, body))
+        with counted_if_cancelled(service, "responses", job):
+            blocks, end = await while_connected(request, finished(job))
+        return _answer(service, job, "responses", response_body(job, body, blocks, end))
+
+
+def _add_tokens(app: FastAPI, service: RunningService) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation as an answer's prompt has them."""
+        body = parse_body(TokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        frontend, caller = service.frontend, inference_caller(request)
+        if body.prompt is None:
+            token_ids = await frontend.conversation_ids(body, caller, body.model, body.lora_path)
+        else:
+            frontend.find_adapter(body.model, caller, body.lora_path)
+            (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
+        model = frontend.text_model
+        strings = [model.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
+        told: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.max_context, "tokens": list(token_ids)}
+        return JSONResponse(told | {"token_strs": strings})
+
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = parse_body(DetokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        service.frontend.find_adapter(body.model, inference_caller(request))
+        (token_ids,) = await service.frontend.prompt_ids([body.tokens], "tokens")
+        return JSONResponse({"prompt": service.frontend.text_of(token_ids)})
+
+
+async def _job(request: Request, service: RunningService, chat: ChatCompletionRequest) -> Job:
+    """The job of a conversation. Raises what `Frontend.chat` does, with fields as this route's clients call them."""
+    try:
+        job = await service.frontend.chat(chat, inference_caller(request), request_id_of(request))
+    except InvalidRequest as error:
+        if request.url.path.endswith("/responses") and error.param is not None:
+            error.param = _RESPONSES_NAMES.get(error.param, error.param)
+        raise
+    request.state.job, request.state.model = job, chat.model[:160]
+    return job
+
+
+#: What /v1/responses calls fields of a chat completion.
+_RESPONSES_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+
+
+def _answer(service: RunningService, job: Job, route: str, body: dict[str, Any]) -> Response:
+    service.observe(route, 200, job)
+    return JSONResponse(body, headers=adapter_header(job) | service.tenancy.headers(job.caller))
+
+
+async def _stream(
+    request: Request, service: RunningService, job: Job, route: str, events: AsyncGenerator[bytes]
+) -> Response:
+    with counted_if_cancelled(service, route, job):
+        first = await while_connected(request, anext(events))
+    headers = adapter_header(job) | service.tenancy.headers(job.caller)
+    return EventStream(first, events, lambda status: service.observe(route, status, job), headers, b"", error_event)

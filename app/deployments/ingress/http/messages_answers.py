@@ -1,0 +1,123 @@
+"""Answers in Anthropic's format: JSON bodies and stream events, made from blocks.
+
+In: what happens to an answer's blocks. Out: plain dictionaries, and events as bytes. Rule: nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from pydantic_core import to_json
+
+from app.deployments.ingress.blocks import Block, Change, End, changes
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.status import ErrorAnswer
+from app.engine.request import Usage
+
+#: Anthropic's words for errors, by status.
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def named_event(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """One event of a stream whose events have names."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **fields}))
+
+
+def error_body(answer: ErrorAnswer) -> dict[str, Any]:
+    """An error as Anthropic tells it."""
+    kind = _ERRORS.get(answer.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": answer.body["error"]["message"]}}
+
+
+def error_event(answer: ErrorAnswer) -> bytes:
+    """An error in a stream."""
+    return named_event("error", {"error": error_body(answer)["error"]})
+
+
+def message_body(job: Job, model: str, blocks: Sequence[Block], end: End) -> dict[str, Any]:
+    """A whole answer."""
+    content = [_block(block) | ({"text": block.text} if block.kind == "text" else _input(block)) for block in blocks]
+    return _message(job, model) | {
+        "content": content,
+        "stop_reason": _stop_reason(end, any(block.kind == "call" for block in blocks)),
+        "usage": _usage(end.usage),
+    }
+
+
+async def message_events(job: Job, model: str) -> AsyncGenerator[bytes]:
+    """The events of a stream."""
+    is_begun = has_calls = False
+    async with aclosing(changes(job)) as source:
+        async for change in source:
+            begin = b"" if is_begun else named_event("message_start", {"message": _started(job, model)})
+            is_begun = True
+            if isinstance(change, End):
+                delta = {"stop_reason": _stop_reason(change, has_calls), "stop_sequence": None}
+                ended = named_event("message_delta", {"delta": delta, "usage": _usage(change.usage)})
+                yield begin + ended + named_event("message_stop", {})
+            else:
+                has_calls = has_calls or change.block.kind == "call"
+                yield begin + _event(change)
+
+
+def _event(change: Change) -> bytes:
+    block, index = change.block, {"index": change.block.index}
+    if change.what == "open":
+        empty: dict[str, Any] = {"text": ""} if block.kind == "text" else {"input": {}}
+        return named_event("content_block_start", index | {"content_block": _block(block) | empty})
+    if change.what == "close":
+        return named_event("content_block_stop", index)
+    if block.kind == "text":
+        return named_event("content_block_delta", index | {"delta": {"type": "text_delta", "text": change.piece}})
+    delta = {"type": "input_json_delta", "partial_json": change.piece}
+    return named_event("content_block_delta", index | {"delta": delta})
+
+
+def _started(job: Job, model: str) -> dict[str, Any]:
+    return _message(job, model) | {"content": [], "stop_reason": None, "usage": _usage(job.usages[0])}
+
+
+def _message(job: Job, model: str) -> dict[str, Any]:
+    return {"id": job.request_id, "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
+
+
+def _block(block: Block) -> dict[str, Any]:
+    return {"type": "text"} if block.kind == "text" else {"type": "tool_use", "id": block.id, "name": block.name}
+
+
+def _input(block: Block) -> dict[str, Any]:
+    """A call's arguments; nothing of a call that broke off."""
+    try:
+        return {"input": json.loads(block.text)}
+    except ValueError:
+        return {"input": {}}
+
+
+def _stop_reason(end: End, has_calls: bool) -> str:
+    if end.reason == "length":
+        return "max_tokens"
+    return "tool_use" if has_calls else "end_turn"
+
+
+def _usage(usage: Usage | None) -> dict[str, int]:
+    """Anthropic counts cached tokens beside the others."""
+    prompt, cached, completion = (0, 0, 0) if usage is None else (
+        usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+    )  # fmt: skip
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion,
+    }

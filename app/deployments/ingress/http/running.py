@@ -1,0 +1,73 @@
+"""A request that is being answered: until its client leaves, and counted however it ends.
+
+In: a request and the work for it. Out: its result, or ClientGone. Rule: work whose client is gone is cancelled, and its
+job counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from fastapi import Request
+
+from app.deployments.ingress.frontend import Frontend
+from app.deployments.ingress.job import Job
+from app.deployments.ingress.status import TABLE, ClientGone
+from app.deployments.ingress.tenancy import Tenancy
+
+T = TypeVar("T")
+
+#: Which adapter answered, "name@generation": an alias may have chosen it.
+ADAPTER_HEADER = "X-Polylora-Adapter"
+
+
+class RunningService(Protocol):
+    """What routes that generate need of the ingress."""
+
+    @property
+    def frontend(self) -> Frontend: ...
+
+    @property
+    def tenancy(self) -> Tenancy: ...
+
+    def observe(self, route: str, status: int, job: Job | None) -> None: ...
+
+
+def adapter_header(job: Job) -> dict[str, str]:
+    """Says which adapter answers."""
+    adapter = job.requests[0].adapter
+    return {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
+
+
+@contextmanager
+def counted_if_cancelled(service: RunningService, route: str, job: Job) -> Iterator[None]:
+    """Serve cancels the task of a client that has left: no error handler hears of that, and the job has ended."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        service.observe(route, TABLE[ClientGone].status, job)
+        raise
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; if the client goes away first, cancels it and raises ClientGone."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client went away before the answer")
+        return task.result()
+    finally:
+        for unfinished in (task, leaving):
+            if not unfinished.done():
+                unfinished.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

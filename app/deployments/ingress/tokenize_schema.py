@@ -1,0 +1,31 @@
+"""Bodies of /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from app.deployments.ingress.schema import Body, ChatMessage, Items, TokenId, ToolBody
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation."""
+
+    model: str
+    prompt: str | None = None
+    messages: Items[ChatMessage] = Field(default_factory=list)
+    tools: Items[ToolBody] | None = Field(default=None, max_length=128)
+    return_token_strs: bool = False
+    lora_path: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("give a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str
+    tokens: Items[TokenId] = Field(max_length=1_000_000)

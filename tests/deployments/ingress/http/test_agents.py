@@ -1,0 +1,172 @@
+"""/v1/messages, /v1/responses and tokens of a text, as the official clients of OpenAI and Anthropic use them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import jsonschema
+import openai
+import pytest
+import pytest_asyncio
+
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.guard import DoorRules
+from tests.deployments.http_service import Service
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+USER: Any = [{"role": "user", "content": "hi"}]
+CLAUDE: Any = {"model": "base", "max_tokens": 400, "messages": USER}
+CLAUDE_TOOLS: Any = {"tools": [{"name": "weather", "input_schema": CITY}], "tool_choice": {"type": "any"}}
+ONE_CALL: Any = {"type": "any", "disable_parallel_tool_use": True}
+GPT: Any = {"model": "base", "input": "hi", "max_output_tokens": 400}
+GPT_TOOLS: Any = {
+    "tools": [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+}
+FORMAT: Any = {"format": {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}}
+
+
+@pytest_asyncio.fixture
+async def wire(writing: Service) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(make_app(writing, DoorRules()), raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(wire: httpx2.AsyncClient) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(auth_token="none", base_url="http://test", http_client=wire, max_retries=0)
+
+
+@pytest.fixture
+def gpt(wire: httpx2.AsyncClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=wire, max_retries=0)
+
+
+async def test_messages_with_words(claude: anthropic.AsyncAnthropic) -> None:
+    message = await claude.messages.create(**CLAUDE | {"max_tokens": 12, "system": "be kind"})
+    assert (message.role, message.type) == ("assistant", "message")
+    assert message.stop_reason in ("max_tokens", "end_turn")
+    assert message.content[0].type == "text"
+    assert message.usage.output_tokens == 12
+    count = await claude.messages.count_tokens(model="base", messages=USER, system="be kind")
+    assert count.input_tokens == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
+async def test_messages_with_tools_and_their_results(claude: anthropic.AsyncAnthropic) -> None:
+    message = await claude.messages.create(**CLAUDE | CLAUDE_TOOLS | {"tool_choice": ONE_CALL})
+    assert message.stop_reason == "tool_use"
+    (call,) = message.content
+    assert call.type == "tool_use"
+    jsonschema.validate(call.input, CITY)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "12"}]}
+    told = [*USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    answer = await claude.messages.create(**CLAUDE | {"messages": told, "max_tokens": 5})
+    assert answer.usage.output_tokens > 0
+
+
+async def test_streamed_messages_come_together(claude: anthropic.AsyncAnthropic) -> None:
+    async with claude.messages.stream(**CLAUDE | CLAUDE_TOOLS | {"tool_choice": ONE_CALL}) as stream:
+        kinds = [event.type async for event in stream]
+        message = await stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert message.stop_reason == "tool_use"
+    assert message.content[0].type == "tool_use"
+    jsonschema.validate(message.content[0].input, CITY)
+    async with claude.messages.stream(**CLAUDE | {"max_tokens": 7}) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        message = await stream.get_final_message()
+    assert message.content[0].type == "text"
+    assert message.content[0].text == text
+    assert message.usage.output_tokens == 7
+
+
+async def test_errors_are_anthropics(claude: anthropic.AsyncAnthropic, wire: httpx2.AsyncClient) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        await claude.messages.create(**CLAUDE | {"model": "nobody"})
+    image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+    with pytest.raises(anthropic.BadRequestError, match="messages"):
+        await claude.messages.create(**CLAUDE | {"messages": [{"role": "user", "content": [image]}]})
+    body = (await wire.post("/v1/messages", json=CLAUDE | {"model": "nobody"})).json()
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+
+
+async def test_responses_with_words_and_schemas(gpt: openai.AsyncOpenAI) -> None:
+    response = await gpt.responses.create(**GPT | {"max_output_tokens": 9, "instructions": "be kind"})
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.usage is not None
+    assert response.usage.output_tokens == 9
+    response = await gpt.responses.create(**GPT, text=FORMAT)
+    assert response.status == "completed"
+    jsonschema.validate(json.loads(response.output_text), CITY)
+
+
+async def test_responses_with_tools_and_their_results(gpt: openai.AsyncOpenAI) -> None:
+    response = await gpt.responses.create(**GPT | GPT_TOOLS)
+    (call,) = response.output
+    assert call.type == "function_call"
+    jsonschema.validate(json.loads(call.arguments), CITY)
+    items: Any = [*USER, call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "12"}]
+    answer = await gpt.responses.create(**GPT | {"input": items, "max_output_tokens": 5})
+    again: Any = [*items, *(item.model_dump() for item in answer.output), *USER]
+    assert (await gpt.responses.create(**GPT | {"input": again, "max_output_tokens": 3})).output_text
+
+
+@pytest.mark.parametrize("fields", [{"text": FORMAT}, GPT_TOOLS, {"max_output_tokens": 4}])
+async def test_streamed_responses_come_together(gpt: openai.AsyncOpenAI, fields: Any) -> None:
+    whole = await gpt.responses.create(**GPT | fields, extra_body={"seed": 4})
+    events = [event async for event in await gpt.responses.create(**GPT | fields, stream=True, extra_body={"seed": 4})]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [events[0].type, events[1].type] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.output_text == whole.output_text
+    deltas = [event.delta for event in events if event.type.endswith(".delta")]
+    (item,) = whole.output
+    assert "".join(deltas) == (item.arguments if item.type == "function_call" else whole.output_text)
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "background", "reasoning"])
+async def test_what_would_have_to_be_kept_is_refused_by_name(gpt: openai.AsyncOpenAI, field: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gpt.responses.create(**GPT, extra_body={field: "x"})
+    assert caught.value.param == field
+
+
+async def test_answers_are_counted_and_metered_as_completions_are(writing: Service, writer: httpx.AsyncClient) -> None:
+    for route, body in (("messages", CLAUDE | {"max_tokens": 5}), ("responses", GPT | {"max_output_tokens": 16})):
+        for extra in ({}, {"stream": True}):
+            assert (await writer.post(f"/v1/{route}", json=body | extra)).status_code == 200
+            assert writing.observed[-1] == (route, 200)
+            job, (usage,) = writing.counted[-1]
+            assert job is not None
+            assert usage is not None
+            assert usage.completion_tokens > 0
+
+
+async def test_tokens_of_texts_and_back(writer: httpx.AsyncClient) -> None:
+    body = {"model": "base", "prompt": "Hello you", "return_token_strs": True}
+    found = (await writer.post("/tokenize", json=body)).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 3
+    assert "".join(found["token_strs"]) == "Hello you"
+    back = await writer.post("/detokenize", json={"model": "base", "tokens": found["tokens"]})
+    assert back.json() == {"prompt": "Hello you"}
+    chat = (await writer.post("/tokenize", json={"model": "base", "messages": USER})).json()
+    answer = await writer.post("/v1/chat/completions", json={"model": "base", "messages": USER, "max_tokens": 1})
+    assert chat["count"] == answer.json()["usage"]["prompt_tokens"]
+    assert (await writer.post("/tokenize", json={"model": "base"})).status_code == 400
+    assert (await writer.post("/tokenize", json={"model": "nobody", "prompt": "x"})).status_code == 404
+    assert (await writer.post("/detokenize", json={"model": "base", "tokens": [999]})).status_code == 400
