@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -222,7 +222,7 @@ class Limiter:
                     for meter in waiter.needs:
                         self._pool(meter).taken_s = -math.inf
                 if refused and not self._waiters:
-                    await self._ask([])
+                    await self._ask([], [meter for waiter in refused for meter in waiter.needs])
         finally:
             self._asking = None
 
@@ -270,8 +270,11 @@ class Limiter:
         pool.units += missing
         return True
 
-    async def _ask(self, needs: Sequence[Mapping[Meter, int]]) -> bool:
-        """Tell the owner what is held here and get what it lends; False while it is away."""
+    async def _ask(self, needs: Sequence[Mapping[Meter, int]], meters: Collection[Meter] | None = None) -> bool:
+        """Tell the owner what is held here and get what it lends; False while it is away.
+
+        Of what is needed, or of these meters, or of all: with thousands of tenants not each question is about all.
+        """
         async with self._one_at_a_time:
             total: dict[Meter, int] = {}
             least: dict[Meter, int] = {}
@@ -279,10 +282,11 @@ class Limiter:
                 for meter, amount in each.items():
                     total[meter] = total.get(meter, 0) + amount
                     least[meter] = min(amount, least.get(meter, amount))
+            asked = dict.fromkeys(total or meters or self._pools)
             wants = [
                 want
-                for meter, pool in self._pools.items()
-                if (want := self._want(meter, pool, total.get(meter, 0), least.get(meter, 0))) is not None
+                for meter in asked
+                if (want := self._want(meter, self._pool(meter), total.get(meter, 0), least.get(meter, 0))) is not None
             ]
             try:
                 async with asyncio.timeout(OWNER_TIMEOUT_S):
@@ -303,7 +307,8 @@ class Limiter:
                 pool.told_holding, pool.told_used = want.holding + grant.granted, want.used
                 if grant.granted:
                     pool.taken_s = pool.told_s
-            self._forget_idle()
+            if not total:
+                self._forget_idle()
             return True
 
     def _forget_idle(self) -> None:

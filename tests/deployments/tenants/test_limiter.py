@@ -252,3 +252,20 @@ def test_money_that_was_spent_before_another_owner_came_is_spent() -> None:
         second.lend("b", [Want(meter, total)], 1000.0)[0].granted,
     ]
     assert half + sum(more) <= total
+
+
+async def test_a_question_is_about_what_is_needed_however_many_tenants_there_are() -> None:
+    """A thousand tenants' meters in each question took milliseconds of every request."""
+    asked: list[int] = []
+
+    async def lend(_: str, wants: Sequence[Want]) -> list[Grant]:
+        asked.append(len(wants))
+        return [Grant(want.need, 0) for want in wants]
+
+    limiter = Limiter(lend, "ingress", lambda: 1_000_000_000.0)
+    for index in range(200):
+        tenant = Tenant(f"t{index}", "t", 0.0, limits=TenantLimits(max_concurrent=9))
+        await limiter.reserve(tenant, {Meter(tenant.id, "concurrent"): 1})
+    assert asked == [1] * 200
+    await limiter.tell()
+    assert asked[-1] == 200, "now and then all that is held is told"
