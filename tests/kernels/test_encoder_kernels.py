@@ -35,10 +35,14 @@ def team() -> Iterator[Team]:
 def test_layer_norm_equals_its_definition_and_leaves_what_is_beside_it(team: Team, shape: tuple[int, int]) -> None:
     num_rows, size = shape
     x, weight, bias = normal(rng(), num_rows, size + 3) + 5, normal(rng(), size), normal(rng(), size)
-    expected, beside = norm_reference.layer_norm(x[:, :size], weight, bias, float(EPS)), x[:, size:].copy()
+    kept, beside = x[:, :size].copy(), x[:, size:].copy()
+    expected = norm_reference.layer_norm(kept, weight, bias, float(EPS))
     out = np.full((num_rows, size), np.nan, np.float32)
     team.run(norm_cpu.layer_norm, 1, x, weight, bias, EPS, out)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
+    # What rounding the mean costs grows with how near to one another the values of a row are.
+    spread = np.maximum(np.std(x64 := kept.astype(np.float64), axis=1, keepdims=True), 1e-6)
+    bound = 2e-6 + 4 * 2.0**-23 * np.abs(x64).max(axis=1, keepdims=True, initial=0) / spread * np.abs(weight)
+    assert (np.abs(out - expected) <= bound).all()
     np.testing.assert_array_equal(x[:, :size], out)
     np.testing.assert_array_equal(x[:, size:], beside)
 

@@ -22,7 +22,8 @@ _ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of kernels of our own, whose cache folder is asked for."""
-    root = tmp_path / "kernels"
+    root = tmp_path / "app" / "kernels"
+    (tmp_path / "app" / "engine" / "cpu").mkdir(parents=True)
     for name in ("machine/compiled.py", "matmul/cpu.py", "matmul/torch.py", "sgmv/triton.py", "sgmv/reference.py"):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,24 @@ def test_a_changed_a_new_and_a_moved_source_have_another_folder(package: Path) -
         change()
         assert folder() not in seen
         seen.add(folder())
+
+
+def test_what_the_engine_compiles_kernels_into_counts_as_they_do(package: Path) -> None:
+    before = folder()
+    decoder = package.parent / "engine" / "cpu" / "decoder.py"
+    decoder.write_text("# calls kernels\n")
+    assert folder() != before
+    before = folder()
+    (package.parent / "engine" / "engine.py").write_text("# compiles nothing\n")
+    assert folder() == before
+
+
+def test_every_compiled_function_stands_in_a_folder_that_the_cache_knows() -> None:
+    app = Path(module.__file__).parents[2]
+    users = [file for file in app.rglob("*.py") if "machine.compiled import compiled" in file.read_text()]
+    assert len(users) > 20
+    known = [app / name for name in module._COMPILED]
+    assert [file for file in users if not any(file.is_relative_to(root) for root in known)] == []
 
 
 @pytest.mark.parametrize("form", ["torch", "triton", "xla", "pallas", "reference"])

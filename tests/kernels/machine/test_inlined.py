@@ -1,0 +1,65 @@
+"""A kernel inside a kernel: linked, not compiled; and the kernel that Python calls, compiled as a whole."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from app.kernels.machine.compiled import compiled
+
+
+@compiled
+def _square(x):  # type: ignore[no-untyped-def]
+    return x * x
+
+
+@compiled
+def _sum_of_squares(values):  # type: ignore[no-untyped-def]
+    total = np.float32(0.0)
+    for i in range(values.shape[0]):
+        total += _square(values[i])
+    return total
+
+
+@compiled
+def _root(values):  # type: ignore[no-untyped-def]
+    if values.shape[0] == 0:
+        raise ValueError("no values")
+    return np.sqrt(_sum_of_squares(values))
+
+
+@pytest.fixture
+def values() -> np.ndarray:
+    return np.arange(5, dtype=np.float32)
+
+
+def test_callers_of_a_kernel_compile_it_in_and_leave_no_machine_code_for_it(values: np.ndarray) -> None:
+    assert _root(values) == np.sqrt(np.float32(30.0))
+    assert len(_root.overloads) == 1
+    assert len(_sum_of_squares.overloads) == 0, "only compiled code has called it"
+    (inlined,) = _sum_of_squares._inlined.overloads.values()
+    assert inlined.library.get_pointer_to_function(inlined.fndesc.llvm_func_name) == 0
+    (whole,) = _root.overloads.values()
+    assert whole.library.get_pointer_to_function(whole.fndesc.llvm_func_name) != 0
+
+
+def test_a_kernel_that_compiled_code_has_called_can_be_called_from_python(values: np.ndarray) -> None:
+    _root(values)
+    assert _sum_of_squares(values) == np.float32(30.0)
+    assert _square(np.float32(3.0)) == np.float32(9.0)
+
+
+def test_an_error_of_an_inner_kernel_reaches_python() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        _outer(np.empty(0, np.float32))
+
+
+@compiled
+def _outer(values):  # type: ignore[no-untyped-def]
+    return _root(values) + np.float32(1.0)
+
+
+def test_a_kernel_can_be_sent_to_another_process(values: np.ndarray) -> None:
+    assert pickle.loads(pickle.dumps(_root))(values) == _root(values)
