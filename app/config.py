@@ -197,6 +197,18 @@ class LimitsConfig(_Settings):
     )
 
 
+class RoutingConfig(_Settings):
+    """How an adapter is chosen for requests whose model is "auto"."""
+
+    embedder: str | None = Field(
+        default=None, description="A small encoder beside the service, as model.uri; by default the base itself."
+    )
+    threshold: float = Field(
+        default=0.6, ge=-1, le=1, description="Lowest cosine of an adapter's description; calibrate it per embedder."
+    )
+    top_k: int = Field(default=1, ge=1, le=16, description="Adapters chosen at most; several are combined.")
+
+
 class HttpConfig(_Settings):
     """Who may ask. Where the service listens is Serve's `http_options`."""
 
@@ -256,6 +268,7 @@ class AppConfig(_Settings):
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     logs: LogsConfig = Field(default_factory=LogsConfig)
     tenants: TenantsConfig = Field(default_factory=TenantsConfig)

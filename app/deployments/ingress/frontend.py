@@ -17,8 +17,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from app.config import LimitsConfig
 from app.deployments.ingress.compositions import combined
 from app.deployments.ingress.job import Job, StreamSource
+from app.deployments.ingress.routing.decision import Decision
+from app.deployments.ingress.routing.router import Router
 from app.deployments.ingress.schema import (
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     GenerateBody,
     SamplingFields,
@@ -29,6 +32,7 @@ from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
 from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.ingress.tool_use import ChatFields, chat_grammar, told_messages, told_tools
+from app.deployments.registry.entries import AUTO
 from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import Composition, Recipe
@@ -133,6 +137,7 @@ class Frontend:
         limits: LimitsConfig,
         admit: Admit,
         clock: Callable[[], float],
+        router: Router,
     ) -> None:
         self._model = model
         self._base_name = base_name
@@ -141,6 +146,7 @@ class Frontend:
         self.limits = limits
         self._admit = admit
         self._clock = clock
+        self.router = router
 
     @property
     def text_model(self) -> TextModel:
@@ -193,6 +199,23 @@ class Frontend:
             return None
         raise _not_found(model if lora_path is None else lora_path)
 
+    async def _chosen(
+        self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, question: str
+    ) -> tuple[AdapterRef | None, Decision | None]:
+        """What a body's names mean, or what is chosen for what it asks. Raises what finding and deciding raise."""
+        if body.model != AUTO:
+            if body.routing is not None:
+                raise InvalidRequest(f"routing says how to choose, which only model {AUTO!r} does", param="routing")
+            return self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters), None
+        if body.lora_path is not None or body.adapters is not None:
+            raise InvalidRequest(f"model {AUTO!r} chooses the adapter; name none", param="model")
+        decision = await self.router.decide(question, caller, body.routing)
+        if not decision.chosen:
+            return self.find_adapter(self._base_name, caller), decision
+        if len(decision.chosen) == 1:
+            return self.find_adapter(decision.chosen[0].name, caller, user=body.user), decision
+        return self.find_adapter(self._base_name, caller, user=body.user, adapters=decision.adapters), decision
+
     def combined(
         self,
         adapters: Sequence[WeightedAdapter],
@@ -217,7 +240,8 @@ class Frontend:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         self._check_generates()
         arrival_s = self._clock()
-        ref = self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
+        question = "" if body.model != AUTO else last_words(body.messages)
+        ref, decision = await self._chosen(body, caller, question)
         text = "" if ref is None else self._names.text(ref)
         token_ids = await self.chat_ids(body, text)
         wanted, tools = chat_grammar(body, self._model, text)
@@ -235,6 +259,7 @@ class Frontend:
             names,
             wanted=wanted,
             tools=tools,
+            decision=decision,
         )
 
     async def chat_ids(self, body: ChatFields, text: str) -> Sequence[int]:
@@ -257,8 +282,10 @@ class Frontend:
         """As `chat`."""
         self._check_generates()
         arrival_s = self._clock()
-        ref = self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
         prompts = body.prompts
+        if body.model == AUTO and (len(prompts) != 1 or not isinstance(prompts[0], str)):
+            raise InvalidRequest(f"model {AUTO!r} chooses for one prompt of characters", param="prompt")
+        ref, decision = await self._chosen(body, caller, str(prompts[0]) if prompts else "")
         names = _Fields("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
         token_ids = await self.prompt_ids(prompts, "prompt")
@@ -273,6 +300,7 @@ class Frontend:
             body.logprobs,
             names,
             echoes=[p if isinstance(p, str) else self.text_of(p) for p in prompts] if body.echo else (),
+            decision=decision,
         )
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -333,6 +361,7 @@ class Frontend:
         wanted: Asked | None = None,
         tools: ToolUse | None = None,
         echoes: Sequence[str] = (),
+        decision: Decision | None = None,
     ) -> Job:
         wanted = wanted or asked(fields)
         if wanted is not None:
@@ -388,6 +417,7 @@ class Frontend:
             self._clock,
             tools=tools,
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),
+            decision=decision,
         )
 
     def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Fields) -> int:
@@ -453,6 +483,11 @@ def _check_grammar_fields(fields: SamplingFields, grammar: str) -> None:
     if grammar and (fields.ignore_eos or fields.min_tokens):
         name = "ignore_eos" if fields.ignore_eos else "min_tokens"
         raise InvalidRequest(f"{name} is not for an answer with a grammar, which says itself where it ends", param=name)
+
+
+def last_words(messages: Sequence[ChatMessage]) -> str:
+    """What a conversation asks now: its last message of a user."""
+    return next((message.text for message in reversed(messages) if message.role == "user"), messages[-1].text)
 
 
 def _not_found(name: str) -> NotFound:

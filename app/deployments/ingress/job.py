@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from app.deployments.ingress.routing.decision import Decision
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
 from app.deployments.ingress.tool_calls import ToolUse
@@ -59,6 +60,7 @@ class Job:
 
     `deadline_s` is a time of the event loop's clock; `clock` gives Unix time. `reservation` is what the job holds
     of its caller's limits. `tools`: how answers call tools, if they may. `echoes`: what each answer begins with, or ().
+    `decision`: how the service has chosen the adapter, if it was to.
     """
 
     request_id: str
@@ -74,6 +76,7 @@ class Job:
     progress: Progress = field(default_factory=Progress)
     tools: ToolUse | None = None
     echoes: tuple[str, ...] = ()
+    decision: Decision | None = None
 
     @property
     def usages(self) -> list[Usage | None]:

@@ -43,6 +43,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "owner": entry.owner,
         "pinned": entry.pinned,
         "traffic_weight": entry.traffic_weight,
+        "description": entry.description,
     }
 
 

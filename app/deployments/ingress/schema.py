@@ -190,12 +190,20 @@ class WeightedAdapter(Body):
 WeightedAdapters = Annotated[Items[WeightedAdapter] | None, Field(min_length=1, max_length=MAX_PARTS)]
 
 
+class RoutingFields(Body):
+    """How the service chooses, where `model` is "auto"; None: as it is configured."""
+
+    top_k: int | None = Field(default=None, ge=1, le=MAX_PARTS)
+    threshold: float | None = Field(default=None, ge=-1, le=1)
+
+
 class _OpenAIFields(SamplingFields):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     lora_path: str | None = None
     adapters: WeightedAdapters = None
+    routing: RoutingFields | None = None
     user: str | None = None  # an alias sends equal users to the same adapter; changes nothing else
 
     @model_validator(mode="after")
@@ -338,6 +346,14 @@ class CompletionRequest(_OpenAIFields):
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt: text, or token ids."""
         return entries(self.prompt)
+
+
+class RouteBody(Body):
+    """What POST /v1/route decides: a conversation, or a prompt."""
+
+    messages: Items[ChatMessage] | None = Field(default=None, min_length=1)
+    prompt: str | None = None
+    routing: RoutingFields | None = None
 
 
 class GenerateSampling(SamplingFields):

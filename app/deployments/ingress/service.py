@@ -23,6 +23,8 @@ from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.management import AdapterDropper, Management
 from app.deployments.ingress.management_bodies import record_body
+from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
+from app.deployments.ingress.routing.router import Router, TextEmbedder
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.links.transport import Transport
 from app.deployments.placement.placer import Placer
@@ -98,8 +100,20 @@ class IngressService:
         count = parts.tenancy.counting.ended
         dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold, count)
         self._names = AdapterNames(parts.registry, parts.placer, parts.store, parts.steady_clock)
+        wait_s = config.limits.adapter_wait_s
+        embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.text, dispatcher, wait_s, parts.clock)
+        if config.routing.embedder is not None:
+            embedder = EncoderEmbedder(config.routing.embedder)
+        self._router = Router(config.routing, parts.registry, embedder, wait_s)
         self.frontend = Frontend(
-            parts.text, self.base_name, self._names, dispatcher, config.limits, parts.tenancy.admit, parts.clock
+            parts.text,
+            self.base_name,
+            self._names,
+            dispatcher,
+            config.limits,
+            parts.tenancy.admit,
+            parts.clock,
+            self._router,
         )
         self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy.admit, parts.clock)
         self.management = Management(parts.store, parts.replicas, parts.placer)
@@ -156,7 +170,7 @@ class IngressService:
 
     async def close(self) -> None:
         """End what goes on in the background; streams that are still open are left to their callers."""
-        for part in (self.management, self._names, self._assigner, self._links, self.tenancy):
+        for part in (self.management, self._router, self._names, self._assigner, self._links, self.tenancy):
             await part.close()
 
 

@@ -71,7 +71,12 @@ def admin_caller(request: HTTPConnection) -> Caller:
 
 
 def load_request(
-    caller: Caller, name: str, source: str, pinned: bool | None = None, traffic_weight: float | None = None
+    caller: Caller,
+    name: str,
+    source: str,
+    pinned: bool | None = None,
+    traffic_weight: float | None = None,
+    description: str | None = None,
 ) -> LoadRequest:
     """What is asked of the store when a caller loads an adapter. Raises UnsafeSource, ManagementRefused.
 
@@ -85,15 +90,20 @@ def load_request(
             f"{source[:80]!r} is not below {caller.tenant_id}/, where this project's folders are; give a path there or "
             "a URI that the operator allows"
         )
-    return LoadRequest(caller.tenant_id, name, source, caller.who, pinned, traffic_weight)
+    return LoadRequest(caller.tenant_id, name, source, caller.who, pinned, traffic_weight, description)
 
 
 def compose_request(
-    caller: Caller, name: str, composition: Composition, pinned: bool | None = None, traffic_weight: float | None = None
+    caller: Caller,
+    name: str,
+    composition: Composition,
+    pinned: bool | None = None,
+    traffic_weight: float | None = None,
+    description: str | None = None,
 ) -> LoadRequest:
     """The same for a combination of adapters that the caller may use. Raises ManagementRefused."""
     check_settings(caller, pinned, traffic_weight)
-    return LoadRequest(caller.tenant_id, name, composition.source, caller.who, pinned, traffic_weight)
+    return LoadRequest(caller.tenant_id, name, composition.source, caller.who, pinned, traffic_weight, description)
 
 
 def check_settings(caller: Caller, pinned: bool | None, traffic_weight: float | None) -> None:

@@ -65,6 +65,7 @@ class Catalog:
         size_bytes: int,
         extra_bytes: int = 0,
         text: str = "",
+        description: str = "",
         tenant_id: str,
         who: str,
         pinned: bool | None = None,
@@ -104,6 +105,7 @@ class Catalog:
                 "source": uri if source is None else source,
                 "extra_bytes": extra_bytes,
                 "text": text,
+                "description": description,
                 "owner": before.get("owner", who),
                 "pinned": before.get("pinned", False) if pinned is None else pinned,
                 "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
@@ -192,6 +194,7 @@ class Catalog:
         *,
         pinned: bool | None = None,
         traffic_weight: float | None = None,
+        description: str | None = None,
         tenant_id: str,
         who: str,
     ) -> CatalogEntry:
@@ -199,7 +202,7 @@ class Catalog:
 
         Raises NotFound, and AdapterTooLarge for a pin that does not fit beside the others.
         """
-        asked = {"pinned": pinned, "traffic_weight": traffic_weight}
+        asked = {"pinned": pinned, "traffic_weight": traffic_weight, "description": description}
         changes = {field: value for field, value in asked.items() if value is not None}
         key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
@@ -372,6 +375,7 @@ def _entry(row: Mapping[Any, Any]) -> CatalogEntry:
         row["source"],
         row["extra_bytes"],
         row["text"],
+        row["description"],
     )
 
 

@@ -12,8 +12,8 @@ from struct import Struct
 from app.deployments.registry.entries import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 
-#: Flags, generation, rank, size, extra bytes, weight, registered, last used; then lengths: digest, URI, source, owner.
-_HEAD = Struct("<BqqqqdddHIII")
+#: Flags, generation, rank, size, extra bytes, weight, registered, last used; lengths: digest, URI, source, owner, text.
+_HEAD = Struct("<BqqqqdddHIIII")
 _PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST = 1, 2, 4, 8
 #: Texts that a database may not keep in UTF-8 still come back as they were.
 _ERRORS = "surrogatepass"
@@ -26,19 +26,20 @@ def pack_entry(entry: CatalogEntry) -> bytes:
     is_same = entry.source == ref.uri
     uri, owner = ref.uri.encode(errors=_ERRORS), entry.owner.encode(errors=_ERRORS)
     source = b"" if is_same else entry.source.encode(errors=_ERRORS)
+    text = entry.text.encode(errors=_ERRORS)
     flags = (
         _PINNED * entry.pinned | _USED * (entry.last_used_s is not None) | _SAME_SOURCE * is_same | _HEX_DIGEST * is_hex
     )
     head = _HEAD.pack(
         flags, ref.generation, entry.max_rank, entry.size_bytes, entry.extra_bytes, entry.traffic_weight,
-        entry.registered_s, entry.last_used_s or 0.0, len(digest), len(uri), len(source), len(owner),
+        entry.registered_s, entry.last_used_s or 0.0, len(digest), len(uri), len(source), len(owner), len(text),
     )  # fmt: skip
-    return b"".join((head, digest, uri, source, owner, entry.text.encode(errors=_ERRORS)))
+    return b"".join((head, digest, uri, source, owner, text, entry.description.encode(errors=_ERRORS)))
 
 
 def unpack_ref(packed: bytes, tenant_id: str, name: str) -> AdapterRef:
     """The entry's `ref`."""
-    flags, generation, _, _, _, _, _, _, num_digest, num_uri, _, _ = _HEAD.unpack_from(packed)
+    flags, generation, _, _, _, _, _, _, num_digest, num_uri, *_ = _HEAD.unpack_from(packed)
     end = _HEAD.size + num_digest
     digest = _unpack_digest(packed[_HEAD.size : end], flags)
     return AdapterRef(name, digest, tenant_id, generation, packed[end : end + num_uri].decode(errors=_ERRORS))
@@ -48,7 +49,7 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
     """The entry that was packed, of this name and tenant."""
     (
         flags, _, max_rank, size_bytes, extra_bytes, weight, registered_s, used_s, num_digest, num_uri, num_source,
-        num_owner,
+        num_owner, num_text,
     ) = _HEAD.unpack_from(packed)  # fmt: skip
     ref = unpack_ref(packed, tenant_id, name)
     source_at = _HEAD.size + num_digest + num_uri
@@ -65,7 +66,8 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
         used_s if flags & _USED else None,
         ref.uri if flags & _SAME_SOURCE else packed[source_at:owner_at].decode(errors=_ERRORS),
         extra_bytes,
-        packed[text_at:].decode(errors=_ERRORS),
+        packed[text_at : text_at + num_text].decode(errors=_ERRORS),
+        packed[text_at + num_text :].decode(errors=_ERRORS),
     )
 
 

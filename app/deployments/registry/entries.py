@@ -18,7 +18,10 @@ from app.engine.errors import InvalidRequest, UnsafeSource
 from app.engine.message import message
 
 DEFAULT_TENANT = "default"
+#: The model's name in requests whose adapter the service is to choose.
+AUTO = "auto"
 MAX_SOURCE_CHARS = 4096
+MAX_DESCRIPTION_CHARS = 1000
 
 
 class State(StrEnum):
@@ -52,7 +55,7 @@ class CatalogEntry:
 
     `size_bytes` is its size in host memory, `extra_bytes` what a device holds of it beside rank rows.
     `last_used_s` is known of an entry that was asked for by name; lists and published tables do not have it.
-    `text` is `AdapterCard.text`.
+    `text` is `AdapterCard.text`. `description`: what it is for, as whoever loaded it says, or its card.
     """
 
     ref: AdapterRef
@@ -66,6 +69,7 @@ class CatalogEntry:
     source: str = ""
     extra_bytes: int = 0
     text: str = ""
+    description: str = ""
 
     @property
     def name(self) -> str:
@@ -79,7 +83,10 @@ class CatalogEntry:
 @message
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What is asked for when a name is to be loaded. `pinned` and `traffic_weight` None: as they were."""
+    """What is asked for when a name is to be loaded. `pinned` and `traffic_weight` None: as they were.
+
+    `description` None: as the adapter says of itself.
+    """
 
     tenant_id: str
     name: str
@@ -87,6 +94,7 @@ class LoadRequest:
     who: str
     pinned: bool | None = None
     traffic_weight: float | None = None
+    description: str | None = None
 
 
 class ReadAdapter(NamedTuple):
@@ -166,6 +174,7 @@ class RegistryJob:
     tenant_id: str = field(kw_only=True)
     owner: str = field(default="", kw_only=True)
     number: int = field(default=0, kw_only=True)
+    description: str | None = field(default=None, kw_only=True)
 
     @property
     def is_done(self) -> bool:
@@ -234,6 +243,16 @@ def check_name(name: str) -> None:
             f"adapter name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
             "beginning with a letter or digit",
             param="name",
+        )
+
+
+def check_description(description: str | None) -> None:
+    """Raises InvalidRequest for one that is too long."""
+    if description is not None and len(description) > MAX_DESCRIPTION_CHARS:
+        raise InvalidRequest(
+            f"the description has {len(description)} characters but at most {MAX_DESCRIPTION_CHARS} are kept; "
+            "say what the adapter is for in a sentence or two",
+            param="description",
         )
 
 

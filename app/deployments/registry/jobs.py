@@ -59,7 +59,7 @@ class Jobs:
             job = RegistryJob(
                 uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, request.pinned,
                 request.traffic_weight, tenant_id=tenant_id, owner=self._owner,
-                number=next_revision(connection, self._base),
+                number=next_revision(connection, self._base), description=request.description,
             )  # fmt: skip
             insert_job(connection, self._database, job)
             record_audit(connection, self._database, who, "request load", name, tenant_id, {"source": shown})
@@ -202,4 +202,5 @@ def _job(row: Mapping[Any, Any]) -> RegistryJob:
         tenant_id=row["tenant_id"],
         owner=row["owner"],
         number=row["number"],
+        description=row["description"],
     )

@@ -19,12 +19,14 @@ from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import not_registered
 from app.deployments.registry.entries import (
+    AUTO,
     AliasEntry,
     CatalogEntry,
     Description,
     LoadRequest,
     RegistryJob,
     State,
+    check_description,
     check_name,
     is_name,
 )
@@ -109,11 +111,16 @@ class Lifecycle:
         who: str,
         pinned: bool | None = None,
         traffic_weight: float | None = None,
+        description: str | None = None,
     ) -> CatalogEntry:
-        """Change how a name is treated (None: as it is); every ingress knows when this returns. Raises NotFound."""
-        configure = self._registry.catalog.configure
+        """Change how a name is treated (None: as it is); every ingress knows when this returns.
+
+        Raises NotFound, and InvalidRequest for a description that is too long.
+        """
+        check_description(description)
+        configure = partial(self._registry.catalog.configure, name, tenant_id=tenant_id, who=who)
         return await self.published.change(
-            lambda: configure(name, pinned=pinned, traffic_weight=traffic_weight, tenant_id=tenant_id, who=who)
+            lambda: configure(pinned=pinned, traffic_weight=traffic_weight, description=description)
         )
 
     async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
@@ -181,5 +188,9 @@ class Lifecycle:
 
     def _check_name(self, name: str) -> None:
         check_name(name)
+        if name == AUTO:
+            raise InvalidRequest(
+                f"model {AUTO!r} lets the service choose an adapter; choose another name", param="name"
+            )
         if name in self.reserved_names:
             raise InvalidRequest(f"the name {name!r} is the base model's; choose another", param="name")

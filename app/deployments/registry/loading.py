@@ -22,11 +22,13 @@ from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import (
     AHEAD,
+    MAX_DESCRIPTION_CHARS,
     CatalogEntry,
     LoadRequest,
     ReadAdapter,
     RegistryJob,
     State,
+    check_description,
     check_source,
 )
 from app.deployments.registry.jobs import LoadsAhead, unloaded
@@ -102,6 +104,7 @@ class Loads:
         Raises UnsafeSource for a source that cannot be one, QueueFull while too many loads are being worked on.
         """
         check_source(request.source)
+        check_description(request.description)
         if len(self._jobs) >= MAX_LOADS:
             raise QueueFull(f"{len(self._jobs)} adapters are being loaded; ask again when some are", retry_after_s=5)
         catalog = self._registry.catalog
@@ -191,6 +194,7 @@ class Loads:
                 size_bytes=card.size_bytes,
                 extra_bytes=card.extra_bytes,
                 text=card.text,
+                description=card.description[:MAX_DESCRIPTION_CHARS] if job.description is None else job.description,
                 tenant_id=job.tenant_id,
                 who=job.requested_by,
                 pinned=job.pinned,

@@ -78,6 +78,7 @@ adapters = Table(
     Column("source", Text, nullable=False),
     Column("extra_bytes", BigInteger, nullable=False),
     Column("text", Text, nullable=False),
+    Column("description", Text, nullable=False, server_default=""),
     Column("revision", BigInteger, nullable=False),
     Index("adapters_by_digest", "base_digest", "digest"),
     Index("adapters_by_revision", "base_digest", "revision"),
@@ -120,6 +121,7 @@ jobs = Table(
     Column("updated_s", Double, nullable=False),
     Column("owner", String(32), nullable=False),
     Column("number", BigInteger, nullable=False),
+    Column("description", Text),
     Index("jobs_by_name", "base_digest", "tenant_id", "name", "number"),
     Index("jobs_by_state", "base_digest", "state"),
 )

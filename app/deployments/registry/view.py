@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import merge
 from itertools import islice
 from typing import NamedTuple
@@ -46,6 +46,7 @@ class RegistryView:
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._held: dict[str, dict[str, bytes | AliasEntry]] = {}  # tenant -> name -> an adapter, packed, or an alias
         self._names: dict[tuple[str, type], list[str]] = {}
+        self._followers: list[Callable[[Key, Entry | None], None]] = []
         self._unconfirmed: set[Key] | None = None  # of a copy that is coming: what it has not mentioned so far
         coming = iter(entries)
         while some := list(islice(coming, _MANY)):
@@ -54,6 +55,13 @@ class RegistryView:
     @property
     def num_adapters(self) -> int:
         return sum(len(names) for (_, kind), names in self._names.items() if kind is CatalogEntry)
+
+    def follow(self, note: Callable[[Key, Entry | None], None]) -> None:
+        """Have `note` told every entry that there is, and each change from now on; None: it is gone."""
+        self._followers.append(note)
+        for tenant_id, held in self._held.items():
+            for name in held:
+                note((tenant_id, name), self.find(name, tenant_id))
 
     def take(self, news: Changes[Key, Entry]) -> None:
         """Take over a page. Of a new copy what is no more goes with the last page: until then it may be yet to come."""
@@ -76,6 +84,8 @@ class RegistryView:
                 held.pop(name, None)
             else:  # the key that is there stays, and with it the one string of the name
                 held[name] = entry if isinstance(entry, AliasEntry) else pack_entry(entry)
+            for note in self._followers:
+                note((tenant_id, name), entry)
             was, becomes = _kind(old), _kind(entry)
             if was is becomes:
                 continue

@@ -86,10 +86,17 @@ class StoreClient:
         who: str,
         pinned: bool | None = None,
         traffic_weight: float | None = None,
+        description: str | None = None,
     ) -> CatalogEntry:
         """Change how a name is treated (None: as it is). Raises NotFound, AdapterTooLarge for a pin too many."""
         return await self._actor.call(
-            _Service.configure, name, tenant_id=tenant_id, who=who, pinned=pinned, traffic_weight=traffic_weight
+            _Service.configure,
+            name,
+            tenant_id=tenant_id,
+            who=who,
+            pinned=pinned,
+            traffic_weight=traffic_weight,
+            description=description,
         )
 
     async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:

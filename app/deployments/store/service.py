@@ -151,10 +151,11 @@ class StoreService(Generic[H]):
         who: str,
         pinned: bool | None = None,
         traffic_weight: float | None = None,
+        description: str | None = None,
     ) -> CatalogEntry:
         self._called()
         return await self._lifecycle.configure(
-            name, tenant_id=tenant_id, who=who, pinned=pinned, traffic_weight=traffic_weight
+            name, tenant_id=tenant_id, who=who, pinned=pinned, traffic_weight=traffic_weight, description=description
         )
 
     async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:

@@ -6,7 +6,7 @@ In: `TextDelta`s of one or more sequences. Out: plain dictionaries. Rule: nothin
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,13 +54,14 @@ class AnswerFormat:
     want_logprobs: bool
     include_usage: bool = False  # a stream that ends with usage: until then it is null
     tools: ToolUse | None = None  # how answers call tools, if they may
+    routing: Mapping[str, Any] | None = None  # how the service has chosen the adapter, if it was to
 
     def body(self, answers: Sequence[Answer], num_per_prompt: int) -> dict[str, Any]:
         """The answer of a request that does not stream."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         usage = usage_body([answer.usage for answer in answers], num_per_prompt)
-        return self._envelope(kind) | {"choices": choices, "usage": usage}
+        return self._envelope(kind) | {"choices": choices, "usage": usage} | self._routing()
 
     def role_event(self, index: int) -> dict[str, Any]:
         """A chat stream's first event for a choice."""
@@ -70,7 +71,7 @@ class AnswerFormat:
             "logprobs": None,
             "finish_reason": None,
         }
-        return self._event("chat.completion.chunk", choice)
+        return self._event("chat.completion.chunk", choice) | self._routing()
 
     def event(self, index: int, delta: TextDelta, offsets: TokenOffsets) -> dict[str, Any]:
         """A stream event; `offsets` is this choice's, the same one for all of its events."""
@@ -134,6 +135,9 @@ class AnswerFormat:
     def _event(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
         usage = {"usage": None} if self.include_usage else {}
         return self._envelope(kind) | {"choices": [choice]} | usage
+
+    def _routing(self) -> dict[str, Any]:
+        return {} if self.routing is None else {"routing": self.routing}
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}

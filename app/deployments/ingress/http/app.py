@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
+from app.deployments.ingress.frontend import last_words
 from app.deployments.ingress.http.about_routes import AboutService, add_about_routes
 from app.deployments.ingress.http.admin_routes import admin_router
 from app.deployments.ingress.http.agent_routes import add_agent_routes
@@ -36,10 +37,12 @@ from app.deployments.ingress.http.request_log import RequestLog, note_failure, r
 from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, while_connected
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import generate_result
+from app.deployments.ingress.routing.decision import ROUTE_HEADER
 from app.deployments.ingress.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
+    RouteBody,
     parse_body,
 )
 from app.deployments.ingress.status import error_answer
@@ -49,7 +52,7 @@ from app.deployments.registry.entries import AliasEntry
 from app.deployments.registry.view import Entry
 from app.deployments.tenants.limits import LimitReached
 from app.engine.adapters.composing.composition import is_composition
-from app.engine.errors import NotFound, PolyloraError
+from app.engine.errors import InvalidRequest, NotFound, PolyloraError
 
 
 class HttpService(ManagedService, AboutService, Protocol):
@@ -95,6 +98,7 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
     _add_generate_route(app, service)
     add_agent_routes(app, service)
     _add_embeddings_route(app, service)
+    _add_choice_route(app, service)
     management = APIRouter(dependencies=[Depends(rules.check_management)])
     add_management_routes(management, service)
     app.include_router(management)
@@ -162,6 +166,7 @@ async def _respond(
         want_logprobs=want_logprobs,
         include_usage=include_usage,
         tools=job.tools,
+        routing=None if job.decision is None else job.decision.body(),
     )
     headers = adapter_header(job) | service.tenancy.headers(job.caller)
     if not body.stream:
@@ -186,6 +191,20 @@ def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
         service.observe("embeddings", 200, job)
         headers = adapter_header(job) | service.tenancy.headers(caller)
         return Response(answer(job, body, found), media_type="application/json", headers=headers)
+
+
+def _add_choice_route(app: FastAPI, service: HttpService) -> None:
+    @app.post("/v1/route", openapi_extra=takes(RouteBody))
+    async def route(request: Request) -> Response:
+        """Which adapters model "auto" would choose, and how near each is; nothing is generated."""
+        body = parse_body(RouteBody, await read_json(request, service.frontend.limits.max_body_bytes))
+        if (body.messages is None) == (body.prompt is None):
+            raise InvalidRequest("give either messages, a conversation, or prompt", param="prompt")
+        asked = body.prompt or "" if body.messages is None else last_words(body.messages)
+        caller = inference_caller(request)
+        decision = await while_connected(request, service.frontend.router.decide(asked, caller, body.routing))
+        service.observe("route", 200, None)
+        return JSONResponse({"object": "route"} | decision.body(), headers={ROUTE_HEADER: decision.header})
 
 
 async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes]:

@@ -35,6 +35,7 @@ from app.deployments.ingress.schema import Body, BodyT, parse_body
 from app.deployments.ingress.tenants import Caller, check_settings, compose_request, http_caller, load_request
 from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, LoadRequest
 from app.deployments.registry.view import RegistryView
+from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import InvalidRequest, NotFound
 
 EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
@@ -93,11 +94,13 @@ class RegisterAdapterBody(Body):
     wait: bool = False
     pinned: bool | None = None
     traffic_weight: TrafficWeight | None = None
+    description: str | None = None
 
 
 class ConfigureAdapterBody(Body):
     pinned: bool | None = None
     traffic_weight: TrafficWeight | None = None
+    description: str | None = None
 
 
 class AliasBody(Body):
@@ -233,11 +236,11 @@ def _page(
 def _load_of(body: RegisterAdapterBody, caller: Caller, service: ManagedService) -> LoadRequest:
     """Raises InvalidRequest, NotFound, UnsafeSource, ManagementRefused."""
     if body.compose is None and body.path is not None:
-        return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight)
+        return load_request(caller, body.name, body.path, body.pinned, body.traffic_weight, body.description)
     if body.compose is None or body.path is not None:
         raise InvalidRequest("give either path, where the adapter is, or compose, what it is made of", param="path")
     composition = service.frontend.combined(body.compose.adapters, caller, recipe=body.compose.recipe)
-    return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight)
+    return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight, body.description)
 
 
 def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
@@ -275,7 +278,7 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
 
     @routes.patch("/v1/loras/{name}", openapi_extra=takes(ConfigureAdapterBody))
     async def configure(name: str, request: Request) -> Response:
-        """Change an adapter's pin or traffic weight."""
+        """Change an adapter's pin, traffic weight or description."""
         body = await _body(ConfigureAdapterBody, request, service)
         caller = http_caller(request)
         check_settings(caller, body.pinned, body.traffic_weight)
@@ -285,6 +288,7 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
             who=caller.who,
             pinned=body.pinned,
             traffic_weight=body.traffic_weight,
+            description=body.description,
         )
         return JSONResponse(adapter_body(entry))
 
@@ -301,7 +305,7 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
             {
                 "id": item.ref.generation,
                 "digest": item.ref.digest,
-                "path": item.ref.uri,
+                "path": shown_source(item.ref.uri),
                 "max_rank": item.max_rank,
                 "size_bytes": item.size_bytes,
                 "created": item.registered_s,

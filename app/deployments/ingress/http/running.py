@@ -15,6 +15,7 @@ from fastapi import Request
 
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.job import Job
+from app.deployments.ingress.routing.decision import ROUTE_HEADER
 from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.ingress.tenancy import Tenancy
 
@@ -37,9 +38,10 @@ class RunningService(Protocol):
 
 
 def adapter_header(job: Job) -> dict[str, str]:
-    """Says which adapter answers."""
+    """Says which adapter answers, and how the service has chosen it, if it was to."""
     adapter = job.requests[0].adapter
-    return {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
+    headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
+    return headers if job.decision is None else headers | {ROUTE_HEADER: job.decision.header}
 
 
 @contextmanager

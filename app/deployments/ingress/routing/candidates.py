@@ -1,0 +1,145 @@
+"""The adapters that may be chosen, as vectors: what each says of itself, embedded.
+
+In: the registry's entries as they change, and what embeds texts. Out: of a tenant's adapters those nearest to a vector,
+by cosine. Rule: an adapter without a description is no candidate, and one whose description is not embedded yet is
+waited for, not passed over. Weights are not looked at: an adapter may win that no process has read yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.deployments.ingress.routing.decision import Scored
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.view import Entry, Key
+
+Floats = NDArray[np.float32]
+#: Texts to vectors of length 1, [N, H].
+Embed = Callable[[Sequence[str]], Awaitable[Floats]]
+
+#: Descriptions that are embedded together.
+MAX_TOGETHER = 64
+#: Candidates of an owner that are looked at one by one for names that the asker may not use, before all are sorted.
+_FIRST = 64
+
+
+class _Owned:
+    """One owner's candidates: row i of `vectors` is of `names[i]`."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.rows: dict[str, int] = {}
+        self.texts: dict[str, str] = {}  # what the rows say
+        self.pending: dict[str, str] = {}  # what is to be embedded
+        self._vectors: Floats = np.zeros((0, 0), np.float32)
+
+    @property
+    def vectors(self) -> Floats:
+        return self._vectors[: len(self.names)]
+
+    def put(self, name: str, text: str, vector: Floats) -> None:
+        row = self.rows.get(name)
+        if row is None:
+            row = len(self.names)
+            if row >= len(self._vectors):
+                grown = np.zeros((max(64, 2 * row), len(vector)), np.float32)
+                if row:
+                    grown[:row] = self._vectors[:row]
+                self._vectors = grown
+            self.names.append(name)
+            self.rows[name] = row
+        self._vectors[row], self.texts[name] = vector, text
+
+    def remove(self, name: str) -> None:
+        """The last row takes the place of the one that goes."""
+        self.pending.pop(name, None)
+        row = self.rows.pop(name, None)
+        if row is None:
+            return
+        del self.texts[name]
+        last = self.names.pop()
+        if last != name:
+            self.names[row], self.rows[last] = last, row
+            self._vectors[row] = self._vectors[len(self.names)]
+
+
+class Candidates:
+    """One per ingress, on its event loop."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, _Owned] = {}
+
+    def note(self, key: Key, entry: Entry | None) -> None:
+        """An entry of the registry is new, has changed, or is gone."""
+        owner_id, name = key
+        owned = self._owners.setdefault(owner_id, _Owned())
+        described = isinstance(entry, CatalogEntry) and bool(entry.description)
+        text = f"{name}: {entry.description}" if isinstance(entry, CatalogEntry) else ""
+        if not described:
+            owned.remove(name)
+        elif owned.texts.get(name) == text:
+            owned.pending.pop(name, None)
+        else:
+            owned.pending[name] = text
+
+    def num_of(self, owner_ids: Collection[str]) -> int:
+        """Candidates of these owners, embedded or not."""
+        return sum(len({*owned.names, *owned.pending}) for owned in self._of(owner_ids))
+
+    async def embed_pending(self, owner_ids: Collection[str], embed: Embed) -> None:
+        """Embed what these owners' adapters have come to say. What changes meanwhile is embedded as well."""
+        for owned in self._of(owner_ids):
+            while owned.pending:
+                items = list(owned.pending.items())[:MAX_TOGETHER]
+                vectors = await embed([text for _, text in items])
+                for (name, text), vector in zip(items, vectors, strict=True):
+                    if owned.pending.get(name) == text:  # else it has changed again, or is gone
+                        del owned.pending[name]
+                        owned.put(name, text, vector)
+
+    def nearest(
+        self,
+        vector: Floats,
+        owner_ids: Sequence[str],
+        may_use: Callable[[str, str], bool],
+        threshold: float,
+        top_k: int,
+    ) -> list[Scored]:
+        """By descending cosine, all of at least `threshold`, at most `top_k`; of one name the first owner's.
+
+        vector: [H], of length 1. may_use: whether a name of an owner is the asker's to use.
+        """
+        found: dict[str, Scored] = {}
+        for owner_id in owner_ids:
+            owned = self._owners.get(owner_id)
+            if owned is None or not owned.names:
+                continue
+            scores = owned.vectors @ vector
+            taken = 0
+            for row in _descending(scores, threshold):
+                name = owned.names[row]
+                if taken == top_k:
+                    break
+                if may_use(owner_id, name):
+                    taken += 1
+                    found.setdefault(name, Scored(name, owner_id, float(scores[row])))
+        return sorted(found.values(), key=lambda one: (-one.score, one.name))[:top_k]
+
+    def _of(self, owner_ids: Collection[str]) -> Iterator[_Owned]:
+        return (self._owners[owner_id] for owner_id in dict.fromkeys(owner_ids) if owner_id in self._owners)
+
+
+def _descending(scores: Floats, threshold: float) -> Iterator[int]:
+    """Rows of at least the threshold, the best first: a few of the best are found without sorting all."""
+    count = min(_FIRST, len(scores))
+    best = np.argpartition(-scores, count - 1)[:count]
+    best = best[np.argsort(-scores[best], kind="stable")]
+    yield from (int(row) for row in best if scores[row] >= threshold)
+    if count < len(scores) and scores[best[-1]] >= threshold:
+        seen = set(best.tolist())
+        yield from (
+            int(row) for row in np.argsort(-scores, kind="stable") if int(row) not in seen and scores[row] >= threshold
+        )

@@ -1,0 +1,53 @@
+"""What was chosen for a request, and how: a value that answers and headers tell.
+
+In: nothing. Out: `Decision`. Rule: it says enough to be understood without the log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from app.deployments.ingress.schema import WeightedAdapter
+
+#: The chosen adapters and their scores: "sql=0.8300,tone=0.6400", or "base".
+ROUTE_HEADER = "X-Polylora-Route"
+
+
+class Scored(NamedTuple):
+    """A candidate and its cosine."""
+
+    name: str
+    owner_id: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was chosen, and how."""
+
+    chosen: tuple[Scored, ...]
+    num_candidates: int
+    embedder: str
+    threshold: float
+    top_k: int
+
+    @property
+    def adapters(self) -> list[WeightedAdapter]:
+        """Each with its share of the scores."""
+        total = sum(one.score for one in self.chosen)
+        return [WeightedAdapter(name=one.name, weight=one.score / total) for one in self.chosen]
+
+    @property
+    def header(self) -> str:
+        return ",".join(f"{one.name}={one.score:.4f}" for one in self.chosen) or "base"
+
+    def body(self) -> dict[str, Any]:
+        """As answers and POST /v1/route tell it; no adapters: the base."""
+        return {
+            "adapters": [{"name": one.name, "score": one.score} for one in self.chosen],
+            "num_candidates": self.num_candidates,
+            "embedder": self.embedder,
+            "threshold": self.threshold,
+            "top_k": self.top_k,
+        }

@@ -1,0 +1,251 @@
+"""`model: "auto"`: order and threshold, who may be chosen, and what the client is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from app.config import RoutingConfig
+from app.deployments.ingress.routing.candidates import Candidates
+from app.deployments.ingress.routing.embedders import BaseEmbedder
+from app.deployments.ingress.routing.router import Router
+from app.deployments.ingress.schema import RoutingFields
+from app.deployments.ingress.tenants import Caller
+from app.deployments.registry.entries import AliasEntry, CatalogEntry
+from app.deployments.registry.view import RegistryView
+from app.deployments.tenants.entries import PUBLIC
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.composing.composition import Part, composition_of
+from app.engine.errors import NotReady
+from tests.deployments.http_service import Service
+from tests.deployments.ingress.http.test_limits import engines, used
+from tests.deployments.managed import wanted
+from tests.fakes import fake_adapter
+
+ADA = Caller("ada", "key", replace(PUBLIC, shared=frozenset({("zed", "shared")})))
+WORDS = ("sql", "law", "tone", "shared")
+
+
+class Bags:
+    """Texts as counts of a few words, beside a little of everything else."""
+
+    name = "a bag of words"
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def embed(self, texts: Sequence[str], caller: Caller | None) -> NDArray[np.float32]:  # noqa: ARG002
+        self.asked.append(list(texts))
+        await self.gate.wait()
+        counts = np.array([[text.count(word) for word in WORDS] + [0.2] for text in texts], np.float32)
+        unit: NDArray[np.float32] = counts / np.linalg.norm(counts, axis=1, keepdims=True)
+        return unit
+
+
+def entry(name: str, description: str, tenant_id: str = "ada") -> CatalogEntry:
+    digest = hashlib.sha256(f"{tenant_id}/{name}".encode()).hexdigest()
+    return CatalogEntry(AdapterRef(name, digest, tenant_id), 8, 64, 0.0, "ada", description=description)
+
+
+def router_of(*entries: Any, **config: Any) -> tuple[Router, RegistryView, Bags]:
+    view, bags = RegistryView(entries), Bags()
+    return Router(RoutingConfig(**config), view, bags, wait_s=0.05), view, bags
+
+
+async def names(router: Router, text: str, caller: Caller = ADA, **wishes: Any) -> list[str]:
+    return [one.name for one in (await router.decide(text, caller, RoutingFields(**wishes))).chosen]
+
+
+async def test_order_and_threshold() -> None:
+    router, _, _ = router_of(entry("a", "sql law law"), entry("b", "sql"), entry("c", "tone"), top_k=3, threshold=0.4)
+    decision = await router.decide("some sql", ADA)
+    assert [one.name for one in decision.chosen] == ["b", "a"]
+    scores = [one.score for one in decision.chosen]
+    assert scores[0] > 0.9 > scores[1] > 0.4
+    assert decision.num_candidates == 3
+    assert decision.header == f"b={scores[0]:.4f},a={scores[1]:.4f}"
+    assert sum(one.weight for one in decision.adapters) == pytest.approx(1)
+    assert await names(router, "some sql", top_k=1) == ["b"]
+    assert await names(router, "some sql", threshold=0.95) == ["b"]
+    assert await names(router, "nothing of all this", threshold=0.99) == []
+
+
+async def test_only_what_the_caller_may_use_is_chosen() -> None:
+    router, _, _ = router_of(
+        entry("own", "sql"), entry("hidden", "sql", "zed"), entry("shared", "sql", "zed"),
+        entry("public", "sql", "default"), entry("own", "sql", "default"), top_k=9, threshold=0.3,
+    )  # fmt: skip
+    assert sorted(await names(router, "sql")) == ["own", "public", "shared"]
+    listed = ADA._replace(tenant=replace(ADA.tenant, model_mode="allow_list", model_ids=frozenset({"base", "public"})))
+    assert await names(router, "sql", listed) == ["public"]
+    assert await names(router, "sql", Caller("stranger", "key", PUBLIC)) != ["hidden"]
+
+
+async def test_changes_of_the_registry_are_followed() -> None:
+    router, view, bags = router_of(entry("a", "sql"), entry("b", ""), AliasEntry("c", (), 1, 0.0, tenant_id="ada"))
+    assert await names(router, "sql") == ["a"]
+    assert bags.asked == [["a: sql"], ["sql"]], "an alias and an adapter without a description are no candidates"
+    assert await names(router, "sql") == ["a"]
+    assert bags.asked[2:] == [["sql"]], "nothing is embedded twice"
+    view.apply([(("ada", "b"), entry("b", "tone")), (("ada", "a"), entry("a", "law"))])
+    assert await names(router, "sql") == []
+    assert await names(router, "tone") == ["b"]
+    view.apply([(("ada", "b"), None)])
+    assert await names(router, "tone") == []
+    assert await names(router, "law") == ["a"]
+
+
+async def test_without_candidates_nothing_is_embedded() -> None:
+    router, _, bags = router_of(entry("b", ""))
+    assert await names(router, "sql") == []
+    assert bags.asked == []
+
+
+async def test_new_descriptions_are_waited_for_and_not_passed_over() -> None:
+    router, _, bags = router_of(entry("a", "sql"))
+    bags.gate.clear()
+    with pytest.raises(NotReady, match="descriptions of adapters are being embedded"):
+        await router.decide("sql", ADA)
+    bags.gate.set()
+    assert await names(router, "sql") == ["a"]
+    assert sum(asked == ["a: sql"] for asked in bags.asked) == 1, "work goes on without whoever began it"
+    await router.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 300), st.integers(1, 9), st.floats(-0.5, 0.9), st.integers(0, 2**32 - 1))
+def test_the_nearest_are_those_of_a_whole_sort(count: int, top_k: int, threshold: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    vectors = rng.standard_normal((count, 8)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    allowed = {f"n{index}" for index in range(count) if rng.random() < 0.3}
+    candidates = Candidates()
+    for index in range(count):
+        candidates.note(("ada", f"n{index}"), entry(f"n{index}", "something"))
+
+    async def embed(texts: Sequence[str]) -> NDArray[np.float32]:
+        return vectors[[int(text.split(":")[0][1:]) for text in texts]]
+
+    asyncio.run(candidates.embed_pending(["ada"], embed))
+    gone = {f"n{index}" for index in range(count) if rng.random() < 0.2}
+    for name in gone:
+        candidates.note(("ada", name), None)
+    query = vectors[0] if count else np.ones(8, np.float32)
+    found = candidates.nearest(query, ["ada"], lambda _, name: name in allowed, threshold, top_k)
+    scores = {f"n{index}": float(vectors[index] @ query) for index in range(count)}
+    expected = sorted((name for name in allowed - gone if scores[name] >= threshold), key=lambda name: -scores[name])[
+        :top_k
+    ]
+    assert [one.name for one in found] == expected or [one.score for one in found] == pytest.approx(
+        [scores[name] for name in expected], abs=1e-6
+    )
+
+
+@pytest.fixture
+def described(service: Service) -> Service:
+    service._router._embedder = Bags()
+    return service
+
+
+async def register(http: httpx.AsyncClient, name: str, description: str) -> None:
+    body = {"name": name, "path": name, "description": description, "wait": True}
+    answer = await http.post("/v1/loras", json=body)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["description"] == description
+
+
+async def test_the_answer_says_what_was_chosen(described: Service, http: httpx.AsyncClient) -> None:
+    await register(http, "two", "knows the law")
+    messages = [{"role": "user", "content": "law?"}]
+    answer = await http.post("/v1/chat/completions", json={"model": "auto", "messages": messages, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    routing = answer.json()["routing"]
+    assert [one["name"] for one in routing["adapters"]] == ["two"]
+    assert (routing["embedder"], routing["threshold"], routing["top_k"]) == ("a bag of words", 0.6, 1)
+    assert answer.headers["X-Polylora-Adapter"] == "two@1"
+    assert answer.headers["X-Polylora-Route"].startswith("two=1.0")
+    body = {"model": "auto", "prompt": "weather?", "max_tokens": 2}
+    base = await http.post("/v1/completions", json=body)
+    assert base.headers["X-Polylora-Route"] == "base"
+    assert "X-Polylora-Adapter" not in base.headers
+    assert base.json()["routing"]["adapters"] == []
+    explained = await http.post("/v1/route", json={"messages": messages})
+    assert {**explained.json()} == {"object": "route", **routing}
+    assert described.observed[-1] == ("route", 200)
+
+
+async def test_several_are_combined_by_their_scores(described: Service, http: httpx.AsyncClient) -> None:
+    await register(http, "two", "law")
+    await http.patch("/v1/loras/sql", json={"description": "law tone"})
+    decision = await described.frontend.router.decide(
+        "law", Caller("default", "t"), RoutingFields(top_k=2, threshold=0.5)
+    )
+    assert [one.name for one in decision.chosen] == ["two", "sql"]
+    weights = {one.name: one.weight for one in decision.adapters}
+    parts = []
+    for name, weight in weights.items():
+        ref = described.registry.resolve(name, "", "default")
+        assert ref is not None
+        parts.append(Part(ref, weight))
+    derived, made = composition_of(parts).ref("default"), fake_adapter("their sum", 8)
+    described.fleet.adapters[derived.digest] = replace(made, card=replace(made.card, digest=derived.digest))
+    body = {"model": "auto", "prompt": "law", "max_tokens": 2, "routing": {"top_k": 2, "threshold": 0.5}}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Polylora-Adapter"] == f"{derived.name}@1"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "said"),
+    [
+        ("/v1/completions", {"model": "auto", "prompt": ["a", "b"]}, "chooses for one prompt of characters"),
+        ("/v1/completions", {"model": "auto", "prompt": [1, 2]}, "chooses for one prompt of characters"),
+        ("/v1/completions", {"model": "auto", "prompt": "a", "lora_path": "sql"}, "chooses the adapter; name none"),
+        ("/v1/completions", {"model": "sql", "prompt": "a", "routing": {}}, "which only model 'auto' does"),
+        ("/v1/route", {}, "give either messages, a conversation, or prompt"),
+        ("/v1/loras", {"name": "auto", "path": "x"}, "lets the service choose an adapter; choose another name"),
+        ("/v1/loras", {"name": "x", "path": "x", "description": "x" * 1001}, "1001 characters but at most 1000"),
+    ],
+)
+async def test_mistakes_are_named(http: httpx.AsyncClient, path: str, change: Any, said: str) -> None:
+    answer = await http.post(path, json=change)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+async def test_the_base_embeds_in_the_default_service(service: Service) -> None:
+    """Over the service's own replicas; its vectors have length 1 and are the same in any company."""
+    embedder = service._router._embedder
+    assert isinstance(embedder, BaseEmbedder)
+    both = await embedder.embed(["knows the law", "sql"], None)
+    np.testing.assert_allclose(np.linalg.norm(both, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal((await embedder.embed(["sql"], Caller("ada", "k", PUBLIC)))[0], both[1])
+
+
+async def test_an_adapter_that_says_nothing_new_keeps_its_description(service: Service) -> None:
+    client = service.managed.client
+    await client.load_and_wait(replace(wanted("two", "two"), description="law"))
+    assert (await client.describe("two", tenant_id="default")).entry.description == "law"  # type: ignore[union-attr]
+    await client.configure("two", tenant_id="default", who="ada", pinned=True)
+    assert (await client.describe("two", tenant_id="default")).entry.description == "law"  # type: ignore[union-attr]
+
+
+async def test_what_choosing_computes_is_in_the_ledger(service: Service, http: httpx.AsyncClient) -> None:
+    assert (await http.patch("/v1/loras/sql", json={"description": "writes queries"})).status_code == 200
+    explained = await http.post("/v1/route", json={"prompt": "which adapter is this for?"})
+    assert explained.json()["num_candidates"] == 1
+    assert explained.json()["embedder"] == "base"
+    counted, computed = await used(service), await engines(service)
+    assert counted.prompt_tokens == computed.prompt_tokens > len("which adapter is this for?")
