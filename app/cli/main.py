@@ -5,6 +5,7 @@
     polylora convert adapters/sql sql.lora.arrow  turn an adapter into one mapped file, or back
     polylora inspect sql.lora.arrow               show an adapter's ranks, targets, norms and size
     polylora check adapters/sql                   would it load on the settings' base (--base: on another), or why not
+    polylora merge adapters/sql merged/           the base with an adapter merged into it, as a folder
     polylora keygen signing.pem                   make a key for signing adapters
     polylora keygen --admin                       make the first key that manages tenants
     polylora sign adapters/sql --key signing.pem
@@ -32,6 +33,7 @@ from typing import TextIO
 from app.cli.adapters import DEFAULT_CONFIG, add_commands
 from app.cli.apply import add_apply
 from app.cli.doctor import add_doctor
+from app.cli.merging import add_merge
 from app.cli.plan import add_plan
 from app.cli.signing import add_signing_commands
 from app.cli.status import add_status
@@ -48,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_fetch(commands)
     add_commands(commands)
+    add_merge(commands)
     add_signing_commands(commands)
     add_apply(commands)
     add_tenants(commands)
