@@ -36,10 +36,11 @@ class Change(NamedTuple):
 
 
 class End(NamedTuple):
-    """The answer is over; `usage` is what it has cost."""
+    """The answer is over; `usage` is what it has cost, `stop` the stop string that ended it, if one did."""
 
     reason: FinishReason
     usage: Usage | None
+    stop: str | None = None
 
 
 async def changes(job: Job) -> AsyncGenerator[Change | End]:
@@ -65,7 +66,7 @@ async def changes(job: Job) -> AsyncGenerator[Change | End]:
             if delta.finish_reason is not None:
                 if block is not None:
                     yield Change("close", block)
-                yield End(delta.finish_reason, delta.usage)
+                yield End(delta.finish_reason, delta.usage, delta.stop)
 
 
 def _opened_by(piece: Piece, block: Block | None) -> Block | None:

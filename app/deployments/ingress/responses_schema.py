@@ -75,41 +75,29 @@ class TextField(Body):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(Body):
+class InputTokensRequest(Body):
+    """What the prompt of a response is made of."""
+
     model: str
     input: str | Items[InputMessage | FunctionCallItem | FunctionOutputItem]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, ge=0, le=1)
     text: TextField | None = None
     tools: Items[ResponsesTool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
-    stream: bool = False
     truncation: Literal["disabled"] = "disabled"
     lora_path: str | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    user: str | None = None
-    store: bool = False  # inert: nothing is stored
-    metadata: dict[str, str] | None = None  # inert, and told again
-    service_tier: str | None = None  # inert
-    prompt_cache_key: str | None = None  # inert
-    safety_identifier: str | None = None  # inert
 
     def chat(self) -> ChatCompletionRequest:
         """The same request in OpenAI's older words. Raises InvalidRequest."""
+        return parse_body(ChatCompletionRequest, self._conversation())
+
+    def _conversation(self) -> dict[str, Any]:
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         fields: dict[str, Any] = {
             "model": self.model,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "messages": messages + self._told(),
-            "max_tokens": self.max_output_tokens,
             "lora_path": self.lora_path,
-            "seed": self.seed,
-            "user": self.user,
-            "stream": self.stream,
         }
         if self.text is not None and self.text.format is not None:
             form = self.text.format
@@ -125,7 +113,7 @@ class ResponsesRequest(Body):
             fields["tool_choice"] = (
                 {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenTool) else choice
             )
-        return parse_body(ChatCompletionRequest, fields)
+        return fields
 
     def _told(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
@@ -146,6 +134,32 @@ class ResponsesRequest(Body):
                 else:
                     told.append({"role": "assistant", "content": "", "tool_calls": [call]})
         return told
+
+
+class ResponsesRequest(InputTokensRequest):
+    max_output_tokens: Count | None = None
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    stream: bool = False
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    user: str | None = None
+    store: bool = False  # inert: nothing is stored
+    metadata: dict[str, str] | None = None  # inert, and told again
+    service_tier: str | None = None  # inert
+    prompt_cache_key: str | None = None  # inert
+    safety_identifier: str | None = None  # inert
+
+    def chat(self) -> ChatCompletionRequest:
+        """The same request in OpenAI's older words. Raises InvalidRequest."""
+        fields: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_output_tokens,
+            "seed": self.seed,
+            "user": self.user,
+            "stream": self.stream,
+        }
+        return parse_body(ChatCompletionRequest, fields | self._conversation())
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:

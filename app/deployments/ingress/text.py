@@ -34,7 +34,7 @@ class Decoder(Protocol):
 class TextDelta:
     """One piece of an answer. `token_ids` and `logprobs` belong to the text so far; the last piece has a reason.
 
-    `usage` counts all tokens so far, those without text too.
+    `usage` counts all tokens so far, those without text too. `stop`: the stop string that ended the answer.
     """
 
     text: str
@@ -42,6 +42,7 @@ class TextDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    stop: str | None = None
 
 
 class StopMatcher:
@@ -51,21 +52,21 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text that is safe to send, whether a stop string was met). After a meeting there is no more."""
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that is safe to send, the stop string that was met). After a meeting there is no more."""
         if not self._stops:
-            return text, False
+            return text, None
         self._held += text
-        found = [(index + len(stop), index) for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        found = [(index + len(stop), index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
             # The one that is complete first, so that the answer does not depend on where pieces end.
-            _, start = min(found)
+            _, start, stop = min(found)
             safe, self._held = self._held[:start], ""
-            return safe, True
+            return safe, stop
         num_held = self._num_undecided()
         cut = len(self._held) - num_held
         safe, self._held = self._held[:cut], self._held[cut:]
-        return safe, False
+        return safe, None
 
     def finish(self) -> str:
         """The text held back: the answer ended, so it was no stop string."""
@@ -104,14 +105,14 @@ async def text_deltas(
             visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
             token_ids += visible
             logprobs += chunk.logprobs[: len(visible)]
-            text, stopped = matcher.push(decoder.push(visible))
-            reason: FinishReason | None = "stop" if stopped else chunk.finish_reason
-            if reason is not None and not stopped:
-                tail, stopped = matcher.push(decoder.flush())
-                text += tail if stopped else tail + matcher.finish()
-                reason = "stop" if stopped else reason
+            text, stop = matcher.push(decoder.push(visible))
+            reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
+            if reason is not None and stop is None:
+                tail, stop = matcher.push(decoder.flush())
+                text += tail + matcher.finish() if stop is None else tail
+                reason = reason if stop is None else "stop"
             if text or reason is not None:
-                yield TextDelta(text, token_ids, logprobs, reason, usage)
+                yield TextDelta(text, token_ids, logprobs, reason, usage, stop)
                 token_ids, logprobs = (), ()
             if reason is not None:
                 return

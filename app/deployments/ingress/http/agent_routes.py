@@ -27,7 +27,7 @@ from app.deployments.ingress.http.running import (
 )
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.messages_schema import CountTokensRequest, MessagesRequest
-from app.deployments.ingress.responses_schema import ResponsesRequest
+from app.deployments.ingress.responses_schema import InputTokensRequest, ResponsesRequest
 from app.deployments.ingress.schema import ChatCompletionRequest, parse_body
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.ingress.tokenize_schema import DetokenizeRequest, TokenizeRequest
@@ -73,6 +73,14 @@ def _add_responses(app: FastAPI, service: RunningService) -> None:
         with counted_if_cancelled(service, "responses", job):
             blocks, end = await while_connected(request, finished(job))
         return _answer(service, job, "responses", response_body(job, body, blocks, end))
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a response has."""
+        body = parse_body(InputTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
+        chat = body.chat()
+        token_ids = await service.frontend.conversation_ids(chat, inference_caller(request), chat.model, chat.lora_path)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
 
 def _add_tokens(app: FastAPI, service: RunningService) -> None:

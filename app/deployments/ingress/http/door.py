@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.messages_answers import error_body
 from app.deployments.ingress.status import InvalidApiKey, error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import STATE, Caller, address_of
@@ -25,6 +26,8 @@ from app.engine.errors import PolyloraError
 
 #: What anybody may ask: whether the service lives.
 FREE_PATHS = frozenset({"/health", "/readyz", "/livez"})
+#: Anthropic's routes: their clients send the key as `x-api-key`, which is none anywhere else.
+MESSAGES_PATH = "/v1/messages"
 #: The id of the admin key that comes from the environment.
 ENVIRONMENT_KEY = "key_environment"
 
@@ -45,8 +48,7 @@ class Gate:
 
     def caller(self, request: HTTPConnection) -> Caller:
         """Raises InvalidApiKey."""
-        kind, _, value = request.headers.get("authorization", "").partition(" ")
-        value = value.strip() if kind.lower() == "bearer" else ""
+        value = _given_key(request)
         if self.needs_keys or is_key(value):
             return self._known(request, value)
         if self._rules.auth == "auto" and not self._rules.is_local(request.scope):
@@ -97,6 +99,20 @@ class Gate:
         return Caller(tenant.id, who, tenant, key_id, "admin")
 
 
+def is_messages(path: str) -> bool:
+    """Whether a route is one of Anthropic's."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def _given_key(request: HTTPConnection) -> str:
+    """What a request gives for its key; empty where it gives none. Of two, the one in Authorization."""
+    kind, _, value = request.headers.get("authorization", "").partition(" ")
+    value = value.strip() if kind.lower() == "bearer" else ""
+    if not value and is_messages(request.scope["path"]):
+        value = request.headers.get("x-api-key", "").strip()
+    return value
+
+
 def _operator(request: HTTPConnection) -> Caller:
     return Caller(DEFAULT_TENANT, f"management token, {address_of(request)}", PUBLIC, "", "operator")
 
@@ -114,7 +130,8 @@ class Door:
                 caller = self._gate.caller(HTTPConnection(scope))
             except PolyloraError as error:
                 answer = error_answer(error)
-                refusal = JSONResponse(answer.body, status_code=answer.status, headers=answer.headers)
+                body = error_body(answer) if is_messages(scope["path"]) else answer.body
+                refusal = JSONResponse(body, status_code=answer.status, headers=answer.headers)
                 await refusal(scope, receive, send)
                 return
             scope.setdefault("state", {})[STATE] = caller

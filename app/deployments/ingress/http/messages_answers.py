@@ -51,6 +51,7 @@ def message_body(job: Job, model: str, blocks: Sequence[Block], end: End) -> dic
     return _message(job, model) | {
         "content": content,
         "stop_reason": _stop_reason(end, any(block.kind == "call" for block in blocks)),
+        "stop_sequence": end.stop,
         "usage": _usage(end.usage),
     }
 
@@ -63,7 +64,7 @@ async def message_events(job: Job, model: str) -> AsyncGenerator[bytes]:
             begin = b"" if is_begun else named_event("message_start", {"message": _started(job, model)})
             is_begun = True
             if isinstance(change, End):
-                delta = {"stop_reason": _stop_reason(change, has_calls), "stop_sequence": None}
+                delta = {"stop_reason": _stop_reason(change, has_calls), "stop_sequence": change.stop}
                 ended = named_event("message_delta", {"delta": delta, "usage": _usage(change.usage)})
                 yield begin + ended + named_event("message_stop", {})
             else:
@@ -105,6 +106,8 @@ def _input(block: Block) -> dict[str, Any]:
 
 
 def _stop_reason(end: End, has_calls: bool) -> str:
+    if end.stop is not None:
+        return "stop_sequence"
     if end.reason == "length":
         return "max_tokens"
     return "tool_use" if has_calls else "end_turn"

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute, APIRouter
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
+from app.deployments.ingress.http.door import is_messages
 from app.deployments.ingress.schema import Body, accepted_in_vain
 from app.release import version
 
@@ -55,7 +56,10 @@ def openapi(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
         "security": [{}, {"bearer": []}],
     }
@@ -100,6 +104,8 @@ def _operation(route: APIRoute, method: str, schemas: dict[str, Any]) -> dict[st
             },
         },
     }
+    if is_messages(route.path):
+        operation["security"] = [{}, {"bearer": []}, {"x-api-key": []}]
     kind = body_of(route)
     if kind is not None:
         _add_schema(kind, schemas)

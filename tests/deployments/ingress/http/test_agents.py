@@ -76,6 +76,25 @@ async def test_messages_with_tools_and_their_results(claude: anthropic.AsyncAnth
     assert answer.usage.output_tokens > 0
 
 
+async def test_a_stop_sequence_is_told(claude: anthropic.AsyncAnthropic) -> None:
+    fields: Any = CLAUDE | {"max_tokens": 12, "extra_body": {"temperature": 0}}
+    (block,) = (await claude.messages.create(**fields)).content
+    assert block.type == "text"
+    stop, last = block.text[4:6], block.text[-1:]
+    stops = {"stop_sequences": ["never met", stop]}
+    message = await claude.messages.create(**fields | stops)
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+    assert message.content[0].type == "text"
+    assert message.content[0].text == block.text[: block.text.index(stop)]
+    async with claude.messages.stream(**fields | stops) as stream:
+        told = await stream.get_final_message()
+    assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", stop)
+    assert told.content[0].type == "text"
+    assert told.content[0].text == message.content[0].text
+    other = await claude.messages.create(**fields | {"stop_sequences": [f"{last} and more"]})
+    assert (other.stop_reason, other.stop_sequence) == ("max_tokens", None)
+
+
 async def test_streamed_messages_come_together(claude: anthropic.AsyncAnthropic) -> None:
     async with claude.messages.stream(**CLAUDE | CLAUDE_TOOLS | {"tool_choice": ONE_CALL}) as stream:
         kinds = [event.type async for event in stream]
@@ -112,6 +131,20 @@ async def test_responses_with_words_and_schemas(gpt: openai.AsyncOpenAI) -> None
     response = await gpt.responses.create(**GPT, text=FORMAT)
     assert response.status == "completed"
     jsonschema.validate(json.loads(response.output_text), CITY)
+
+
+async def test_tokens_of_a_response_are_counted_before_it(gpt: openai.AsyncOpenAI) -> None:
+    for fields in ({"instructions": "be kind"}, GPT_TOOLS):
+        response = await gpt.responses.create(**GPT | fields)
+        body = {name: GPT[name] for name in ("model", "input")} | fields
+        count = await gpt.responses.input_tokens.count(**body)
+        assert response.usage is not None
+        assert (count.object, count.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gpt.responses.input_tokens.count(model="base", input="hi", previous_response_id="x")
+    assert caught.value.param == "previous_response_id"
+    with pytest.raises(openai.NotFoundError):
+        await gpt.responses.input_tokens.count(model="nobody", input="hi")
 
 
 async def test_responses_with_tools_and_their_results(gpt: openai.AsyncOpenAI) -> None:

@@ -118,6 +118,25 @@ async def test_a_key_in_a_query_or_another_header_is_none(org: Org) -> None:
         assert (await org.http.get("/v1/models", **where)).status_code == 401
 
 
+async def test_anthropic_s_routes_take_the_key_as_its_clients_send_it(org: Org) -> None:
+    body = {"model": "base", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    submitted = org.service.fleet.replicas["replica-0"].submitted
+    key = {"x-api-key": org.keys["ada"]}
+    assert (await org.http.post("/v1/messages", json=body, headers=key)).status_code == 200
+    assert submitted[-1].tenant_id == org.ids["ada"]
+    count = {name: body[name] for name in ("model", "messages")}
+    assert (await org.http.post("/v1/messages/count_tokens", json=count, headers=key)).status_code == 200
+    both = bearer(org.keys["bob"]) | key
+    assert (await org.http.post("/v1/messages", json=body, headers=both)).status_code == 200
+    assert submitted[-1].tenant_id == org.ids["bob"], "Authorization is what every route reads"
+    for wrong in ({}, {"x-api-key": "sk-poly-wrong"}, bearer("sk-poly-wrong") | key):
+        answer = await org.http.post("/v1/messages", json=body, headers=wrong)
+        assert (answer.status_code, answer.json()["type"]) == (401, "error")
+        assert answer.json()["error"]["type"] == "authentication_error"
+    for path in ("/v1/chat/completions", "/v1/messages_not", "/v1/responses"):
+        assert (await org.http.post(path, json=body, headers=key)).status_code == 401
+
+
 async def test_a_request_is_its_project_s(org: Org) -> None:
     answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
     assert answer.status_code == 200, answer.text
