@@ -1,9 +1,9 @@
 """What a GGUF file means: metadata to `ModelSpec`, tensors to canonical names, layout and float32.
 
-Architectures: llama (Mistral and Mixtral included, which GGUF stores as llama), qwen2, qwen3, and the mixtures
-qwen2moe, qwen3moe and olmoe. Every key of the architecture's namespace is read, must have the one value given here, or
-is refused by name. The converter interleaves the rows of q and k for llama (adjacent pairs are rotated); the rows are
-put back into the half-split order every backend rotates.
+Architectures: llama (Mistral and Mixtral included, which GGUF stores as llama), qwen2, qwen3, gemma2, gemma3, and the
+mixtures qwen2moe, qwen3moe and olmoe. Every key of the architecture's namespace is read, must have the one value given
+here, or is refused by name. The converter interleaves the rows of q and k for llama (adjacent pairs are rotated); the
+rows are put back into the half-split order every backend rotates.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
+from app.engine.models import gguf_gemma
 from app.engine.models.expert_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.gguf_file import GgufFile
 from app.engine.models.names import canonical_gguf_name
@@ -43,6 +44,7 @@ ARCHITECTURES = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "olmoe": "olmoe",
+    **gguf_gemma.ARCHITECTURES,
 }
 #: Architectures with experts whose shares llama.cpp divides by their sum, and those where it does not.
 _NORMALISES = {"llama": True, "qwen3moe": True, "qwen2moe": False, "olmoe": False}
@@ -67,12 +69,9 @@ _FIXED: dict[str, tuple[object, ...]] = {
 
 def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
     """Read the metadata; biases, q/k norms and tied embeddings follow from the tensors present."""
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
-        )
-    keys = _namespace(file, str(architecture))
+    architecture = _architecture(file)
+    is_gemma = architecture in gguf_gemma.ARCHITECTURES
+    keys = _namespace(file, architecture)
     hidden_size, num_heads = _integer(keys, "embedding_length"), _integer(keys, "attention.head_count")
     num_kv_heads = _integer(keys, "attention.head_count_kv", num_heads)
     head_dim = checked_head_dim(_integer(keys, "attention.key_length", hidden_size // num_heads))
@@ -95,16 +94,19 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         qk_norm=f"{first}self_attn.q_norm.weight" in names,
         whole_qk_norm=architecture == "olmoe",
     )
-    mlp = MlpSpec(_integer(keys, "feed_forward_length"), bias=f"{first}mlp.gate_proj.bias" in names)
-    experts = _experts(keys, str(architecture))
+    has_bias = f"{first}mlp.gate_proj.bias" in names
+    mlp = MlpSpec(_integer(keys, "feed_forward_length"), "gelu_tanh" if is_gemma else "silu", has_bias)
+    experts = _experts(keys, architecture)
     if experts is not None:
         mlp = MlpSpec(_integer(keys, "expert_feed_forward_length", mlp.intermediate_size))
     embedding = file.tensors.get("token_embd.weight")
     vocab_size = _integer(keys, "vocab_size", embedding.shape[0] if embedding is not None else None)
-    end_ids = (_token_id(file, key, vocab_size) for key in ("eos", "eot", "eom"))
-    return ModelSpec(
+    end_ids = [_token_id(file, key, vocab_size) for key in ("eos", "eot", "eom")]
+    if is_gemma:
+        end_ids.append(gguf_gemma.end_of_turn(file.metadata))
+    spec = ModelSpec(
         name=name,
-        family="mixtral" if architecture == "llama" and experts is not None else ARCHITECTURES[str(architecture)],
+        family="mixtral" if architecture == "llama" and experts is not None else ARCHITECTURES[architecture],
         digest=digest,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -115,6 +117,7 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         bos_token_id=_token_id(file, "bos", vocab_size),
         eos_token_ids=tuple(dict.fromkeys(token_id for token_id in end_ids if token_id is not None)),
     )
+    return gguf_gemma.adjusted(spec, architecture, keys) if is_gemma else spec
 
 
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
@@ -123,6 +126,15 @@ def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
     return canonical_shapes(
         {canonical_gguf_name(name) or name: _whole_shape(name, shape) for name, shape in own.items()}
     )
+
+
+def _architecture(file: GgufFile) -> str:
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    return str(architecture)
 
 
 def _whole_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -175,7 +187,10 @@ def _half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.
 def _namespace(file: GgufFile, architecture: str) -> dict[str, Any]:
     prefix = architecture + "."
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    own = gguf_gemma.KEYS if architecture in gguf_gemma.ARCHITECTURES else frozenset[str]()
     for key, value in keys.items():
+        if key in own:
+            continue
         if key in _FIXED and value not in _FIXED[key]:
             raise CheckpointError(f"GGUF key {prefix + key!r} is {value!r}; only {_FIXED[key][0]!r} is supported")
         if key not in _READ.split() and key not in _FIXED:

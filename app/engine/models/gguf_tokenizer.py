@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer that a GGUF file's metadata describes.
+"""The tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece's (`gguf_sentencepiece`).
 
 In: a `GgufFile`. Out: a `tokenizers.Tokenizer` giving the ids transformers gives for the same file.
 GGUF names how text is split before merging (`tokenizer.ggml.pre`) but does not store the pattern, so the
@@ -7,11 +7,14 @@ kinds known here are a table and any other is refused: a near miss would change 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from app.engine.errors import CheckpointError
 from app.engine.models.gguf_file import GgufFile
+from app.engine.models.gguf_sentencepiece import sentencepiece_from_gguf
 
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,16 +42,31 @@ _SPLITS: dict[str, str | None] = {
 
 def tokenizer_from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
     """Build it; CheckpointError names a tokenizer or pre-tokenizer kind that is not known here."""
-    metadata = file.metadata
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    kind, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
+    if kind == "llama":
+        if pre not in (None, "default"):
+            raise CheckpointError(f"GGUF pre-tokenizer {pre!r} does not go with tokenizer 'llama'; only 'default' does")
+        tokenizer, named = sentencepiece_from_gguf(file)
+        vocab = tokenizer.get_vocab()
+        _add_tokens(tokenizer, file, named, lambda token: token in vocab)
+        _add_template(tokenizer, file, has_bos=True)
+        return tokenizer
     if kind != "gpt2":
         raise CheckpointError(
-            f"GGUF tokenizer {kind!r} is not supported, only 'gpt2' (byte-level BPE); "
+            f"GGUF tokenizer {kind!r} is not supported, only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece); "
             "use the model's folder with tokenizer.json instead"
         )
-    if pre not in _SPLITS:
+    tokenizer = _byte_level(file, pre)
+    _add_tokens(tokenizer, file, (), lambda token: _spelled(token) == token)
+    _add_template(tokenizer, file, has_bos=False)
+    return tokenizer
+
+
+def _byte_level(file: GgufFile, pre: object) -> tokenizers.Tokenizer:
+    """Without added tokens."""
+    if not isinstance(pre, str) or pre not in _SPLITS:
         raise CheckpointError(f"GGUF pre-tokenizer {pre!r} is not known; known are {', '.join(_SPLITS)}")
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
+    tokens, merges = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
         raise CheckpointError("the GGUF file lacks tokenizer.ggml.tokens or tokenizer.ggml.merges")
     vocab = {_spelled(token): index for index, token in enumerate(tokens)}
@@ -68,8 +86,6 @@ def tokenizer_from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
             ]
         )
     tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, file, tokens)
-    _add_template(tokenizer, file, tokens)
     return tokenizer
 
 
@@ -102,30 +118,37 @@ def _spelled(token: str) -> str:
     return "".join(_CHAR_OF_BYTE[byte] for byte in token.encode())
 
 
-def _add_tokens(tokenizer: tokenizers.Tokenizer, file: GgufFile, tokens: list[str]) -> None:
-    """Control tokens are matched whole and special; user-defined ones whole and ordinary."""
+def _add_tokens(
+    tokenizer: tokenizers.Tokenizer, file: GgufFile, named: Sequence[str], is_own: Callable[[str], bool]
+) -> None:
+    """Control tokens and `named` ones are matched whole and special; user-defined ones whole and ordinary.
+
+    is_own: whether the vocabulary has a token as the file spells it.
+    """
+    tokens = file.metadata["tokenizer.ggml.tokens"]
     types = file.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     special = [gguf_token_id(file, key) for key in ("bos", "eos", "unknown", "padding")]
     control = {index for index, kind in enumerate(types) if kind == _CONTROL} | {i for i in special if i is not None}
-    in_alphabet = [index for index in sorted(control) if _spelled(tokens[index]) == tokens[index]]
-    tokenizer.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in in_alphabet])
-    user = [
-        token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and _spelled(token) == token
-    ]
+    whole = [*named, *(tokens[index] for index in sorted(control) if is_own(tokens[index]))]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in whole])
+    user = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and is_own(token)]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user])
 
 
-def _add_template(tokenizer: tokenizers.Tokenizer, file: GgufFile, tokens: list[str]) -> None:
-    """Put bos and eos around a text where the file asks for it."""
+def _add_template(tokenizer: tokenizers.Tokenizer, file: GgufFile, has_bos: bool) -> None:
+    """Put bos and eos around a text where the file asks for it; has_bos: a bos also where it does not say."""
+    tokens = file.metadata["tokenizer.ggml.tokens"]
     template, special = [], []
-    for key, place in (("bos", 0), ("eos", 1)):
-        wanted, token_id = file.metadata.get(f"tokenizer.ggml.add_{key}_token"), gguf_token_id(file, key)
+    for key, place, default in (("bos", 0, has_bos), ("eos", 1, False)):
+        wanted, token_id = file.metadata.get(f"tokenizer.ggml.add_{key}_token", default), gguf_token_id(file, key)
         if not wanted:
             continue
         if token_id is None:
-            raise CheckpointError(f"tokenizer.ggml.add_{key}_token is set but {key}_token_id is missing")
+            raise CheckpointError(
+                f"the GGUF file's texts get an {key} token but tokenizer.ggml.{key}_token_id is missing"
+            )
         template.append((place, tokens[token_id]))
         special.append((tokens[token_id], token_id))
     if template:

@@ -52,6 +52,8 @@ _GGUF_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "self_attn.output_norm",
+    "post_ffw_norm": "mlp.output_norm",
 }
 #: Of mixtures: a layer's experts in one tensor, which has no ".weight" under its name here (`expert_layouts`).
 _GGUF_EXPERTS = {

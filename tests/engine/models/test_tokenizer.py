@@ -242,7 +242,8 @@ def test_bos_and_eos_are_added_where_the_file_asks(add_bos: bool, add_eos: bool,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "'llama' is not supported.*tokenizer.json"),
+        ({"model": "rwkv"}, "'rwkv' is not supported.*tokenizer.json"),
+        ({"model": "llama"}, "'gpt-2' does not go with tokenizer 'llama'"),
         ({"pre": "chameleon"}, "chameleon"),
         ({"pre": None}, "None is not known"),
         ({"eos": 10**6}, "eos_token_id is 1000000"),
