@@ -30,6 +30,7 @@ from app.deployments.ingress.schema import (
 from app.deployments.ingress.structured import Asked, asked
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text import Decoder
+from app.deployments.ingress.token_answers import in_token_ids
 from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.ingress.tool_use import ChatFields, chat_grammar, told_messages, told_tools
 from app.deployments.registry.entries import AUTO
@@ -289,7 +290,7 @@ class Frontend:
         names = _Fields("prompt", "max_tokens", "logprobs")
         self._check_sequences(len(prompts), body.n, names)
         token_ids = await self.prompt_ids(prompts, "prompt")
-        return await self._job(
+        job = await self._job(
             _ids("cmpl", request_id),
             caller,
             arrival_s,
@@ -302,6 +303,7 @@ class Frontend:
             echoes=[p if isinstance(p, str) else self.text_of(p) for p in prompts] if body.echo else (),
             decision=decision,
         )
+        return in_token_ids(job, body)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""

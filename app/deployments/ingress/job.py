@@ -60,7 +60,7 @@ class Job:
 
     `deadline_s` is a time of the event loop's clock; `clock` gives Unix time. `reservation` is what the job holds
     of its caller's limits. `tools`: how answers call tools, if they may. `echoes`: what each answer begins with, or ().
-    `decision`: how the service has chosen the adapter, if it was to.
+    `decision`: how the service has chosen the adapter, if it was to. `keeps_end`: answers keep their ending token.
     """
 
     request_id: str
@@ -77,6 +77,7 @@ class Job:
     tools: ToolUse | None = None
     echoes: tuple[str, ...] = ()
     decision: Decision | None = None
+    keeps_end: bool = False
 
     @property
     def usages(self) -> list[Usage | None]:
@@ -100,7 +101,8 @@ class Job:
     async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
         chunks = self.source.stream(self.requests[index], self.deadline_s)
         echo = self.echoes[index] if self.echoes else ""
-        async with aclosing(text_deltas(chunks, self.new_decoder(), self.stops)) as deltas:
+        source = text_deltas(chunks, self.new_decoder(), self.stops, keep_end=self.keeps_end)
+        async with aclosing(source) as deltas:
             async for delta in deltas:
                 if self.progress.first_s is None:
                     self.progress.first_s = self.clock()

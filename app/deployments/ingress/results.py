@@ -21,6 +21,8 @@ def generate_result(job: Job, index: int, answer: Answer) -> dict[str, Any]:
         "meta_info": {
             "id": job.requests[index].request_id,
             "lora": adapter.name if adapter is not None else None,
+            "lora_generation": adapter.generation if adapter is not None else None,
+            "lora_digest": adapter.digest if adapter is not None else None,
             "finish_reason": answer.finish_reason,
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],

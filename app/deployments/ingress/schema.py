@@ -336,11 +336,22 @@ class CompletionRequest(_OpenAIFields):
     logprobs: int | None = Field(default=None, ge=0, lt=2**31)
     echo: bool = False
 
+    return_token_ids: bool = False
+    detokenize: bool = True
+
     @model_validator(mode="after")
-    def _an_echo_has_no_logprobs(self) -> Self:
+    def _an_echo_is_text_alone(self) -> Self:
         if self.echo and self.logprobs is not None:
             raise ValueError("echo shows the prompt without log-probabilities; leave logprobs out")
+        if self.echo and self.wants_token_ids:
+            raise ValueError("echo shows the prompt as text; with token ids prompt_token_ids has it")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError("detokenize: false writes no text, where stop strings are; use stop_token_ids")
         return self
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return self.return_token_ids or not self.detokenize
 
     @property
     def prompts(self) -> list[str | list[int]]:

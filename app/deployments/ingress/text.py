@@ -83,11 +83,12 @@ class StopMatcher:
 
 
 async def text_deltas(
-    chunks: AsyncIterator[TokenChunk], decoder: Decoder, stops: Sequence[str]
+    chunks: AsyncIterator[TokenChunk], decoder: Decoder, stops: Sequence[str], *, keep_end: bool = False
 ) -> AsyncGenerator[TextDelta]:
     """Turn one sequence's chunks into text. Raises the error a chunk carries.
 
-    Returning early (a stop string) closes `chunks`, which aborts the sequence.
+    Returning early (a stop string) closes `chunks`, which aborts the sequence. `keep_end`: tokens are told as they
+    come, whether they complete text or not, and the one that ended the answer with them.
     """
     matcher = StopMatcher(stops)
     token_ids: tuple[int, ...] = ()
@@ -103,15 +104,16 @@ async def text_deltas(
                 num_tokens = usage.completion_tokens + len(chunk.token_ids)
                 usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
             visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
-            token_ids += visible
-            logprobs += chunk.logprobs[: len(visible)]
+            told = chunk.token_ids if keep_end else visible
+            token_ids += told
+            logprobs += chunk.logprobs[: len(told)]
             text, stop = matcher.push(decoder.push(visible))
             reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
             if reason is not None and stop is None:
                 tail, stop = matcher.push(decoder.flush())
                 text += tail + matcher.finish() if stop is None else tail
                 reason = reason if stop is None else "stop"
-            if text or reason is not None:
+            if text or reason is not None or (keep_end and token_ids):
                 yield TextDelta(text, token_ids, logprobs, reason, usage, stop)
                 token_ids, logprobs = (), ()
             if reason is not None:

@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from app.deployments.ingress.job import Answer
 from app.deployments.ingress.results import usage_body
 from app.deployments.ingress.text import TextDelta
+from app.deployments.ingress.token_answers import TokenAnswers, finite, lean_logprobs
 from app.deployments.ingress.tool_calls import CallBegin, Piece, ToolAnswer, ToolCall, ToolCallReader, ToolUse
 from app.engine.request import TokenLogprobs, Usage
 
@@ -32,6 +33,7 @@ class TokenOffsets:
         self._text_bytes = text_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+        self.is_first = True  # nothing of the answer has been told
 
     def push(self, token_id: int) -> int:
         """Where the next token begins; one in the middle of a character begins where the character does."""
@@ -55,6 +57,12 @@ class AnswerFormat:
     include_usage: bool = False  # a stream that ends with usage: until then it is null
     tools: ToolUse | None = None  # how answers call tools, if they may
     routing: Mapping[str, Any] | None = None  # how the service has chosen the adapter, if it was to
+    ids: TokenAnswers | None = None  # what answers have beside text, if token ids are asked for
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nearly every event of a stream has nothing new but its text."""
+        return not self.want_logprobs and self.ids is None
 
     def body(self, answers: Sequence[Answer], num_per_prompt: int) -> dict[str, Any]:
         """The answer of a request that does not stream."""
@@ -80,7 +88,11 @@ class AnswerFormat:
         if self.is_chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
             return self._event("chat.completion.chunk", choice)
-        return self._event("text_completion", choice | {"text": delta.text})
+        choice["text"] = delta.text
+        if self.ids is not None:
+            choice |= self.ids.choice(index, delta.token_ids, is_first=offsets.is_first)
+            offsets.is_first = False
+        return self._event("text_completion", choice)
 
     def reader(self, index: int) -> ToolCallReader | None:
         """What finds the calls of a choice; None where there can be none."""
@@ -130,7 +142,8 @@ class AnswerFormat:
             return choice | {"message": message, "finish_reason": reason_of(answer.finish_reason, len(found.calls))}
         if self.is_chat:
             return choice | {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-        return choice | {"text": answer.text}
+        ids = {} if self.ids is None else self.ids.choice(index, answer.token_ids, is_first=True)
+        return choice | {"text": answer.text} | ids
 
     def _event(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
         usage = {"usage": None} if self.include_usage else {}
@@ -140,18 +153,21 @@ class AnswerFormat:
         return {} if self.routing is None else {"routing": self.routing}
 
     def _envelope(self, kind: str) -> dict[str, Any]:
-        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
+        adapter = {} if self.ids is None else self.ids.adapter
+        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, **adapter}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs], offsets: TokenOffsets) -> dict[str, Any] | None:
         if not self.want_logprobs:
             return None
+        if self.ids is not None and not self.ids.has_text:
+            return lean_logprobs(logprobs)
         return self._chat_logprobs(logprobs) if self.is_chat else self._legacy_logprobs(logprobs, offsets)
 
     def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
             return {
                 "token": self.token_text(token_id),
-                "logprob": _finite(logprob),
+                "logprob": finite(logprob),
                 "bytes": list(self.token_bytes(token_id)),
             }
 
@@ -166,12 +182,12 @@ class AnswerFormat:
         for item in logprobs:
             top: dict[str, float] = {}
             for token_id, logprob in item.top:
-                top.setdefault(self._legacy_token(token_id), _finite(logprob))
-            top[self._legacy_token(item.token_id)] = _finite(item.logprob)
+                top.setdefault(self._legacy_token(token_id), finite(logprob))
+            top[self._legacy_token(item.token_id)] = finite(item.logprob)
             tops.append(top)
         return {
             "tokens": [self._legacy_token(item.token_id) for item in logprobs],
-            "token_logprobs": [_finite(item.logprob) for item in logprobs],
+            "token_logprobs": [finite(item.logprob) for item in logprobs],
             "top_logprobs": tops,
             "text_offset": [offsets.push(item.token_id) for item in logprobs],
         }
@@ -203,8 +219,3 @@ def piece_delta(piece: Piece) -> dict[str, Any]:
         call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
         return {"tool_calls": [{"index": piece.index} | call]}
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.piece}}]}
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity and no NaN: OpenAI writes -9999 for a token of probability 0."""
-    return max(-9999.0, logprob)  # in this order: of a NaN the first is taken

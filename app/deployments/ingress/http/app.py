@@ -48,6 +48,7 @@ from app.deployments.ingress.schema import (
 from app.deployments.ingress.status import error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
+from app.deployments.ingress.token_answers import token_answers
 from app.deployments.registry.entries import AliasEntry
 from app.deployments.registry.view import Entry
 from app.deployments.tenants.limits import LimitReached
@@ -167,6 +168,7 @@ async def _respond(
         include_usage=include_usage,
         tools=job.tools,
         routing=None if job.decision is None else job.decision.body(),
+        ids=token_answers(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
     )
     headers = adapter_header(job) | service.tenancy.headers(job.caller)
     if not body.stream:
@@ -217,7 +219,7 @@ async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes
             reader = readers[index]
             if reader is not None:
                 event = b"".join(map(sse, answer_format.tool_events(index, delta, offsets[index], reader)))
-            elif started[index] and delta.finish_reason is None and not answer_format.want_logprobs:
+            elif started[index] and delta.finish_reason is None and answer_format.is_plain:
                 before, behind = texts[index]  # nearly every event: only its text is new
                 event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
             else:

@@ -21,8 +21,8 @@ from app.deployments.ingress.tenancy import Tenancy
 
 T = TypeVar("T")
 
-#: Which adapter answered, "name@generation": an alias may have chosen it.
-ADAPTER_HEADER = "X-Polylora-Adapter"
+#: Which adapter answered, "name@generation": an alias may have chosen it; and the digest of its contents.
+ADAPTER_HEADER, DIGEST_HEADER = "X-Polylora-Adapter", "X-Polylora-Adapter-Digest"
 
 
 class RunningService(Protocol):
@@ -40,7 +40,9 @@ class RunningService(Protocol):
 def adapter_header(job: Job) -> dict[str, str]:
     """Says which adapter answers, and how the service has chosen it, if it was to."""
     adapter = job.requests[0].adapter
-    headers = {} if adapter is None else {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}"}
+    headers: dict[str, str] = {}
+    if adapter is not None:
+        headers = {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}", DIGEST_HEADER: adapter.digest}
     return headers if job.decision is None else headers | {ROUTE_HEADER: job.decision.header}
 
 
