@@ -28,6 +28,8 @@ from app.spelling import did_you_mean, fields_at
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+#: A path or URI with {name} in it, or module:function.
+RESOLVER_PATTERN = r"^(.*\{name\}.*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 #: How much traffic to expect for an adapter, 1 being the usual. Bounded, so that sums over all adapters are numbers.
 TrafficWeight = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
@@ -99,6 +101,14 @@ class AdaptersConfig(_Settings):
     )
     downloader: str | None = Field(
         default=None, description="module:function that fetches other URIs instead of the hub's downloader."
+    )
+    resolvers: tuple[Annotated[str, Field(pattern=RESOLVER_PATTERN)], ...] | None = Field(
+        default=None,
+        description="Where a name is looked for that nobody has registered: paths or URIs with {name}, or "
+        "module:function. By default <LORA_PATH>/{name} where LORA_PATH is set; [] is nowhere.",
+    )
+    resolve_again_s: float = Field(
+        default=30.0, gt=0, description="A name that was not found is looked for again after this long."
     )
     source_timeout_s: float = Field(default=300.0, gt=0, description="Longest download of one adapter.")
     max_adapter_bytes: int = Field(default=8 << 30, ge=1 << 10, description="Largest file of weights that is read.")
@@ -335,8 +345,10 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
         lines = (_complaint(item["loc"], item["type"], item["msg"]) for item in error.errors())
         raise ConfigError("bad service configuration; " + "; ".join(lines)) from error
     roots = [_absolute(root) for root in config.adapters.roots]
+    resolvers = config.adapters.resolvers
     if lora_path := environ.get("LORA_PATH"):
         roots.append(_absolute(lora_path))
+        resolvers = (f"{roots[-1]}/{{name}}",) if resolvers is None else resolvers
     for root in roots:
         if not root.is_dir():
             raise ConfigError(f"adapters.roots: {root} is not a folder; create it or correct the path (or LORA_PATH)")
@@ -344,6 +356,7 @@ def load_config(values: Mapping[str, Any], *, environ: Mapping[str, str] | None 
     adapters = config.adapters.model_copy(
         update={
             "roots": tuple(dict.fromkeys(map(str, roots))),
+            "resolvers": resolvers or (),
             "state_dir": str(state_dir),
             "registry_url": without_password(environ["POLYLORA_REGISTRY_URL"])
             if environ.get("POLYLORA_REGISTRY_URL")

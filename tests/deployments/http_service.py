@@ -138,7 +138,8 @@ class Service(IngressService):
             steady_clock=asyncio.get_running_loop().time,
         )
         fleet.counting = parts.tenancy.counting  # so that whoever asks after a request finds it in the ledger
-        super().__init__(AppConfig.model_validate({"model": {"name": "base"}, "limits": limits}), parts)
+        settings = {"model": {"name": "base"}, "limits": limits, "adapters": {"resolvers": ["{name}"]}}
+        super().__init__(AppConfig.model_validate(settings), parts)
 
     @property
     def num_streams(self) -> int:

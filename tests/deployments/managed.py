@@ -14,11 +14,12 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
 from app.deployments.registry.entries import DEFAULT_TENANT, LoadRequest, ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
+from app.deployments.registry.resolving import NameResolution, Places
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
-from app.deployments.store.quarantine import Failure
+from app.deployments.store.quarantine import Failure, Quarantine
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.tenants.books import TenantBooks
 from app.deployments.tenants.client import TenantsClient
@@ -112,7 +113,9 @@ class ManagedStore:
         self.events = TierEvents()
         store.on_read = self.events.reached
         self.lifecycle = Lifecycle(registry, store, self.events, reserved_names=("base",), clock=clock)
-        self.client = StoreClient(Here(StoreService(StoreParts(registry, self.lifecycle, store, ()), lambda: None)))
+        self.resolution = NameResolution(registry, store, self.lifecycle, Quarantine(clock), Places(), clock)
+        parts = StoreParts(registry, self.lifecycle, store, (), resolution=self.resolution)
+        self.client = StoreClient(Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()
         self.lifecycle.start()
         self.clock = clock
@@ -144,6 +147,7 @@ class ManagedStore:
         self.registry.stores.leave()
 
     async def close(self) -> None:
+        self.resolution.close()
         await self.lifecycle.close()
         for follower in self.followers:
             follower.cancel()

@@ -72,7 +72,7 @@ class Names(Protocol):
     @property
     def request_timeout_s(self) -> float: ...
 
-    def find_adapter(
+    async def find_adapter(
         self,
         model: str,
         caller: Caller,
@@ -96,7 +96,7 @@ class Embedder:
     async def job(self, body: EmbeddingsRequest, caller: Caller, request_id: str | None = None) -> Job:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
         arrival_s = self._clock()
-        ref = self._frontend.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
+        ref = await self._frontend.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters)
         texts = body.texts
         if not 1 <= len(texts) <= MAX_TEXTS:
             raise InvalidRequest(f"input has {len(texts)} texts; from 1 to {MAX_TEXTS} are embedded", param="input")

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
-from app.deployments.ingress.compositions import combined
+from app.deployments.ingress.finding import AdapterFinder, Asks, Names
 from app.deployments.ingress.job import Job, StreamSource
 from app.deployments.ingress.routing.decision import Decision
 from app.deployments.ingress.routing.router import Router
@@ -37,7 +37,7 @@ from app.deployments.registry.entries import AUTO
 from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import Composition, Recipe
-from app.engine.errors import ContextOverflow, InvalidRequest, NotFound
+from app.engine.errors import ContextOverflow, InvalidRequest
 from app.engine.models.spec import ModelSpec
 from app.engine.models.tool_formats import ToolFormat
 from app.engine.request import GenerateRequest, SamplingParams
@@ -86,26 +86,6 @@ class TextModel(Protocol):
     def text_bytes(self, token_id: int) -> bytes: ...
 
 
-class Names(Protocol):
-    """What the names of adapters mean (`AdapterNames`)."""
-
-    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
-        """Whether a name is an alias, and equal keys choose the base of it."""
-        ...
-
-    def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
-        """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
-        ...
-
-    def expect(self, ref: AdapterRef) -> None:
-        """A request with this adapter is on its way."""
-        ...
-
-    def text(self, ref: AdapterRef) -> str:
-        """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`)."""
-        ...
-
-
 class _Fields(NamedTuple):
     """What the client called things, for errors to name them."""
 
@@ -134,6 +114,7 @@ class Frontend:
         model: TextModel,
         base_name: str,
         names: Names,
+        unregistered: Asks,
         source: StreamSource,
         limits: LimitsConfig,
         admit: Admit,
@@ -143,6 +124,7 @@ class Frontend:
         self._model = model
         self._base_name = base_name
         self._names = names
+        self._finder = AdapterFinder(base_name, names, unregistered)
         self._source = source
         self.limits = limits
         self._admit = admit
@@ -157,7 +139,7 @@ class Frontend:
     def request_timeout_s(self) -> float:
         return self.limits.request_timeout_s
 
-    def find_adapter(
+    async def find_adapter(
         self,
         model: str,
         caller: Caller,
@@ -165,40 +147,8 @@ class Frontend:
         user: str | None = None,
         adapters: Sequence[WeightedAdapter] | None = None,
     ) -> AdapterRef | None:
-        """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>"), `lora_path` and `adapters`.
-
-        `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
-        the same one, and a request without a user to any. `adapters` are several at once, on the base. None is the
-        base. Raises InvalidRequest, and NotFound in the same words for a name that there is not, another tenant's, and
-        one that the caller may not use.
-        """
-        if adapters is not None:
-            if model != self._base_name or lora_path is not None:
-                raise InvalidRequest(
-                    f"adapters lists all adapters of a request: let model be {self._base_name!r}, without a lora_path",
-                    param="adapters",
-                )
-            derived = self.combined(adapters, caller, user).ref(caller.tenant_id)
-            self._names.expect(derived)
-            return derived
-        base, colon, adapter_name = model.partition(":")
-        if model == self._base_name:
-            chosen = lora_path
-        else:
-            chosen = adapter_name if colon and base == self._base_name else model
-            if lora_path is not None and lora_path != chosen:
-                raise InvalidRequest(
-                    f"model names adapter {chosen[:80]!r} but lora_path names {lora_path[:80]!r}; use one of them",
-                    param="lora_path",
-                )
-        if chosen is not None:
-            ref = self._named(chosen, caller, user, model if lora_path is None else lora_path)
-            if ref is not None:
-                self._names.expect(ref)
-            return ref
-        if caller.tenant.may_use(self._base_name):
-            return None
-        raise _not_found(model if lora_path is None else lora_path)
+        """`AdapterFinder.find`."""
+        return await self._finder.find(model, caller, lora_path, user, adapters)
 
     async def _chosen(
         self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, question: str
@@ -207,15 +157,15 @@ class Frontend:
         if body.model != AUTO:
             if body.routing is not None:
                 raise InvalidRequest(f"routing says how to choose, which only model {AUTO!r} does", param="routing")
-            return self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters), None
+            return await self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters), None
         if body.lora_path is not None or body.adapters is not None:
             raise InvalidRequest(f"model {AUTO!r} chooses the adapter; name none", param="model")
         decision = await self.router.decide(question, caller, body.routing)
         if not decision.chosen:
-            return self.find_adapter(self._base_name, caller), decision
+            return await self.find_adapter(self._base_name, caller), decision
         if len(decision.chosen) == 1:
-            return self.find_adapter(decision.chosen[0].name, caller, user=body.user), decision
-        return self.find_adapter(self._base_name, caller, user=body.user, adapters=decision.adapters), decision
+            return await self.find_adapter(decision.chosen[0].name, caller, user=body.user), decision
+        return await self.find_adapter(self._base_name, caller, user=body.user, adapters=decision.adapters), decision
 
     def combined(
         self,
@@ -224,18 +174,8 @@ class Frontend:
         user: str | None = None,
         recipe: Recipe | None = None,
     ) -> Composition:
-        """Several adapters that the caller may use, as one. Raises InvalidRequest, NotFound."""
-        return combined(adapters, lambda name: self._named(name, caller, user, name), recipe)
-
-    def _named(self, name: str, caller: Caller, user: str | None, shown: str) -> AdapterRef | None:
-        """An adapter or alias; None is the base. `shown`: what the client has called it. Raises NotFound."""
-        sticky_key = secrets.token_hex(8) if user is None else f"user {user}"
-        for owner_id in caller.owners(name):
-            if self._names.means_base(name, self._base_name, sticky_key, owner_id):
-                return None
-            if (ref := self._names.resolve(name, sticky_key, owner_id)) is not None:
-                return ref
-        raise _not_found(shown)
+        """`AdapterFinder.combined`."""
+        return self._finder.combined(adapters, caller, user, recipe)
 
     async def chat(self, body: ChatCompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
         """request_id: as its sender calls it. Raises NotFound, InvalidRequest, ContextOverflow, LimitReached."""
@@ -276,7 +216,7 @@ class Frontend:
         self, body: ChatFields, caller: Caller, model: str, lora_path: str | None = None
     ) -> Sequence[int]:
         """What `chat` computes for a conversation. Raises NotFound, InvalidRequest."""
-        ref = self.find_adapter(model, caller, lora_path)
+        ref = await self.find_adapter(model, caller, lora_path)
         return await self.chat_ids(body, "" if ref is None else self._names.text(ref))
 
     async def completion(self, body: CompletionRequest, caller: Caller, request_id: str | None = None) -> Job:
@@ -316,10 +256,10 @@ class Frontend:
         arrival_s = self._clock()
         if body.adapters is not None and body.lora_path is not None:
             raise InvalidRequest("adapters lists all adapters of a request; leave lora_path out", param="adapters")
-        refs = [self.find_adapter(self._base_name, caller, name, adapters=body.adapters) for name in body.names]
         params = body.sampling_params
         names = _Fields("text", params.limit_field, "logprobs", "sampling_params.n")
-        self._check_sequences(len(refs), params.n, names)
+        self._check_sequences(len(body.names), params.n, names)
+        refs = [await self.find_adapter(self._base_name, caller, name, adapters=body.adapters) for name in body.names]
         token_ids = await self.prompt_ids(body.texts, "text")
         return await self._job(
             _ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
@@ -490,10 +430,6 @@ def _check_grammar_fields(fields: SamplingFields, grammar: str) -> None:
 def last_words(messages: Sequence[ChatMessage]) -> str:
     """What a conversation asks now: its last message of a user."""
     return next((message.text for message in reversed(messages) if message.role == "user"), messages[-1].text)
-
-
-def _not_found(name: str) -> NotFound:
-    return NotFound(f"there is no model or adapter {name[:160]!r}; GET /v1/models lists what there is")
 
 
 def _ids(prefix: str, given: str | None) -> _Ids:

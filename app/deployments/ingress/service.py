@@ -26,6 +26,7 @@ from app.deployments.ingress.management_bodies import record_body
 from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.routing.router import Router, TextEmbedder
 from app.deployments.ingress.tenancy import Tenancy
+from app.deployments.ingress.unregistered import Unregistered
 from app.deployments.links.transport import Transport
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
@@ -100,6 +101,8 @@ class IngressService:
         count = parts.tenancy.counting.ended
         dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold, count)
         self._names = AdapterNames(parts.registry, parts.placer, parts.store, parts.steady_clock)
+        is_on = bool(config.adapters.resolvers)
+        self._unregistered = Unregistered(parts.registry, parts.store, config.limits, is_on=is_on)
         wait_s = config.limits.adapter_wait_s
         embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.text, dispatcher, wait_s, parts.clock)
         if config.routing.embedder is not None:
@@ -109,6 +112,7 @@ class IngressService:
             parts.text,
             self.base_name,
             self._names,
+            self._unregistered,
             dispatcher,
             config.limits,
             parts.tenancy.admit,
@@ -121,7 +125,7 @@ class IngressService:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
         limits = LimitsConfig.model_validate(self._config.limits.model_dump() | changes)
-        self.frontend.limits = self._cold.limits = limits
+        self.frontend.limits = self._cold.limits = self._unregistered.limits = limits
         self._assigner.replica_wait_s = limits.replica_wait_s
 
     def is_ready(self) -> bool:
@@ -170,7 +174,8 @@ class IngressService:
 
     async def close(self) -> None:
         """End what goes on in the background; streams that are still open are left to their callers."""
-        for part in (self.management, self._router, self._names, self._assigner, self._links, self.tenancy):
+        asking = (self.management, self._router, self._unregistered, self._names)
+        for part in (*asking, self._assigner, self._links, self.tenancy):
             await part.close()
 
 

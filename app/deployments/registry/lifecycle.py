@@ -24,6 +24,7 @@ from app.deployments.registry.entries import (
     CatalogEntry,
     Description,
     LoadRequest,
+    ReadAdapter,
     RegistryJob,
     State,
     check_description,
@@ -98,10 +99,12 @@ class Lifecycle:
         self._check_name(request.name)
         return await self.loads.load(request)
 
-    async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
-        """`load`, and its end. Raises what made it fail."""
+    async def load_and_wait(
+        self, request: LoadRequest, read: ReadAdapter | None = None
+    ) -> tuple[RegistryJob, CatalogEntry]:
+        """`load`, and its end. `read`: what the source holds, if it has just been read. Raises what made it fail."""
         self._check_name(request.name)
-        return await self.loads.load_and_wait(request)
+        return await self.loads.load_and_wait(request, read)
 
     async def configure(
         self,

@@ -98,9 +98,10 @@ class Loads:
             if number % _NOTED_AT_ONCE == _NOTED_AT_ONCE - 1:
                 await asyncio.sleep(0)
 
-    async def load(self, request: LoadRequest) -> RegistryJob:
+    async def load(self, request: LoadRequest, read: ReadAdapter | None = None) -> RegistryJob:
         """Begin to load; returns the job. Its generation is the one that new contents would get.
 
+        `read`: what the source holds, if it has just been read.
         Raises UnsafeSource for a source that cannot be one, QueueFull while too many loads are being worked on.
         """
         check_source(request.source)
@@ -110,12 +111,14 @@ class Loads:
         catalog = self._registry.catalog
         present = await asyncio.to_thread(catalog.generations, request.name, tenant_id=request.tenant_id)
         job = await asyncio.to_thread(self._registry.jobs.create, request)
-        self._begin(job)
+        self._begin(job, read)
         return replace(job, generation=1 + (present[0].ref.generation if present else 0))
 
-    async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
+    async def load_and_wait(
+        self, request: LoadRequest, read: ReadAdapter | None = None
+    ) -> tuple[RegistryJob, CatalogEntry]:
         """`load`, and its end. Raises what made it fail."""
-        task = self._tasks[(await self.load(request)).id]
+        task = self._tasks[(await self.load(request, read)).id]
         job = await asyncio.shield(task)
         entry = await asyncio.to_thread(self._registry.catalog.get, job.name, tenant_id=job.tenant_id)
         if entry is None:
@@ -158,12 +161,12 @@ class Loads:
         self._num_taken_up[host] -= 1
         self._begin_left(host)
 
-    def _begin(self, job: RegistryJob) -> asyncio.Task[RegistryJob]:
+    def _begin(self, job: RegistryJob, read: ReadAdapter | None = None) -> asyncio.Task[RegistryJob]:
         key = (job.tenant_id, job.name)
         self._jobs[job.id], self._passed[job.id] = job, []
         self._of_source[job.source].add(job.id)
         self._cancelled[job.id] = asyncio.get_running_loop().create_future()
-        task = self._work.start(self._run(job.id, self._last.get(key)))
+        task = self._work.start(self._run(job.id, self._last.get(key), read))
         self._tasks[job.id] = self._last[key] = task
 
         def end(task: asyncio.Task[RegistryJob]) -> None:
@@ -177,11 +180,13 @@ class Loads:
         task.add_done_callback(end)
         return task
 
-    async def _run(self, job_id: str, before: asyncio.Task[RegistryJob] | None) -> RegistryJob:
+    async def _run(
+        self, job_id: str, before: asyncio.Task[RegistryJob] | None, read: ReadAdapter | None
+    ) -> RegistryJob:
         job = self._jobs[job_id]
         try:
             self.reached(job.source, State.DOWNLOADING, job_id)
-            uri, card = await self._read(job)
+            uri, card = await self._read(job) if read is None else read
             self.reached(job.source, State.ON_HOST, job_id)
             if before is not None:
                 await asyncio.wait([before])

@@ -58,6 +58,10 @@ class StoreClient:
         """Load an adapter; when this returns every ingress serves it. Raises what made it fail."""
         return await self._actor.call(_Service.load_and_wait, request)
 
+    async def resolve(self, name: str, *, tenant_id: str, who: str) -> bool:
+        """Look for a name that nobody has registered: True when every ingress serves it. Raises what reading raises."""
+        return await self._actor.call(_Service.resolve, name, tenant_id=tenant_id, who=who)
+
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
         """Take a name out of service; `end_unload` follows when its rows are free. Raises NotFound, AdapterBusy."""
         return await self._actor.call(_Service.begin_unload, name, tenant_id=tenant_id, who=who)

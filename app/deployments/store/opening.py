@@ -14,15 +14,18 @@ from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 
-from app.config import AppConfig
+from app.config import AdaptersConfig, AppConfig
 from app.deployments.registry.books import open_registry
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.pins import PinLimits
+from app.deployments.registry.resolving import NameResolution, Places
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.derived import DerivedAdapters
 from app.deployments.store.library import AdapterLibrary, open_library
+from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts
+from app.deployments.store.sources.resolvers import open_resolvers
 from app.deployments.store.store import AdapterStore
 from app.deployments.tenants.quota import AdapterQuota
 from app.engine.adapters.isolation.packing import PackedAdapter
@@ -74,8 +77,13 @@ class OpenedStore(Generic[H]):
             compose=DerivedAdapters(self._checkpoint.spec, held),
         )
         self._lifecycle = Lifecycle(self._registry, self._store, self._events, reserved_names=(config.model.name,))
+        self._resolution = NameResolution(
+            self._registry, self._store, self._lifecycle, Quarantine(), _places(config.adapters)
+        )
         self._taking = asyncio.Lock()
-        self.parts = StoreParts(self._registry, self._lifecycle, self._store, adapters.preload, self.take)
+        self.parts = StoreParts(
+            self._registry, self._lifecycle, self._store, adapters.preload, self.take, self._resolution
+        )
 
     async def take(self, settings: str) -> StoreParts[H]:
         """Work with other settings from now on; equal ones change nothing.
@@ -87,6 +95,7 @@ class OpenedStore(Generic[H]):
             settings = config.model_dump_json()
             if settings != self._settings:
                 adapters = config.adapters
+                places = await asyncio.to_thread(_places, adapters)
                 library = await asyncio.to_thread(self._open_library, config)
                 await asyncio.to_thread(self._registry.stores.keep_settings, settings)
                 self._store.use(
@@ -95,6 +104,7 @@ class OpenedStore(Generic[H]):
                     policy=adapters.host_eviction,
                     trusted=adapters.signing.trusted,
                 )
+                self._resolution.use(places)
                 self._registry.catalog.pin_limits = PinLimits.of(config)
                 names = frozenset((config.model.name,))
                 self._lifecycle.reserved_names = self._registry.aliases.base_names = names
@@ -107,6 +117,10 @@ class OpenedStore(Generic[H]):
         pinned = {entry.ref.digest for entry in self._registry.catalog.pinned()}
         served = served_features(config.engine)
         return open_library(config.adapters, self._checkpoint, served, self._counts, self._events, pinned=pinned)
+
+
+def _places(config: AdaptersConfig) -> Places:
+    return Places(open_resolvers(config), config.resolve_again_s, config.source_timeout_s)
 
 
 def _told(settings: str | None) -> AppConfig | None:

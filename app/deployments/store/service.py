@@ -42,6 +42,7 @@ from app.logs import Happened
 if TYPE_CHECKING:  # a database and its tables: a process that only calls the store's starts without
     from app.deployments.registry.books import Registry
     from app.deployments.registry.lifecycle import Lifecycle
+    from app.deployments.registry.resolving import NameResolution
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class StoreParts(NamedTuple, Generic[H]):
     bytes: AdapterBytes[H]
     preloaded: Sequence[PreloadedAdapter]
     take: Callable[[str], Awaitable[StoreParts[H]]] | None = None
+    resolution: NameResolution | None = None
 
 
 class StoreService(Generic[H]):
@@ -122,6 +124,11 @@ class StoreService(Generic[H]):
     async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
         self._called()
         return await self._lifecycle.load_and_wait(request)
+
+    async def resolve(self, name: str, *, tenant_id: str, who: str) -> bool:
+        self._called()
+        resolution = self._parts.resolution
+        return resolution is not None and await resolution.resolve(name, tenant_id=tenant_id, who=who)
 
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
         self._called()

@@ -59,7 +59,7 @@ async def test_one_derived_adapter_answers_on_every_route(served: Service, http:
         if path != "/generate":
             assert answer.headers["X-Polylora-Adapter"] == "sql*0.7+two*1@1"
     assert served.registry.num_adapters == 2, "nothing was registered for it"
-    ref = served.frontend.find_adapter(
+    ref = await served.frontend.find_adapter(
         "base", handle_caller(), adapters=[WeightedAdapter(name="sql", weight=0.7), WeightedAdapter(name="two")]
     )
     assert ref == derived
@@ -91,12 +91,12 @@ async def test_mistakes_are_named(http: httpx.AsyncClient, change: Any, status: 
 async def test_nobody_combines_what_they_may_not_use(service: Service) -> None:
     adapters = [WeightedAdapter(name="sql"), WeightedAdapter(name="two")]
     stranger = Caller("zed", "key", PUBLIC)
-    ref = service.frontend.find_adapter("base", stranger, adapters=adapters)
+    ref = await service.frontend.find_adapter("base", stranger, adapters=adapters)
     assert ref is not None
     assert ref.tenant_id == "zed", "public adapters are everybody's, and their sum is the caller's"
     await service.managed.client.load_and_wait(replace(wanted("hers", "new"), tenant_id="ada"))
     with pytest.raises(NotFound, match="'hers'"):
-        service.frontend.find_adapter("base", stranger, adapters=[*adapters, WeightedAdapter(name="hers")])
+        await service.frontend.find_adapter("base", stranger, adapters=[*adapters, WeightedAdapter(name="hers")])
 
 
 async def test_a_combination_is_registered_under_a_name(service: Service, http: httpx.AsyncClient) -> None:

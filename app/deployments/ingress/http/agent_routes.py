@@ -92,7 +92,7 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
         if body.prompt is None:
             token_ids = await frontend.conversation_ids(body, caller, body.model, body.lora_path)
         else:
-            frontend.find_adapter(body.model, caller, body.lora_path)
+            await frontend.find_adapter(body.model, caller, body.lora_path)
             (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
         model = frontend.text_model
         strings = [model.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
@@ -103,7 +103,7 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = parse_body(DetokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        service.frontend.find_adapter(body.model, inference_caller(request))
+        await service.frontend.find_adapter(body.model, inference_caller(request))
         (token_ids,) = await service.frontend.prompt_ids([body.tokens], "tokens")
         return JSONResponse({"prompt": service.frontend.text_of(token_ids)})
 

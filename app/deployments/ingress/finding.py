@@ -1,0 +1,143 @@
+"""What a client means by a model's name: the base, an adapter, or several adapters at once.
+
+In: `model`, `lora_path` and `adapters` of a request, and its caller. Out: an adapter reference, or None for the base.
+Rule: a name that there is not, another tenant's, and one that the caller may not use are the same 404 in the same
+words. Before a name is a 404 the store may know where its adapter is (`unregistered`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from app.deployments.ingress.compositions import combined
+from app.deployments.ingress.schema import WeightedAdapter
+from app.deployments.ingress.tenants import Caller
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.composing.composition import Composition, Recipe
+from app.engine.errors import InvalidRequest, NotFound
+
+
+class Names(Protocol):
+    """What the names of adapters mean (`AdapterNames`)."""
+
+    def means_base(self, name: str, base_name: str, sticky_key: str, tenant_id: str) -> bool:
+        """Whether a name is an alias, and equal keys choose the base of it."""
+        ...
+
+    def resolve(self, name: str, sticky_key: str, tenant_id: str) -> AdapterRef | None:
+        """The adapter; equal keys choose the same one of an alias's. None: there is no such name."""
+        ...
+
+    def expect(self, ref: AdapterRef) -> None:
+        """A request with this adapter is on its way."""
+        ...
+
+    def text(self, ref: AdapterRef) -> str:
+        """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`)."""
+        ...
+
+
+class Asks(Protocol):
+    """`Unregistered`."""
+
+    async def ask(self, names: Iterable[str], caller: Caller) -> bool:
+        """Whether any of these names is served now that nobody had registered."""
+        ...
+
+
+class AdapterFinder:
+    """One per ingress."""
+
+    def __init__(self, base_name: str, names: Names, unregistered: Asks) -> None:
+        self._base_name = base_name
+        self._names = names
+        self._unregistered = unregistered
+
+    async def find(
+        self,
+        model: str,
+        caller: Caller,
+        lora_path: str | None = None,
+        user: str | None = None,
+        adapters: Sequence[WeightedAdapter] | None = None,
+    ) -> AdapterRef | None:
+        """What a client means by `model` ("<base>", "<adapter>", "<base>:<adapter>"), `lora_path` and `adapters`.
+
+        `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
+        the same one, and a request without a user to any. `adapters` are several at once, on the base. None is the
+        base. Raises InvalidRequest, and NotFound in the same words for a name that there is not, another tenant's, and
+        one that the caller may not use; for a name that nobody has registered what `Unregistered.ask` raises.
+        """
+        try:
+            ref = self._found(model, caller, lora_path, user, adapters)
+        except NotFound:
+            chosen = self._chosen_name(model, lora_path)
+            names = [one.name for one in adapters] if adapters is not None else [chosen] if chosen is not None else []
+            if not await self._unregistered.ask(names, caller):
+                raise
+            ref = self._found(model, caller, lora_path, user, adapters)
+        if ref is not None:
+            self._names.expect(ref)
+        return ref
+
+    def combined(
+        self,
+        adapters: Sequence[WeightedAdapter],
+        caller: Caller,
+        user: str | None = None,
+        recipe: Recipe | None = None,
+    ) -> Composition:
+        """Several registered adapters that the caller may use, as one. Raises InvalidRequest, NotFound."""
+        return combined(adapters, lambda name: self._named(name, caller, user, name), recipe)
+
+    def _found(
+        self,
+        model: str,
+        caller: Caller,
+        lora_path: str | None,
+        user: str | None,
+        adapters: Sequence[WeightedAdapter] | None,
+    ) -> AdapterRef | None:
+        if adapters is not None:
+            if model != self._base_name or lora_path is not None:
+                raise InvalidRequest(
+                    f"adapters lists all adapters of a request: let model be {self._base_name!r}, without a lora_path",
+                    param="adapters",
+                )
+            return self.combined(adapters, caller, user).ref(caller.tenant_id)
+        shown = model if lora_path is None else lora_path
+        chosen = self._chosen_name(model, lora_path)
+        if chosen is not None:
+            return self._named(chosen, caller, user, shown)
+        if caller.tenant.may_use(self._base_name):
+            return None
+        raise _not_found(shown)
+
+    def _chosen_name(self, model: str, lora_path: str | None) -> str | None:
+        """The name of an adapter or alias; None: the base is meant. Raises InvalidRequest where two are named."""
+        if model == self._base_name:
+            return lora_path
+        base, colon, adapter_name = model.partition(":")
+        chosen = adapter_name if colon and base == self._base_name else model
+        if lora_path is not None and lora_path != chosen:
+            raise InvalidRequest(
+                f"model names adapter {chosen[:80]!r} but lora_path names {lora_path[:80]!r}; use one of them",
+                param="lora_path",
+            )
+        return chosen
+
+    def _named(self, name: str, caller: Caller, user: str | None, shown: str) -> AdapterRef | None:
+        """An adapter or alias; None is the base. `shown`: what the client has called it. Raises NotFound."""
+        sticky_key = secrets.token_hex(8) if user is None else f"user {user}"
+        for owner_id in caller.owners(name):
+            if self._names.means_base(name, self._base_name, sticky_key, owner_id):
+                return None
+            if (ref := self._names.resolve(name, sticky_key, owner_id)) is not None:
+                return ref
+        raise _not_found(shown)
+
+
+def _not_found(name: str) -> NotFound:
+    return NotFound(f"there is no model or adapter {name[:160]!r}; GET /v1/models lists what there is")

@@ -1,0 +1,176 @@
+"""Names that nobody has registered: they are looked for when a request first uses them, and registered.
+
+In: a name that an ingress does not know, and a tenant. Out: whether it is served now. Rule: each name is looked for
+once however many ask, and what was not found is not looked for again for a while. A name that was an adapter's or is an
+alias's, that is being loaded or was unloaded before it was loaded, is its tenant's to decide about, and left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from app.deployments.links.tasks import Tasks
+from app.deployments.registry.books import Registry
+from app.deployments.registry.entries import AUTO, CatalogEntry, LoadRequest, ReadAdapter, RegistryJob, State, is_name
+from app.deployments.registry.loading import Reader
+from app.deployments.registry.view import Key
+from app.engine.errors import AdapterQuarantined, NotFound, Overloaded, PolyloraError, SourceError
+
+#: Names that are remembered as not found; beyond them the oldest is forgotten.
+MAX_ABSENT = 10_000
+#: Functions and file systems that are asked at a time.
+MAX_LOOKERS = 8
+
+
+class Resolver(Protocol):
+    """One place to look for names."""
+
+    def source(self, name: str, tenant_id: str) -> str | None:
+        """Where the adapter would be; None: not here. Blocks. Raises SourceError."""
+
+
+class Registers(Protocol):
+    """The part of `Lifecycle` that is used here."""
+
+    @property
+    def reserved_names(self) -> frozenset[str]: ...
+
+    async def load_and_wait(
+        self, request: LoadRequest, read: ReadAdapter | None = None
+    ) -> tuple[RegistryJob, CatalogEntry]: ...
+
+
+class Failures(Protocol):
+    """`Quarantine`: names whose adapter could not be read a moment ago."""
+
+    def check(self, key: str, what: str) -> None: ...
+
+    def failed(self, key: str, reason: str) -> object: ...
+
+    def clear(self, key: str) -> None: ...
+
+
+class Places(NamedTuple):
+    """Where names are looked for, in order; how long one that was not found is not looked for again, and how long one
+    resolver may take, in seconds."""
+
+    resolvers: Sequence[Resolver] = ()
+    again_s: float = 30.0
+    timeout_s: float = 300.0
+
+
+class NameResolution:
+    """One event loop; resolvers and the database are called in threads. `clock` gives seconds."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: Reader,
+        names: Registers,
+        failures: Failures,
+        places: Places,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._names = names
+        self._failures = failures
+        self._places = places
+        self._clock = clock
+        self._absent_until_s: OrderedDict[Key, float] = OrderedDict()
+        self._pending: dict[Key, asyncio.Task[bool]] = {}
+        self._threads = ThreadPoolExecutor(MAX_LOOKERS, thread_name_prefix="name-resolver")
+        self._tasks = Tasks()
+
+    def use(self, places: Places) -> None:
+        """Look in other places from now on, for all names."""
+        self._places = places
+        self._absent_until_s.clear()
+
+    async def resolve(self, name: str, *, tenant_id: str, who: str) -> bool:
+        """Whether requests for the name are served when this returns. Raises what reading its adapter raises, and
+        AdapterQuarantined for a while after that."""
+        key = (tenant_id, name)
+        is_free = is_name(name) and name != AUTO and name not in self._names.reserved_names
+        if not self._places.resolvers or not is_free or self._is_absent(key):
+            return False
+        task = self._pending.get(key)
+        if task is None:
+            self._failures.check(_words(key), f"adapter {name!r}")
+            task = self._pending[key] = self._tasks.start(self._resolve(key, who))
+            task.add_done_callback(lambda _: self._pending.pop(key, None))
+        return await asyncio.shield(task)
+
+    def close(self) -> None:
+        """Look for nothing any more."""
+        self._tasks.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _is_absent(self, key: Key) -> bool:
+        until_s = self._absent_until_s.get(key)
+        if until_s is not None and self._clock() >= until_s:
+            del self._absent_until_s[key]
+            until_s = None
+        return until_s is not None
+
+    async def _resolve(self, key: Key, who: str) -> bool:
+        try:
+            is_served = await self._register(key, who)
+        except (Overloaded, AdapterQuarantined):  # nothing is wrong with the adapter
+            raise
+        except Exception as error:
+            is_ours = isinstance(error, PolyloraError)
+            self._failures.failed(_words(key), str(error) if is_ours else f"internal error ({type(error).__name__})")
+            raise
+        self._failures.clear(_words(key))
+        if not is_served:
+            self._absent_until_s[key] = self._clock() + self._places.again_s
+            while len(self._absent_until_s) > MAX_ABSENT:
+                self._absent_until_s.popitem(last=False)
+        return is_served
+
+    async def _register(self, key: Key, who: str) -> bool:
+        tenant_id, name = key
+        if not await asyncio.to_thread(self._is_nobodys, key):
+            return False
+        for resolver in self._places.resolvers:
+            source = await self._source(resolver, key)
+            if source is None:
+                continue
+            try:
+                read = await self._store.load(source, tenant_id)
+            except NotFound:
+                continue
+            if not await asyncio.to_thread(self._is_nobodys, key):  # somebody has decided about it meanwhile
+                return False
+            await self._names.load_and_wait(LoadRequest(tenant_id, name, source, f"resolver for {who}"), read)
+            return True
+        return False
+
+    async def _source(self, resolver: Resolver, key: Key) -> str | None:
+        tenant_id, name = key
+        asked = asyncio.get_running_loop().run_in_executor(self._threads, resolver.source, name, tenant_id)
+        try:
+            return await asyncio.wait_for(asked, self._places.timeout_s)
+        except TimeoutError:
+            limit = f"adapters.source_timeout_s ({self._places.timeout_s:g} s)"
+            raise SourceError(f"a resolver said nothing of {name!r} in {limit}; ask again later") from None
+
+    def _is_nobodys(self, key: Key) -> bool:
+        """Whether the tenant has never had an adapter of this name, has no such alias, and loads none."""
+        tenant_id, name = key
+        if self._registry.aliases.get(name, tenant_id=tenant_id) is not None:
+            return False
+        if self._registry.catalog.generations(name, tenant_id=tenant_id):
+            return False
+        last = self._registry.jobs.latest(name, tenant_id=tenant_id)
+        return last is None or last.state is State.FAILED
+
+
+def _words(key: Key) -> str:
+    return "/".join(key)

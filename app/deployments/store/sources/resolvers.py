@@ -1,0 +1,125 @@
+"""Where an adapter may be that nobody has registered, by its name.
+
+In: a name and a tenant. Out: a source, as `Sources.locate` takes it, or None. A resolver is a template with `{name}` in
+it (of a path or a URI) or a function of the operator's. Rule: a name fills one part of a path and is nothing else; of
+local folders a project gets those below its own, `<project id>/`, and nothing outside of the roots is looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from app.config import AdaptersConfig
+from app.deployments.registry.entries import DEFAULT_TENANT, check_source, is_name
+from app.engine.adapters.composing.composition import is_composition
+from app.engine.adapters.formats.arrow import CARD_SUFFIX
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.paths import resolve_adapter_path
+from app.engine.errors import ConfigError, InvalidRequest, NotFound, PolyloraError, SourceError, UnsafeSource
+
+logger = logging.getLogger(__name__)
+
+#: What a function of the operator's is called with: a name and a tenant's id; it returns a source or None.
+Resolve = Callable[[str, str], str | None]
+
+
+class Resolver(Protocol):
+    """One place to look for names. Called from any thread; may block."""
+
+    def source(self, name: str, tenant_id: str) -> str | None:
+        """Where the adapter would be; None: not here. Raises SourceError."""
+
+
+def open_resolvers(config: AdaptersConfig) -> tuple[Resolver, ...]:
+    """Those of `adapters.resolvers`, in their order. Raises ConfigError for one that cannot be."""
+    roots = [Path(root) for root in config.roots]
+    return tuple(
+        TemplateResolver(text, roots) if "{name}" in text else FunctionResolver(text, roots)
+        for text in config.resolvers or ()
+    )
+
+
+class TemplateResolver:
+    """`{name}` becomes the adapter's name and `{tenant}` the tenant's id.
+
+    A path without `{tenant}` has a project's adapters in the project's own folder: `<project id>/<name>`.
+    """
+
+    def __init__(self, template: str, roots: Sequence[Path]) -> None:
+        if template.startswith("hf://") and "@" not in template:
+            raise ConfigError(f"adapters.resolvers: {template!r} says no revision; write {template}@main, or a commit")
+        self._template = template
+        self._roots = roots
+
+    def source(self, name: str, tenant_id: str) -> str | None:
+        if not is_name(name):
+            return None
+        is_local = "://" not in self._template
+        if is_local and "{tenant}" not in self._template and tenant_id != DEFAULT_TENANT:
+            name = f"{tenant_id}/{name}"
+        source = self._template.replace("{tenant}", tenant_id).replace("{name}", name)
+        return source if not is_local or _is_adapter(source, self._roots) else None
+
+
+class FunctionResolver:
+    """A function of the operator's, by its dotted path."""
+
+    def __init__(self, dotted_path: str, roots: Sequence[Path]) -> None:
+        self._dotted_path = dotted_path
+        self._resolve = _load(dotted_path)
+        self._roots = roots
+
+    def source(self, name: str, tenant_id: str) -> str | None:
+        try:
+            source = self._resolve(name, tenant_id)
+        except PolyloraError:
+            raise
+        except Exception as error:  # another's code: whatever it raises is this source's failure
+            words = f"{type(error).__name__}: {str(error)[:300]}"
+            raise SourceError(f"{self._dotted_path} cannot look for {name!r}: {words}") from error
+        if source is None:
+            return None
+        if not isinstance(source, str) or is_composition(source):
+            raise SourceError(f"{self._dotted_path} must return a path, a URI or None for {name!r}")
+        try:
+            check_source(source)
+        except (InvalidRequest, UnsafeSource) as error:
+            raise SourceError(f"{self._dotted_path} returned no source for {name!r}: {error}") from error
+        if "://" in source:
+            return source
+        if tenant_id != DEFAULT_TENANT and not source.startswith(f"{tenant_id}/"):
+            logger.warning(
+                "%s returned %r for %s, whose folders are below %s/", self._dotted_path, source, name, tenant_id
+            )
+            return None
+        return source if _is_adapter(source, self._roots) else None
+
+
+def _is_adapter(path: str, roots: Sequence[Path]) -> bool:
+    """Whether there is a card, or a folder with an adapter's configuration, under the roots."""
+    try:
+        found = resolve_adapter_path(path, roots)
+    except NotFound:
+        return False
+    except UnsafeSource as error:
+        logger.warning("a name is not looked for: %s", error)
+        return False
+    if found.is_dir():
+        return (found / CONFIG_NAME).is_file()
+    return found.name.endswith(CARD_SUFFIX)
+
+
+def _load(dotted_path: str) -> Resolve:
+    module, _, attribute = dotted_path.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"adapters.resolvers {dotted_path!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"adapters.resolvers {dotted_path!r} is not a function of (name, tenant_id)")
+    resolve: Resolve = found
+    return resolve
