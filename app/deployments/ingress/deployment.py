@@ -96,6 +96,7 @@ class Ingress(AsgiIngress):
             WatchedLoads(placement.watch_loads, ingress_id, loads.take).follow,
             partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
+            self._service.activity.keep_telling,
         )
         await store.preload(store_settings(config))
         await registry.complete.wait()  # or the first requests would find no adapter

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from app.config import AppConfig, LimitsConfig
+from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.adapter_names import AdapterNames
 from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.cold import ColdRequests
@@ -121,6 +122,7 @@ class IngressService:
         )
         self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy.admit, parts.clock)
         self.management = Management(parts.store, parts.replicas, parts.placer)
+        self.activity = AdapterActivity(parts.tenancy.owner)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
@@ -136,6 +138,7 @@ class IngressService:
         """Count a request that has ended; it has no job if it ended before it had sequences."""
         if job is not None:
             self.tenancy.end(job)
+            self.activity.ended(job, status)
         first = job.requests[0] if job is not None else None
         self._metrics.request(
             route,
@@ -175,7 +178,7 @@ class IngressService:
     async def close(self) -> None:
         """End what goes on in the background; streams that are still open are left to their callers."""
         asking = (self.management, self._router, self._unregistered, self._names)
-        for part in (*asking, self._assigner, self._links, self.tenancy):
+        for part in (*asking, self._assigner, self._links, self.activity, self.tenancy):
             await part.close()
 
 

@@ -2,8 +2,8 @@
 
 In: values as they change. Out: series on Ray's Prometheus port (`ray.util.metrics`). Ray drops the series of a gauge
 that nobody sets again, so a gauge that follows changes is a `SteadyGauge`, and `repeat_gauges` sets it at intervals.
-Labels take few values each (route, status class, base or adapter, tier, state): never the name of an adapter, of which
-there may be millions, and of tenants the largest only (`tenants.attained`).
+Labels take few values each (route, status class, base or adapter, tier, state): of adapters, of which there may be
+millions, the busiest only (`tenants.adapter_book`), and of tenants the largest (`tenants.attained`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ database and the adapters' sources. When nobody watches any more, it ends (`atte
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,6 +21,7 @@ from app.deployments.links.ray_calls import Callee, NamedActor, leave
 from app.deployments.store.metrics import TierMetrics
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
+from app.deployments.tenants.adapter_book import AdapterBook
 from app.deployments.tenants.lending import Place
 from app.deployments.tenants.service import TenantsService
 from app.engine.adapters.isolation.packing import PackedAdapter
@@ -39,9 +41,10 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         start_log(LogsConfig.model_validate_json(logs_json), "store")
         from app.deployments.store.opening import OpenedStore  # heavy: only this process needs it
         from app.deployments.tenants.books import TenantBooks
-        from app.deployments.tenants.metrics import TenantGauges
+        from app.deployments.tenants.metrics import AdapterGauges, TenantGauges
 
-        counts = TierMetrics()
+        adapters = AdapterBook(time.time)
+        counts = TierMetrics(adapters.loaded)
         actor_id = ray.get_runtime_context().get_actor_id() or ""
         parts = OpenedStore(AppConfig.model_validate_json(config_json), _put, _held, counts, actor=actor_id).parts
         super().__init__(parts, self._stay)
@@ -51,9 +54,9 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
             living = sorted({stores.id, *stores.others()})
             return Place(living.index(stores.id), len(living))
 
-        self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay, place=place)
+        self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay, place=place, adapters=adapters)
         self._attendance = Attendance(leave)
-        self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained))
+        self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))
         self._repeating: asyncio.Task[None] | None = None
 
     async def tenants(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:

@@ -32,8 +32,8 @@ class TierCounts:
     def evicted(self, tier: Tier, number: int) -> None:
         self._add(tier, evictions=number)
 
-    def loaded(self, tier: Tier, seconds: float, size_bytes: int) -> None:
-        """An adapter was brought up from this tier to the next faster one."""
+    def loaded(self, tier: Tier, seconds: float, size_bytes: int, digest: str | None = None) -> None:  # noqa: ARG002
+        """An adapter was brought up from this tier to the next faster one; `digest` where it is known which."""
         self._add(tier, loads=1, load_s=seconds, loaded_bytes=size_bytes)
 
     def holds(self, tier: Tier, size_bytes: int, number: int) -> None:

@@ -112,7 +112,7 @@ class AdapterLibrary:
             self._events.reached(source, State.ON_DISK)
             if files_identity(place.path) != before:
                 raise AdapterReadFailed(f"{place.uri} changed while it was read; register it when it is complete")
-            self.counts.loaded("source", self._clock() - started_s, packed.card.size_bytes)
+            self.counts.loaded("source", self._clock() - started_s, packed.card.size_bytes, packed.card.digest)
             return LocatedAdapter(place.uri, packed, self._signer(place.path, packed))
         with self._disk.staging() as folder:
             uri = place.fetch(folder)
@@ -120,7 +120,7 @@ class AdapterLibrary:
             load_s = self._clock() - started_s
             self._events.reached(source, State.VALIDATING)
             packed = self._read(path)
-            self.counts.loaded("source", load_s, packed.card.size_bytes)
+            self.counts.loaded("source", load_s, packed.card.size_bytes, packed.card.digest)
             signer = self._signer(path, packed)
             try:
                 if not self._disk.keep(packed.card.digest, folder, load_s):
@@ -148,7 +148,7 @@ class AdapterLibrary:
         if not is_whole:  # damaged on disk: the source has it
             self._disk.remove(digest)
             return None
-        self.counts.loaded("disk", self._clock() - started_s, packed.card.size_bytes)
+        self.counts.loaded("disk", self._clock() - started_s, packed.card.size_bytes, digest)
         return packed
 
     def _signer(self, path: Path, packed: PackedAdapter) -> str | None:

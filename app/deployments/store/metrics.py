@@ -6,6 +6,8 @@ exported at once; there is no second count.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ray.util.metrics import Counter, Histogram
 
 from app.deployments.links.gauges import SECONDS, SteadyGauge
@@ -13,10 +15,14 @@ from app.deployments.store.counts import Tier, TierCounts
 
 
 class TierMetrics(TierCounts):
-    """Counts that are exported too; one per process. Tag `tier`: host, disk or source in the store, else device."""
+    """Counts that are exported too; one per process. Tag `tier`: host, disk or source in the store, else device.
 
-    def __init__(self) -> None:
+    `heard` is told of each load of known contents, by tier and digest, in the thread that did it.
+    """
+
+    def __init__(self, heard: Callable[[Tier, str], None] | None = None) -> None:
         super().__init__()
+        self._heard = heard
         tags = ("tier",)
         self._hits = Counter("polylora_adapter_hits", "Adapters found in a tier.", tag_keys=tags)
         self._misses = Counter("polylora_adapter_misses", "Adapters not found in a tier.", tag_keys=tags)
@@ -44,8 +50,10 @@ class TierMetrics(TierCounts):
         if number:
             self._evictions.inc(number, tags={"tier": tier})
 
-    def loaded(self, tier: Tier, seconds: float, size_bytes: int) -> None:
-        super().loaded(tier, seconds, size_bytes)
+    def loaded(self, tier: Tier, seconds: float, size_bytes: int, digest: str | None = None) -> None:
+        super().loaded(tier, seconds, size_bytes, digest)
+        if digest is not None and self._heard is not None:
+            self._heard(tier, digest)
         self._load_s.observe(seconds, tags={"tier": tier})
         self._loaded_bytes.inc(max(size_bytes, 1), tags={"tier": tier})
 

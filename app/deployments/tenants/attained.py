@@ -7,14 +7,12 @@ is not named is in `OTHER`, so that the sum is always everybody's.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from app.deployments.tenants.metering import Charge, Row
+from app.deployments.tenants.recent import WINDOW_S, RecentSums
 
-#: Over so long a time it is looked, in steps of so long.
-WINDOW_S, STEP_S = 60.0, 5.0
 #: Tenants that are named.
 MAX_NAMED = 32
 OTHER = "other"
@@ -36,22 +34,16 @@ class Attained:
 
     def __init__(self, weight: Callable[[str], float], clock: Callable[[], float]) -> None:
         self._weight = weight
-        self._clock = clock
-        self._steps: deque[tuple[float, dict[str, Charge]]] = deque()
+        self._recent: RecentSums[str, Charge] = RecentSums(clock, Charge.plus)
 
     def add(self, rows: Iterable[Row]) -> None:
         """A batch is new in the ledger."""
-        now_s = self._clock()
-        self._forget(now_s)
-        if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
-            self._steps.append((now_s, {}))
-        sums = self._steps[-1][1]
         for key, charge in rows:
-            sums[key.project_id] = sums.get(key.project_id, Charge()).plus(charge)
+            self._recent.add(key.project_id, charge)
 
     def served(self) -> Mapping[str, Served]:
         """By tenant: those that were served most, and the others together."""
-        sums = self._sums()
+        sums = self._recent.sums()
         largest = sorted(sums, key=lambda tenant_id: (-_service(sums[tenant_id]), tenant_id))
         told = {tenant_id: _per_second(sums[tenant_id]) for tenant_id in largest[:MAX_NAMED]}
         rest = Charge()
@@ -61,20 +53,8 @@ class Attained:
 
     def jain_index(self) -> float:
         """1 if all tenants that were served got service by their weights, 1/n if one of n got all of it (Jain 1984)."""
-        services = [_service(charge) / self._weight(tenant_id) for tenant_id, charge in self._sums().items()]
+        services = [_service(charge) / self._weight(tenant_id) for tenant_id, charge in self._recent.sums().items()]
         return jain_index([service for service in services if service])
-
-    def _sums(self) -> dict[str, Charge]:
-        self._forget(self._clock())
-        sums: dict[str, Charge] = {}
-        for _, step in self._steps:
-            for tenant_id, charge in step.items():
-                sums[tenant_id] = sums.get(tenant_id, Charge()).plus(charge)
-        return sums
-
-    def _forget(self, now_s: float) -> None:
-        while self._steps and now_s - self._steps[0][0] > WINDOW_S:
-            self._steps.popleft()
 
 
 def jain_index(values: Sequence[float]) -> float:
@@ -83,8 +63,13 @@ def jain_index(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
+def priced(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> float:
+    """Tokens by what they cost to compute, in tokens of prompts."""
+    return _INPUT_PRICE * (prompt_tokens - cached_tokens) + _OUTPUT_PRICE * completion_tokens
+
+
 def _service(charge: Charge) -> float:
-    return _INPUT_PRICE * (charge.prompt_tokens - charge.cached_tokens) + _OUTPUT_PRICE * charge.completion_tokens
+    return priced(charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens)
 
 
 def _per_second(charge: Charge) -> Served:

@@ -12,6 +12,7 @@ from typing import Any
 
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.ray_calls import Callee
+from app.deployments.tenants.activity import Activity, ActivityKey, Seen
 from app.deployments.tenants.entries import (
     ApiKey,
     IssuedKey,
@@ -25,6 +26,7 @@ from app.deployments.tenants.lending import Grant, Want
 from app.deployments.tenants.metering import Row
 from app.deployments.tenants.service import TenantsService as _Service
 from app.deployments.tenants.usage import Bucket, UsageQuery
+from app.engine.adapters.card import AdapterRef
 
 
 class TenantsClient:
@@ -136,6 +138,14 @@ class TenantsClient:
     async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
         """Write a batch of usage down, once however often it is sent."""
         await self._owner.call(_Service.record, writer_id, number, rows)
+
+    async def note_activity(self, rows: Sequence[tuple[ActivityKey, Activity]]) -> None:
+        """What an ingress has seen of adapters' requests since it last told."""
+        await self._owner.call(_Service.note_activity, rows)
+
+    async def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> Seen:
+        """What is known of an adapter: of one tenant's requests for it, or (None) of everybody's."""
+        return await self._owner.call(_Service.seen, ref, tenant_id=tenant_id)
 
     async def usage(self, query: UsageQuery) -> list[Bucket]:
         """What was used, by buckets of time."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.deployments.links.published import Changes, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
+from app.deployments.tenants.activity import Activity, ActivityKey, Seen
+from app.deployments.tenants.adapter_book import AdapterBook
 from app.deployments.tenants.attained import Attained
 from app.deployments.tenants.entries import (
     ApiKey,
@@ -29,6 +31,7 @@ from app.deployments.tenants.lending import Grant, Lender, Place, Want
 from app.deployments.tenants.limits import month_of
 from app.deployments.tenants.metering import Row
 from app.deployments.tenants.usage import Bucket, UsageQuery
+from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
 
 if TYPE_CHECKING:  # a database: a process that only calls the owner starts without
@@ -47,7 +50,7 @@ class TenantsService:
     """One event loop; the database is called in threads.
 
     `watched` is called whenever a process asks for the table; `clock` gives Unix time. `place` says which of how many
-    owners of this registry's limits this one is.
+    owners of this registry's limits this one is. `adapters`: where more than requests is told of adapters, if so.
     """
 
     def __init__(
@@ -56,7 +59,9 @@ class TenantsService:
         watched: Callable[[], None],
         clock: Callable[[], float] = time.time,
         place: Callable[[], Place] = Place,
+        adapters: AdapterBook | None = None,
     ) -> None:
+        self._adapters = adapters or AdapterBook(clock)
         self.attained = Attained(self._weight, clock)
         self._place = place
         self._books = books
@@ -201,6 +206,15 @@ class TenantsService:
     async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
         if await asyncio.to_thread(self._books.ledger.record, writer_id, number, rows):
             self.attained.add(rows)
+            for key, charge in rows:
+                if charge.num_loads:
+                    self._adapters.loaded("device", key.digest, charge.num_loads)
+
+    async def note_activity(self, rows: Sequence[tuple[ActivityKey, Activity]]) -> None:
+        self._adapters.add(rows)
+
+    async def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> Seen:
+        return self._adapters.seen(ref, tenant_id=tenant_id)
 
     async def usage(self, query: UsageQuery) -> list[Bucket]:
         return await asyncio.to_thread(self._books.ledger.buckets, query)

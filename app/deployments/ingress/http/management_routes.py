@@ -17,7 +17,9 @@ from pydantic import Field
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.config import TrafficWeight
+from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.compositions import ComposeBody
+from app.deployments.ingress.describing import described
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.bodies import int_query, page_body, page_query, read_json
 from app.deployments.ingress.http.openapi import takes
@@ -26,7 +28,6 @@ from app.deployments.ingress.management_bodies import (
     adapter_body,
     alias_body,
     alias_version_body,
-    description_body,
     job_body,
     record_body,
     unloaded_body,
@@ -43,8 +44,6 @@ EntryT = TypeVar("EntryT", CatalogEntry, AliasEntry)
 _MAX_ID = 2**53
 #: `org/repo@revision`: a repository of the hub, as Dynamo writes it.
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*@\w[\w./-]*", re.ASCII)
-#: What an adapter's description says of memory. Equal contents of two tenants share it, and neither is to notice.
-SHARED_FACTS = ("last_used", "residency")
 #: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
 OWN_EVENTS = frozenset({
     "requested", "routable", "failed", "registered", "draining", "removed",
@@ -131,6 +130,9 @@ class ManagedService(Protocol):
 
     @property
     def management(self) -> Management: ...
+
+    @property
+    def activity(self) -> AdapterActivity: ...
 
     async def status(self, tenant_id: str) -> dict[str, Any]: ...
 
@@ -267,14 +269,8 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
 
     @routes.get("/v1/loras/{name}")
     async def adapter(name: str, request: Request) -> Response:
-        """One adapter: its state, where it is, why its last load failed."""
-        description = await service.management.store.describe(name, tenant_id=http_caller(request).tenant_id)
-        if http_caller(request).kind == "project":
-            whole = description_body(name, description, ())
-            return JSONResponse({field: value for field, value in whole.items() if field not in SHARED_FACTS})
-        entry = description.entry
-        replicas = [] if entry is None else await service.management.residency(entry.ref.digest)
-        return JSONResponse(description_body(name, description, replicas))
+        """One adapter: its state, where it is, why its last load failed, and what was seen of its requests."""
+        return JSONResponse(await described(service.management, service.activity, name, http_caller(request)))
 
     @routes.patch("/v1/loras/{name}", openapi_extra=takes(ConfigureAdapterBody))
     async def configure(name: str, request: Request) -> Response:

@@ -1,0 +1,129 @@
+"""What is seen of every adapter, in the process of the store: in all, for whoever asks for one, and the busiest lately.
+
+In: what ingresses saw of requests, and loads of the tiers. Out: what is known of one adapter, and the adapters that
+were busiest in the last minute, all others together. Rule: whatever there is, it fits: the contents that were asked for
+longest ago are forgotten, nothing is said of a time of which something was forgotten, and few adapters are named.
+It is not the ledger: it begins anew with its process, and what an ingress that is killed has not told is not in it.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from app.deployments.tenants.activity import Activity, ActivityKey, Seen
+from app.deployments.tenants.attained import MAX_NAMED, OTHER, priced
+from app.deployments.tenants.recent import RecentSums
+from app.engine.adapters.card import AdapterRef
+
+#: Adapters by who asked for them, of which something is known.
+MAX_KEPT = 16_384
+#: Characters of a digest in a metric's label, and in the log.
+SHORT_DIGEST = 12
+
+
+class Adapter(NamedTuple):
+    """One name of one tenant, and what it meant. `REST` stands for those that are not named."""
+
+    owner_id: str
+    name: str
+    digest: str
+
+
+REST = Adapter("", OTHER, "")
+
+
+class Busy(NamedTuple):
+    """An adapter in the last minute. `num_loads` are of its contents, told with the busiest name that means them."""
+
+    adapter: Adapter
+    activity: Activity
+    num_loads: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Contents:
+    since_s: float
+    activities: dict[ActivityKey, Activity] = field(default_factory=dict)
+    num_loads: Counter[str] = field(default_factory=Counter)
+
+
+class AdapterBook:
+    """Any thread. `clock` gives Unix time."""
+
+    def __init__(self, clock: Callable[[], float], max_kept: int = MAX_KEPT) -> None:
+        self._clock = clock
+        self._max_kept = max_kept
+        self._lock = threading.Lock()
+        self._since_s = clock()  # of contents that are not here: nothing happened to them since then
+        self._contents: OrderedDict[str, _Contents] = OrderedDict()  # the longest ago asked for is the first
+        self._num_kept = 0
+        self._recent: RecentSums[Adapter, Activity] = RecentSums(clock, Activity.plus)
+        self._recent_loads: RecentSums[tuple[str, str], int] = RecentSums(clock, operator.add)
+
+    def add(self, rows: Iterable[tuple[ActivityKey, Activity]]) -> None:
+        """Requests have ended."""
+        with self._lock:
+            for key, activity in rows:
+                activities = self._of(key.digest).activities
+                self._num_kept += key not in activities
+                activities[key] = activities.get(key, Activity()).plus(activity)
+                self._recent.add(Adapter(key.owner_id, key.name, key.digest), activity)
+            self._bound()
+
+    def loaded(self, tier: str, digest: str, number: int = 1) -> None:
+        """These contents were brought up from a tier, so many times."""
+        with self._lock:
+            self._of(digest).num_loads[tier] += number
+            self._recent_loads.add((digest, tier), number)
+            self._bound()
+
+    def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> Seen:
+        """Of a name and what it means: the requests of one tenant; None: everybody's. Loads are everybody's."""
+        with self._lock:
+            found = self._contents.get(ref.digest)
+            if found is None:
+                return Seen(self._since_s, Activity(), {})
+            activity = Activity()
+            for key, each in found.activities.items():
+                is_asked = tenant_id in (None, key.tenant_id)
+                if is_asked and (key.owner_id, key.name) == (ref.tenant_id, ref.name):
+                    activity = activity.plus(each)
+            return Seen(found.since_s, activity, dict(found.num_loads))
+
+    def busiest(self) -> Sequence[Busy]:
+        """The `MAX_NAMED` that were served most in the last minute, and `REST` if there were others."""
+        with self._lock:
+            recent, recent_loads = self._recent.sums(), self._recent_loads.sums()
+        order = sorted(recent, key=lambda adapter: (-_service(recent[adapter]), -recent[adapter].num_requests, adapter))
+        named, rest = order[:MAX_NAMED], Activity()
+        for adapter in order[MAX_NAMED:]:
+            rest = rest.plus(recent[adapter])
+        first = {adapter.digest: adapter for adapter in reversed(named)}
+        num_loads: dict[Adapter, Counter[str]] = {adapter: Counter() for adapter in (*named, REST)}
+        for (digest, tier), number in recent_loads.items():
+            num_loads[first.get(digest, REST)][tier] += number
+        told = [Busy(adapter, recent[adapter], num_loads[adapter]) for adapter in named]
+        return [*told, Busy(REST, rest, num_loads[REST])] if rest.num_requests or num_loads[REST] else told
+
+    def _of(self, digest: str) -> _Contents:
+        found = self._contents.get(digest)
+        if found is None:
+            found = self._contents[digest] = _Contents(self._since_s)
+            self._num_kept += 1
+        self._contents.move_to_end(digest)
+        return found
+
+    def _bound(self) -> None:
+        while self._num_kept > self._max_kept and len(self._contents) > 1:
+            _, forgotten = self._contents.popitem(last=False)
+            self._num_kept -= 1 + len(forgotten.activities)
+            self._since_s = self._clock()
+
+
+def _service(activity: Activity) -> float:
+    return priced(activity.prompt_tokens, activity.cached_tokens, activity.completion_tokens)
