@@ -144,7 +144,8 @@ async def test_inert_fields_are_accepted_and_unknown_ones_named(http: httpx.Asyn
     status, error = await error_of(http, "/v1/completions", LEGACY | {"max_token": 3})
     assert error["message"].endswith("refused rather than ignored; did you mean 'max_tokens'?")
     status, error = await error_of(http, "/v1/load_lora_adapter", {"name": "x", "lora_path": "sql"})
-    assert error["message"] == "unknown field 'name'; this route takes lora_name, lora_path; did you mean 'lora_name'?"
+    takes = "this route takes lora_name, lora_path, load_inplace"
+    assert error["message"] == f"unknown field 'name'; {takes}; did you mean 'lora_name'?"
     status, error = await error_of(http, "/generate", {"text": "x", "sampling_params": {"beam_width": 4}})
     assert status == 400
     assert "beam_width" in error["message"]
