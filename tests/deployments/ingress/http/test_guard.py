@@ -16,7 +16,10 @@ from app.deployments.registry.entries import DEFAULT_TENANT
 from app.engine.errors import ConfigError
 from tests.deployments.http_service import Service
 
-LOAD: dict[str, Any] = {"url": "/v1/load_lora_adapter", "content": '{"lora_name": "sql", "lora_path": "two"}'}
+LOAD: dict[str, Any] = {
+    "url": "/v1/load_lora_adapter",
+    "content": '{"lora_name": "sql", "lora_path": "two", "load_inplace": true}',
+}
 
 
 @asynccontextmanager
