@@ -78,10 +78,15 @@ class ServiceProcess:
         }
         self.environment.pop("RAY_ADDRESS", None)
         self.log = self.folder / "service.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command], cwd=ROOT, env=self.environment, stdout=log, stderr=log, start_new_session=True
-            )
+        # A shell's background jobs start with SIGINT ignored, and so would what they start: as in a terminal instead.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    [*command], cwd=ROOT, env=self.environment, stdout=log, stderr=log, start_new_session=True
+                )
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def wait_until_healthy(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s

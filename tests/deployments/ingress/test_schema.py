@@ -35,7 +35,7 @@ SMALLEST: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (GenerateSampling, {}),
     (StreamOptions, {}),
     (RegisterAdapterBody, {"name": "a"}),
-    (LoadLoraBody, {"lora_model": "a", "lora_path": "b"}),
+    (LoadLoraBody, {"lora_model": "a"}),
     (ConfigureAdapterBody, {}),
     (RollbackBody, {}),
 ]
