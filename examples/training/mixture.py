@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import string
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -147,7 +148,9 @@ def train(out: Path, *, base_steps: int, adapter_steps: int) -> list[str]:
             (word,) = words(rng, 1, held_out=False)
             return word, transform(word)
 
-        model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **settings))
+        with warnings.catch_warnings():  # PEFT looks for the ranks of fused experts among modules only, and warns
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+            model: Any = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **settings))
         fit(model.train(), ask, adapter_steps, 5e-3, seed=1)
         model.eval()
         model.save_pretrained(out / "adapters" / name)

@@ -152,7 +152,7 @@ def _structured(generator: np.random.Generator, settings: SamplingParams) -> Sam
     if kind == 1:
         return dataclasses.replace(settings, min_tokens=int(generator.integers(1, settings.max_tokens + 1)))
     grammar = json_grammar(random_schema(generator), "schema")
-    max_tokens = int(generator.integers(1, 80))
+    max_tokens = int(generator.integers(1, 47))  # with the longest prompt no more than the smallest memory
     return dataclasses.replace(settings, grammar=grammar, ignore_eos=False, max_tokens=max_tokens)
 
 

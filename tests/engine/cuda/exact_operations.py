@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _MOVES = """
     _to_copy _unsafe_view alias cat chunk clone contiguous copy_ detach embedding empty_like empty_strided expand
-    fill_ flatten full_like gather index index_put_ item lift_fresh movedim new_empty new_zeros numpy_T permute
-    reshape resolve_conj resolve_neg select slice split squeeze t to transpose unflatten unsqueeze view
+    fill_ flatten full_like gather index index_put_ item lift_fresh masked_fill movedim new_empty new_zeros numpy_T
+    permute reshape resolve_conj resolve_neg select slice split squeeze t to transpose unflatten unsqueeze view
 """
 _CHOICES = "amax argmax clamp ge gt maximum nan_to_num sort where"
 #: On a CPU `rsqrt` is a square root and a division (`sqrt` is the Math Kernel Library's).

@@ -27,7 +27,7 @@ BUDGET_S, MIN_BATCHES = (60, 2500) if ON_CUDA else (4, 60)
 #: A round is some hundred batches, and half of the rounds preempt nobody: after this many, nothing ever will.
 MAX_BATCHES = 50_000
 CUDA = CudaConfig(deterministic=True, memory_fraction=0.5, skip_precompile=True)
-KV_TOKENS = (138, 160, 200)
+KV_TOKENS = (160, 176, 200)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -59,7 +59,7 @@ async def test_messages_with_words(claude: anthropic.AsyncAnthropic) -> None:
     assert (message.role, message.type) == ("assistant", "message")
     assert message.stop_reason in ("max_tokens", "end_turn")
     assert message.content[0].type == "text"
-    assert message.usage.output_tokens == 12
+    assert message.usage.output_tokens == 12 or message.stop_reason == "end_turn"
     count = await claude.messages.count_tokens(model="base", messages=USER, system="be kind")
     assert count.input_tokens == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
 
@@ -109,7 +109,7 @@ async def test_streamed_messages_come_together(claude: anthropic.AsyncAnthropic)
         message = await stream.get_final_message()
     assert message.content[0].type == "text"
     assert message.content[0].text == text
-    assert message.usage.output_tokens == 7
+    assert message.usage.output_tokens == 7 or message.stop_reason == "end_turn"
 
 
 async def test_errors_are_anthropics(claude: anthropic.AsyncAnthropic, wire: httpx2.AsyncClient) -> None:
@@ -123,7 +123,10 @@ async def test_errors_are_anthropics(claude: anthropic.AsyncAnthropic, wire: htt
 
 
 async def test_responses_with_words_and_schemas(gpt: openai.AsyncOpenAI) -> None:
-    response = await gpt.responses.create(**GPT | {"max_output_tokens": 9, "instructions": "be kind"})
+    for _ in range(20):  # one that draws the token which ends it is complete
+        response = await gpt.responses.create(**GPT | {"max_output_tokens": 9, "instructions": "be kind"})
+        if response.status != "completed":
+            break
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.usage is not None
