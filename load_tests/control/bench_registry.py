@@ -18,7 +18,7 @@ import resource
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +26,7 @@ from typing import Any, cast
 import httpx
 from sqlalchemy import insert
 
+from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.http.app import HttpService, make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.management import Management
@@ -43,6 +44,8 @@ from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.service import StoreParts, StoreService
+from app.deployments.tenants.activity import Activity, ActivityKey, Seen
+from app.deployments.tenants.adapter_book import AdapterBook
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView
@@ -94,6 +97,19 @@ class _Here:
 
     async def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return await getattr(self._callee, method.__name__)(*args, **options)
+
+
+class _Activities:
+    """The owner's part that knows what was seen of adapters."""
+
+    def __init__(self) -> None:
+        self._book = AdapterBook(time.time)
+
+    async def note_activity(self, rows: Sequence[tuple[ActivityKey, Activity]]) -> None:
+        self._book.add(rows)
+
+    async def seen(self, ref: AdapterRef, *, tenant_id: str | None) -> Seen:
+        return self._book.seen(ref, tenant_id=tenant_id)
 
 
 class _Nowhere:
@@ -172,6 +188,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         tenancy=Tenancy(
             TenantView(), TenantsClient(_Here(store)), Rates(Prices({}, "base"), "base"), "bench", time.time
         ),
+        activity=AdapterActivity(TenantsClient(_Here(_Activities()))),
         management=Management(StoreClient(_Here(store)), _Dropper(), _Nowhere()),
         frontend=SimpleNamespace(
             limits=SimpleNamespace(max_body_bytes=1 << 20), text_model=SimpleNamespace(max_context=2048)

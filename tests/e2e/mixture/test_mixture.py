@@ -23,6 +23,8 @@ from tests.e2e.process import ServiceProcess
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, on parameters as targets
+    # PEFT looks for the ranks of fused experts among modules only.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's own use
 ]
 
