@@ -364,18 +364,18 @@ def _ref(row: Mapping[Any, Any]) -> AdapterRef:
 
 def _entry(row: Mapping[Any, Any]) -> CatalogEntry:
     return CatalogEntry(
-        _ref(row),
-        row["max_rank"],
-        row["size_bytes"],
-        row["registered_s"],
-        row["owner"],
-        row["pinned"],
-        row["traffic_weight"],
-        row.get("last_used_s"),
-        row["source"],
-        row["extra_bytes"],
-        row["text"],
-        row["description"],
+        ref=_ref(row),
+        max_rank=row["max_rank"],
+        size_bytes=row["size_bytes"],
+        registered_s=row["registered_s"],
+        owner=row["owner"],
+        pinned=row["pinned"],
+        traffic_weight=row["traffic_weight"],
+        last_used_s=row.get("last_used_s"),
+        source=row["source"],
+        extra_bytes=row["extra_bytes"],
+        text=row["text"],
+        description=row["description"],
     )
 
 

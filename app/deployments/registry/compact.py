@@ -56,18 +56,18 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
     owner_at = source_at + num_source
     text_at = owner_at + num_owner
     return CatalogEntry(
-        ref,
-        max_rank,
-        size_bytes,
-        registered_s,
-        packed[owner_at:text_at].decode(errors=_ERRORS),
-        bool(flags & _PINNED),
-        weight,
-        used_s if flags & _USED else None,
-        ref.uri if flags & _SAME_SOURCE else packed[source_at:owner_at].decode(errors=_ERRORS),
-        extra_bytes,
-        packed[text_at : text_at + num_text].decode(errors=_ERRORS),
-        packed[text_at + num_text :].decode(errors=_ERRORS),
+        ref=ref,
+        max_rank=max_rank,
+        size_bytes=size_bytes,
+        registered_s=registered_s,
+        owner=packed[owner_at:text_at].decode(errors=_ERRORS),
+        pinned=bool(flags & _PINNED),
+        traffic_weight=weight,
+        last_used_s=used_s if flags & _USED else None,
+        source=ref.uri if flags & _SAME_SOURCE else packed[source_at:owner_at].decode(errors=_ERRORS),
+        extra_bytes=extra_bytes,
+        text=packed[text_at : text_at + num_text].decode(errors=_ERRORS),
+        description=packed[text_at + num_text :].decode(errors=_ERRORS),
     )
 
 

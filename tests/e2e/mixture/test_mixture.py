@@ -22,6 +22,7 @@ from tests.e2e.process import ServiceProcess
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.nightly,  # training takes minutes; tests/engine has every layout of adapters against PEFT
     pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, on parameters as targets
     # PEFT looks for the ranks of fused experts among modules only.
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),

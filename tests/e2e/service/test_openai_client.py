@@ -237,10 +237,10 @@ async def test_a_chat_is_written_with_the_adapters_own_template(service: Service
         common: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 5, "extra_body": {"ignore_eos": True}}
         chat = await client.chat.completions.create(model="own", messages=messages, **common)
         written = await client.completions.create(model="own", prompt="Q: the quick fox<|im_end|>A:", **common)
-        assert chat.choices[0].message.content == written.choices[0].text
         assert chat.usage is not None
         assert written.usage is not None
         assert chat.usage.prompt_tokens == written.usage.prompt_tokens
+        assert chat.choices[0].message.content == written.choices[0].text
         base = await client.chat.completions.create(model="tiny", messages=messages, **common)
         assert base.usage is not None
         assert base.usage.prompt_tokens != chat.usage.prompt_tokens
