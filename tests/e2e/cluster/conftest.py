@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -27,6 +28,8 @@ from tests.postgres import PostgresServer, find_postgres
 
 NUM_NODES = 3
 RANKS = {"r8": 8, "r16": 16}
+#: How long a node may be without an ingress that listens, seconds.
+INGRESS_TIMEOUT_S = 120.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -87,12 +90,19 @@ class NodesOfOneMachine:
     def tail(self) -> str:
         return (self.folder / "operate.log").read_text(errors="replace")[-6000:]
 
-    def ingress_url(self, node: Node) -> str:
-        """Where the ingress of a node listens: each serves HTTP itself."""
-        ours = set(node.processes())
-        pids = [pid for pid in processes(self.process.pid)["ingress"] if pid in ours]
-        (port,) = {port for pid in pids for port in self._listening(pid)}
-        return f"http://127.0.0.1:{port}"
+    async def ingress_url(self, node: Node) -> str:
+        """Where the ingress of a node listens: each serves HTTP itself.
+
+        It waits for one: Serve ends the ingress of a node that was silent for long (30 s a check), and starts another.
+        """
+        async with asyncio.timeout(INGRESS_TIMEOUT_S):
+            while True:
+                ours = set(node.processes())
+                pids = [pid for pid in processes(self.process.pid)["ingress"] if pid in ours]
+                ports = {port for pid in pids for port in self._listening(pid)}
+                if len(ports) == 1:
+                    return f"http://127.0.0.1:{ports.pop()}"
+                await asyncio.sleep(0.5)
 
     def node_of(self, role: str) -> Node:
         """The node on which the one process of a role (`process_tree.ROLES`) runs."""
@@ -113,9 +123,10 @@ class NodesOfOneMachine:
         """Ports for ingresses on which a process listens."""
         first, last = (int(self.environment[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ("MIN", "MAX"))
         inodes = set()
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+        with suppress(FileNotFoundError):  # a process may end, and close files, meanwhile
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):
+                    inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
         ports = set()
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             fields = line.split()

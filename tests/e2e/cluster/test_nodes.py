@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -19,6 +19,8 @@ import httpx
 from tests.e2e.cluster.conftest import Node, NodesOfOneMachine
 
 MODELS = ("tiny", "r8", "r16")
+#: How long a node that was silent may take until it answers again, seconds.
+RETURN_TIMEOUT_S = 180.0
 
 
 def body(model: str, seed: int, max_tokens: int) -> dict[str, Any]:
@@ -66,12 +68,21 @@ async def traffic(urls: list[str], expected: dict[str, str]) -> AsyncIterator[li
         await asyncio.gather(*tasks)
 
 
-def others(cluster: NodesOfOneMachine, *but: Node) -> list[str]:
-    return [cluster.ingress_url(node) for node in cluster.nodes if node not in but]
+async def others(cluster: NodesOfOneMachine, *but: Node) -> list[str]:
+    return [await cluster.ingress_url(node) for node in cluster.nodes if node not in but]
+
+
+async def returned(cluster: NodesOfOneMachine, node: Node, request: dict[str, Any]) -> str:
+    """The answer of a node that was silent: its ingress may be ended and replaced meanwhile."""
+    async with asyncio.timeout(RETURN_TIMEOUT_S):
+        while True:
+            with suppress(httpx.TransportError):
+                return await ask(await cluster.ingress_url(node), request)
+            await asyncio.sleep(0.5)
 
 
 async def test_an_adapter_loaded_through_one_ingress_is_served_by_all(cluster: NodesOfOneMachine) -> None:
-    urls = others(cluster)
+    urls = await others(cluster)
     assert len(set(urls)) == len(cluster.nodes)
     for name, url in zip(MODELS[1:], urls, strict=False):
         await register(url, name, name)
@@ -85,7 +96,7 @@ async def test_a_node_that_falls_silent_and_returns_costs_no_token(cluster: Node
     """It stands still with all that runs there: connections are there, and nothing comes."""
     head, store = cluster.nodes[0], cluster.node_of("store")
     silent = next(node for node in cluster.nodes if node not in (head, store))
-    urls = others(cluster, silent)
+    urls = await others(cluster, silent)
     expected = {model: await ask(urls[0], body(model, 1, 60)) for model in MODELS}
     long = {model: await ask(urls[0], body(model, 2, 600)) for model in MODELS}
     async with traffic(urls, expected) as took_s:
@@ -101,12 +112,12 @@ async def test_a_node_that_falls_silent_and_returns_costs_no_token(cluster: Node
                 assert await answer == long[model]
         finally:
             silent.send(signal.SIGCONT)
-    assert await ask(cluster.ingress_url(silent), body("r8", 1, 60)) == expected["r8"]
+    assert await returned(cluster, silent, body("r8", 1, 60)) == expected["r8"]
 
 
 async def test_the_head_may_stand_still(cluster: NodesOfOneMachine) -> None:
     """Its GCS answers nobody for a while: tokens need none of it."""
-    urls = others(cluster)
+    urls = await others(cluster)
     expected = {model: await ask(urls[0], body(model, 1, 60)) for model in MODELS}
     async with traffic(urls, expected) as took_s:
         os.kill(cluster.gcs, signal.SIGSTOP)
@@ -124,7 +135,7 @@ async def test_the_head_may_stand_still(cluster: NodesOfOneMachine) -> None:
 async def test_the_node_of_the_store_may_die(cluster: NodesOfOneMachine) -> None:
     victim = cluster.node_of("store")
     assert victim is not cluster.nodes[0], "it was bound to the others: the head's death is another matter"
-    urls = others(cluster, victim)
+    urls = await others(cluster, victim)
     expected = {model: await ask(urls[0], body(model, 1, 60)) for model in MODELS}
     async with traffic(urls, expected):
         await asyncio.sleep(0.5)
