@@ -19,6 +19,7 @@ from app.config import PlacementConfig
 from app.deployments.placement import policies
 from app.deployments.placement.policy import PlacementPolicy, less_loaded
 from app.deployments.placement.view import PlacementView, UsableFleet
+from app.dotted import import_dotted
 from app.engine.errors import ConfigError
 
 
@@ -59,13 +60,9 @@ def _find(name: str) -> type[PlacementPolicy]:
                 f"placement.policy {name!r} is none of {', '.join(names)}; "
                 "a policy of your own is named by the dotted path of its class"
             )
-        path, attribute = f"{policies.__name__}.{name}", "Policy"
+        kind = importlib.import_module(f"{policies.__name__}.{name}").Policy
     else:
-        path, _, attribute = name.replace(":", ".").rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(path), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"placement.policy {name!r} cannot be imported: {error}") from error
+        kind = import_dotted(name, "placement.policy")
     if not all(hasattr(kind, part) for part in ("Options", "has_homes", "homes")):
         raise ConfigError(f"placement.policy {name!r} is no policy: it needs Options, has_homes and homes")
     return cast(type[PlacementPolicy], kind)

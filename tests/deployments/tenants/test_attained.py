@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from app.deployments.tenants.attained import MAX_NAMED, OTHER, WINDOW_S, Attaine
 from app.deployments.tenants.limiter import Limiter, Refused
 from app.deployments.tenants.metering import Charge, LedgerKey, Row
 from tests.budgets import examples
+from tests.deployments.recorded import record
 
 
 def row(tenant: str, completion: int, *, prompt: int = 0) -> Row:
@@ -64,19 +64,7 @@ def test_jain_s_index_weighs_service() -> None:
 
 
 def test_series_are_few_and_refusals_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, float, dict[str, str]]] = []
-
-    class Recorded:
-        def __init__(self, name: str, *_: Any, **__: Any) -> None:
-            self._name = name
-
-        def inc(self, value: float = 1, tags: Mapping[str, str] | None = None) -> None:
-            told.append((self._name, value, dict(tags or {})))
-
-        set = inc
-
-    monkeypatch.setattr(exported, "Counter", Recorded)
-    monkeypatch.setattr(exported, "Gauge", Recorded)
+    told = record(monkeypatch, exported, ("Counter", "Gauge"))
     attained = Attained(lambda _: 1.0, Clock())
     attained.add([row(f"t{index}", 60 * (index + 1)) for index in range(100)])
     exported.TenantGauges(attained).repeat()

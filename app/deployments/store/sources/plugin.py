@@ -8,10 +8,10 @@ leaves in the folder is trusted no more than any other download.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 
+from app.dotted import import_dotted
 from app.engine.errors import ConfigError, PolyloraError, SourceError
 
 
@@ -38,12 +38,7 @@ class PluginFetcher:
 
 
 def _load(dotted_path: str) -> Callable[[str, Path], str | None]:
-    module, _, attribute = dotted_path.replace(":", ".").rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"adapters.downloader {dotted_path!r} cannot be imported: {error}") from error
-    if not callable(found):
+    download: Callable[[str, Path], str | None] = import_dotted(dotted_path, "adapters.downloader")
+    if not callable(download):
         raise ConfigError(f"adapters.downloader {dotted_path!r} is not a function of (uri, folder)")
-    download: Callable[[str, Path], str | None] = found
     return download

@@ -7,7 +7,6 @@ local folders a project gets those below its own, `<project id>/`, and nothing o
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from app.config import AdaptersConfig
 from app.deployments.registry.entries import DEFAULT_TENANT, check_source, is_name
+from app.dotted import import_dotted
 from app.engine.adapters.composing.composition import is_composition
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
@@ -114,12 +114,7 @@ def _is_adapter(path: str, roots: Sequence[Path]) -> bool:
 
 
 def _load(dotted_path: str) -> Resolve:
-    module, _, attribute = dotted_path.replace(":", ".").rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"adapters.resolvers {dotted_path!r} cannot be imported: {error}") from error
-    if not callable(found):
+    resolve: Resolve = import_dotted(dotted_path, "adapters.resolvers")
+    if not callable(resolve):
         raise ConfigError(f"adapters.resolvers {dotted_path!r} is not a function of (name, tenant_id)")
-    resolve: Resolve = found
     return resolve
