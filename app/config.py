@@ -189,6 +189,9 @@ class LimitsConfig(_Settings):
     """What one HTTP request may ask for."""
 
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body in bytes (413 beyond).")
+    max_upload_bytes: int = Field(
+        default=256 << 20, ge=1024, description="Largest weights that PUT /v1/loras/{name}/weights takes (413 beyond)."
+    )
     max_sequences: int = Field(default=64, ge=1, description="Prompts times n of one request.")
     max_logprobs: int = Field(default=20, ge=0, description="Most likely tokens reported per position.")
     max_stop_strings: int = Field(default=16, ge=0, description="Stop strings of one request.")

@@ -21,13 +21,17 @@ from pathlib import Path
 
 from app.config import AdaptersConfig, AppConfig
 from app.deployments.registry.books import open_registry
-from app.deployments.registry.entries import DEFAULT_TENANT, CatalogEntry, LoadRequest
+from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, CatalogEntry, LoadRequest
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import AdapterLibrary, open_library
+from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.store import AdapterStore
+from app.deployments.store.uploads import Uploads
 from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.adapters.isolation.packing import PackedAdapter, unpack_adapter
 from app.engine.adapters.lora import FEATURES, LoraAdapter
 from app.engine.config import CpuConfig, EngineConfig
@@ -84,17 +88,26 @@ class _Service:
         (folder / "state").mkdir()
         settings = AppConfig(adapters=adapters, engine=config)
         counts, events = TierCounts(), TierEvents()
-        self.library: AdapterLibrary = open_library(adapters, checkpoint, FEATURES, counts, events)
+        uploads = Uploads(folder / "state" / "uploads", adapters.disk_cache_bytes, time.monotonic)
+        self.library: AdapterLibrary = open_library(
+            adapters, checkpoint, FEATURES, counts, events, uploads=uploads.root
+        )
         self.registry = open_registry(settings, checkpoint.spec.digest)
         self.store: AdapterStore[PackedAdapter] = AdapterStore(
             self.library, _host_copy, events, max_bytes=host_bytes, counts=counts
         )
         self.lifecycle = Lifecycle(self.registry, self.store, events)
+        parts = StoreParts(self.registry, self.lifecycle, self.store, (), uploads=uploads)
+        self._calls = StoreService(parts, lambda: None)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)
 
     async def register(self, name: str, source: str) -> CatalogEntry:
         return (await self.lifecycle.load_and_wait(LoadRequest(DEFAULT_TENANT, name, source, "bench")))[1]
+
+    async def upload(self, name: str, config: bytes, weights: bytes) -> CatalogEntry:
+        """As PUT /v1/loras/{name}/weights has it once the body has come."""
+        return (await self._calls.upload(LoadRequest(DEFAULT_TENANT, name, UPLOADED, "bench"), config, weights))[1]
 
     async def adapter(self, ref: AdapterRef) -> LoraAdapter:
         return unpack_adapter(*await self.store.fetch(ref))
@@ -163,6 +176,12 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
         await service.lifecycle.unloads.end(unload)
         assert service.drop(entry.ref.digest) > 0
         remove_s.append(time.perf_counter() - started_s)
+    upload_s = []
+    for path in folders:
+        config_json, weights = (path / CONFIG_NAME).read_bytes(), (path / WEIGHTS_NAME).read_bytes()
+        started_s = time.perf_counter()
+        await service.upload("uploaded", config_json, weights)
+        upload_s.append(time.perf_counter() - started_s)
     service.close()
     lines = [
         f"Rank {settings.rank} on all projections, bf16, {size_bytes / 1e6:.1f} MB; "
@@ -179,6 +198,7 @@ async def _costs(settings: Settings, checkpoint: Checkpoint, folder: Path) -> st
                 ("host → rows, in a step", rows_s[1:]),
                 ("apply: register, read, rows, first token", apply_s[1:]),
                 ("remove: unregister, rows free", remove_s),
+                ("upload → routable: both files kept, read, registered", upload_s[1:]),
             )
         ),
     ]

@@ -12,7 +12,7 @@ from typing import Any
 from app.deployments.links.published import Version
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
-from app.deployments.registry.entries import DEFAULT_TENANT, LoadRequest, ReadAdapter, State
+from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, LoadRequest, ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.resolving import NameResolution, Places
 from app.deployments.registry.tier_events import TierEvents
@@ -21,6 +21,7 @@ from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.quarantine import Failure, Quarantine
 from app.deployments.store.service import StoreParts, StoreService
+from app.deployments.store.uploads import Uploads
 from app.deployments.tenants.books import TenantBooks
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.quota import AdapterQuota
@@ -85,7 +86,7 @@ class FakeStore:
         self.on_read(source, State.ON_DISK)
         await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
         self.cached_digests.add(found)
-        uri = source if is_composition(source) else f"/roots/{source}"
+        uri = source if is_composition(source) or source.startswith(UPLOADED) else f"/roots/{source}"
         return ReadAdapter(uri, replace(card(found), text=self.texts.get(found, "")))
 
     def host(self, source: str) -> str:
@@ -107,14 +108,21 @@ class FakeStore:
 class ManagedStore:
     """The store's service in this process, its client, and one ingress' copy of its table."""
 
-    def __init__(self, registry: Registry, store: FakeStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        store: FakeStore,
+        clock: Callable[[], float] = time.time,
+        uploads: Uploads | None = None,
+    ) -> None:
+        self.uploads = uploads
         self.registry, self.store = registry, store
         registry.catalog.check_quota = AdapterQuota(registry.database.base_digest)
         self.events = TierEvents()
         store.on_read = self.events.reached
         self.lifecycle = Lifecycle(registry, store, self.events, reserved_names=("base",), clock=clock)
         self.resolution = NameResolution(registry, store, self.lifecycle, Quarantine(clock), Places(), clock)
-        parts = StoreParts(registry, self.lifecycle, store, (), resolution=self.resolution)
+        parts = StoreParts(registry, self.lifecycle, store, (), resolution=self.resolution, uploads=uploads)
         self.client = StoreClient(Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()
         self.lifecycle.start()
@@ -131,7 +139,8 @@ class ManagedStore:
 
     @classmethod
     def at(cls, folder: Path) -> ManagedStore:
-        return cls(Registry(sqlite_url(folder / "registry.sqlite"), "base", base_names=("base",)), FakeStore())
+        registry = Registry(sqlite_url(folder / "registry.sqlite"), "base", base_names=("base",))
+        return cls(registry, FakeStore(), uploads=Uploads(folder / "uploads", 1 << 20, time.monotonic))
 
     async def drop_adapter(self, replica_id: str, digest: str) -> int:
         await self.drop_gate.wait()

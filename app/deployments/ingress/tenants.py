@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from starlette.requests import HTTPConnection
 
 from app.deployments.ingress.status import ManagementRefused, WrongKey
-from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry, CatalogEntry, LoadRequest
+from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, AliasEntry, CatalogEntry, LoadRequest
 from app.deployments.registry.view import Entry, Page, RegistryView
 from app.deployments.tenants.entries import PUBLIC, Tenant
 from app.engine.adapters.composing.composition import Composition, is_composition
@@ -85,6 +85,8 @@ def load_request(
     check_settings(caller, pinned, traffic_weight)
     if is_composition(source):  # it names places, and is made here only, of adapters that the caller may use
         raise UnsafeSource(f"{source[:80]!r} is no place; POST /v1/loras with compose combines adapters")
+    if source.startswith(UPLOADED):  # whose it is nobody could say; the service makes these
+        raise UnsafeSource(f"{source[:80]!r} is no place; PUT /v1/loras/{{name}}/weights takes an adapter's bytes")
     if caller.kind == "project" and "://" not in source and not source.startswith(f"{caller.tenant_id}/"):
         raise UnsafeSource(
             f"{source[:80]!r} is not below {caller.tenant_id}/, where this project's folders are; give a path there or "

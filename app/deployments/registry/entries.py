@@ -21,6 +21,8 @@ DEFAULT_TENANT = "default"
 #: The model's name in requests whose adapter the service is to choose.
 AUTO = "auto"
 MAX_SOURCE_CHARS = 4096
+#: What the sources of uploaded adapters begin with; a digest follows. No client names one.
+UPLOADED = "upload://"
 MAX_DESCRIPTION_CHARS = 1000
 
 

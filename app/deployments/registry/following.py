@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from app.deployments.links.tasks import Troubles
 from app.deployments.registry.books import Registry
@@ -17,6 +17,7 @@ from app.deployments.registry.loading import Loads
 from app.deployments.registry.publishing import POLL_INTERVAL_S, PublishedRegistry
 from app.deployments.registry.stores import BEAT_INTERVAL_S, Beat
 from app.deployments.registry.trimming import trim
+from app.deployments.registry.uploaded import uploads_in_use
 from app.deployments.registry.use import WRITE_INTERVAL_S, UseBook
 
 #: How long ingresses have to take over what others have changed before the beat says that they do not hold it.
@@ -42,13 +43,14 @@ async def keep_up(registry: Registry, published: PublishedRegistry, loads: Loads
     await _repeat(turn, POLL_INTERVAL_S, "following the registry's database")
 
 
-async def keep_books(registry: Registry, use: UseBook) -> None:
-    """Write down use, and forget what is too old; until cancelled."""
+async def keep_books(registry: Registry, use: UseBook, sweep: Callable[[Collection[str]], object]) -> None:
+    """Write down use, forget what is too old, and tell `sweep` which uploads are in use; until cancelled."""
     trimmed_s = time.monotonic()
 
     async def turn() -> None:
         nonlocal trimmed_s
         await use.write()
+        await asyncio.to_thread(lambda: sweep(uploads_in_use(registry.database)))
         if time.monotonic() - trimmed_s >= TRIM_INTERVAL_S:
             trimmed_s = time.monotonic()
             await asyncio.to_thread(trim, registry.database)

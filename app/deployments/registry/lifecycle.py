@@ -65,8 +65,11 @@ class Lifecycle:
         *,
         reserved_names: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
+        sweep: Callable[[Collection[str]], object] = lambda _: None,
     ) -> None:
+        """`sweep` is told now and then which uploads names mean, or open loads; it is called in threads."""
         self._registry = registry
+        self._sweep = sweep
         self._store = store
         self._events = events
         self.reserved_names = frozenset(reserved_names)
@@ -84,7 +87,7 @@ class Lifecycle:
         self._events.follow(self.loads.reached, self._moves.write_soon)
         self._tasks.run_forever(
             partial(keep_up, self._registry, self.published, self.loads),
-            partial(keep_books, self._registry, self._use),
+            partial(keep_books, self._registry, self._use, self._sweep),
         )
 
     async def close(self) -> None:
@@ -96,14 +99,14 @@ class Lifecycle:
 
     async def load(self, request: LoadRequest) -> RegistryJob:
         """`Loads.load`. Raises InvalidRequest for a name that cannot be one, UnsafeSource for such a source."""
-        self._check_name(request.name)
+        self.check_name(request.name)
         return await self.loads.load(request)
 
     async def load_and_wait(
         self, request: LoadRequest, read: ReadAdapter | None = None
     ) -> tuple[RegistryJob, CatalogEntry]:
         """`load`, and its end. `read`: what the source holds, if it has just been read. Raises what made it fail."""
-        self._check_name(request.name)
+        self.check_name(request.name)
         return await self.loads.load_and_wait(request, read)
 
     async def configure(
@@ -128,25 +131,25 @@ class Lifecycle:
 
     async def put_alias(self, name: str, targets: Mapping[str, float], *, tenant_id: str, who: str) -> AliasEntry:
         """`Aliases.put`; every ingress knows when it returns, as with the other changes of aliases."""
-        self._check_name(name)
+        self.check_name(name)
         aliases = self._registry.aliases
         return await self.published.change(lambda: aliases.put(name, targets, tenant_id=tenant_id, who=who))
 
     async def promote_alias(self, name: str, target: str, *, tenant_id: str, who: str) -> AliasEntry:
         """`Aliases.promote`."""
-        self._check_name(name)
+        self.check_name(name)
         aliases = self._registry.aliases
         return await self.published.change(lambda: aliases.promote(name, target, tenant_id=tenant_id, who=who))
 
     async def roll_back_alias(self, name: str, version: int | None, *, tenant_id: str, who: str) -> AliasEntry:
         """`Aliases.rollback`."""
-        self._check_name(name)
+        self.check_name(name)
         aliases = self._registry.aliases
         return await self.published.change(lambda: aliases.rollback(name, version, tenant_id=tenant_id, who=who))
 
     async def remove_alias(self, name: str, *, tenant_id: str, who: str) -> AliasEntry:
         """`Aliases.remove`."""
-        self._check_name(name)
+        self.check_name(name)
         aliases = self._registry.aliases
         return await self.published.change(lambda: aliases.remove(name, tenant_id=tenant_id, who=who))
 
@@ -189,7 +192,8 @@ class Lifecycle:
             raise NotFound(f"there is no job {job_id[:80]!r}")
         return job
 
-    def _check_name(self, name: str) -> None:
+    def check_name(self, name: str) -> None:
+        """Raises InvalidRequest for what cannot be an adapter's or an alias's name here."""
         check_name(name)
         if name == AUTO:
             raise InvalidRequest(

@@ -62,6 +62,10 @@ class StoreClient:
         """Look for a name that nobody has registered: True when every ingress serves it. Raises what reading raises."""
         return await self._actor.call(_Service.resolve, name, tenant_id=tenant_id, who=who)
 
+    async def upload(self, request: LoadRequest, config: bytes, weights: bytes) -> tuple[RegistryJob, CatalogEntry]:
+        """`load_and_wait` of an adapter's two files; the source of the request is not read."""
+        return await self._actor.call(_Service.upload, request, config, weights)
+
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
         """Take a name out of service; `end_unload` follows when its rows are free. Raises NotFound, AdapterBusy."""
         return await self._actor.call(_Service.begin_unload, name, tenant_id=tenant_id, who=who)

@@ -176,16 +176,18 @@ def open_library(
     events: StoreEvents,
     *,
     pinned: Collection[str] = (),
+    uploads: Path | None = None,
 ) -> AdapterLibrary:
     """As configured: sources, the disk tier in `state_dir`, and a process that reads. Raises ConfigError.
 
     `events` is told how far reading has come and what leaves the disk. `pinned`: digests that the disk tier keeps.
+    `uploads`: where adapters lie that came as bytes.
     """
     spec = checkpoint.spec
     root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
     disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, events, pinned=pinned)
     try:
-        sources = open_sources(config, reserve=disk.reserve)
+        sources = open_sources(config, reserve=disk.reserve, uploads=uploads)
     except ConfigError:
         disk.close()
         raise

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from pydantic import ValidationError
@@ -27,6 +29,7 @@ from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts
 from app.deployments.store.sources.resolvers import open_resolvers
 from app.deployments.store.store import AdapterStore
+from app.deployments.store.uploads import Uploads
 from app.deployments.tenants.quota import AdapterQuota
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.models.checkpoint import open_model
@@ -64,6 +67,8 @@ class OpenedStore(Generic[H]):
         self._settings = config.for_store.model_dump_json()
         self._registry.catalog.pin_limits = PinLimits.of(config)
         self._registry.aliases.base_names = frozenset((config.model.name,))
+        uploads = Path(config.adapters.state_dir).expanduser() / "uploads" / config.store_key
+        self._uploads = Uploads(uploads, config.adapters.disk_cache_bytes, time.monotonic)
         self._events = TierEvents()  # first: the tiers tell it, the registry follows it
         adapters = config.adapters
         self._store = AdapterStore(
@@ -76,13 +81,25 @@ class OpenedStore(Generic[H]):
             trusted=adapters.signing.trusted,
             compose=DerivedAdapters(self._checkpoint.spec, held),
         )
-        self._lifecycle = Lifecycle(self._registry, self._store, self._events, reserved_names=(config.model.name,))
+        self._lifecycle = Lifecycle(
+            self._registry,
+            self._store,
+            self._events,
+            reserved_names=(config.model.name,),
+            sweep=self._uploads.sweep,
+        )
         self._resolution = NameResolution(
             self._registry, self._store, self._lifecycle, Quarantine(), _places(config.adapters)
         )
         self._taking = asyncio.Lock()
         self.parts = StoreParts(
-            self._registry, self._lifecycle, self._store, adapters.preload, self.take, self._resolution
+            self._registry,
+            self._lifecycle,
+            self._store,
+            adapters.preload,
+            self.take,
+            self._resolution,
+            self._uploads,
         )
 
     async def take(self, settings: str) -> StoreParts[H]:
@@ -116,7 +133,15 @@ class OpenedStore(Generic[H]):
     def _open_library(self, config: AppConfig) -> AdapterLibrary:
         pinned = {entry.ref.digest for entry in self._registry.catalog.pinned()}
         served = served_features(config.engine)
-        return open_library(config.adapters, self._checkpoint, served, self._counts, self._events, pinned=pinned)
+        return open_library(
+            config.adapters,
+            self._checkpoint,
+            served,
+            self._counts,
+            self._events,
+            pinned=pinned,
+            uploads=self._uploads.root,
+        )
 
 
 def _places(config: AdaptersConfig) -> Places:

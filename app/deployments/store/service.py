@@ -13,6 +13,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from app.config import PreloadedAdapter
@@ -43,6 +45,7 @@ if TYPE_CHECKING:  # a database and its tables: a process that only calls the st
     from app.deployments.registry.books import Registry
     from app.deployments.registry.lifecycle import Lifecycle
     from app.deployments.registry.resolving import NameResolution
+    from app.deployments.store.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +86,7 @@ class StoreParts(NamedTuple, Generic[H]):
     preloaded: Sequence[PreloadedAdapter]
     take: Callable[[str], Awaitable[StoreParts[H]]] | None = None
     resolution: NameResolution | None = None
+    uploads: Uploads | None = None
 
 
 class StoreService(Generic[H]):
@@ -129,6 +133,15 @@ class StoreService(Generic[H]):
         self._called()
         resolution = self._parts.resolution
         return resolution is not None and await resolution.resolve(name, tenant_id=tenant_id, who=who)
+
+    async def upload(self, request: LoadRequest, config: bytes, weights: bytes) -> tuple[RegistryJob, CatalogEntry]:
+        """Raises what `load_and_wait` raises, and AdapterTooLarge or QueueFull where there is no room for the files."""
+        self._called()
+        assert self._parts.uploads is not None, "a store that is asked for this has a folder for it"
+        self._lifecycle.check_name(request.name)  # before anything is written
+        with ExitStack() as stack:
+            source = await asyncio.to_thread(stack.enter_context, self._parts.uploads.kept(config, weights))
+            return await self._lifecycle.load_and_wait(replace(request, source=source))
 
     async def begin_unload(self, name: str, *, tenant_id: str, who: str) -> tuple[Unload, CatalogEntry | None]:
         self._called()

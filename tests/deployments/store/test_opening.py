@@ -11,12 +11,12 @@ import pytest
 import pytest_asyncio
 
 from app.config import AppConfig, load_config
-from app.deployments.registry.entries import DEFAULT_TENANT
+from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, LoadRequest
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.opening import OpenedStore
 from app.deployments.store.service import StoreService
 from app.engine.adapters.isolation.packing import PackedAdapter
-from app.engine.errors import AdapterTooLarge, ConfigError, NotFound
+from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge, ConfigError, NotFound
 from tests.deployments.managed import ADA, MINE, fails, wanted
 from tests.e2e.tiny import save_adapter, save_tiny_model
 
@@ -101,3 +101,45 @@ async def test_settings_that_cannot_be_are_refused_and_change_nothing(process: P
     assert process.opened._store._library is before
     await process.service.load_and_wait(wanted("a", "old"))
     assert process.opened.parts.registry.catalog.get("a", **MINE) is not None
+
+
+def files_of(folder: Path, name: str) -> tuple[bytes, bytes]:
+    path = folder / name / name
+    return (path / "adapter_config.json").read_bytes(), (path / "adapter_model.safetensors").read_bytes()
+
+
+PUT = LoadRequest(DEFAULT_TENANT, "tuned", UPLOADED, "ada")
+
+
+async def test_bytes_are_the_adapter_that_their_files_are(process: Process, folder: Path) -> None:
+    service = process.service
+    _, registered = await service.load_and_wait(wanted("by-path", "old"))
+    _, first = await service.upload(PUT, *files_of(folder, "old"))
+    assert first.ref.digest == registered.ref.digest, "the contents are what counts, not the way"
+    job, second = await service.upload(PUT, *files_of(folder, "new"))
+    assert (second.ref.generation, job.generation) == (first.ref.generation + 1, second.ref.generation)
+    assert second.ref.digest != first.ref.digest
+    assert (await service.fetch(second.ref)) is not None
+    _, again = await service.upload(PUT, *files_of(folder, "new"))
+    assert again.ref == second.ref, "equal contents are no new generation"
+
+
+async def test_an_upload_is_there_in_the_next_life(process: Process, folder: Path) -> None:
+    _, entry = await process.service.upload(PUT, *files_of(folder, "old"))
+    await process.close()
+    process.open(process.config("new"))
+    assert (await process.service.fetch(entry.ref)) is not None
+
+
+async def test_wrong_files_are_refused_and_the_name_means_what_it_meant(process: Process, folder: Path) -> None:
+    service = process.service
+    config, weights = files_of(folder, "old")
+    _, before = await service.upload(PUT, config, weights)
+    cut, pickled = weights[:-1], b"\x80\x04]q\x00."
+    for wrong in (cut, pickled, b"", weights[8:]):
+        assert isinstance(await fails(service.upload(PUT, config, wrong)), (AdapterFormatError, AdapterTooLarge))
+    for wrong in (b"{}", b"[", b"\xff", config.replace(b"LORA", b"IA3")):
+        assert isinstance(await fails(service.upload(PUT, wrong, weights)), AdapterError), wrong
+    present = process.opened.parts.registry.catalog.get("tuned", **MINE)
+    assert present is not None
+    assert present.ref == before.ref

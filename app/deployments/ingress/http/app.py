@@ -35,6 +35,7 @@ from app.deployments.ingress.http.messages_answers import error_body
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of
 from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, while_connected
+from app.deployments.ingress.http.upload_routes import add_upload_route
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import generate_result
 from app.deployments.ingress.routing.decision import ROUTE_HEADER
@@ -102,6 +103,7 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
     _add_choice_route(app, service)
     management = APIRouter(dependencies=[Depends(rules.check_management)])
     add_management_routes(management, service)
+    add_upload_route(management, service)
     app.include_router(management)
     app.include_router(admin_router(service))
     add_about_routes(app, service)

@@ -54,19 +54,25 @@ def page_body(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str,
     }
 
 
-async def read_json(request: Request, max_bytes: int) -> object:
-    """The body, decoded. Raises UnknownEncoding, BodyTooLarge once the limit is passed, InvalidJson, ClientGone."""
+async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_body_bytes") -> bytes:
+    """The body. Raises UnknownEncoding, BodyTooLarge once the limit is passed, ClientGone."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("", "identity"):
-        raise UnknownEncoding(f"the body's Content-Encoding is {encoding[:40]!r}; send it without, as plain JSON")
+        raise UnknownEncoding(f"the body's Content-Encoding is {encoding[:40]!r}; send it without")
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
             if len(body) > max_bytes:
-                raise BodyTooLarge(f"the body is longer than limits.max_body_bytes {max_bytes}")
+                raise BodyTooLarge(f"the body is longer than {limit} {max_bytes}")
     except ClientDisconnect:
         raise ClientGone(f"the client went away after {len(body)} bytes of its request") from None
+    return bytes(body)
+
+
+async def read_json(request: Request, max_bytes: int) -> object:
+    """The body, decoded. Raises what `read_bytes` does, and InvalidJson."""
+    body = await read_bytes(request, max_bytes)
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors

@@ -18,7 +18,7 @@ from app.deployments.ingress.http.door import is_messages
 from app.deployments.ingress.schema import Body, accepted_in_vain
 from app.release import version
 
-_BODY, _QUERY = "x-body", "x-query"
+_BODY, _QUERY, _MEDIA = "x-body", "x-query", "x-media"
 _SCHEMAS = "#/components/schemas/{model}"
 _ERROR = {
     "type": "object",
@@ -41,6 +41,11 @@ _ERROR = {
 def takes(body: type[Body] | None = None, *query: str) -> dict[str, Any]:
     """For a route's `openapi_extra`: the kind of its body, and the names that its query may have."""
     return {_BODY: body, _QUERY: query}
+
+
+def takes_bytes(media_type: str, *query: str) -> dict[str, Any]:
+    """The same for a route whose body is no JSON."""
+    return {**takes(None, *query), _MEDIA: media_type}
 
 
 def openapi(routes: Iterable[BaseRoute]) -> dict[str, Any]:
@@ -111,6 +116,10 @@ def _operation(route: APIRoute, method: str, schemas: dict[str, Any]) -> dict[st
         _add_schema(kind, schemas)
         schema = {"$ref": _SCHEMAS.format(model=kind.__name__)}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    media_type = (route.openapi_extra or {}).get(_MEDIA)
+    if media_type is not None:
+        content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 

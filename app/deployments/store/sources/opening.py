@@ -19,11 +19,16 @@ from app.deployments.store.sources.urls import UrlFetcher
 
 
 def open_sources(
-    config: AdaptersConfig, environ: Mapping[str, str] | None = None, *, reserve: Reserve = unbounded
+    config: AdaptersConfig,
+    environ: Mapping[str, str] | None = None,
+    *,
+    reserve: Reserve = unbounded,
+    uploads: Path | None = None,
 ) -> Sources:
     """URLs first, then the operator's downloader, then the hub; each within its time.
 
     `reserve` finds room for what the hub and web servers say they will send; of a downloader's bytes nothing is known.
+    `uploads`: where adapters lie that came as bytes.
     """
     environ = os.environ if environ is None else environ
     max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
@@ -53,4 +58,4 @@ def open_sources(
         for fetcher in timed:
             fetcher.abandon(uri)
 
-    return Sources([Path(root) for root in config.roots], timed, abandon)
+    return Sources([Path(root) for root in config.roots], timed, abandon, uploads)

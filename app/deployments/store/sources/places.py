@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from app.deployments.registry.entries import UPLOADED
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
@@ -23,12 +24,13 @@ from app.engine.adapters.paths import resolve_adapter_path
 from app.engine.adapters.signing.signature_names import SIGNATURE_NAME, SIGNATURE_SUFFIX
 from app.engine.adapters.strict_json import short
 from app.engine.adapters.text import TEXT_FILES
-from app.engine.errors import AdapterFormatError, UnsafeSource
+from app.engine.errors import AdapterFormatError, NotFound, UnsafeSource
 
 #: scheme://authority/path without user names, queries, fragments, escapes, control characters or chains.
 _PLAIN_URI = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]{0,31})://(?P<host>[\w.:-]{1,255})(?P<path>/[\w./@+=~ -]{0,2000})?", re.ASCII
 )
+_UPLOAD = re.compile(UPLOADED + r"(?P<digest>[0-9a-f]{64})", re.ASCII)
 _PEFT_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 
 
@@ -75,7 +77,7 @@ class RemotePlace(NamedTuple):
 class Sources:
     """The sources of one service. `roots` are local folders; the first fetcher that accepts a URI gets it.
 
-    `abandon` ends the fetches of a URI that are under way: nobody wants it any more.
+    `abandon` ends the fetches of a URI that are under way: nobody wants it any more. `uploads`: where those lie.
     """
 
     def __init__(
@@ -83,17 +85,19 @@ class Sources:
         roots: Sequence[Path],
         fetchers: Sequence[Fetcher] = (),
         abandon: Callable[[str], None] = lambda _: None,
+        uploads: Path | None = None,
     ) -> None:
         self._roots = roots
         self._fetchers = fetchers
         self.abandon = abandon
+        self._uploads = uploads
 
     def is_local(self, source: str) -> bool:
         return "://" not in source
 
     def lane(self, source: str) -> str:
         """What may be slow together: `lane_of` a URI, or all local folders."""
-        return "local" if self.is_local(source) else lane_of(source)
+        return "local" if self.is_local(source) or source.startswith(UPLOADED) else lane_of(source)
 
     def host(self, source: str) -> str:
         """What may hang together: a host or bucket, or a hub with all its organisations."""
@@ -104,6 +108,12 @@ class Sources:
         if self.is_local(source):
             path = resolve_adapter_path(source, self._roots)
             return LocalPlace(str(path), path)
+        upload = _UPLOAD.fullmatch(source)
+        if upload is not None and self._uploads is not None:
+            path = self._uploads / upload["digest"]
+            if not path.is_dir():
+                raise NotFound(f"{source} is not among the uploads of this machine; put the weights again")
+            return LocalPlace(source, path)
         match = _PLAIN_URI.fullmatch(source)
         if match is None or any(part in (".", "..") for part in (match["path"] or "").split("/")):
             raise UnsafeSource(

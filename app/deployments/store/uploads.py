@@ -1,0 +1,124 @@
+"""Adapters that came as bytes: kept in the state folder under the digest of their files.
+
+In: the two files of an adapter, and which uploads names mean. Out: a source, `upload://<digest>`, that is read like a
+folder under the roots. An upload is written beside its place, flushed and renamed, so what has a digest for a name is
+complete. Rule: an upload that nothing has named for `GRACE_S` is removed; what is being loaded is kept. Answers that
+began with an older version may need it for as long as a request lasts, hence the grace. Called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from app.deployments.registry.entries import UPLOADED
+from app.engine.adapters.formats.peft_config import CONFIG_NAME
+from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
+from app.engine.errors import AdapterTooLarge, QueueFull
+
+#: How long an upload is kept that nothing names.
+GRACE_S = 900.0
+_PART = ".part"
+
+
+class Uploads:
+    """One folder of one process. `clock` gives seconds and never goes back; `max_bytes` bounds all uploads together."""
+
+    def __init__(self, root: Path, max_bytes: int, clock: Callable[[], float]) -> None:
+        self.root = root
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._loading: Counter[str] = Counter()  # digests that are being loaded
+        self._unnamed_s: dict[str, float] = {}  # digest -> when it was first seen without a name
+        root.mkdir(parents=True, exist_ok=True)
+        for left in root.glob(f"*{_PART}"):  # of a process that ended while it wrote
+            shutil.rmtree(left)
+        self._size_bytes = {folder.name: _size_bytes(folder) for folder in root.iterdir()}
+
+    @contextlib.contextmanager
+    def kept(self, config: bytes, weights: bytes) -> Iterator[str]:
+        """The source of these files, which stay while the block runs.
+
+        Raises AdapterTooLarge for files that never fit, QueueFull while other uploads leave no room.
+        """
+        digest = hashlib.sha256(b"%d\n%b" % (len(config), config) + hashlib.sha256(weights).digest()).hexdigest()
+        size_bytes = len(config) + len(weights)
+        with self._lock:
+            self._loading[digest] += 1
+        try:
+            with self._lock:
+                self._reserve(digest, size_bytes)
+            if not (self.root / digest).is_dir():
+                self._write(digest, config, weights)
+            yield UPLOADED + digest
+        finally:
+            with self._lock:
+                self._loading[digest] -= 1
+                if not self._loading[digest]:
+                    del self._loading[digest]
+
+    def sweep(self, named: Collection[str]) -> int:
+        """Remove what no source in `named` is, and was not for a while; how many that were."""
+        now_s = self._clock()
+        with self._lock:
+            unnamed = [digest for digest in self._size_bytes if UPLOADED + digest not in named]
+            unnamed = [digest for digest in unnamed if digest not in self._loading]
+            self._unnamed_s = {digest: self._unnamed_s.get(digest, now_s) for digest in unnamed}
+            gone = [digest for digest, since_s in self._unnamed_s.items() if now_s - since_s >= GRACE_S]
+            for digest in gone:
+                self._remove(digest)
+        return len(gone)
+
+    def _reserve(self, digest: str, size_bytes: int) -> None:
+        """Room for an upload; what has been without a name for longest goes first."""
+        if digest in self._size_bytes:
+            return
+        if size_bytes > self._max_bytes:
+            raise AdapterTooLarge(f"the adapter has {size_bytes} bytes but uploads have {self._max_bytes} together")
+        for unnamed in sorted(self._unnamed_s, key=self._unnamed_s.__getitem__):
+            if sum(self._size_bytes.values()) + size_bytes <= self._max_bytes:
+                break
+            if unnamed not in self._loading:
+                self._remove(unnamed)
+        if sum(self._size_bytes.values()) + size_bytes > self._max_bytes:
+            raise QueueFull(
+                f"uploaded adapters leave no room for {size_bytes} bytes more of adapters.disk_cache_bytes "
+                f"{self._max_bytes}; unload some, or raise it",
+                retry_after_s=30,
+            )
+        self._size_bytes[digest] = size_bytes
+
+    def _write(self, digest: str, config: bytes, weights: bytes) -> None:
+        part = self.root / f"{digest}-{secrets.token_hex(6)}{_PART}"
+        part.mkdir()
+        try:
+            for name, content in ((CONFIG_NAME, config), (WEIGHTS_NAME, weights)):
+                with (part / name).open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            with contextlib.suppress(OSError):  # another call has written the same
+                part.rename(self.root / digest)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        if not (self.root / digest).is_dir():
+            with self._lock:
+                self._size_bytes.pop(digest, None)
+            raise QueueFull("the adapter could not be written to adapters.state_dir; ask again", retry_after_s=5)
+
+    def _remove(self, digest: str) -> None:
+        shutil.rmtree(self.root / digest, ignore_errors=True)
+        del self._size_bytes[digest]
+        self._unnamed_s.pop(digest, None)
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())

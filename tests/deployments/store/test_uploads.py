@@ -1,0 +1,96 @@
+"""Uploads: whole, bounded, there as long as something names them, and no longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.deployments.registry.entries import UPLOADED
+from app.deployments.store.sources.places import LocalPlace, Sources
+from app.deployments.store.uploads import GRACE_S, Uploads
+from app.engine.errors import AdapterTooLarge, NotFound, QueueFull, UnsafeSource
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def uploads(tmp_path: Path, clock: Clock) -> Uploads:
+    return Uploads(tmp_path / "uploads", 100, clock)
+
+
+def test_an_upload_is_a_source_by_its_contents(uploads: Uploads) -> None:
+    sources = Sources([], uploads=uploads.root)
+    with uploads.kept(b"{}", b"weights") as source, uploads.kept(b"{}", b"weights") as again:
+        assert source == again
+        place = sources.locate(source)
+        assert isinstance(place, LocalPlace)
+        assert sorted(file.name for file in place.path.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+        assert (place.path / "adapter_model.safetensors").read_bytes() == b"weights"
+    with uploads.kept(b"{}w", b"eights") as other:
+        assert other != source, "where one file ends is part of it"
+    assert len(list(uploads.root.iterdir())) == 2
+    assert sources.lane(source) == "local"
+
+
+@pytest.mark.parametrize("name", ["", "../x", "A" * 64, "a" * 63, "a" * 64 + "/..", "a" * 64 + "\n"])
+def test_nothing_else_is_one(uploads: Uploads, name: str) -> None:
+    with pytest.raises(UnsafeSource):
+        Sources([uploads.root], uploads=uploads.root).locate(UPLOADED + name)
+    with pytest.raises(NotFound):
+        Sources([], uploads=uploads.root).locate(UPLOADED + "a" * 64)
+
+
+def test_what_nothing_names_goes_after_a_while(uploads: Uploads, clock: Clock) -> None:
+    with uploads.kept(b"{}", b"one") as one:
+        clock.now_s = 10 * GRACE_S
+        assert uploads.sweep(()) == 0, "it is being loaded"
+    with uploads.kept(b"{}", b"two") as two:
+        pass
+    assert uploads.sweep({one}) == 0
+    clock.now_s += GRACE_S - 1
+    assert uploads.sweep({one}) == 0
+    assert uploads.sweep({one, two}) == 0, "it is named again: its time begins anew"
+    clock.now_s += 1
+    assert uploads.sweep({one}) == 0
+    clock.now_s += GRACE_S
+    assert uploads.sweep({one}) == 1
+    assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [one]
+
+
+def test_uploads_are_bounded_together(uploads: Uploads) -> None:
+    with pytest.raises(AdapterTooLarge), uploads.kept(b"{}", bytes(99)):
+        pass
+    with uploads.kept(b"{}", bytes(60)) as first:
+        uploads.sweep({first})
+        with pytest.raises(QueueFull), uploads.kept(b"{}", b"x" * 60):
+            pass
+    with pytest.raises(QueueFull), uploads.kept(b"{}", b"x" * 60):
+        pass
+    uploads.sweep(())
+    with uploads.kept(b"{}", b"x" * 60):
+        assert len(list(uploads.root.iterdir())) == 1, "what nothing names makes room at once"
+
+
+def test_a_restart_finds_what_was_whole(uploads: Uploads, clock: Clock) -> None:
+    with uploads.kept(b"{}", bytes(60)) as source:
+        pass
+    (uploads.root / "abc.part").mkdir()
+    again = Uploads(uploads.root, 100, clock)
+    assert [UPLOADED + folder.name for folder in uploads.root.iterdir()] == [source]
+    again.sweep({source})
+    with pytest.raises(QueueFull), again.kept(b"{}", b"x" * 60):
+        pass
