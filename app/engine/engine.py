@@ -263,6 +263,7 @@ class Engine:
             rank_row_ms=meter.rank_row_ms,
             kv_block_ms=meter.kv_block_ms,
             service_gap=self._scheduler.service_gap(),
+            num_kv_tokens=self._kv_capacity,
         )
 
     # -- the engine's thread ------------------------------------------------------------------

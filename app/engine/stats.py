@@ -52,6 +52,7 @@ class EngineStats:
     `rank_row_ms`, `kv_block_ms`: rows and blocks that requests which have ended had referred to, times milliseconds.
     `service_gap`: how far the service of tenants that wait is apart, by weight and in prompt tokens.
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
+    `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
     """
 
     num_waiting: int
@@ -80,6 +81,7 @@ class EngineStats:
     rank_row_ms: int = 0
     kv_block_ms: int = 0
     service_gap: float = 0.0
+    num_kv_tokens: int = 0
 
 
 class _Tenant:

@@ -190,9 +190,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         ),
         activity=AdapterActivity(TenantsClient(_Here(_Activities()))),
         management=Management(StoreClient(_Here(store)), _Dropper(), _Nowhere()),
-        frontend=SimpleNamespace(
-            limits=SimpleNamespace(max_body_bytes=1 << 20), text_model=SimpleNamespace(max_context=2048)
-        ),
+        frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=1 << 20), max_context=2048),
         observe=lambda *_: None,
     )
     transport = httpx.ASGITransport(make_app(cast(HttpService, service), DoorRules()))

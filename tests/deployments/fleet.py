@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from app.config import LimitsConfig, PlacementConfig
 from app.deployments.ingress.assigner import Assigner
@@ -131,6 +132,9 @@ class Fleet:
         self.where: dict[str, str] = {}  # replica by attempt
         self.fetch_gate = asyncio.Event()
         self.fetch_gate.set()
+        self.kv_tokens: dict[
+            str, int
+        ] = {}  # what replicas say that their KV memory holds, before they are on the table
         self.off_table: set[str] = set()  # replicas that placement has dropped
         self.unreached_ids: set[str] = set()  # those that an ingress could not reach at any time
         self.policy: PlacementPolicy = make_policy(PlacementConfig())
@@ -180,7 +184,8 @@ class Fleet:
         for replica in self.replicas.values():
             if replica.replica_id not in self.off_table and not replica.dead.is_set():
                 failed = replica.thread.failure is not None
-                assert self.books.report(replica.telling.news(replica.report(), is_leaving=failed), 0.0)
+                report = replace(replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0))
+                assert self.books.report(replica.telling.news(report, is_leaving=failed), 0.0)
         return self.books.view
 
     def homes(self, digest: str) -> Row:

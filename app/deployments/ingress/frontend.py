@@ -107,7 +107,7 @@ Admit = Callable[[Caller, Sequence[GenerateRequest]], Awaitable[Reservation]]
 
 
 class Frontend:
-    """One per ingress process. `clock` gives Unix time."""
+    """One per ingress process. `clock` gives Unix time; `num_kv_tokens` is what every engine holds (0: not known)."""
 
     def __init__(
         self,
@@ -120,6 +120,7 @@ class Frontend:
         admit: Admit,
         clock: Callable[[], float],
         router: Router,
+        num_kv_tokens: Callable[[], int],
     ) -> None:
         self._model = model
         self._base_name = base_name
@@ -130,10 +131,16 @@ class Frontend:
         self._admit = admit
         self._clock = clock
         self.router = router
+        self._num_kv_tokens = num_kv_tokens
 
     @property
     def text_model(self) -> TextModel:
         return self._model
+
+    @property
+    def max_context(self) -> int:
+        """The longest prompt plus answer that every engine takes, as far as engines have said what they hold."""
+        return min(self._model.max_context, self._num_kv_tokens() or self._model.max_context)
 
     @property
     def request_timeout_s(self) -> float:
@@ -364,7 +371,7 @@ class Frontend:
 
     def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Fields) -> int:
         """How many tokens may be generated; everything that is left when the client sets no limit."""
-        num_prompt, max_context = len(token_ids), self._model.max_context
+        num_prompt, max_context = len(token_ids), self.max_context
         if not num_prompt:
             raise InvalidRequest("the prompt has no tokens; at least one is needed", param=names.prompt)
         wanted = 1 if max_tokens is None else max_tokens

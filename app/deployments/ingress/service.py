@@ -119,6 +119,7 @@ class IngressService:
             parts.tenancy.admit,
             parts.clock,
             self._router,
+            lambda: parts.placer.view.num_kv_tokens,
         )
         self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy.admit, parts.clock)
         self.management = Management(parts.store, parts.replicas, parts.placer)

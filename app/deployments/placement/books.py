@@ -176,7 +176,8 @@ class PlacementBooks:
 
     def _begin(self, replica_id: str, news: ReplicaNews, now_s: float) -> _Replica:
         started_s = news.origin.started_s if news.origin is not None else 0.0
-        self._change(("replica", replica_id), (repr(started_s), str(news.num_rank_rows)))
+        row = (repr(started_s), str(news.num_rank_rows), str(news.num_kv_tokens))
+        self._change(("replica", replica_id), row)
         replica = self._replicas[replica_id] = _Replica(news.number, now_s, started_s, traffic=news.load)
         if len(self._replicas) <= self._min_homes:
             self._widen_all(self._used)  # there were too few replicas for all homes

@@ -19,7 +19,8 @@ class ReplicaReport:
     """What a replica knows of itself. `active` counts requests in the engine by adapter digest.
 
     `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did. `num_rows`:
-    rank rows that each of the resident takes; `num_rank_rows`: those that the replica has.
+    rank rows that each of the resident takes; `num_rank_rows`: those that the replica has; `num_kv_tokens`: tokens that
+    its KV memory holds.
     """
 
     replica_id: str
@@ -30,6 +31,7 @@ class ReplicaReport:
     last_used_s: Mapping[str, float] = field(default_factory=dict)
     num_rows: Mapping[str, int] = field(default_factory=dict)
     num_rank_rows: int = 0
+    num_kv_tokens: int = 0
 
     @property
     def load(self) -> int:
@@ -53,7 +55,7 @@ class ReplicaNews:
 
     A message that `is_whole` stands alone: `loaded` is all that is resident, and it has an `origin`. `is_leaving`: the
     replica takes no new requests, for good. `num_rows` are the rank rows of what is `loaded`, `num_rank_rows` those
-    that the replica has, as far as it says so.
+    that the replica has, `num_kv_tokens` what its KV memory holds, as far as it says so.
     """
 
     replica_id: str
@@ -68,9 +70,10 @@ class ReplicaNews:
     origin: Origin | None = None
     num_rows: Mapping[str, int] = field(default_factory=dict)
     num_rank_rows: int = 0
+    num_kv_tokens: int = 0
 
 
-#: ("replica", id) -> (started, rank rows): it is on the table. started: when it was (Unix time).
+#: ("replica", id) -> (started, rank rows, KV tokens): it is on the table. started: when it was (Unix time).
 #: ("home", digest) -> the replicas that serve the adapter, those that were started first coming first.
 #: ("resident", digest, id) -> (rank rows,): the adapter is on the replica's device.
 #: Numbers are written out. Another release may leave them out: then they are not known.

@@ -38,6 +38,7 @@ class Telling:
                 origin=self._origin,
                 num_rows=dict(state.num_rows),
                 num_rank_rows=state.num_rank_rows,
+                num_kv_tokens=state.num_kv_tokens,
             )
         before, now = set(told.resident), set(state.resident)
         return replace(

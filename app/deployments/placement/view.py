@@ -33,6 +33,7 @@ class PlacementView:
         self._rendezvous: Rendezvous | None = None
         self._unconfirmed: set[Key] | None = None  # of a copy that is coming: what it has not mentioned so far
         self.num_replica_changes = 0
+        self._num_kv_tokens: int | None = None  # to be computed from the replicas' rows
 
     @property
     def replicas(self) -> KeysView[str]:
@@ -64,6 +65,14 @@ class PlacementView:
         """Rank rows that the replica has; 0 if it did not say."""
         row = self._replicas[replica_id]
         return int(row[1]) if row else 0
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """What the KV memory of each replica holds at least; 0 if none said so, or the model has no such memory."""
+        if self._num_kv_tokens is None:
+            known = [int(row[2]) for row in self._replicas.values() if len(row) > 2]  # another release's are shorter
+            self._num_kv_tokens = min(filter(None, known), default=0)
+        return self._num_kv_tokens
 
     def num_rows(self, digest: str) -> int:
         """Rank rows that the adapter takes; 0 as long as no device has held it."""
@@ -158,6 +167,7 @@ class PlacementView:
             self._replicas.pop(replica_id, None)
         else:
             self._replicas[replica_id] = row
+        self._num_kv_tokens = None
         if was_there == (row is not None):
             return
         self._rendezvous = None

@@ -121,7 +121,7 @@ class Reports:
     async def _report(self, stats: EngineStats, *, is_leaving: bool) -> None:
         state = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, _resident(stats))
         num_rows = {item.digest: item.num_rows for item in stats.residents}
-        state = replace(state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows)
+        state = replace(state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows, num_kv_tokens=stats.num_kv_tokens)
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 if not await self._placement.report(self._telling.news(state, is_leaving=is_leaving)):

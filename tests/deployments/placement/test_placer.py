@@ -36,6 +36,16 @@ async def test_placement_that_is_lost_costs_no_request(error: Exception) -> None
     assert placer.view.homes("known") == ("r0",)
 
 
+def test_what_every_replica_holds_is_the_least_that_any_says() -> None:
+    view = placer_over().view
+    assert view.num_kv_tokens == 0, "another release did not say"
+    view.apply({("replica", "r1"): ("0.0", "64", "4096"), ("replica", "r2"): ("0.0", "64", "1024")})
+    view.apply({("replica", "r3"): ("0.0", "64", "0")})
+    assert view.num_kv_tokens == 1024
+    view.apply({("replica", "r2"): None})
+    assert view.num_kv_tokens == 4096
+
+
 async def test_an_answer_counts_until_the_table_says_something_else() -> None:
     placer = placer_over({"asked": ("r1",), "known": ("r9",)})
     await placer.assign(["asked", "known"])

@@ -125,7 +125,9 @@ async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(
     adapter = fake_adapter("a", 8)
     bench.start(interval_s=1e6)
     await until(lambda: len(bench.listeners.reports) == 1)
-    assert bench.listeners.reports[0] == ReplicaNews("replica-0", 1, is_whole=True, origin=ORIGIN, num_rank_rows=64)
+    assert bench.listeners.reports[0] == ReplicaNews(
+        "replica-0", 1, is_whole=True, origin=ORIGIN, num_rank_rows=64, num_kv_tokens=256 * 8
+    )
     await bench.use("r", adapter)
     await until(lambda: bench.listeners.resident == {adapter.card.digest})
     assert set(bench.listeners.reports[-1].used_s) == {adapter.card.digest}

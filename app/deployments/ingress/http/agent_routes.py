@@ -96,7 +96,11 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
             (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
         model = frontend.text_model
         strings = [model.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
-        told: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.max_context, "tokens": list(token_ids)}
+        told: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": frontend.max_context,
+            "tokens": list(token_ids),
+        }
         return JSONResponse(told | {"token_strs": strings})
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))

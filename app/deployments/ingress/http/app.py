@@ -289,7 +289,7 @@ def base_model(service: HttpService) -> dict[str, Any]:
         "owned_by": "polylora",
         "root": service.base_name,
         "parent": None,
-        "max_model_len": service.frontend.text_model.max_context,
+        "max_model_len": service.frontend.max_context,
     }
 
 

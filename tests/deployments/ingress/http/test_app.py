@@ -296,6 +296,19 @@ async def test_context_overflow_gives_both_numbers(http: httpx.AsyncClient) -> N
     assert usage["total_tokens"] == 128, "without a limit, the answer may fill the context"
 
 
+async def test_engines_that_hold_less_than_the_context_are_filled_and_not_overflowed(
+    http: httpx.AsyncClient, service: Service
+) -> None:
+    """As when `num_kv_blocks: 0` takes what the device has left: only the engine knows how much that is."""
+    service.fleet.kv_tokens["replica-0"] = 64
+    whole = await http.post("/v1/chat/completions", json={k: v for k, v in CHAT.items() if k != "max_tokens"})
+    assert whole.json()["usage"]["total_tokens"] == 64
+    _, error = await error_of(http, "/v1/completions", LEGACY | {"prompt": "x" * 60, "max_tokens": 5})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert "holds 64" in error["message"]
+    assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == 64
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
