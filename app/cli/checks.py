@@ -11,11 +11,15 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.cli.ray_switches import HA_PROXY_PORTS
 from app.config import AppConfig
 from app.engine.errors import ConfigError, PolyloraError
 from app.engine.models.sources import default_cache_dir
+
+if TYPE_CHECKING:
+    from app.engine.models.spec import ModelSpec
 
 #: Where Ray's token comes from unless it is made in a home directory.
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -38,6 +42,16 @@ def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
 def check_cache() -> None:
     """Raises ConfigError for a cache of models and kernels that could not be written to."""
     _check_folder(_home(default_cache_dir), "models and compiled kernels", "set POLYLORA_CACHE to another folder")
+
+
+def check_model(settings: AppConfig, path: Path) -> ModelSpec:
+    """What the base model at `path` is. Raises ConfigError for settings that are not for it, and CheckpointError."""
+    from app.engine.engine import context_of
+    from app.engine.models.checkpoint import load_checkpoint
+
+    spec = load_checkpoint(path, settings.model.name).spec
+    context_of(settings.engine, spec)
+    return spec
 
 
 def check_preloaded(settings: AppConfig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.cli.checks import check_folders, check_port, check_preloaded
+from app.cli.checks import check_folders, check_model, check_port, check_preloaded
 from app.cli.ray_switches import has_ha_proxy
 from app.cli.settings_file import read_document, settings_of
 from app.config import AppConfig
@@ -125,12 +125,9 @@ def _checked(what: str, check: Callable[[], str]) -> bool:
 
 
 def _model(settings: AppConfig) -> str:
-    from app.engine.engine import context_of
-    from app.engine.models.checkpoint import load_checkpoint
     from app.engine.models.sources import resolve_model
 
-    spec = load_checkpoint(resolve_model(settings.model.uri), settings.model.name).spec
-    context_of(settings.engine, spec)
+    spec = check_model(settings, resolve_model(settings.model.uri))
     if not isinstance(settings.engine.device, CpuConfig):
         return f"{spec.name} can be read; whether it fits the device is known when the engine starts"
     return _INDENT.join(memory_lines(spec, settings, _available_bytes()))

@@ -7,9 +7,10 @@ and written is the registry's database, so the service need not run; one that ru
 from __future__ import annotations
 
 import ipaddress
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from app.config import ADMIN_KEY, AppConfig, without_password
 from app.engine.errors import ConfigError
@@ -19,16 +20,26 @@ OPEN_NOTICE = (
     "there are no API keys: whoever is on this machine is let in. `polylora keygen --admin` makes the first admin key"
 )
 
+#: How long a service may take to read its registry's keys and to tell its ingresses, seconds.
+_READ_AND_TOLD_S = 0.5
 
-def make_admin_key(settings: AppConfig) -> str:
-    """An admin key that the services of these settings take from now on. Raises ConfigError, NotReady."""
+
+def make_admin_key(settings: AppConfig, sleep: Callable[[float], None] = time.sleep) -> str:
+    """An admin key that the services of these settings take from now on. Raises ConfigError, NotReady.
+
+    Where one runs it returns when that service has read its registry again: what is typed next may use the key.
+    """
     from app.deployments.registry.books import open_registry
     from app.deployments.tenants.books import TenantBooks
+    from app.deployments.tenants.service import LOOK_INTERVAL_S
     from app.engine.models.checkpoint import open_model
 
     registry = open_registry(settings, open_model(settings.model.uri, settings.model.name).spec.digest)
     try:
-        return TenantBooks(registry.database).keys.create_admin_key("keygen", None, actor="shell").value
+        value = TenantBooks(registry.database).keys.create_admin_key("keygen", None, actor="shell").value
+        if registry.stores.others():
+            sleep(LOOK_INTERVAL_S + _READ_AND_TOLD_S)
+        return value
     finally:
         registry.close()
 

@@ -102,15 +102,16 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from app.cli.checks import check_cache
+    from app.cli.checks import check_cache, check_model
     from app.cli.serve import serve_until_stopped
     from app.cli.settings_file import read_settings
     from app.engine.models.sources import resolve_model
 
-    model = read_settings(arguments.config).model
+    settings = read_settings(arguments.config)
     check_cache()
     with ProgressLine(sys.stderr) as line:
-        resolve_model(model.uri, progress=line.show)
+        path = resolve_model(settings.model.uri, progress=line.show)
+    check_model(settings, path)
     return serve_until_stopped(arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard)
 
 

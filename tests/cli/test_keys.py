@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from app.cli.keys import check_open_door
+from app.cli.keys import check_open_door, make_admin_key
 from app.cli.main import main
 from app.config import ADMIN_KEY, AppConfig
 from app.deployments.registry.books import open_registry
 from app.deployments.tenants.books import TenantBooks
 from app.deployments.tenants.key_material import is_key, key_digest
+from app.deployments.tenants.service import LOOK_INTERVAL_S
 from app.engine.errors import ConfigError
 from app.engine.models import checkpoint
 
@@ -42,6 +43,19 @@ def test_the_first_admin_key_is_printed_once_and_only_its_hash_is_kept(
     assert key.is_admin
     assert key.digest == key_digest(value)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and value[15:].encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_key_is_printed_when_the_service_that_runs_takes_it(settings: AppConfig, is_running: bool) -> None:
+    registry = open_registry(settings, "d" * 64)
+    if is_running:
+        registry.stores.enter()
+        registry.stores.beat(0)
+    slept_s: list[float] = []
+    make_admin_key(settings, slept_s.append)
+    assert len(slept_s) == is_running
+    assert all(pause_s > LOOK_INTERVAL_S for pause_s in slept_s)
+    registry.close()
 
 
 @pytest.mark.parametrize("arguments", [["keygen"], ["keygen", "signing.pem", "--admin"]])

@@ -20,6 +20,7 @@ import yaml
 
 from app.cli import checks, ray_switches, waiting
 from app.cli import serve as serving
+from app.cli.main import main
 from app.cli.ray_switches import (
     HA_PROXY,
     HA_PROXY_PORTS,
@@ -31,6 +32,7 @@ from app.cli.ray_switches import (
 )
 from app.engine.errors import ConfigError
 from load_tests.service import free_port, serve_arguments
+from tests.e2e.tiny import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -230,6 +232,18 @@ def test_a_missing_jax_is_told_before_anything_starts(monkeypatch: pytest.Monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "jax" else pytest.fail(name))
     with pytest.raises(ConfigError, match=r"jax is not installed: pip install 'polylora\[jax\]'"):
         serving.serve_until_stopped(ROOT / "configs/serve-jax.yaml", None, None, dashboard=False)
+
+
+def test_a_context_longer_than_the_model_takes_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_model(tmp_path / "model", max_positions=512)
+    args = {"model": {"uri": str(tmp_path / "model"), "name": "tiny"}, "engine": {"max_context": 513}}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump({"applications": [{"import_path": "app.main:build", "args": args}]}))
+    monkeypatch.setattr(serving, "serve_until_stopped", lambda *_, **__: pytest.fail("it was started"))
+    assert main(["serve", "--config", str(path)]) == 1
+    assert "engine.max_context is 513 but model 'tiny' has 512 positions" in capsys.readouterr().err
 
 
 def test_a_placement_policy_that_is_none_is_told_before_anything_starts(
