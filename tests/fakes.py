@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,13 +46,20 @@ def fake_spec(*, max_positions: int = 512) -> ModelSpec:
     )
 
 
-def fake_adapter(name: str, rank: int, *, size_bytes: int | None = None, base_digest: str = "fake-base") -> LoraAdapter:
+def fake_adapter(
+    name: str,
+    rank: int,
+    *,
+    size_bytes: int | None = None,
+    base_digest: str = "fake-base",
+    invocation: tuple[int, ...] = (),
+) -> LoraAdapter:
     """An adapter whose rows hold numbers of their own."""
     digest = hashlib.sha256(f"{name}/{rank}".encode()).hexdigest()
     rows = np.frombuffer(hashlib.shake_256(digest.encode()).digest(2 * rank), np.uint16).astype(np.float32)
     pair = LoraPair(rows.reshape(rank, 1), np.ones((rank, 1), np.float32))
     size = pair.a.nbytes + pair.b.nbytes if size_bytes is None else size_bytes
-    card = AdapterCard(digest, base_digest, rank, ("q_proj",), "float32", size)
+    card = AdapterCard(digest, base_digest, rank, ("q_proj",), "float32", size, invocation_tokens=invocation)
     return LoraAdapter(card, {LoraKey(0, "q_proj"): pair})
 
 
@@ -196,13 +203,23 @@ def fake_state(value: int) -> NDArray[np.float64]:
     return np.array([(value >> 16 * index & 0xFFFF) / 65536 - 0.5 for index in range(4)])
 
 
+def fake_rows(request: GenerateRequest, adapter: LoraAdapter | None) -> Callable[[int], list[float]]:
+    """The adapter's numbers for a position: none before the last occurrence of its invocation in the prompt."""
+    if adapter is None:
+        return lambda _: []
+    own = adapter.weights[LoraKey(0, "q_proj")].a[:, 0].tolist()
+    prompt, wanted = tuple(request.token_ids), adapter.card.invocation_tokens
+    starts = [at for at in range(len(prompt)) if prompt[at : at + len(wanted)] == wanted] if wanted else [0]
+    return lambda position: own if starts and position >= starts[-1] else []
+
+
 def fake_embedding(request: GenerateRequest, adapter: LoraAdapter | None) -> bytes:
     """What `FakeBackend` must answer to a request with pooling."""
     assert request.pooling is not None
-    rows = adapter.weights[LoraKey(0, "q_proj")].a[:, 0].tolist() if adapter is not None else []
+    rows = fake_rows(request, adapter)
     values: list[int] = []
     for position, token_id in enumerate(request.token_ids):
-        values.append(token_value(values[-1] if values else 0, token_id, position, rows))
+        values.append(token_value(values[-1] if values else 0, token_id, position, rows(position)))
     chosen = values if request.pooling.method == "mean" else values[-1:]
     total = np.zeros(4)
     for value in chosen:
@@ -225,8 +242,14 @@ def check_batch(batch: ForwardBatch, limits: BackendLimits) -> None:
     assert batch.run_starts[0] == 0
     assert batch.run_starts[-1] == num_tokens
     assert (np.diff(batch.run_starts) > 0).all()
-    assert (np.diff(batch.run_adapter_slots) > 0).all(), "runs are sorted and differ"
-    assert set(batch.run_starts.tolist()) <= set(batch.query_starts.tolist())
+    assert (np.diff(batch.run_adapter_slots) != 0).all(), "runs of neighbours differ"
+    within = set(batch.run_starts.tolist()) - set(batch.query_starts.tolist())
+    slots = dict(zip(batch.run_starts.tolist(), batch.run_adapter_slots.tolist(), strict=False))
+    assert all(slots[start] > 0 for start in within), "within a sequence an adapter begins, and none ends"
+    bounds = zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)
+    assert all(sum(first < start < end for start in within) <= 1 for first, end in bounds)
+    own = batch.run_adapter_slots[batch.run_adapter_slots > 0]
+    assert (np.diff(own) >= 0).all(), "runs of adapters are sorted"
     for index in range(num_seqs):
         first, last = batch.query_starts[index], batch.query_starts[index + 1]
         expected = np.arange(batch.seq_lens[index] - (last - first), batch.seq_lens[index])
@@ -253,7 +276,7 @@ def fake_tokens(request: GenerateRequest, adapter: LoraAdapter | None) -> list[T
     """What `FakeBackend` must answer, token by token, resumed ones left out."""
     params = request.sampling
     tokens = [*request.token_ids, *request.resume_token_ids]
-    rows = adapter.weights[LoraKey(0, "q_proj")].a[:, 0].tolist() if adapter is not None else []
+    rows = fake_rows(request, adapter)
     values: list[int] = []
     out: list[TokenLogprobs] = []
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
@@ -263,7 +286,7 @@ def fake_tokens(request: GenerateRequest, adapter: LoraAdapter | None) -> list[T
             break
         while len(values) < len(tokens):
             position = len(values)
-            values.append(token_value(values[-1] if values else 0, tokens[position], position, rows))
+            values.append(token_value(values[-1] if values else 0, tokens[position], position, rows(position)))
         history = np.array(tokens if has_penalty else [], np.int32)
         sampling = SamplingBatch(
             temperature=np.array([params.temperature], np.float32),

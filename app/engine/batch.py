@@ -2,7 +2,8 @@
 
 All NumPy, all frozen; a backend copies what it keeps. Letters: T tokens in the step, B sequences,
 N blocks in the longest table, G runs of tokens with one adapter, P sequences that sample.
-Tokens of one sequence are consecutive and sequences with equal adapters are neighbours.
+Tokens of one sequence are consecutive and sequences with equal adapters are neighbours; what an activated adapter's
+sequence has before its invocation is a run of the base's between them.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ class ForwardBatch:
     seq_lens: [B] int32, keys visible to the last query of the sequence, itself included (query i of
     a sequence with q queries sees seq_len - q + i + 1). block_tables: [B, N] int32, unused entries 0.
     run_starts: [G+1] int32 and run_adapter_slots: [G] int32 cover all T tokens; slot 0 is the base
-    and runs of neighbours differ. sample_rows: [P] int32, rows of T whose next token is drawn, in
-    order of their sequences; sample_seqs: [P] int32, which sequence each belongs to. pooling: None where nothing is
-    embedded. An encoder has no KV memory: kv_slots and block_tables are empty, and every sequence is there whole.
+    and runs of neighbours differ. A sequence has one run of its adapter at
+    most, at its end (activated LoRA). sample_rows: [P] int32, rows of T whose next token is drawn, in order of their
+    sequences; sample_seqs: [P] int32, which sequence each belongs to. pooling: None where nothing is embedded. An
+    encoder has no KV memory: kv_slots and block_tables are empty, and every sequence is there whole.
     """
 
     token_ids: NDArray[np.int32]

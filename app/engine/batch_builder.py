@@ -44,7 +44,7 @@ class BatchBuilder:
         sampled: list[Sequence] = []
         pooled: list[Sequence] = []
         pooled_ranges: list[tuple[int, int]] = []
-        run_starts = [0]
+        run_starts: list[int] = []
         run_slots: list[int] = []
         num_tokens = 0
         for index, (sequence, count) in enumerate(items):
@@ -65,10 +65,12 @@ class BatchBuilder:
                 positions += range(start, end)
                 kv_slots += (table[where // block_size].astype(np.int64) * block_size + where % block_size).tolist()
             seq_lens.append(end)
-            if not run_slots or run_slots[-1] != sequence.adapter_slot:
-                if run_slots:
-                    run_starts.append(num_tokens)
-                run_slots.append(sequence.adapter_slot)
+            adapter_start = sequence.adapter_start
+            if start < adapter_start:
+                _continue_run(run_starts, run_slots, num_tokens, 0)
+            if end > adapter_start:
+                first = num_tokens + max(adapter_start - start, 0)
+                _continue_run(run_starts, run_slots, first, sequence.adapter_slot)
             num_tokens += count
             if sequence.pooling is not None:
                 first, last = pooled_range(sequence.pooling.method, sequence.num_tokens, start, end)
@@ -127,6 +129,13 @@ class BatchBuilder:
             biases=tuple(sequence.present_bias() for sequence in sampled) if constants.any_bias else (),
             masks=None if self._masks is None else self._masks(sampled),
         )
+
+
+def _continue_run(run_starts: list[int], run_slots: list[int], first: int, adapter_slot: int) -> None:
+    """Tokens from `first` on have this adapter: a run of their own, unless the last one has it too."""
+    if not run_slots or run_slots[-1] != adapter_slot:
+        run_starts.append(first)
+        run_slots.append(adapter_slot)
 
 
 class _SamplingConstants:

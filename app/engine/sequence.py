@@ -14,10 +14,11 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.adapters.invocation import invocation_start
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.batch import Bias
 from app.engine.models.spec import ModelSpec
-from app.engine.pools.kv_blocks import block_hash, root_hash
+from app.engine.pools.kv_blocks import activation_hash, block_hash, root_hash
 from app.engine.request import Consumption, FinishReason, GenerateRequest, Usage
 from app.engine.structured.masks import Constraint
 
@@ -42,13 +43,15 @@ class Sequence:
     embedded, the hidden states added so far; else [0]. Its adapter has `num_rows` rank rows here. What it has held
     until `held_since_s` is in `block_seconds` and `row_seconds`.
     `bias` is added to logits, `stop_bias` until min_tokens. `constraint`: of one whose answer follows a grammar, set
-    before it is queued.
+    before it is queued. Tokens before `adapter_start` are computed without its adapter, and blocks before
+    `first_own_block` are the base's (activated LoRA).
     """
 
     __slots__ = (
         "adapter",
         "adapter_digest",
         "adapter_slot",
+        "adapter_start",
         "bias",
         "block_hashes",
         "block_seconds",
@@ -57,6 +60,7 @@ class Sequence:
         "bypassed",
         "constraint",
         "extra_bytes",
+        "first_own_block",
         "has_memory",
         "held_since_s",
         "load_bytes",
@@ -119,7 +123,14 @@ class Sequence:
         self.block_size = block_size
         self.block_table: NDArray[np.int32] = np.zeros(self.num_blocks_for(capacity), np.int32)
         self.num_blocks = 0
-        self.root = root_hash(spec.digest, self.adapter_digest, request.cache_salt)
+        self.adapter_start = 0
+        self.first_own_block: int | None = None
+        if adapter is not None and adapter.card.invocation_tokens:
+            start = invocation_start(self.token_ids[: self.num_prompt], adapter.card.invocation_tokens)
+            self.adapter_start = capacity if start is None else start
+            self.first_own_block = self.adapter_start // block_size
+        root_digest = self.adapter_digest if self.first_own_block is None else None
+        self.root = root_hash(spec.digest, root_digest, request.cache_salt)
         self.block_hashes: list[bytes] = []
 
         eos = () if sampling.ignore_eos else spec.eos_token_ids
@@ -222,6 +233,8 @@ class Sequence:
         hashes = self.block_hashes
         while len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else self.root
+            if len(hashes) == self.first_own_block and self.adapter_digest is not None:
+                parent = activation_hash(parent, self.adapter_digest, self.adapter_start)
             hashes.append(block_hash(parent, self.block_bytes(len(hashes))))
         return hashes
 

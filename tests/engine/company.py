@@ -175,14 +175,28 @@ def _dense_adapters(generator: np.random.Generator, spec: ModelSpec) -> list[Lor
     return adapters
 
 
+def _activated(adapter: LoraAdapter, generator: np.random.Generator) -> LoraAdapter:
+    """The same, from an invocation of one to three tokens on."""
+    invocation = tuple(generator.integers(3, 120, int(generator.integers(1, 4))).tolist())
+    digest = f"{adapter.card.digest} from {invocation}"
+    return dataclasses.replace(
+        adapter, card=dataclasses.replace(adapter.card, digest=digest, invocation_tokens=invocation)
+    )
+
+
 def _cases(generator: np.random.Generator, spec: ModelSpec, count: int, structured: float) -> list[Case]:
     has_experts = any(layer.experts for layer in spec.layers)
-    adapters = [None, None, *(_mixture_adapters if has_experts else _dense_adapters)(generator, spec)]
+    plain = (_mixture_adapters if has_experts else _dense_adapters)(generator, spec)
+    activated = [_activated(plain[int(generator.integers(len(plain)))], generator) for _ in range(4)]
+    adapters = [None, None, *plain, *activated]
     prefixes = [tuple(generator.integers(3, 120, n).tolist()) for n in (0, 16, 40, 64)]
     cases = []
     for index in range(count):
         adapter = adapters[int(generator.integers(len(adapters)))]
         tail = tuple(generator.integers(3, 120, int(generator.integers(1, 50))).tolist())
+        if adapter is not None and generator.integers(4):  # else what an activated one says of the base is tested
+            place = int(generator.integers(len(tail)))
+            tail = tail[:place] + adapter.card.invocation_tokens + tail[place:]
         sampling = _sampling(generator)
         request = GenerateRequest(
             request_id=f"r{index}",

@@ -14,6 +14,8 @@ from tests.fakes import EOS, FakeBackend, fake_adapter, fake_tokens
 Submitted = tuple[GenerateRequest, LoraAdapter | None]
 
 ADAPTERS = [fake_adapter(f"a{i}", rank) for i, rank in enumerate((1, 8, 9, 16, 30, 32, 8, 16))]
+#: Two that are activated by tokens that random prompts have.
+ADAPTERS += [fake_adapter("b0", 8, invocation=(11,)), fake_adapter("b1", 16, invocation=(11, 12))]
 
 
 def make_engine(

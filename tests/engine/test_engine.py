@@ -79,7 +79,9 @@ def scripts(draw: st.DrawFn) -> tuple[dict[str, int | bool], list[tuple[str, obj
         kind = draw(st.sampled_from(["submit"] * 6 + ["abort", "drop", "step", "step"]))
         if kind == "submit":
             adapter = draw(st.sampled_from([None, None, *ADAPTERS]))
-            prompt = draw(st.sampled_from(prefixes)) + draw(st.lists(st.integers(0, VOCAB - 1), max_size=12))
+            invocation = draw(st.sampled_from([[], list(adapter.card.invocation_tokens)])) if adapter else []
+            tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=12))
+            prompt = draw(st.sampled_from(prefixes)) + invocation + tail
             request = fake_request(
                 f"r{index}",
                 prompt,

@@ -9,6 +9,7 @@ that names the module; nothing is skipped.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -55,6 +56,7 @@ def build_adapter(
         raise AdapterMismatch(f"the adapter changes no module of '{spec.name}'; was it trained on another model?")
     parts = _Parts()
     table = layer_modules(spec)
+    _check_invocation(stored, table, spec)
     for module in stored.modules:
         place = table.get(module.path)
         if place is None:
@@ -141,7 +143,29 @@ def _card(stored: StoredAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[ND
         size_bytes=sum({id(array): array.nbytes for array in arrays}.values()),
         description=stored.description,
         text=stored.text,
+        invocation_tokens=stored.invocation_tokens,
     )
+
+
+def _check_invocation(stored: StoredAdapter, table: Mapping[str, Module], spec: ModelSpec) -> None:
+    """An activated LoRA changes linear modules alone, from tokens on that the base has."""
+    if not stored.invocation_tokens:
+        return
+    largest = max(stored.invocation_tokens)
+    if largest >= spec.vocab_size:
+        raise AdapterMismatch(f"invocation token {largest}, but '{spec.name}' has {spec.vocab_size} tokens")
+    for module in stored.modules:
+        place = table.get(module.path)
+        is_expert = place is not None and place.expert is not None
+        if is_expert or module.path == EMBEDDING_PATH or module.magnitude is not None:
+            raise AdapterFormatError(
+                f"an activated LoRA on {short(module.path)} is not served: before its invocation nothing is its own, "
+                "and PEFT defines it for linear modules without DoRA; train it on those"
+            )
+    if stored.parameters or stored.token_rows:
+        raise AdapterFormatError(
+            "an activated LoRA with whole parameters or token rows is not served; train it without"
+        )
 
 
 def _order(key: LoraKey) -> tuple[int, str, int]:

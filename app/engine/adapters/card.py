@@ -31,6 +31,8 @@ class AdapterCard:
     rows it needs before rounding up. `targets` are module names ("q_proj", ...), sorted. `size_bytes` is its weights'
     size in host memory; `extra_bytes` is what it holds on a device beside its rank rows (`extra_bytes`
     in `app.engine.adapters.extras`). `text` is `AdapterText` as JSON, "" for an adapter whose prompts are the base's.
+    `invocation_tokens`: the token ids from whose last occurrence in a prompt on the adapter is applied (activated LoRA,
+    `app.engine.adapters.invocation`), () for one that is applied to all.
     """
 
     digest: str
@@ -42,3 +44,4 @@ class AdapterCard:
     description: str = ""
     extra_bytes: int = 0
     text: str = ""
+    invocation_tokens: tuple[int, ...] = ()

@@ -61,6 +61,9 @@ class TokenRows(NamedTuple):
     rows: NDArray[np.float32]
 
 
+#: It changes tokens from its invocation on (`app.engine.adapters.invocation`): a matter of runs, not of other products.
+ACTIVATED = "activated LoRA"
+
 #: What an adapter may do beyond plain LoRA on the layers, in the words of its error messages.
 FEATURES = frozenset(
     {
@@ -74,6 +77,7 @@ FEATURES = frozenset(
         "trained lm_head",
         "trained linear weights",
         "trained token rows",
+        ACTIVATED,
     }
 )
 
@@ -127,6 +131,8 @@ class LoraAdapter:
             found.add("lora_bias")
         if self.token_rows:
             found.add("trained token rows")
+        if self.card.invocation_tokens:
+            found.add(ACTIVATED)
         return frozenset(found)
 
 

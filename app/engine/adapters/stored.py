@@ -113,7 +113,8 @@ class StoredAdapter:
     """Modules sorted by path, each path once. `parameters` are base tensors replaced, sorted by name.
 
     The weight of an embedding or lm_head that also has a LoRA is the base's matrix, saved along with it: where a
-    base ties the two, it stands for both. One that is replaced alone stands for itself.
+    base ties the two, it stands for both. One that is replaced alone stands for itself. `invocation_tokens`: as
+    `AdapterCard` has them.
     """
 
     modules: tuple[StoredModule, ...]
@@ -121,6 +122,7 @@ class StoredAdapter:
     parameters: tuple[tuple[str, StoredTensor], ...] = ()
     token_rows: tuple[StoredRows, ...] = ()
     text: str = ""
+    invocation_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         paths = [module.path for module in self.modules]
@@ -168,4 +170,7 @@ def content_digest(adapter: StoredAdapter, base_digest: str) -> str:
         add(b"token rows " + token_rows.path.encode())
         add(struct.pack(f"<{len(token_rows.token_ids)}Q", *token_rows.token_ids))
         add_tensor(token_rows.rows)
+    if adapter.invocation_tokens:
+        add(b"invocation tokens")
+        add(struct.pack(f"<{len(adapter.invocation_tokens)}Q", *adapter.invocation_tokens))
     return digest.hexdigest()

@@ -32,6 +32,13 @@ def root_hash(base_digest: str, adapter_digest: str | None, cache_salt: bytes) -
     return hasher.digest()
 
 
+def activation_hash(parent: bytes, adapter_digest: str, start: int) -> bytes:
+    """What a chain that began as the base's goes on from, where an adapter is activated at token `start`: 32 bytes."""
+    hasher = hashlib.sha256(b"polylora.kv-activated.v1\0" + parent + start.to_bytes(8, "little"))
+    hasher.update(adapter_digest.encode())
+    return hasher.digest()
+
+
 def block_hash(parent: bytes, token_bytes: bytes) -> bytes:
     """Hash of one full block after its parent: 32 bytes, fixed-size fields only."""
     return hashlib.sha256(parent + token_bytes).digest()

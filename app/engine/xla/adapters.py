@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from app.engine.adapters.extras import ExtraPart, plan
-from app.engine.adapters.lora import LoraAdapter, widened
+from app.engine.adapters.lora import ACTIVATED, LoraAdapter, widened
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
 from app.engine.models.products import product_of, targets_of
@@ -98,12 +98,13 @@ class XlaAdapters:
     def prepare(self, adapter: LoraAdapter) -> None:
         """Any thread: raises AdapterMismatch for what is not served; works out the scales of an adapter with DoRA."""
         adapter.check_modules(targets_of(self._sizes.products), self._sizes.num_layers)
-        if not adapter.features:
+        beyond = adapter.features - {ACTIVATED}
+        if not beyond:
             return
-        refused = " or ".join(sorted(adapter.features - SERVED))
+        refused = " or ".join(sorted(beyond - SERVED))
         if refused:
             raise AdapterMismatch(f"the xla engine does not serve {refused}; use engine.cpu or engine.cuda")
-        features = " or ".join(sorted(adapter.features))
+        features = " or ".join(sorted(beyond))
         if self._base is None:
             raise AdapterMismatch(f"the xla engine with engine.adapter_extra_bytes 0 cannot apply {features}; raise it")
         if not adapter.weights:
@@ -152,7 +153,7 @@ class XlaAdapters:
             self._ranks[product.name][layer, adapter_slot, product.targets.index(target)] = pair.rank
         self._starts[adapter_slot] = row_start
         self._max_ranks[adapter_slot] = max((pair.rank for pair in adapter.weights.values()), default=0)
-        self._has_extras[adapter_slot] = bool(adapter.features)
+        self._has_extras[adapter_slot] = bool(adapter.features - {ACTIVATED})
         self._on_device = None
 
     def places(self) -> AdapterPlaces:

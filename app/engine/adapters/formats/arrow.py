@@ -52,15 +52,16 @@ from app.engine.errors import AdapterFormatError, AdapterTooLarge
 from app.engine.models.spec import ModelSpec
 
 CARD_SUFFIX = ".lora.arrow"
-#: Version 1 has no role but "lora", and 3 alone has experts; a card is of the least version that can hold it.
-FORMAT_VERSIONS = ("1", "2", "3")
+#: Version 1 has no role but "lora", 3 has experts, 4 activated LoRAs; a card is of the least version that can hold it.
+FORMAT_VERSIONS = ("1", "2", "3", "4")
 ALIGNMENT = 64
 
 #: Metadata that the format itself writes; free metadata may not use these keys.
 REQUIRED_KEYS = frozenset(
     {"format", "format_version", "checksum", "padding", "name", "rank", "alpha", "target_modules"}
 )
-RESERVED_KEYS = REQUIRED_KEYS | {"quantization", "text"}
+INVOCATION_KEY = "alora_invocation_tokens"
+RESERVED_KEYS = REQUIRED_KEYS | {"quantization", "text", INVOCATION_KEY}
 
 _DTYPES = (*DTYPE_BYTES, *QUANTIZED_BITS, TOKEN_IDS)
 
@@ -108,7 +109,7 @@ def write_card(path: Path, card: ArrowCard) -> None:
     batch = _batch(rows)
     metadata = dict(card.metadata) | {
         "format": "polylora.lora",
-        "format_version": _version(rows),
+        "format_version": _version(rows, is_activated=bool(card.stored.invocation_tokens)),
         "name": card.name,
         "rank": json.dumps(max(module.rank for module in modules)),
         "alpha": json.dumps(sorted({module.alpha for module in modules})),
@@ -116,6 +117,8 @@ def write_card(path: Path, card: ArrowCard) -> None:
     }
     if card.stored.text:
         metadata["text"] = card.stored.text
+    if card.stored.invocation_tokens:
+        metadata[INVOCATION_KEY] = json.dumps(card.stored.invocation_tokens)
     if card.quantization is not None:
         metadata["quantization"] = json.dumps(card.quantization._asdict())
     metadata["checksum"] = _checksum(metadata, rows)
@@ -169,20 +172,28 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
     free = {key: value for key, value in metadata.items() if key not in RESERVED_KEYS}
     if metadata["format_version"] == "1" and any(row.role != LORA for row in rows):
         raise AdapterFormatError(f"{what}: format version 1 has no role but 'lora'")
-    if metadata["format_version"] < _version(rows):
-        raise AdapterFormatError(f"{what}: format version {metadata['format_version']} has no experts")
+    least = _version(rows, is_activated=INVOCATION_KEY in metadata)
+    if metadata["format_version"] < least:
+        raise AdapterFormatError(
+            f"{what}: format version {metadata['format_version']} has no "
+            f"{'experts' if least == '3' else 'activated LoRA'}"
+        )
     try:
         stored = stored_of(rows, free.get("description", ""))
         if "text" in metadata:
             stored = replace(stored, text=AdapterText.parsed(metadata["text"]).to_json())
+        if INVOCATION_KEY in metadata:
+            stored = replace(stored, invocation_tokens=_token_ids(metadata[INVOCATION_KEY]))
     except AdapterFormatError as error:
         raise AdapterFormatError(f"{what}: {error}") from error
     quantization = _quantization(metadata["quantization"], what) if "quantization" in metadata else None
     return ArrowCard(metadata["name"], stored, MappingProxyType(free), quantization)
 
 
-def _version(rows: Sequence[CardRow]) -> str:
+def _version(rows: Sequence[CardRow], *, is_activated: bool) -> str:
     """The least that can hold these rows."""
+    if is_activated:
+        return "4"
     if any(".experts." in row.path for row in rows):
         return "3"
     return FORMAT_VERSIONS[any(row.role != LORA for row in rows)]
@@ -191,6 +202,13 @@ def _version(rows: Sequence[CardRow]) -> str:
 def read_card_adapter(path: Path, spec: ModelSpec, limits: ReadLimits = DEFAULT_LIMITS) -> LoraAdapter:
     """The adapter in a card, ready to serve on `spec`."""
     return build_adapter(read_card(path, limits).stored, spec, limits)
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    ids = parse_object(f'{{"ids":{text}}}'.encode(), INVOCATION_KEY)["ids"]
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        raise AdapterFormatError(f"{INVOCATION_KEY} is {short(text)}, not a list of token ids")
+    return tuple(ids)
 
 
 def _quantization(text: str, what: str) -> Quantization:

@@ -112,6 +112,8 @@ def _config(
         beyond["trainable_token_indices"] = {
             rows.path.rsplit(".", 1)[-1]: list(rows.token_ids) for rows in stored.token_rows
         }
+    if stored.invocation_tokens:
+        beyond["alora_invocation_tokens"] = list(stored.invocation_tokens)
     bias, saved = _saved(stored)
     if saved:
         beyond["modules_to_save"] = saved

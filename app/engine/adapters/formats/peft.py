@@ -75,6 +75,7 @@ def read_peft_stored(folder: Path, spec: ModelSpec | None, limits: ReadLimits = 
         parameters=tuple(sorted((found.parameters | found.wrapped | whole).items())),
         token_rows=tuple(StoredRows(path, ids, found.token_rows[path]) for path, ids in sorted(token_ids.items())),
         text=read_text(folder, limits).to_json(),
+        invocation_tokens=config.invocation_tokens,
     )
 
 

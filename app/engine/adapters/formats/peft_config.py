@@ -39,7 +39,6 @@ _CONVERT = "it changes the base weights; save with path_initial_model_for_weight
 
 #: Keys accepted only at the values that switch them off, and what the others would mean.
 OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "alora_invocation_tokens": ((None,), "aLoRA (activated after an invocation) is not served"),
     "arrow_config": ((None,), "Arrow routing is not served"),
     "corda_config": ((None, {}), _CONVERT),
     "ensure_weight_tying": ((False, None), "tied adapters are not served"),
@@ -66,6 +65,7 @@ OFF_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 _USED_KEYS = frozenset(
     {
+        "alora_invocation_tokens",
         "alpha_pattern",
         "bias",
         "exclude_modules",
@@ -114,6 +114,7 @@ class PeftConfig:
     target_parameters: tuple[str, ...] = ()
     fan_in_fan_out: bool = False
     peft_version: str = ""
+    invocation_tokens: tuple[int, ...] = ()
 
 
 def parse_config(contents: bytes) -> PeftConfig:
@@ -150,6 +151,7 @@ def parse_config(contents: bytes) -> PeftConfig:
     use_dora, lora_bias = _boolean(config, "use_dora"), _boolean(config, "lora_bias")
     if use_dora and lora_bias:
         raise _refused("lora_bias", lora_bias, "PEFT does not combine it with use_dora")
+    invocation_tokens = _invocation_tokens(config)
     trained_on = config.get("base_model_name_or_path")
     return PeftConfig(
         rank=_rank("r", config.get("r", 8)),
@@ -168,6 +170,7 @@ def parse_config(contents: bytes) -> PeftConfig:
         token_indices=_token_indices(config),
         target_parameters=target_parameters,
         fan_in_fan_out=_boolean(config, "fan_in_fan_out"),
+        invocation_tokens=invocation_tokens,
         peft_version=config["peft_version"] if isinstance(config.get("peft_version"), str) else "",
         alpha_pattern={key: _alpha(f"alpha_pattern[{short(key)}]", v) for key, v in _table(config, "alpha_pattern")},
     )
@@ -236,6 +239,31 @@ def _token_indices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _are_token_ids(ids: Any) -> bool:
     return isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) and 0 < len(ids) == len(set(ids))
+
+
+def _invocation_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Those of an activated LoRA, () for another. PEFT activates deltas alone: what else is trained would change the
+    tokens before the invocation, too."""
+    key = "alora_invocation_tokens"
+    value = config.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
+        raise _refused(key, value, "must be a list of token ids, or null")
+    beyond = [
+        name
+        for name, off in (
+            ("use_dora", (None, False)),
+            ("bias", (None, "none")),
+            ("modules_to_save", (None, [])),
+            ("trainable_token_indices", (None, [], {})),
+            ("target_parameters", (None, [])),
+        )
+        if config.get(name) not in off
+    ]
+    if beyond:
+        raise _refused(key, value, f"is not served together with {' and '.join(beyond)}")
+    return tuple(value)
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:

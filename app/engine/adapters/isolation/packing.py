@@ -36,7 +36,9 @@ class PackedAdapter(NamedTuple):
     @property
     def card(self) -> AdapterCard:
         """Of a store of a newer release it may have facts that are not known here."""
-        values = self.header["card"] | {"targets": tuple(self.header["card"]["targets"])}
+        card = self.header["card"]
+        tuples = {name: tuple(card[name]) for name in ("targets", "invocation_tokens") if name in card}
+        values = card | tuples
         return with_known(AdapterCard, message_fields(AdapterCard), values)
 
 

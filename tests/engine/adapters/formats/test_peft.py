@@ -247,7 +247,6 @@ def test_a_tensor_that_is_wrong_is_named(
 
 
 REFUSED_VALUES = {
-    "alora_invocation_tokens": [1, 2],
     "arrow_config": {"top_k": 3},
     "corda_config": {"cache_file": "x"},
     "ensure_weight_tying": True,
@@ -277,6 +276,10 @@ def test_every_option_that_is_not_served_has_a_case() -> None:
     ("key", "value"),
     [
         *REFUSED_VALUES.items(),
+        ("alora_invocation_tokens", []),
+        ("alora_invocation_tokens", [-1]),
+        ("alora_invocation_tokens", "call"),
+        ("alora_invocation_tokens", [True]),
         ("bias", None),
         ("bias", "some"),
         ("lora_bias", True),
