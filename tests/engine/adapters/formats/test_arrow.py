@@ -410,7 +410,7 @@ def _flip_byte(path: Path) -> None:
         (_meta(name="other"), "checksum"),
         (_meta(checksum=None), "checksum"),
         (_meta(format_version="2"), "checksum"),
-        (_meta(format_version="4"), "format version"),
+        (_meta(format_version="5"), "format version"),
         (_rewritten(lambda table: table.drop_columns(["alpha"])), "columns"),
         (_rewritten(lambda table: table.slice(0, 0)), "batches"),
         (_rewritten(lambda table: table, compression="zstd"), "compressed"),
