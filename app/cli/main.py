@@ -11,6 +11,7 @@
     polylora sign adapters/sql --key signing.pem
     polylora tenants create acme                  a project and its first key; limits, usage and more
     polylora apply configs/adapters.yaml          make a running service's adapters what the file says
+    polylora register names.jsonl                 many adapters by name and place, read when they are first used
     polylora status                               how a running service is
     polylora doctor --config configs/serve.yaml   would a service start here, and what could it hold
     polylora plan --trace log.jsonl --slo-ttft 1  how many replicas a recorded traffic needs
@@ -35,6 +36,7 @@ from app.cli.apply import add_apply
 from app.cli.doctor import add_doctor
 from app.cli.merging import add_merge
 from app.cli.plan import add_plan
+from app.cli.register import add_register
 from app.cli.signing import add_signing_commands
 from app.cli.status import add_status
 from app.cli.tenants import add_tenants
@@ -53,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_merge(commands)
     add_signing_commands(commands)
     add_apply(commands)
+    add_register(commands)
     add_tenants(commands)
     add_status(commands)
     add_doctor(commands, Path(DEFAULT_CONFIG))

@@ -26,6 +26,7 @@ from typing import Any, cast
 import httpx
 from sqlalchemy import insert
 
+from app.cli.register import BATCH
 from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.http.app import HttpService, make_app
 from app.deployments.ingress.http.guard import DoorRules
@@ -40,9 +41,11 @@ from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tables import adapters
 from app.deployments.registry.tier_events import TierEvents
+from app.deployments.registry.unread import UnreadNames
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
+from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.tenants.activity import Activity, ActivityKey, Seen
 from app.deployments.tenants.adapter_book import AdapterBook
@@ -181,7 +184,9 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     results.append(("memory of both, in this process", f"{grown / 1024:.0f} MiB"))
 
-    store = StoreService(StoreParts(registry, lifecycle, _NoBytes(), ()), lambda: None)
+    store = StoreService(
+        StoreParts(registry, lifecycle, _NoBytes(), (), UnreadNames(registry, lifecycle, Quarantine())), lambda: None
+    )
     service = SimpleNamespace(
         base_name="base",
         registry=view,
@@ -190,7 +195,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         ),
         activity=AdapterActivity(TenantsClient(_Here(_Activities()))),
         management=Management(StoreClient(_Here(store)), _Dropper(), _Nowhere()),
-        frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=1 << 20), max_context=2048),
+        frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_context=2048),
         observe=lambda *_: None,
     )
     transport = httpx.ASGITransport(make_app(cast(HttpService, service), DoorRules()))
@@ -227,8 +232,16 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         apply_us: list[float] = []
         following = asyncio.create_task(_follow(lifecycle, view, held, apply_us))
         results.append(("POST /v1/loras, wait (without reading)", await _timed(register, max(5, num_samples // 10))))
-        following.cancel()
         results.append(("  of that, an ingress takes over the name", f"{sorted(apply_us)[len(apply_us) // 2]:.0f} µs"))
+        started_s = time.perf_counter()
+        for start in range(0, num_adapters, BATCH):
+            numbers = range(start, min(start + BATCH, num_adapters))
+            adapters = [{"name": f"unread{number:06d}", "path": f"s3://bucket/{number:06d}"} for number in numbers]
+            (await http.post("/v1/loras/manifest", json={"adapters": adapters})).raise_for_status()
+        seconds = time.perf_counter() - started_s
+        assert view.adapter(f"unread{num_adapters - 1:06d}", DEFAULT_TENANT) is not None, "every ingress knows them"
+        results.append((f"POST /v1/loras/manifest: as many names, unread, {BATCH:,} a call", f"{seconds:.2f} s"))
+        following.cancel()
     registry.close()
     return results
 
@@ -239,7 +252,7 @@ async def _follow(lifecycle: Lifecycle, view: RegistryView, held: Version, apply
         news = await lifecycle.published.table.newer(held, "ingress", 60.0)
         assert news is not None, "something changes all the time"
         held, changes = news
-        assert len(changes.rows) == 1, "changes are sent, not the table"
+        assert len(changes.rows) <= BATCH, "changes are sent, not the table"
         started_s = time.perf_counter()
         view.apply(changes.rows)
         apply_us.append(1e6 * (time.perf_counter() - started_s))

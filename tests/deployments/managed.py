@@ -16,6 +16,7 @@ from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, LoadReque
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.resolving import NameResolution, Places
 from app.deployments.registry.tier_events import TierEvents
+from app.deployments.registry.unread import UnreadNames
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
@@ -122,7 +123,10 @@ class ManagedStore:
         store.on_read = self.events.reached
         self.lifecycle = Lifecycle(registry, store, self.events, reserved_names=("base",), clock=clock)
         self.resolution = NameResolution(registry, store, self.lifecycle, Quarantine(clock), Places(), clock)
-        parts = StoreParts(registry, self.lifecycle, store, (), resolution=self.resolution, uploads=uploads)
+        self.unread = UnreadNames(registry, self.lifecycle, Quarantine(clock))
+        parts = StoreParts(
+            registry, self.lifecycle, store, (), self.unread, resolution=self.resolution, uploads=uploads
+        )
         self.client = StoreClient(Here(StoreService(parts, lambda: None)))
         self.view = RegistryView()
         self.lifecycle.start()
@@ -157,6 +161,7 @@ class ManagedStore:
 
     async def close(self) -> None:
         self.resolution.close()
+        self.unread.close()
         await self.lifecycle.close()
         for follower in self.followers:
             follower.cancel()

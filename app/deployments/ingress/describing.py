@@ -35,7 +35,7 @@ async def described(management: Management, activity: AdapterActivity, name: str
         body = description_body(name, description, ())
         return {field: value for field, value in body.items() if field not in SHARED_FACTS} | {"activity": told}
     loads = {tier: seen.num_loads.get(tier, 0) for tier in TIERS}
-    replicas = await management.residency(entry.ref.digest)
+    replicas = await management.residency(entry.ref.digest) if entry.is_read else ()
     return description_body(name, description, replicas) | {"activity": told | {"loads": loads}}
 
 

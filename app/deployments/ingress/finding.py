@@ -2,7 +2,8 @@
 
 In: `model`, `lora_path` and `adapters` of a request, and its caller. Out: an adapter reference, or None for the base.
 Rule: a name that there is not, another tenant's, and one that the caller may not use are the same 404 in the same
-words. Before a name is a 404 the store may know where its adapter is (`unregistered`).
+words. Before a name is a 404 the store may know where its adapter is (`unregistered`); one that is registered and has
+not been read is read first (`first_reads`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from app.deployments.ingress.schema import WeightedAdapter
 from app.deployments.ingress.tenants import Caller
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import Composition, Recipe
-from app.engine.errors import InvalidRequest, NotFound
+from app.engine.errors import InvalidRequest, NotFound, NotReady
 
 
 class Names(Protocol):
@@ -47,13 +48,30 @@ class Asks(Protocol):
         ...
 
 
+class Reads(Protocol):
+    """`FirstReads`."""
+
+    async def read(self, name: str, owner_id: str, caller: Caller) -> None:
+        """Returns when a registered name's adapter has been read."""
+        ...
+
+
+class _Unread(Exception):
+    """A name means an adapter that nobody has read yet."""
+
+    def __init__(self, ref: AdapterRef) -> None:
+        super().__init__(ref.name)
+        self.ref = ref
+
+
 class AdapterFinder:
     """One per ingress."""
 
-    def __init__(self, base_name: str, names: Names, unregistered: Asks) -> None:
+    def __init__(self, base_name: str, names: Names, unregistered: Asks, first_reads: Reads) -> None:
         self._base_name = base_name
         self._names = names
         self._unregistered = unregistered
+        self._first_reads = first_reads
 
     async def find(
         self,
@@ -68,16 +86,18 @@ class AdapterFinder:
         `lora_path` is a registered name or alias, never a path. An alias of several adapters sends equal users to
         the same one, and a request without a user to any. `adapters` are several at once, on the base. None is the
         base. Raises InvalidRequest, and NotFound in the same words for a name that there is not, another tenant's, and
-        one that the caller may not use; for a name that nobody has registered what `Unregistered.ask` raises.
+        one that the caller may not use; for a name that nobody has registered what `Unregistered.ask` raises, for one
+        that is not read yet what `FirstReads.read` raises.
         """
+        sticky_key = _sticky_key(user)
         try:
-            ref = self._found(model, caller, lora_path, user, adapters)
+            ref = await self._read(model, caller, lora_path, sticky_key, adapters)
         except NotFound:
             chosen = self._chosen_name(model, lora_path)
             names = [one.name for one in adapters] if adapters is not None else [chosen] if chosen is not None else []
             if not await self._unregistered.ask(names, caller):
                 raise
-            ref = self._found(model, caller, lora_path, user, adapters)
+            ref = await self._read(model, caller, lora_path, sticky_key, adapters)
         if ref is not None:
             self._names.expect(ref)
         return ref
@@ -90,14 +110,45 @@ class AdapterFinder:
         recipe: Recipe | None = None,
     ) -> Composition:
         """Several registered adapters that the caller may use, as one. Raises InvalidRequest, NotFound."""
-        return combined(adapters, lambda name: self._named(name, caller, user, name), recipe)
+        try:
+            return self._combined(adapters, caller, _sticky_key(user), recipe)
+        except _Unread as unread:
+            name = unread.ref.name
+            raise InvalidRequest(
+                f"adapter {name!r} is not read yet; load it first: POST /v1/loras/{name}/read", param="adapters"
+            ) from None
+
+    def _combined(
+        self, adapters: Sequence[WeightedAdapter], caller: Caller, sticky_key: str, recipe: Recipe | None = None
+    ) -> Composition:
+        return combined(adapters, lambda name: self._named(name, caller, sticky_key, name), recipe)
+
+    async def _read(
+        self,
+        model: str,
+        caller: Caller,
+        lora_path: str | None,
+        sticky_key: str,
+        adapters: Sequence[WeightedAdapter] | None,
+    ) -> AdapterRef | None:
+        """`_found`, once all that it names has been read."""
+        seen: set[tuple[str, str]] = set()
+        while True:
+            try:
+                return self._found(model, caller, lora_path, sticky_key, adapters)
+            except _Unread as unread:
+                ref = unread.ref
+            if (ref.tenant_id, ref.name) in seen:  # registered anew meanwhile, or this copy is behind
+                raise NotReady(f"adapter {ref.name!r} is being registered; send the request again", retry_after_s=1)
+            seen.add((ref.tenant_id, ref.name))
+            await self._first_reads.read(ref.name, ref.tenant_id, caller)
 
     def _found(
         self,
         model: str,
         caller: Caller,
         lora_path: str | None,
-        user: str | None,
+        sticky_key: str,
         adapters: Sequence[WeightedAdapter] | None,
     ) -> AdapterRef | None:
         if adapters is not None:
@@ -106,11 +157,11 @@ class AdapterFinder:
                     f"adapters lists all adapters of a request: let model be {self._base_name!r}, without a lora_path",
                     param="adapters",
                 )
-            return self.combined(adapters, caller, user).ref(caller.tenant_id)
+            return self._combined(adapters, caller, sticky_key).ref(caller.tenant_id)
         shown = model if lora_path is None else lora_path
         chosen = self._chosen_name(model, lora_path)
         if chosen is not None:
-            return self._named(chosen, caller, user, shown)
+            return self._named(chosen, caller, sticky_key, shown)
         if caller.tenant.may_use(self._base_name):
             return None
         raise _not_found(shown)
@@ -128,15 +179,21 @@ class AdapterFinder:
             )
         return chosen
 
-    def _named(self, name: str, caller: Caller, user: str | None, shown: str) -> AdapterRef | None:
-        """An adapter or alias; None is the base. `shown`: what the client has called it. Raises NotFound."""
-        sticky_key = secrets.token_hex(8) if user is None else f"user {user}"
+    def _named(self, name: str, caller: Caller, sticky_key: str, shown: str) -> AdapterRef | None:
+        """An adapter or alias; None is the base. `shown`: what the client has called it. Raises NotFound, _Unread."""
         for owner_id in caller.owners(name):
             if self._names.means_base(name, self._base_name, sticky_key, owner_id):
                 return None
             if (ref := self._names.resolve(name, sticky_key, owner_id)) is not None:
+                if not ref.digest:
+                    raise _Unread(ref)
                 return ref
         raise _not_found(shown)
+
+
+def _sticky_key(user: str | None) -> str:
+    """Equal users are sent to the same one of an alias's adapters; without a user any."""
+    return secrets.token_hex(8) if user is None else f"user {user}"
 
 
 def _not_found(name: str) -> NotFound:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
-from app.deployments.ingress.finding import AdapterFinder, Asks, Names
+from app.deployments.ingress.finding import AdapterFinder, Asks, Names, Reads
 from app.deployments.ingress.job import Job, StreamSource
 from app.deployments.ingress.routing.decision import Decision
 from app.deployments.ingress.routing.router import Router
@@ -115,6 +115,7 @@ class Frontend:
         base_name: str,
         names: Names,
         unregistered: Asks,
+        first_reads: Reads,
         source: StreamSource,
         limits: LimitsConfig,
         admit: Admit,
@@ -125,7 +126,7 @@ class Frontend:
         self._model = model
         self._base_name = base_name
         self._names = names
-        self._finder = AdapterFinder(base_name, names, unregistered)
+        self._finder = AdapterFinder(base_name, names, unregistered, first_reads)
         self._source = source
         self.limits = limits
         self._admit = admit

@@ -22,7 +22,6 @@ from app.deployments.registry.entries import (
     Description,
     Event,
     RegistryJob,
-    State,
 )
 from app.engine.adapters.composing.composition import shown_source
 
@@ -32,7 +31,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
     return {
         "id": entry.name,
         "object": "lora",
-        "state": State.LOADED.value,
+        "state": entry.state.value,
         "digest": entry.ref.digest,
         "generation": entry.ref.generation,
         "path": shown_source(entry.ref.uri),

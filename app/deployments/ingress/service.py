@@ -18,6 +18,7 @@ from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.dispatcher import Batcher, Dispatcher
 from app.deployments.ingress.embeddings import Embedder
+from app.deployments.ingress.first_reads import FirstReads
 from app.deployments.ingress.frontend import Frontend, TextModel
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.links import Links
@@ -104,6 +105,7 @@ class IngressService:
         self._names = AdapterNames(parts.registry, parts.placer, parts.store, parts.steady_clock)
         is_on = bool(config.adapters.resolvers)
         self._unregistered = Unregistered(parts.registry, parts.store, config.limits, is_on=is_on)
+        self._first_reads = FirstReads(parts.store, config.limits)
         wait_s = config.limits.adapter_wait_s
         embedder: TextEmbedder = BaseEmbedder(self.base_name, parts.text, dispatcher, wait_s, parts.clock)
         if config.routing.embedder is not None:
@@ -114,6 +116,7 @@ class IngressService:
             self.base_name,
             self._names,
             self._unregistered,
+            self._first_reads,
             dispatcher,
             config.limits,
             parts.tenancy.admit,
@@ -128,7 +131,7 @@ class IngressService:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
         limits = LimitsConfig.model_validate(self._config.limits.model_dump() | changes)
-        self.frontend.limits = self._cold.limits = self._unregistered.limits = limits
+        self.frontend.limits = self._cold.limits = self._unregistered.limits = self._first_reads.limits = limits
         self._assigner.replica_wait_s = limits.replica_wait_s
 
     def is_ready(self) -> bool:
@@ -178,7 +181,7 @@ class IngressService:
 
     async def close(self) -> None:
         """End what goes on in the background; streams that are still open are left to their callers."""
-        asking = (self.management, self._router, self._unregistered, self._names)
+        asking = (self.management, self._router, self._unregistered, self._first_reads, self._names)
         for part in (*asking, self._assigner, self._links, self.activity, self.tenancy):
             await part.close()
 

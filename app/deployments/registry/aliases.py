@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, and_, insert, select, update
 
 from app.deployments.registry.database import Database, next_revision
-from app.deployments.registry.entries import AliasEntry, AliasTarget, AliasVersion, State
+from app.deployments.registry.entries import MEANT_STATES, AliasEntry, AliasTarget, AliasVersion
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import adapters, alias_targets, aliases, named
 from app.deployments.registry.view import Entry, Key
@@ -238,7 +238,7 @@ def _living(connection: Connection, base_digest: str, tenant_id: str, names: Seq
         adapters.c.base_digest == base_digest,
         adapters.c.tenant_id == tenant_id,
         adapters.c.name.in_(names),
-        adapters.c.state == State.LOADED,
+        adapters.c.state.in_(MEANT_STATES),
     )
     return set(connection.scalars(query))
 

@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Table, and_, insert, select, u
 
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.database import Database, next_revision
-from app.deployments.registry.entries import CatalogEntry, Generation, RegistryJob, State
+from app.deployments.registry.entries import MEANT_STATES, CatalogEntry, Generation, RegistryJob, State, cannot_pin
 from app.deployments.registry.jobs import cancel_loads, check_turn, insert_job, update_job
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.pins import PinLimits
@@ -38,7 +38,10 @@ _SAME_CONTENTS = and_(uses.c.base_digest == adapters.c.base_digest, uses.c.diges
 
 
 class Drained(NamedTuple):
-    """What an unload began with. `entry` None: there was none yet. `cancelled`: jobs of loads of the name."""
+    """What an unload began with; it is over if its job has no digest.
+
+    `entry` None: there was none yet. `cancelled`: jobs of loads of the name.
+    """
 
     entry: CatalogEntry | None
     job: RegistryJob
@@ -99,7 +102,7 @@ class Catalog:
                 "size_bytes": size_bytes,
                 "registered_s": now_s,
             }
-            before: Mapping[Any, Any] = {} if old is None or is_back else old
+            before: Mapping[Any, Any] = {} if old is None or old["state"] not in MEANT_STATES else old
             values = contents | {
                 "state": State.LOADED,
                 "source": uri if source is None else source,
@@ -130,7 +133,7 @@ class Catalog:
             row = connection.execute(select(adapters).where(*key)).mappings().one()
             if old is not None and old["digest"] != digest:
                 forget_use(connection, self._base, old["digest"])
-        return _entry(row)
+        return entry_of(row)
 
     def drain(self, name: str, *, tenant_id: str, who: str) -> Drained:
         """Take a name out of service, and cancel the loads of it that were asked for; its generation is remembered.
@@ -142,24 +145,26 @@ class Catalog:
         now_s = self._database.clock()
         with self._database.write() as connection:
             cancelled = cancel_loads(connection, self._database, tenant_id, name)
-            query = select(adapters).where(*key, adapters.c.state == State.LOADED)
+            query = select(adapters).where(*key, adapters.c.state.in_(MEANT_STATES))
             row = connection.execute(query).mappings().first()
             if row is None and not cancelled:
                 raise not_registered(name)
+            users = aliases_to(connection, self._base, tenant_id, name)
+            if row is not None and users:
+                raise AdapterBusy(
+                    f"alias {users[0]!r} sends requests to adapter {name!r}; promote or remove the alias first"
+                )
             revision = next_revision(connection, self._base)
-            if row is None:
+            if row is None or row["state"] == State.REGISTERED:  # nobody has it to give up
+                if row is not None:
+                    connection.execute(update(adapters).where(*key).values(state=State.REMOVED, revision=revision))
                 job = RegistryJob(
                     uuid.uuid4().hex, name, "unload", "", State.REMOVED, who, now_s, now_s,
                     tenant_id=tenant_id, number=revision,
                 )  # fmt: skip
                 insert_job(connection, self._database, job)
                 record_audit(connection, self._database, who, "unload", name, tenant_id, {"cancelled": cancelled})
-                return Drained(None, job, cancelled)
-            users = aliases_to(connection, self._base, tenant_id, name)
-            if users:
-                raise AdapterBusy(
-                    f"alias {users[0]!r} sends requests to adapter {name!r}; promote or remove the alias first"
-                )
+                return Drained(None if row is None else entry_of(row), job, cancelled)
             connection.execute(update(adapters).where(*key).values(state=State.DRAINING, revision=revision))
             generation, digest = row["generation"], row["digest"]
             job = RegistryJob(
@@ -169,7 +174,7 @@ class Catalog:
             insert_job(connection, self._database, job)
             record_audit(connection, self._database, who, "unload", name, tenant_id, {"generation": generation})
             record_events(connection, self._database, [NewEvent("draining", name, tenant_id, generation, digest)])
-        return Drained(_entry(row), job, cancelled)
+        return Drained(entry_of(row), job, cancelled)
 
     def drained(self, job: RegistryJob) -> RegistryJob:
         """An unload is complete, and so is the name's removal, unless it has been registered again meanwhile."""
@@ -200,13 +205,16 @@ class Catalog:
     ) -> CatalogEntry:
         """Change how a name is treated; None leaves a value as it is.
 
-        Raises NotFound, and AdapterTooLarge for a pin that does not fit beside the others.
+        Raises NotFound, AdapterTooLarge for a pin that does not fit beside the others, InvalidRequest for a pin of what
+        is not read.
         """
         asked = {"pinned": pinned, "traffic_weight": traffic_weight, "description": description}
         changes = {field: value for field, value in asked.items() if value is not None}
         key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
             old = self._living(connection, tenant_id, name)
+            if pinned and old["state"] == State.REGISTERED:
+                raise cannot_pin(name)
             if changes:
                 revision = next_revision(connection, self._base)
                 connection.execute(update(adapters).where(*key).values(**changes, revision=revision))
@@ -216,18 +224,18 @@ class Catalog:
                 event = "pinned" if pinned else "unpinned"
                 news = NewEvent(event, name, tenant_id, old["generation"], old["digest"])
                 record_events(connection, self._database, [news])
-            return _entry(connection.execute(select(adapters).where(*key)).mappings().one())
+            return entry_of(connection.execute(select(adapters).where(*key)).mappings().one())
 
     def get(self, name: str, *, tenant_id: str) -> CatalogEntry | None:
-        """What a name means, and when that was last used."""
+        """What a name means, and when that was last used; of one that is not read yet, where it is."""
         query = (
             select(adapters, uses.c.last_used_s)
             .outerjoin(uses, _SAME_CONTENTS)
-            .where(*self._named(adapters, tenant_id, name), adapters.c.state == State.LOADED)
+            .where(*self._named(adapters, tenant_id, name), adapters.c.state.in_(MEANT_STATES))
         )
         with self._database.read() as connection:
             row = connection.execute(query).mappings().first()
-        return None if row is None else _entry(row)
+        return None if row is None else entry_of(row)
 
     def entries(self, *, tenant_id: str | None = None) -> list[CatalogEntry]:
         """All names with a meaning, in order: one tenant's, or everybody's."""
@@ -314,7 +322,7 @@ class Catalog:
         rows = sorted(rows, key=lambda row: _quotient(places[row["digest"]] + 1, weights[row["digest"]]))
         entries: dict[str, CatalogEntry] = {}
         for row in rows:
-            entries.setdefault(row["digest"], _entry(row))
+            entries.setdefault(row["digest"], entry_of(row))
         return list(entries.values())[:limit]
 
     def _check_pins(self, connection: Connection, name: str, pinned: bool) -> None:
@@ -324,17 +332,17 @@ class Catalog:
         query = select(adapters).where(
             adapters.c.base_digest == self._base, adapters.c.state == State.LOADED, adapters.c.pinned
         )
-        self.pin_limits.check(name, map(_entry, connection.execute(query).mappings()))
+        self.pin_limits.check(name, map(entry_of, connection.execute(query).mappings()))
 
     def _select(self, *where: ColumnElement[bool]) -> list[CatalogEntry]:
         query = select(adapters).where(adapters.c.base_digest == self._base, adapters.c.state == State.LOADED, *where)
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(adapters.c.tenant_id, adapters.c.name)).mappings().all()
-        return [_entry(row) for row in rows]
+        return [entry_of(row) for row in rows]
 
     def _living(self, connection: Connection, tenant_id: str, name: str) -> Mapping[Any, Any]:
-        query = select(adapters).where(*self._named(adapters, tenant_id, name), adapters.c.state == State.LOADED)
-        row = connection.execute(query).mappings().first()
+        named_so = (*self._named(adapters, tenant_id, name), adapters.c.state.in_(MEANT_STATES))
+        row = connection.execute(select(adapters).where(*named_so)).mappings().first()
         if row is None:
             raise not_registered(name)
         return row
@@ -346,9 +354,9 @@ class Catalog:
 def changed_adapters(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:
     """(revision, name, adapter or None where it is gone) of changes after a revision; after 0 nothing that is gone."""
     query = select(adapters).where(adapters.c.base_digest == base_digest)
-    query = query.where(adapters.c.revision > after) if after else query.where(adapters.c.state == State.LOADED)
+    query = query.where(adapters.c.revision > after) if after else query.where(adapters.c.state.in_(MEANT_STATES))
     return [
-        (row["revision"], (row["tenant_id"], row["name"]), _entry(row) if row["state"] == State.LOADED else None)
+        (row["revision"], (row["tenant_id"], row["name"]), entry_of(row) if row["state"] in MEANT_STATES else None)
         for row in connection.execute(query.order_by(adapters.c.tenant_id, adapters.c.name)).mappings()
     ]
 
@@ -362,7 +370,8 @@ def _ref(row: Mapping[Any, Any]) -> AdapterRef:
     return AdapterRef(row["name"], row["digest"], row["tenant_id"], row["generation"], row["uri"])
 
 
-def _entry(row: Mapping[Any, Any]) -> CatalogEntry:
+def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
+    """A row of `adapters`."""
     return CatalogEntry(
         ref=_ref(row),
         max_rank=row["max_rank"],

@@ -24,14 +24,18 @@ MAX_SOURCE_CHARS = 4096
 #: What the sources of uploaded adapters begin with; a digest follows. No client names one.
 UPLOADED = "upload://"
 MAX_DESCRIPTION_CHARS = 1000
+#: Names that one call registers without reading them, in one transaction.
+MAX_REGISTRATIONS = 10_000
 
 
 class State(StrEnum):
     """Where an adapter's registration is. A load goes down the list to LOADED, or FAILED from anywhere.
 
+    REGISTERED: the name and its place are known, and nothing has been read; the first request for it begins a load.
     LOADED: every ingress routes requests to it. DRAINING: no new request reaches it, running ones finish.
     """
 
+    REGISTERED = "REGISTERED"
     REQUESTED = "REQUESTED"
     DOWNLOADING = "DOWNLOADING"
     VALIDATING = "VALIDATING"
@@ -48,6 +52,8 @@ _LOADING = (State.REQUESTED, State.DOWNLOADING, State.VALIDATING, State.ON_DISK,
 AHEAD: Mapping[State, Sequence[State]] = {state: _LOADING[place + 1 :] for place, state in enumerate(_LOADING)}
 #: States a job does not leave.
 FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
+#: States of a name that means something.
+MEANT_STATES = (State.LOADED, State.REGISTERED)
 
 
 @message
@@ -55,6 +61,7 @@ FINAL_STATES = (State.LOADED, State.REMOVED, State.FAILED)
 class CatalogEntry:
     """One name and what it means now. `source` is how whoever loaded it called `ref.uri`.
 
+    What has not been read yet (REGISTERED) has no digest, and its rank and sizes are 0.
     `size_bytes` is its size in host memory, `extra_bytes` what a device holds of it beside rank rows.
     `last_used_s` is known of an entry that was asked for by name; lists and published tables do not have it.
     `text` is `AdapterCard.text`. `description`: what it is for, as whoever loaded it says, or its card.
@@ -81,6 +88,26 @@ class CatalogEntry:
     def tenant_id(self) -> str:
         return self.ref.tenant_id
 
+    @property
+    def is_read(self) -> bool:
+        """Whether it is known what the adapter holds."""
+        return bool(self.ref.digest)
+
+    @property
+    def state(self) -> State:
+        return State.LOADED if self.is_read else State.REGISTERED
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A name and its place, to be known without being read. None: as it was, or as the adapter says of itself."""
+
+    name: str
+    source: str
+    traffic_weight: float | None = None
+    description: str | None = None
+
 
 @message
 @dataclass(frozen=True, slots=True)
@@ -97,6 +124,14 @@ class LoadRequest:
     pinned: bool | None = None
     traffic_weight: float | None = None
     description: str | None = None
+
+
+@message
+class Registered(NamedTuple):
+    """How many names are new or at another place now, and how many were registered just so before."""
+
+    num_changed: int
+    num_unchanged: int
 
 
 class ReadAdapter(NamedTuple):
@@ -246,6 +281,14 @@ def check_name(name: str) -> None:
             "beginning with a letter or digit",
             param="name",
         )
+
+
+def cannot_pin(name: str) -> InvalidRequest:
+    """What to raise for a pin of contents that nobody has read: how much they take is not known."""
+    return InvalidRequest(
+        f"adapter {name!r} is not read yet and cannot be pinned; load it first: POST /v1/loras/{name}/read",
+        param="pinned",
+    )
 
 
 def check_description(description: str | None) -> None:

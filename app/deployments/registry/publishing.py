@@ -18,7 +18,7 @@ from typing import TypeVar
 from app.deployments.links.published import Published, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
-from app.deployments.registry.entries import AliasEntry, CatalogEntry
+from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import PinBook, Pins
 from app.deployments.registry.revisions import News
 from app.deployments.registry.shares import ShareBook
@@ -26,7 +26,7 @@ from app.deployments.registry.view import Entry, Key
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
-E = TypeVar("E", CatalogEntry, AliasEntry, CatalogEntry | None)
+E = TypeVar("E")
 
 #: How long a change waits for every ingress to hold it.
 SETTLE_TIMEOUT_S = 5.0

@@ -30,13 +30,13 @@ class ShareBook:
         self._weights: dict[str, float] = {}  # by digest, of names with more than the usual weight
         self._heaviest: list[tuple[float, str]] = []  # (-weight, digest) of those, in order
         for entry in entries:
-            self._replace((entry.tenant_id, entry.name), entry)
+            self._replace((entry.tenant_id, entry.name), entry if entry.is_read else None)
         self._told_total = self._total
         self.value: dict[str, float] = self._shares()
 
     def apply(self, key: Key, entry: Entry | None) -> Mapping[str, float | None]:
         """Take over a change of one name (None: it is gone). Returns the shares that are others now; None: no share."""
-        touched = self._replace(key, entry if isinstance(entry, CatalogEntry) else None)
+        touched = self._replace(key, entry if isinstance(entry, CatalogEntry) and entry.is_read else None)
         if self._told_total / _TELL_FACTOR <= self._total <= self._told_total * _TELL_FACTOR:
             after = {digest: share for digest in touched if (share := self._share(digest)) is not None}
             before = {digest: self.value[digest] for digest in touched if digest in self.value}

@@ -21,6 +21,8 @@ from app.deployments.registry.entries import (
     Event,
     Generation,
     LoadRequest,
+    Registered,
+    Registration,
     RegistryJob,
     Unload,
 )
@@ -57,6 +59,18 @@ class StoreClient:
     async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
         """Load an adapter; when this returns every ingress serves it. Raises what made it fail."""
         return await self._actor.call(_Service.load_and_wait, request)
+
+    async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> Registered:
+        """Make names known without reading their adapters: all, or none. Raises InvalidRequest, UnsafeSource."""
+        return await self._actor.call(_Service.register, registrations, tenant_id=tenant_id, who=who)
+
+    async def read(self, name: str, *, tenant_id: str, who: str) -> tuple[RegistryJob | None, CatalogEntry]:
+        """Load a registered name that is not read yet; no job if it is. Raises NotFound and what made it fail."""
+        return await self._actor.call(_Service.read, name, tenant_id=tenant_id, who=who)
+
+    async def read_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
+        """`read`, for who uses adapters. Raises AdapterUnreadable, which names no place of the server."""
+        await self._actor.call(_Service.read_for_request, name, tenant_id=tenant_id, who=who)
 
     async def resolve(self, name: str, *, tenant_id: str, who: str) -> bool:
         """Look for a name that nobody has registered: True when every ingress serves it. Raises what reading raises."""

@@ -22,6 +22,7 @@ from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.resolving import NameResolution, Places
 from app.deployments.registry.tier_events import TierEvents
+from app.deployments.registry.unread import UnreadNames
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.derived import DerivedAdapters
 from app.deployments.store.library import AdapterLibrary, open_library
@@ -91,12 +92,14 @@ class OpenedStore(Generic[H]):
         self._resolution = NameResolution(
             self._registry, self._store, self._lifecycle, Quarantine(), _places(config.adapters)
         )
+        unread = UnreadNames(self._registry, self._lifecycle, Quarantine())
         self._taking = asyncio.Lock()
         self.parts = StoreParts(
             self._registry,
             self._lifecycle,
             self._store,
             adapters.preload,
+            unread,
             self.take,
             self._resolution,
             self._uploads,

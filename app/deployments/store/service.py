@@ -30,7 +30,10 @@ from app.deployments.registry.entries import (
     Event,
     Generation,
     LoadRequest,
+    Registered,
+    Registration,
     RegistryJob,
+    State,
     Unload,
 )
 from app.deployments.registry.pins import Pins
@@ -45,6 +48,7 @@ if TYPE_CHECKING:  # a database and its tables: a process that only calls the st
     from app.deployments.registry.books import Registry
     from app.deployments.registry.lifecycle import Lifecycle
     from app.deployments.registry.resolving import NameResolution
+    from app.deployments.registry.unread import UnreadNames
     from app.deployments.store.uploads import Uploads
 
 logger = logging.getLogger(__name__)
@@ -84,6 +88,7 @@ class StoreParts(NamedTuple, Generic[H]):
     lifecycle: Lifecycle
     bytes: AdapterBytes[H]
     preloaded: Sequence[PreloadedAdapter]
+    unread: UnreadNames
     take: Callable[[str], Awaitable[StoreParts[H]]] | None = None
     resolution: NameResolution | None = None
     uploads: Uploads | None = None
@@ -128,6 +133,18 @@ class StoreService(Generic[H]):
     async def load_and_wait(self, request: LoadRequest) -> tuple[RegistryJob, CatalogEntry]:
         self._called()
         return await self._lifecycle.load_and_wait(request)
+
+    async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> Registered:
+        self._called()
+        return await self._parts.unread.register(registrations, tenant_id=tenant_id, who=who)
+
+    async def read(self, name: str, *, tenant_id: str, who: str) -> tuple[RegistryJob | None, CatalogEntry]:
+        self._called()
+        return await self._parts.unread.read(name, tenant_id=tenant_id, who=who)
+
+    async def read_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
+        self._called()
+        await self._parts.unread.read_for_request(name, tenant_id=tenant_id, who=who)
 
     async def resolve(self, name: str, *, tenant_id: str, who: str) -> bool:
         self._called()
@@ -202,7 +219,11 @@ class StoreService(Generic[H]):
     async def describe(self, name: str, *, tenant_id: str) -> Description:
         self._called()
         description = await self._lifecycle.describe(name, tenant_id=tenant_id)
-        failure = None if description.entry is None else self._bytes.failure(description.entry.ref.digest)
+        entry, job = description.entry, description.job
+        if entry is None or not entry.is_read:
+            is_failed = entry is not None and job is not None and job.state is State.FAILED
+            return description._replace(last_error=job.reason if is_failed and job is not None else None)
+        failure = self._bytes.failure(entry.ref.digest)
         return description._replace(last_error=None if failure is None else failure.reason)
 
     async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, func, select
 
-from app.deployments.registry.entries import State
+from app.deployments.registry.entries import MEANT_STATES
 from app.deployments.registry.tables import adapters
 from app.deployments.tenants.limits import AdapterQuotaReached
 from app.deployments.tenants.tables import projects
@@ -30,7 +30,7 @@ class AdapterQuota:
         if row is None or (row.max_adapters is None and row.max_adapter_bytes is None):
             return
         held = select(func.count(), func.coalesce(func.sum(adapters.c.size_bytes), 0)).where(
-            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state == State.LOADED
+            adapters.c.base_digest == self._base, adapters.c.tenant_id == tenant_id, adapters.c.state.in_(MEANT_STATES)
         )
         number, size_bytes = connection.execute(held).one()
         _check("max_adapters", "adapters", number, row.max_adapters)

@@ -28,13 +28,23 @@ from app.deployments.ingress.management_bodies import (
     adapter_body,
     alias_body,
     alias_version_body,
+    description_body,
     job_body,
     record_body,
     unloaded_body,
 )
-from app.deployments.ingress.schema import Body, BodyT, parse_body
+from app.deployments.ingress.schema import Body, BodyT, Items, parse_body
 from app.deployments.ingress.tenants import Caller, check_settings, compose_request, http_caller, load_request
-from app.deployments.registry.entries import AliasEntry, AuditRecord, CatalogEntry, Event, LoadRequest
+from app.deployments.registry.entries import (
+    MAX_REGISTRATIONS,
+    AliasEntry,
+    AuditRecord,
+    CatalogEntry,
+    Event,
+    LoadRequest,
+    Registration,
+    cannot_pin,
+)
 from app.deployments.registry.view import RegistryView
 from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import InvalidRequest, NotFound
@@ -46,7 +56,7 @@ _MAX_ID = 2**53
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*@\w[\w./-]*", re.ASCII)
 #: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
 OWN_EVENTS = frozenset({
-    "requested", "routable", "failed", "registered", "draining", "removed",
+    "requested", "routable", "failed", "registered", "registered unread", "draining", "removed",
     "put alias", "promote alias", "roll back alias", "remove alias",
 })  # fmt: skip
 
@@ -84,16 +94,33 @@ class UnloadLoraBody(Body):
 class RegisterAdapterBody(Body):
     """`path`: where the adapter is; or `compose`: the registered adapters that it is made of.
 
-    `wait`: answer when the adapter is served, or with what made it fail, instead of at once.
+    `wait`: answer when the adapter is served, or with what made it fail, instead of at once. `read` false: only know
+    the name and its place; the first request for it has it read.
     """
 
     name: str
     path: str | None = None
     compose: ComposeBody | None = None
     wait: bool = False
+    read: bool = True
     pinned: bool | None = None
     traffic_weight: TrafficWeight | None = None
     description: str | None = None
+
+
+class ManifestEntry(Body):
+    """As in `RegisterAdapterBody`."""
+
+    name: str
+    path: str
+    traffic_weight: TrafficWeight | None = None
+    description: str | None = None
+
+
+class ManifestBody(Body):
+    """Names and places, to be known without being read: all of them, or none if one cannot be."""
+
+    adapters: Items[ManifestEntry] = Field(min_length=1, max_length=MAX_REGISTRATIONS)
 
 
 class ConfigureAdapterBody(Body):
@@ -167,7 +194,7 @@ def _add_load_routes(routes: APIRouter, service: ManagedService) -> None:
         body = await _body(LoadAdapterBody, request, service)
         caller = http_caller(request)
         load = load_request(caller, body.lora_name, body.lora_path)
-        if not body.load_inplace and service.registry.adapter(body.lora_name, caller.tenant_id) is not None:
+        if not body.load_inplace and _is_loaded(service, body.lora_name, caller):
             raise InvalidRequest(
                 f"The lora adapter {body.lora_name[:80]!r} has already been loaded. If you want to load the adapter in "
                 "place, set 'load_inplace' to True.",
@@ -202,6 +229,11 @@ def _add_load_routes(routes: APIRouter, service: ManagedService) -> None:
         _check_base(service, body.base_model)
         done = {"lora_model": body.lora_model, "status": "success"}
         return await _unload(request, service, body.lora_model, done)
+
+
+def _is_loaded(service: ManagedService, name: str, caller: Caller) -> bool:
+    entry = service.registry.adapter(name, caller.tenant_id)
+    return entry is not None and entry.is_read
 
 
 def _dynamo_source(body: LoadLoraBody, caller: Caller) -> str:
@@ -245,6 +277,28 @@ def _load_of(body: RegisterAdapterBody, caller: Caller, service: ManagedService)
     return compose_request(caller, body.name, composition, body.pinned, body.traffic_weight, body.description)
 
 
+def _fields(entry: ManifestEntry) -> tuple[str, str, None, float | None, str | None]:
+    return entry.name, entry.path, None, entry.traffic_weight, entry.description
+
+
+def _registration(load: LoadRequest) -> Registration:
+    return Registration(load.name, load.source, load.traffic_weight, load.description)
+
+
+async def _register_unread(
+    body: RegisterAdapterBody, load: LoadRequest, caller: Caller, service: ManagedService
+) -> Response:
+    """Raises InvalidRequest for what only contents that are known can have."""
+    if body.compose is not None:
+        raise InvalidRequest("read is false, but a combination is made when it is registered", param="read")
+    if body.pinned:
+        raise cannot_pin(body.name)
+    store = service.management.store
+    await store.register([_registration(load)], tenant_id=caller.tenant_id, who=caller.who)
+    described = await store.describe(load.name, tenant_id=caller.tenant_id)
+    return JSONResponse(description_body(load.name, described, ()), status_code=201)
+
+
 def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
     @routes.get("/v1/loras", openapi_extra=takes(None, "limit", "after"))
     async def adapters(request: Request) -> Response:
@@ -257,6 +311,8 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
         body = await _body(RegisterAdapterBody, request, service)
         caller = http_caller(request)
         load = _load_of(body, caller, service)
+        if not body.read:
+            return await _register_unread(body, load, caller, service)
         if _wants_to_wait(request, body.wait):
             job, entry = await service.management.store.load_and_wait(load)
             return JSONResponse(adapter_body(entry) | {"job": job_body(job)}, status_code=201)
@@ -266,6 +322,23 @@ def _add_adapter_routes(routes: APIRouter, service: ManagedService) -> None:
             status_code=202,
             headers={"Location": f"/v1/jobs/{job.id}"},
         )
+
+    @routes.post("/v1/loras/manifest", openapi_extra=takes(ManifestBody))
+    async def manifest(request: Request) -> Response:
+        """Register many adapters without reading them; answers when requests for them are taken."""
+        body = await _body(ManifestBody, request, service)
+        caller = http_caller(request)
+        known = [_registration(load_request(caller, *_fields(entry))) for entry in body.adapters]
+        done = await service.management.store.register(known, tenant_id=caller.tenant_id, who=caller.who)
+        counts = {"num_registered": done.num_changed, "num_unchanged": done.num_unchanged}
+        return JSONResponse({"object": "manifest"} | counts)
+
+    @routes.post("/v1/loras/{name}/read", openapi_extra=takes())
+    async def read(name: str, request: Request) -> Response:
+        """Have a registered adapter read before a request needs it; answers when it is served."""
+        caller = http_caller(request)
+        job, entry = await service.management.store.read(name, tenant_id=caller.tenant_id, who=caller.who)
+        return JSONResponse(adapter_body(entry) | {"job": None if job is None else job_body(job)})
 
     @routes.get("/v1/loras/{name}")
     async def adapter(name: str, request: Request) -> Response:

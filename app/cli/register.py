@@ -1,0 +1,63 @@
+"""`polylora register`: have a running service know adapters by name and place, without reading them.
+
+In: a file of JSON lines, one adapter each (`name`, `path`; `traffic_weight` and `description` if wanted), or stdin.
+Out: how many names are new, and an exit status. Rule: lines are sent some thousand at a time, and each such part is
+registered as a whole or not at all; sending a file again changes nothing. The first request for an adapter has it read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from app.cli.client import DEFAULT_URL, Service
+from app.engine.errors import ConfigError
+
+#: Adapters that one call registers: well below what the service takes at once and below 4 MiB of body.
+BATCH = 5_000
+
+
+def add_register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("register", help="have a running service know adapters without reading them")
+    parser.add_argument("file", type=Path, help='JSON lines like {"name": "sql", "path": "sql"}; - for stdin')
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the service; default: {DEFAULT_URL}")
+    parser.set_defaults(run=_register)
+
+
+def _register(arguments: argparse.Namespace) -> int:
+    service = Service(arguments.url)
+    num_new = num_same = 0
+    with sys.stdin if str(arguments.file) == "-" else _opened(arguments.file) as lines:
+        adapters = adapters_of(lines, str(arguments.file))
+        while some := list(islice(adapters, BATCH)):
+            done = service.call("POST", "/v1/loras/manifest", {"adapters": some})
+            num_new += int(done["num_registered"])
+            num_same += int(done["num_unchanged"])
+    print(f"{num_new} adapters registered, {num_same} as they were")
+    return 0
+
+
+def adapters_of(lines: Iterable[str], file: str) -> Iterator[Mapping[str, Any]]:
+    """What each line says, empty ones left out. Raises ConfigError with the line's number; fields are the service's."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f'{file}, line {number} is no object like {{"name": "sql", "path": "sql"}}')
+        yield found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
