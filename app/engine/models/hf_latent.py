@@ -15,7 +15,6 @@ from app.engine.models.config_values import positive
 from app.engine.models.rope import yarn_mscale
 from app.engine.models.spec import LatentSpec, ModelSpec, checked_head_dim
 
-FAMILIES = frozenset({"deepseek_v2"})
 KEYS = frozenset({"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"})
 #: The norms of latents have this one whatever rms_norm_eps says: transformers builds them without it.
 _NORM_EPS = 1e-6
@@ -38,7 +37,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adjusted(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
-    """`spec` with latent attention in every layer; config: what `plain` gave."""
+    """`spec` with latent attention in every layer."""
     query_rank = None if "q_lora_rank" in config and config["q_lora_rank"] is None else 1536
     latent = LatentSpec(
         kv_rank=_in_tiles(config, "kv_lora_rank", 512),
