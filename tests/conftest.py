@@ -26,7 +26,7 @@ from app.config import DEFAULT_MODEL_URI
 from app.engine.models.sources import resolve_model
 from tests import budgets
 from tests.postgres import find_postgres
-from tests.seeds import VARIABLE, run_seed
+from tests.seeds import VARIABLE, any_seed, run_seed
 
 # A machine that is busy with other things is slow, not wrong.
 hypothesis.settings.register_profile(
@@ -50,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if seed is not None:
         os.environ[VARIABLE] = str(seed)
     config.option.hypothesis_seed = config.option.hypothesis_seed or run_seed()
+    torch.manual_seed(run_seed())  # for what is drawn before the first test begins
     if config.getoption("--long"):
         os.environ[budgets.VARIABLE] = str(budgets.LONG_FACTOR)
 
@@ -83,6 +84,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say at the end, too, how to repeat what failed."""
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.write_line(f"the same random data again: --seed {run_seed()}")
+
+
+@pytest.fixture(autouse=True)
+def _seeded_torch() -> None:
+    """What a test takes from torch's own generator is drawn from the run's seed, whichever tests ran before it."""
+    torch.manual_seed(any_seed())
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from transformers import (
 from app.engine.errors import CheckpointError
 from app.engine.models import digest as digest_module
 from app.engine.models.checkpoint import load_checkpoint
+from tests.seeds import any_seed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -48,7 +49,7 @@ def write(
     config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB"
 ) -> dict[str, torch.Tensor]:
     """Random weights saved as transformers saves them; returns its parameters."""
-    torch.manual_seed(int.from_bytes(os.urandom(4)))
+    torch.manual_seed(any_seed())
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoTokenizer
 from app.engine.errors import CheckpointError
 from app.engine.models.tokenizer import load_tokenizer
 from tests.engine.models.lines import random_lines
-from tests.seeds import rng
+from tests.seeds import any_seed, rng
 
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 CORPUS = ["The quick brown fox jumps over the lazy dog 1234567 times.", "def f(x):\n    return x + 1\n", "naïve Straße"]
@@ -78,7 +77,7 @@ def test_ids_and_text_equal_transformers(architecture: str, tmp_path: Path) -> N
     write_sentencepiece(tmp_path / "t.gguf", architecture)
     wanted = AutoTokenizer.from_pretrained(tmp_path, gguf_file="t.gguf")
     ours = load_tokenizer(tmp_path / "t.gguf")
-    seed = secrets.randbits(32)
+    seed = any_seed()
     lines = [*random_lines(500, seed), "a<think>b</think>", "The  quick\n\nfox\n\n\n", " lead ", "<turn>user", "🙂▁x"]
     for line in lines:
         for add_special_tokens in (True, False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 import threading
 import time
@@ -24,6 +23,7 @@ from app.engine.errors import CheckpointError, InvalidRequest
 from app.engine.models.tokenizer import Tokenizer, load_tokenizer
 from tests.budgets import examples
 from tests.engine.models.lines import random_lines
+from tests.seeds import any_seed
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def reference(demo_gguf: Path) -> Any:
 
 
 def test_ids_equal_transformers_over_mixed_lines(demo: Tokenizer, reference: Any) -> None:
-    seed = secrets.randbits(32)
+    seed = any_seed()
     lines = random_lines(4000, seed)
     for add_special_tokens in (True, False):
         wanted = reference(lines, add_special_tokens=add_special_tokens)["input_ids"]
@@ -59,14 +59,14 @@ def test_ids_equal_transformers_over_mixed_lines(demo: Tokenizer, reference: Any
 
 
 def test_ids_of_a_long_text_equal_transformers(demo: Tokenizer, reference: Any) -> None:
-    seed = secrets.randbits(32)
+    seed = any_seed()
     text = "\n".join(random_lines(1000, seed))
     assert len(text) > 20_000
     assert demo.encode(text) == reference(text)["input_ids"], seed
 
 
 def test_text_equals_transformers(demo: Tokenizer, reference: Any) -> None:
-    seed = secrets.randbits(32)
+    seed = any_seed()
     num_equal = 0
     for line in random_lines(400, seed):
         ids = demo.encode(line)
@@ -144,7 +144,7 @@ def test_an_unfinished_character_is_replaced_at_the_end(demo: Tokenizer) -> None
 
 
 def test_token_bytes_join_to_the_text(demo: Tokenizer, known_bytes: frozenset[int]) -> None:
-    text = known_part("".join(random_lines(20, secrets.randbits(32))), known_bytes)
+    text = known_part("".join(random_lines(20, any_seed())), known_bytes)
     assert b"".join(demo.token_bytes(i) for i in demo.encode(text)) == text.encode()
     assert demo.token_bytes(10**7) == b""
 
@@ -225,7 +225,7 @@ def test_every_pre_tokenizer_splits_as_transformers_does(pre: str, tmp_path: Pat
     architecture, tokenizer_dict, _ = get_gguf_tokenizer(str(tmp_path / "t.gguf"))
     wanted, _ = convert_gguf_tokenizer(architecture, tokenizer_dict)
     ours = load_tokenizer(tmp_path / "t.gguf")
-    seed = secrets.randbits(32)
+    seed = any_seed()
     for line in [*random_lines(500, seed), "a<think>b</think>", "has space", "<control with space>"]:
         assert ours.encode(line) == wanted.encode(line).ids, (seed, line)
         assert ours.decode(ours.encode(line), skip_special=False) == line
@@ -287,7 +287,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_folder_equals_transformers(folder: Path) -> None:
     ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
-    seed = secrets.randbits(32)
+    seed = any_seed()
     for line in random_lines(300, seed):
         ids = ours.encode(line)
         assert ids == theirs(line)["input_ids"], (seed, line)

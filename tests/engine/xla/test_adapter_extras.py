@@ -31,6 +31,7 @@ from tests.engine.cpu.test_extras import _read
 from tests.engine.cuda.grids import put_on_grids
 from tests.engine.served import CONFIG, backend_of, served_logits
 from tests.engine.xla.making import tiny_backend
+from tests.seeds import rng
 
 pytestmark = PEFT_WARNINGS
 
@@ -63,7 +64,7 @@ def test_all_kinds_in_one_batch_are_pefts(tmp_path: Path, tied: bool, form: Form
     assert isinstance(backend._weights.layers.products["down"], Quantised) == in_8_bits
     options = OWN | {"plain": OPTIONS["plain LoRA"]}
     assert len(options) >= 6
-    names = [str(name) for name in np.random.default_rng().permutation(list(options))]
+    names = [str(name) for name in rng().permutation(list(options))]
     folders = {name: tmp_path / str(index) for index, name in enumerate(names)}
     adapters = {name: _read(model, reader, folders[name], options[name]) for name in names}
     tokens = random_tokens(model, 1, 21)

@@ -23,6 +23,7 @@ from app.kernels.matmul.quantised import Quantised
 from tests.engine.adapters.making import random_adapter, tiny_spec
 from tests.engine.xla.making import counting_compilations, tiny_backend
 from tests.fakes import fake_request
+from tests.seeds import rng
 
 SPEC = tiny_spec()
 #: Of log-probabilities that are the same up to rounding.
@@ -63,7 +64,7 @@ def run(
 
 def scaled_and_shifted(adapter: LoraAdapter) -> LoraAdapter:
     """With DoRA and lora_bias on every module."""
-    generator = np.random.default_rng()
+    generator = rng()
     sizes = {key: pair.b.shape[1] for key, pair in adapter.weights.items()}
     vectors = [
         {key: generator.normal(1, 0.3, size).astype(np.float32) for key, size in sizes.items()} for _ in range(2)
@@ -76,7 +77,7 @@ def scaled_and_shifted(adapter: LoraAdapter) -> LoraAdapter:
 
 
 def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> None:
-    generator = np.random.default_rng()
+    generator = rng()
     assert backend.programs.num_compiled == len(backend.programs.buckets)
     ranks = [1, 64, *generator.integers(1, 65, 98).tolist()]
     sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, num_logprobs=0)
@@ -102,7 +103,7 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
 
 def test_a_request_has_the_same_answer_alone_and_in_any_company(backend: JaxBackend) -> None:
     """Up to rounding: sums that XLA adds are no promise about bits."""
-    generator = np.random.default_rng()
+    generator = rng()
     kinds = [(1, "BF16"), (8, "F32"), (21, "BF16"), (64, "F32")]
     adapters = [None, *(random_adapter(SPEC, rank, dtype=dtype) for rank, dtype in kinds)]
     adapters += [scaled_and_shifted(random_adapter(SPEC, rank)) for rank in (3, 16)]

@@ -10,6 +10,7 @@ from app.engine.xla.step import PREFILL_TILE, Bucket, StepAdapters, pack, unpack
 from app.kernels.paged_attention.xla import attention_tasks, tiles_of
 from app.kernels.sgmv.xla import SEGMENT_TOKENS
 from load_tests.engine.steps import Piece, forward_batch
+from tests.seeds import rng
 
 BUCKET = Bucket(64, 8, PREFILL_TILE, 8)
 
@@ -24,7 +25,7 @@ def _random_pieces(generator: np.random.Generator) -> list[Piece]:
 
 
 def test_any_division_of_tokens_fits_its_bucket_and_comes_back() -> None:
-    generator = np.random.default_rng()
+    generator = rng()
     for _ in range(200):
         batch = forward_batch(_random_pieces(generator), 16)
         count = len(batch.token_ids)
@@ -51,7 +52,7 @@ def test_any_division_of_tokens_fits_its_bucket_and_comes_back() -> None:
 
 @pytest.mark.parametrize("tile", [1, 3, 16])
 def test_every_query_is_in_one_task_of_its_own_sequence(tile: int) -> None:
-    generator = np.random.default_rng()
+    generator = rng()
     starts = np.cumsum([0, *generator.integers(1, 30, 5)]).astype(np.int32)
     rows = []
     for sequence, first in attention_tasks(starts, tile).tolist():
@@ -63,7 +64,7 @@ def test_every_query_is_in_one_task_of_its_own_sequence(tile: int) -> None:
 
 
 def test_tiles_say_what_each_query_sees_and_where_it_is() -> None:
-    batch = forward_batch(_random_pieces(np.random.default_rng()), 16)
+    batch = forward_batch(_random_pieces(rng()), 16)
     count = len(batch.token_ids)
     step = unpack(jax.numpy.array(pack(batch, BUCKET, 1024, StepAdapters(0, np.zeros(count, np.int32), 0))), BUCKET)
     tiles = tiles_of(step.queries, BUCKET.tokens, BUCKET.tile)

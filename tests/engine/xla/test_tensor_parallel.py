@@ -33,6 +33,7 @@ from app.engine.xla.sizes import sizes_of
 from app.kernels.matmul.quantised import Quantised
 from tests.engine.adapters.making import random_adapter, random_tensors
 from tests.fakes import fake_request
+from tests.seeds import rng
 
 ROOT = Path(__file__).parents[3]
 COLLECTIVE = re.compile(r"= [^=]*\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(")
@@ -117,7 +118,7 @@ def test_the_same_tokens_and_no_more_communication_on_1_2_4_and_8_devices(form: 
         "import json, sys; from tests.engine.xla.test_tensor_parallel import observe; "
         "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
     )
-    seed = int(np.random.default_rng().integers(1 << 30))
+    seed = int(rng().integers(1 << 30))
     shapes = [(1, 48, "float32"), (2, 48, "auto"), (4, 48, "float32"), (8, 48, "auto"), (8, 0, "float32")]
     cases = [(form, shards, rows, seed, storage) for shards, rows, storage in shapes]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

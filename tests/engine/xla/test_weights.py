@@ -22,6 +22,7 @@ from app.engine.xla.weights import read_weights
 from app.engine.xla.xla_operations import XlaOperations
 from app.kernels.matmul.quantised import Quantised
 from tests.engine.adapters.making import random_tensors, tiny_spec
+from tests.seeds import rng
 
 BLOCKS = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
@@ -112,7 +113,7 @@ def test_the_form_follows_from_the_platform_unless_it_is_named() -> None:
 
 @pytest.mark.parametrize(("rank", "d_in", "width"), [(1, 5, 16), (8, 24, 48), (13, 7, 32)])
 def test_rows_are_packed_as_the_kernels_read_them(rank: int, d_in: int, width: int) -> None:
-    generator = np.random.default_rng()
+    generator = rng()
     a, b = (generator.normal(size=(rank, size)).astype(np.float32) for size in (d_in, width))
     operations = CpuOperations()
     packed = operations.pack_rows(a, b)
