@@ -32,8 +32,8 @@ from app.engine.cuda.memory import RANK_ALIGNMENT, plan_memory
 from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Step, StepShape, StepVector
 from app.engine.cuda.weights import Weights, load_weights
-from app.engine.errors import AdapterTooLarge, OutOfDeviceMemory
-from app.engine.models.products import uniform_products
+from app.engine.errors import AdapterTooLarge, CheckpointError, OutOfDeviceMemory
+from app.engine.models.products import single_products, stacked_products
 from app.engine.models.spec import ModelSpec
 
 _LOGGER = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ class CudaBackend:
         kernels: KernelForm = "triton",
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
-        self._products = uniform_products(spec)
+        check_served(spec)
+        self._products = single_products(stacked_products(spec))
         self.spec = spec
         self._device = device
         cuda = config.section(CudaConfig)
@@ -114,6 +115,7 @@ class CudaBackend:
         try:
             with self._on_device():
                 self._extras.write(adapter_slot, adapter)
+                self._tables.write(adapter_slot, row_start, adapter)
         except torch.OutOfMemoryError as error:
             self._extras.release(adapter_slot)
             raise AdapterTooLarge(
@@ -121,7 +123,6 @@ class CudaBackend:
                 f"{self._device} has no room for them ({self.plan}); lower engine.cuda.memory_fraction or "
                 "engine.num_kv_blocks"
             ) from error
-        self._tables.write(adapter_slot, row_start, adapter)
 
     def is_ready(self, adapter_slot: int) -> bool:
         """See `Backend.is_ready`."""
@@ -130,6 +131,8 @@ class CudaBackend:
     def release_adapter(self, adapter_slot: int) -> None:
         """See `Backend.release_adapter`."""
         self._extras.release(adapter_slot)
+        with self._on_device():
+            self._tables.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`. Raises OutOfDeviceMemory, AdapterWriteFailed."""
@@ -247,6 +250,20 @@ class CudaBackend:
             f"{self._device} ran out of memory ({error}); planned were {self.plan}; lower engine.cuda.memory_fraction, "
             "engine.num_kv_blocks, adapter_rank_rows or max_batch_tokens"
         )
+
+
+def check_served(spec: ModelSpec) -> None:
+    """CheckpointError, with the family's name, for arithmetic that this device's decoder does not have."""
+    for layer in spec.layers:
+        missing = None
+        if layer.attention.latent is not None:
+            missing = "latent attention"
+        elif layer.attention.sinks or layer.mlp.limit is not None:
+            missing = "attention sinks and clamped experts"
+        if missing is not None:
+            raise CheckpointError(
+                f"engine.cuda does not serve {spec.family}: it has no {missing} ({spec.name}); use engine.cpu"
+            )
 
 
 def _kv_memory(spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> KvMemory:

@@ -5,7 +5,7 @@ per token or per run. Nothing here looks at a device value from the host and no 
 captured in a CUDA graph; what adapters have beside rank rows (`ExtraRows`) is done to their rows outside of graphs.
 
 In deterministic mode every operation has fixed tiles, and a row's bits do not depend on the others. Otherwise base
-products are the library's (cuBLAS), which chooses its tiles by the batch.
+products are the library's (cuBLAS), which chooses its tiles by the batch; those of experts have fixed tiles always.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from app.engine.cuda.kernels import Kernels
 from app.engine.cuda.step import Step
 from app.engine.cuda.weights import LayerWeights, Weights
 from app.engine.models.names import LayerNorm
-from app.engine.models.spec import ModelSpec
+from app.engine.models.spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from app.kernels.moe_routing.pairs import SortedPairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +54,25 @@ class CudaDecoder:
         self._max_seq_len = max_seq_len
         self._deterministic = deterministic
         self._rank_rows = [tables.rows(layer) for layer in range(len(spec.layers))]
+        self._expert_rows = [tables.expert_rows(layer) for layer in range(len(spec.layers))]
 
     def hidden_states(self, step: Step, extras: ExtraRows | None = None) -> Tensor:
         """[T, H] after the last layer; K and V of the step's tokens are written."""
-        kernels = self._kernels
         hidden = torch.nn.functional.embedding(step.token_ids, self._weights.embedding)  # [T, H]
         if extras is not None:
             extras.embed(step.token_ids, hidden)
         normed = torch.empty_like(hidden)
         for index, layer in enumerate(self._weights.layers):
             self._norm(index, "attention_norm", hidden, layer.attention_norm, normed, extras)
-            qkv = self._product(normed, layer.qkv, layer.qkv_bias)
-            self._change(index, "qkv", normed, qkv, step, extras)
+            qkv = self._changed_product(index, "qkv", normed, step, extras)
             attended = self._attend(index, layer, qkv, step, extras)
-            self._add_product(index, "o", attended, layer.o, layer.o_bias, hidden, step, extras)
+            self._add_product(index, "o", attended, hidden, step, extras)
             self._norm(index, "mlp_norm", hidden, layer.mlp_norm, normed, extras)
-            gate_up = self._product(normed, layer.gate_up, layer.gate_up_bias)
-            self._change(index, "gate_up", normed, gate_up, step, extras)
-            gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-            kernels.gated(gate_up, gated, layer.spec.mlp.activation)
-            self._add_product(index, "down", gated, layer.down, layer.down_bias, hidden, step, extras)
+            if layer.spec.experts is not None:
+                self._add_experts(index, layer.spec, layer.spec.experts, normed, hidden, step, extras)
+            else:
+                gated = self._gated(self._changed_product(index, "gate_up", normed, step, extras), layer.spec.mlp)
+                self._add_product(index, "down", gated, hidden, step, extras)
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor, extras: ExtraRows | None = None) -> None:
@@ -90,6 +90,56 @@ class CudaDecoder:
         """x [T, d_in] @ weight.T, for weights [d_out, d_in] that adapters bring."""
         return self._product(x, weight, None)
 
+    def _add_experts(
+        self,
+        index: int,
+        layer: LayerSpec,
+        mixture: ExpertsSpec,
+        normed: Tensor,
+        hidden: Tensor,
+        step: Step,
+        extras: ExtraRows | None,
+    ) -> None:
+        """hidden += Σ share_e * expert_e(x) + gate * shared(x), every product with its deltas (Shazeer et al. 2017)."""
+        kernels, router = self._kernels, mixture.router
+        logits = self._changed_product(index, "router", normed, step, extras)
+        experts = torch.empty(len(normed), router.top_k, dtype=torch.int32, device=normed.device)
+        shares = torch.empty(len(normed), router.top_k, dtype=torch.float32, device=normed.device)
+        kernels.route(
+            logits, experts, shares, normalised=router.normalised, scale=router.scale, num_groups=router.num_groups,
+            top_groups=router.top_groups,
+        )  # fmt: skip
+        pairs = kernels.sort_pairs(experts, router.num_experts, kernels.block_rows(normed.dtype))
+        gate_up = self._expert_product(index, "experts_gate_up", normed, pairs, step, x_divisor=router.top_k)
+        outputs = self._expert_product(index, "experts_down", self._gated(gate_up, layer.mlp), pairs, step)
+        shared = gates = None
+        if mixture.shared is not None:
+            both = self._changed_product(index, "shared_gate_up", normed, step, extras)
+            shared = self._changed_product(index, "shared_down", self._gated(both, mixture.shared.mlp), step, extras)
+            if mixture.shared.is_gated:
+                gates = self._changed_product(index, "shared_gate", normed, step, extras)
+        kernels.combine(outputs, shares, hidden, shared, gates)
+
+    def _expert_product(
+        self, layer: int, product: str, x: Tensor, pairs: SortedPairs, step: Step, x_divisor: int = 1
+    ) -> Tensor:
+        """[P, W]: every pair through its expert, with its adapter's delta. Tiles are fixed in either mode."""
+        weights = self._weights.layers[layer]
+        weight = weights.products[product]
+        out = x.new_empty(len(pairs.order), weight.shape[1])
+        self._kernels.expert_product(x, weight, out, pairs, weights.biases.get(product), x_divisor=x_divisor)
+        if step.max_rank:
+            rows = self._expert_rows[layer][product]
+            self._kernels.add_lora_to_experts(
+                x, out, rows, step.adapter_slots, pairs, max_rank=step.max_rank, x_divisor=x_divisor
+            )
+        return out
+
+    def _gated(self, gate_up: Tensor, mlp: MlpSpec) -> Tensor:
+        gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        self._kernels.gated(gate_up, gated, mlp.activation)
+        return gated
+
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
         attention = layer.spec.attention
         keys, values = self._kv.keys[index], self._kv.values[index]
@@ -98,6 +148,9 @@ class CudaDecoder:
         if extras is not None and layer.q_norm is not None:
             pieces = extras.head_norms(index, num_tokens, layer.q_norm, layer.k_norm)
         for first, end, q_norm, k_norm in pieces:
+            if attention.whole_qk_norm:
+                self._normalise_whole(qkv[first:end], attention.num_heads * dim, q_norm, k_norm)
+                q_norm = k_norm = None  # noqa: PLW2901
             self._kernels.rotate_and_write(
                 qkv[first:end],
                 step.positions[first:end],
@@ -130,6 +183,13 @@ class CudaDecoder:
         )
         return attended.flatten(1)
 
+    def _normalise_whole(self, qkv: Tensor, q_size: int, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
+        """All heads' queries together, and all heads' keys, in place."""
+        assert q_norm is not None, "both norms come with the checkpoint"
+        assert k_norm is not None, "both norms come with the checkpoint"
+        for part, weight in ((qkv[:, :q_size], q_norm), (qkv[:, q_size : q_size + len(k_norm)], k_norm)):
+            self._kernels.rms_norm(part, weight, self._spec.norm_eps, part)
+
     def _norm(
         self, layer: int, kind: LayerNorm, x: Tensor, weight: Tensor, out: Tensor, extras: ExtraRows | None
     ) -> None:
@@ -143,13 +203,13 @@ class CudaDecoder:
         layer: int,
         product: str,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         hidden: Tensor,
         step: Step,
         extras: ExtraRows | None,
     ) -> None:
         """hidden += x @ weight.T + bias, with the deltas: the residual is where the sums start."""
+        weights = self._weights.layers[layer]
+        weight, bias = weights.products[product], weights.biases.get(product)
         kept = extras.set_aside(layer, product, hidden) if extras is not None else []
         if self._deterministic:
             self._kernels.fixed_linear(x, weight, hidden, bias, accumulate=True)
@@ -179,6 +239,13 @@ class CudaDecoder:
                 self._kernels.add_lora_to_rows(x, y, rows, step.adapter_slots, max_rank=step.max_rank)
         if extras is not None:
             extras.change(layer, product, x, y)
+
+    def _changed_product(self, layer: int, product: str, x: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
+        """x @ weight.T + bias, with the deltas."""
+        weights = self._weights.layers[layer]
+        y = self._product(x, weights.products[product], weights.biases.get(product))
+        self._change(layer, product, x, y, step, extras)
+        return y
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self._deterministic:

@@ -18,7 +18,7 @@ from app.engine.adapters.extras import MODULE_KINDS, ExtraPart, plan
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, widened
 from app.engine.cuda.weights import Weights, to_tensor
 from app.engine.models.names import LAYER_NORMS, LayerNorm
-from app.engine.models.products import Product, product_of, uniform_products
+from app.engine.models.products import Product, product_of, single_products, stacked_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora.torch import dora_scale
 
@@ -36,7 +36,7 @@ class CudaExtras:
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._spec = spec
-        self._products = uniform_products(spec)
+        self._products = single_products(stacked_products(spec))
         self._weights = weights
         self._held: dict[int, Parts] = {}
         self._device, self._dtype = weights.embedding.device, weights.embedding.dtype
@@ -64,7 +64,7 @@ class CudaExtras:
     def dora_scale(self, key: LoraKey, magnitude: NDArray[np.float32], pair: LoraPair) -> NDArray[np.float32]:
         """See `BaseValues.dora_scale`."""
         product = product_of(self._products, key.target)
-        weight = getattr(self._weights.layers[key.layer], product.name)[product.columns(key.target)]
+        weight = self._weights.layers[key.layer].products[product.name][product.columns(key.target)]
         operands = (to_tensor(values).to(self._device) for values in (magnitude, widened(pair.a), widened(pair.b)))
         magnitude_, a, b = operands
         scale: NDArray[np.float32] = dora_scale(magnitude_, weight, a, b).cpu().numpy()
@@ -73,7 +73,7 @@ class CudaExtras:
     def bias(self, key: LoraKey) -> NDArray[np.float32] | None:
         """See `BaseValues.bias`."""
         product = product_of(self._products, key.target)
-        bias = getattr(self._weights.layers[key.layer], f"{product.name}_bias")
+        bias = self._weights.layers[key.layer].biases.get(product.name)
         return None if bias is None else bias[product.columns(key.target)].float().cpu().numpy()
 
     def _tensor(self, part: ExtraPart) -> Tensor:
@@ -94,7 +94,7 @@ class ExtraRows:
         products: Iterable[Product],
         multiply: Multiply,
     ) -> None:
-        """`runs` over the step's tokens; `sample_rows`: [P] ascending; `products`: of any layer."""
+        """`runs` over the step's tokens; `sample_rows`: [P] ascending; `products`: of all layers."""
         self._runs = runs
         self._products = {one.name: one for one in products}
         self._multiply = multiply

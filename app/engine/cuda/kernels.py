@@ -28,13 +28,19 @@ class Kernels:
     segments: Callable[..., Any]
     max_segments: Callable[..., int]
     fixed_linear: Callable[..., None]
+    route: Callable[..., None]
+    block_rows: Callable[..., int]
+    sort_pairs: Callable[..., Any]
+    expert_product: Callable[..., None]
+    add_lora_to_experts: Callable[..., None]
+    combine: Callable[..., None]
 
 
 def load_kernels(form: KernelForm) -> Kernels:
     """Import one form. ModuleNotFoundError if Triton is wanted and not installed."""
-    names = ("norms", "rotary", "activation", "paged_attention", "bgmv", "sgmv", "matmul")
+    names = ("norms", "rotary", "activation", "paged_attention", "bgmv", "sgmv", "matmul", "moe_routing", "moe_lora")
     modules = (import_module(f"app.kernels.{name}.{form}") for name in names)
-    norms, rotary, activation, attention, bgmv, sgmv, matmul = modules
+    norms, rotary, activation, attention, bgmv, sgmv, matmul, routing, experts = modules
     return Kernels(
         rms_norm=norms.rms_norm,
         gated=activation.gated,
@@ -46,4 +52,10 @@ def load_kernels(form: KernelForm) -> Kernels:
         segments=sgmv.segments,
         max_segments=sgmv.max_segments,
         fixed_linear=matmul.linear,
+        route=routing.route,
+        block_rows=routing.block_rows,
+        sort_pairs=routing.sort_pairs,
+        expert_product=experts.product,
+        add_lora_to_experts=experts.add_lora,
+        combine=routing.combine,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from app.engine.config import CudaConfig, EngineConfig
 from app.engine.errors import OutOfDeviceMemory
 from app.engine.models.footprint import kv_block_bytes, num_weights, rank_row_bytes
-from app.engine.models.products import layer_products
+from app.engine.models.products import Product, layer_products
 from app.engine.models.spec import ModelSpec
 
 #: Adapter runs start at multiples of this: what a tensor core multiplies at a time.
@@ -95,15 +95,30 @@ def plan_memory(
 
 def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) -> int:
     """Activations of one layer for the largest step, logits, tables of angles, and what is fixed."""
-    widths = []
-    for layer in range(len(spec.layers)):
-        qkv, _, gate_up, _ = layer_products(spec, layer)
-        widths.append(4 * spec.hidden_size + 2 * qkv.width() + 3 * gate_up.widths[0])
+    widths = [_numbers_per_token(spec, layer) for layer in range(len(spec.layers))]
     activations = config.max_batch_tokens * max(widths) * element_bytes
     logits = config.max_batch_sequences * spec.vocab_size * _SAMPLING_BYTES_PER_LOGIT
     ropes = {layer.attention.rope for layer in spec.layers}
     angles = spec.max_positions * sum(8 * len(rope.inv_freq) for rope in ropes)
     return 2 * activations + logits + angles + _FIXED_BYTES
+
+
+def _numbers_per_token(spec: ModelSpec, layer: int) -> int:
+    """Activations of one layer: twice what q, k and v are, three times what gate is, and inputs and outputs."""
+    products = {product.name: product for product in layer_products(spec, layer)}
+    count = 4 * spec.hidden_size + 2 * products["qkv"].width()
+    for name, product in products.items():
+        if name.endswith("gate_up"):
+            count += 3 * product.widths[0] * _uses(spec, layer, product)
+        elif name in ("experts_down", "shared_down"):
+            count += product.width() * _uses(spec, layer, product)
+    return count
+
+
+def _uses(spec: ModelSpec, layer: int, product: Product) -> int:
+    """How many times a token passes the product: once, or through each of its experts."""
+    mixture = spec.layers[layer].experts
+    return 1 if product.num_experts is None or mixture is None else mixture.router.top_k
 
 
 def _size(num_bytes: int) -> str:

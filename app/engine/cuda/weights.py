@@ -1,4 +1,4 @@
-"""A checkpoint's tensors on a device: q/k/v and gate/up fused, norms in float32, one object per layer.
+"""A checkpoint's tensors on a device: modules that share their input fused, norms in float32, one object per layer.
 
 In: tensors by their Hugging Face names, one at a time. Out: `Weights`. At most one tensor is in host memory
 beside the checkpoint's own; every tensor has exactly one place.
@@ -6,6 +6,7 @@ beside the checkpoint's own; every tensor has exactly one place.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,19 +25,14 @@ from app.engine.models.spec import LayerSpec, ModelSpec
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. Weights are [d_out, d_in], biases [d_out] or None; norms [H] or [head_dim] float32."""
+    """One layer. products: weights [d_out, d_in] by the product's name, of experts [E, d_out, d_in]; biases: [d_out] or
+    [E, d_out] of those that have one. Norms: [H], [head_dim] or that of all heads, float32."""
 
     spec: LayerSpec
     attention_norm: Tensor
     mlp_norm: Tensor
-    qkv: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qkv_bias: Tensor | None
-    o_bias: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
+    products: dict[str, Tensor]
+    biases: dict[str, Tensor]
     q_norm: Tensor | None
     k_norm: Tensor | None
     cos: Tensor
@@ -97,10 +93,12 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
     layers = []
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
-        arrays: dict[str, Tensor | None] = {}
+        products, biases = {}, {}
         for product in layer_products(spec, index):
-            arrays[product.name] = empty(product.width(), product.d_in)
-            arrays[f"{product.name}_bias"] = empty(product.width()) if product.has_bias else None
+            experts = () if product.num_experts is None else (product.num_experts,)
+            products[product.name] = empty(*experts, product.width(), product.d_in)
+            if product.has_bias:
+                biases[product.name] = empty(*experts, product.width())
         cos, sin = angles[layer.attention.rope]
         layers.append(
             LayerWeights(
@@ -108,7 +106,8 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
                 **{name: norm(f"{prefix}{path}.weight") for name, path in LAYER_NORMS.items()},  # type: ignore[arg-type]
                 cos=cos,
                 sin=sin,
-                **arrays,  # type: ignore[arg-type]
+                products=products,
+                biases=biases,
             )
         )
     embedding = empty(spec.vocab_size, spec.hidden_size)
@@ -125,11 +124,12 @@ def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor]:
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
         for product in layer_products(spec, index):
-            for target in product.targets:
-                name, columns = f"{prefix}{product.kind.path(target)}", product.columns(target)
-                places[f"{name}.weight"] = getattr(layer, product.name)[columns]
-                if product.has_bias:
-                    places[f"{name}.bias"] = getattr(layer, f"{product.name}_bias")[columns]
+            weight, bias = layer.products[product.name], layer.biases.get(product.name)
+            for target, expert in itertools.product(product.targets, product.experts):
+                name, columns = f"{prefix}{product.kind.path(target, expert)}", product.columns(target)
+                places[f"{name}.weight"] = (weight if expert is None else weight[expert])[columns]
+                if bias is not None:
+                    places[f"{name}.bias"] = (bias if expert is None else bias[expert])[columns]
         for norm, path in LAYER_NORMS.items():
             if getattr(layer, norm) is not None:
                 places[f"{prefix}{path}.weight"] = getattr(layer, norm)

@@ -106,11 +106,11 @@ def test_a_failed_write_ends_its_own_requests_and_is_tried_again(monkeypatch: py
     send = AdapterTables._send_all
     broken = True
 
-    def send_all(self: AdapterTables, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
+    def send_all(self: AdapterTables, adapter_slot: int, row_start: int, adapter: LoraAdapter, *rest: Any) -> None:
         if broken and adapter is bad:
             self._row_starts[adapter_slot].fill_(row_start)  # half-written
             raise OSError("the link is down")
-        send(self, adapter_slot, row_start, adapter)
+        send(self, adapter_slot, row_start, adapter, *rest)
 
     monkeypatch.setattr(AdapterTables, "_send_all", send_all)
     config = gpu_config(max_context=64, deterministic=True)  # the same bits in any company

@@ -29,7 +29,7 @@ def test_the_parts_are_counted_in_the_tensors_that_are_there() -> None:
     config = gpu_config(adapter_rank_rows=40, num_kv_blocks=9)
     backend = gpu_backend(spec, random_tensors(spec), config)
     weights, tables, kv = backend.weights, backend._tables, backend._kv
-    matrices = [weights.embedding, *(getattr(w, n) for w in weights.layers for n in ("qkv", "o", "gate_up", "down"))]
+    matrices = [weights.embedding, *(m for w in weights.layers for m in w.products.values())]
     norms = [weights.final_norm, *(n for w in weights.layers for n in (w.attention_norm, w.mlp_norm))]
     assert backend.plan.weight_bytes == sum(t.nbytes for t in (*matrices, *norms))
     assert backend.plan.kv_bytes == sum(t.nbytes for t in (*kv.keys, *kv.values))

@@ -1,7 +1,8 @@
 """Launches of every GPU kernel with the operands of real models, for compiling only: memory is never touched.
 
 In: nothing. Out: named functions that call the kernels' Python side once. Shapes are those of Llama 3 8B (hidden 4096,
-32 heads on 8 of 128, inner 14336) while decoding, in a prefill, and in deterministic mode.
+32 heads on 8 of 128, inner 14336) while decoding, in a prefill, and in deterministic mode; experts are Qwen3-30B-A3B's
+(hidden 2048, 128 of 768, 8 per token).
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 from app.kernels.activation import triton as activations
 from app.kernels.bgmv import triton as bgmv
 from app.kernels.matmul import triton as matmul
+from app.kernels.moe_lora import triton as moe_lora
+from app.kernels.moe_lora.expert_rows import ExpertRows
+from app.kernels.moe_routing import triton as moe_routing
 from app.kernels.norms import triton as norms
 from app.kernels.paged_attention import triton as paged_attention
 from app.kernels.rank_rows import RankRows
@@ -37,6 +41,7 @@ def launches() -> Iterator[tuple[str, Launch]]:
     yield "attention, prefill", partial(_attention, 2, 512, window=1024, softcap=30.0)
     yield "rows", _rows
     yield "matmul", _matmul
+    yield "experts", partial(_experts, 16)
 
 
 def _tables(widths: tuple[int, ...]) -> RankRows:
@@ -95,3 +100,21 @@ def _rows() -> None:
 def _matmul() -> None:
     x, weight = torch.empty(64, HIDDEN, dtype=BF16), torch.empty(sum(QKV), HIDDEN, dtype=BF16)
     matmul.linear(x, weight, torch.empty(64, sum(QKV), dtype=BF16), weight[:, 0].contiguous(), accumulate=True)
+
+
+def _experts(num_tokens: int) -> None:
+    """A layer's products in order; gate and up are read at the token's row, down at the pair's."""
+    hidden, inner, num_experts, top_k = 2048, 768, 128, 8
+    logits, shares = torch.empty(num_tokens, num_experts, dtype=BF16), torch.empty(num_tokens, top_k)
+    experts, slots = torch.empty(num_tokens, top_k, dtype=torch.int32), torch.empty(num_tokens, dtype=torch.int32)
+    moe_routing.route(logits, experts, shares, normalised=True)
+    pairs = moe_routing.sort_pairs(experts, num_experts, moe_routing.block_rows(BF16))
+    x, gated = torch.empty(num_tokens, hidden, dtype=BF16), torch.empty(num_tokens * top_k, inner, dtype=BF16)
+    for given, width, modules, divisor in ((x, inner, 2, top_k), (gated, hidden, 1, 1)):
+        out = torch.empty(num_tokens * top_k, modules * width, dtype=BF16)
+        weight = torch.empty(num_experts, modules * width, given.shape[1], dtype=BF16)
+        moe_lora.product(given, weight, out, pairs, x_divisor=divisor)
+        at = torch.empty(9, num_experts, modules, dtype=torch.int64)
+        rows = ExpertRows(at, at, at.int(), given.shape[1], width)
+        moe_lora.add_lora(given, out, rows, slots, pairs, max_rank=64, x_divisor=divisor)
+    moe_routing.combine(out, shares, x, x, logits[:, :1])

@@ -12,9 +12,15 @@ from pathlib import Path
 MAX_SHARED = 227 * 1024
 KERNELS = {
     "_shrink_rows", "_expand_rows", "_shrink_segments", "_expand_segments", "_attend", "_merge_parts", "_rms_norm",
-    "_gated", "_rotate_and_write", "_linear",
+    "_gated", "_rotate_and_write", "_linear", "_route", "_count_pairs", "_place_pairs", "_expert_product",
+    "_shrink_experts", "_expand_experts", "_combine",
 }  # fmt: skip
-WITH_PRODUCTS = {"_shrink_segments", "_expand_segments", "_attend", "_linear"}
+WITH_PRODUCTS = {
+    "_shrink_segments", "_expand_segments", "_attend", "_linear", "_expert_product", "_shrink_experts",
+    "_expand_experts",
+}  # fmt: skip
+#: What they read is a few hundred bytes.
+SMALL = {"_route", "_count_pairs", "_place_pairs"}
 
 
 def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
@@ -30,6 +36,6 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     for line in found:
         assert line["shared"] <= MAX_SHARED, line
         assert line["atomics"] == 0, line  # sums in an order that depends on timing
-        assert line["wide_loads"] > 0, line
+        assert line["wide_loads"] > 0 or line["kernel"] in SMALL, line
         assert line["stack"] == 0, line  # registers spilled to memory
         assert (line["tensor_core"] > 0) == (line["kernel"] in WITH_PRODUCTS), line

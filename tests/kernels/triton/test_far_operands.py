@@ -10,7 +10,6 @@ import torch
 
 from app.kernels.activation import triton as activations
 from app.kernels.matmul import triton as matmul
-from app.kernels.moe_lora import triton as moe_lora
 from app.kernels.norms import triton as norms
 from app.kernels.paged_attention import reference
 from app.kernels.paged_attention import triton as paged_attention
@@ -20,7 +19,18 @@ from tests.kernels.tensors import TOLERANCE, error, numpy, tensor
 from tests.kernels.triton.far import spread
 from tests.kernels.triton.tables import random_tables
 from tests.kernels.triton.test_lora import FORMS, slots_of
-from tests.kernels.triton.test_moe_lora import CHOICES, EXPERTS, HIDDEN, INNER, MAX_RANK, SLOTS, paged
+from tests.kernels.triton.test_moe_lora import (
+    CHOICES,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    MAX_RANK,
+    SLOTS,
+    addressed,
+    chosen,
+    form_of,
+    sorted_pairs,
+)
 from tests.seeds import rng
 
 DTYPE = torch.float16
@@ -47,23 +57,28 @@ def test_lora(form: str, operand: str, dim: int) -> None:
     assert error(given["y"], tables.expected(given["x"], before, slots)) < TOLERANCE[DTYPE]
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("operand", ["x", "y", "a", "b"])
-def test_experts(operand: str, grouped: bool) -> None:
+@pytest.mark.parametrize("operand", ["x", "out"])
+def test_experts(operand: str) -> None:
     """Beside the same operands laid out densely, which are compared with the definition elsewhere."""
-    generator, num_tokens = rng(), 6
-    tables = paged(generator, HIDDEN, (INNER, INNER), DTYPE).rows
+    generator, num_tokens, form = rng(), 6, form_of("triton")
+    given = addressed(generator, HIDDEN, (INNER, INNER), DTYPE)
     slots = tensor(generator.integers(0, SLOTS, num_tokens).astype(np.int32))
-    experts = tensor(np.array([generator.permutation(EXPERTS)[:CHOICES] for _ in range(num_tokens)], np.int64))
-    x = tensor(normal(generator, num_tokens, HIDDEN), DTYPE)
-    y = tensor(normal(generator, num_tokens * CHOICES, 2 * INNER), DTYPE)
-    expected, arguments = y.clone(), {"max_rank": MAX_RANK, "per_pair": False, "grouped": grouped}
-    moe_lora.add_lora(x, expected, tables, slots, experts, **arguments)
-    if operand in ("a", "b"):
-        tables = tables._replace(**{operand: spread(getattr(tables, operand), 1 if operand == "a" else 0)})
-    far_x, far_y = (spread(t, 0) if name == operand else t for name, t in (("x", x), ("y", y)))
-    moe_lora.add_lora(far_x, far_y, tables, slots, experts, **arguments)
-    assert error(far_y, numpy(expected)) < TOLERANCE[DTYPE]
+    pairs = sorted_pairs(form, chosen(generator, num_tokens), DTYPE)
+    weight = tensor(normal(generator, EXPERTS, 2 * INNER, HIDDEN), DTYPE)
+    x, shares = tensor(normal(generator, num_tokens, HIDDEN), DTYPE), tensor(normal(generator, num_tokens, CHOICES))
+
+    def computed(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        form.lora.product(x, weight, out, pairs, x_divisor=CHOICES)
+        form.lora.add_lora(x, out, given.rows, slots, pairs, max_rank=MAX_RANK, x_divisor=CHOICES)
+        hidden = torch.zeros(num_tokens, 2 * INNER, dtype=DTYPE, device=x.device)
+        form.routing.combine(out, shares, hidden)
+        return out, hidden
+
+    out = torch.zeros(num_tokens * CHOICES, 2 * INNER, dtype=DTYPE, device=x.device)
+    expected = computed(x, out)
+    found = computed(spread(x, 0) if operand == "x" else x, spread(out, 0) if operand == "out" else out.clone())
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, numpy(other)) < TOLERANCE[DTYPE]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,101 +1,125 @@
-"""LoRA of experts on the GPU: equal to the mixture's definition, deltas before the activation; nothing leaks."""
+"""Experts on a device, in both forms: equal to the definitions of routing and of the mixture; nothing leaks."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from app.kernels.moe_lora import reference, triton
-from app.kernels.rank_rows import RankRows
+from app.kernels.moe_lora import reference
+from app.kernels.moe_lora.expert_rows import ExpertRows
+from app.kernels.moe_routing import reference as routing
+from app.kernels.moe_routing.pairs import SortedPairs
 from tests.kernels.cases import normal
 from tests.kernels.tensors import DEVICE, DTYPES, TOLERANCE, error, numpy, tensor
 from tests.seeds import rng
 
 Ranks = NDArray[np.int64]
-HIDDEN, INNER, EXPERTS, CHOICES, SLOTS, MAX_RANK = 40, 24, 4, 2, 5, 20
+HIDDEN, INNER, EXPERTS, CHOICES, SLOTS, MAX_RANK = 40, 24, 5, 2, 5, 20
+#: Addresses are read on the host by the plain form: it is for the CPU.
+FORMS = ["triton"] if DEVICE.type == "cuda" else ["torch", "triton"]
 
 
-class Paged(NamedTuple):
-    """One product's tables: what the reference gets and what the kernel gets."""
+class Form(NamedTuple):
+    """The kernels of one form."""
+
+    lora: Any
+    routing: Any
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    return form_of(request.param)
+
+
+def form_of(name: str) -> Form:
+    return Form(*(import_module(f"app.kernels.{folder}.{name}") for folder in ("moe_lora", "moe_routing")))
+
+
+class Addressed(NamedTuple):
+    """One product's rows: what the definition gets, what the kernels get, and the memory that they lie in."""
 
     arrays: reference.ExpertRows
-    rows: RankRows
+    rows: ExpertRows
+    held: list[torch.Tensor]
 
 
-def random_ranks(generator: np.random.Generator, num_slices: int) -> Ranks:
-    """[SLOTS, EXPERTS, num_slices]: a rank per expert, some experts and slices left alone."""
-    ranks = generator.choice([0, 1, 5, 16, MAX_RANK], (SLOTS, EXPERTS, 1)).repeat(num_slices, axis=2)
+def random_ranks(generator: np.random.Generator, num_modules: int) -> Ranks:
+    """[SLOTS, EXPERTS, num_modules]: a rank per expert, some experts and modules left alone."""
+    ranks = generator.choice([0, 1, 5, 16, MAX_RANK], (SLOTS, EXPERTS, 1)).repeat(num_modules, axis=2)
     ranks[generator.random(ranks.shape) < 0.2] = 0
     ranks[0] = 0
     return ranks
 
 
-def paged(
+def addressed(
     generator: np.random.Generator, depth: int, widths: tuple[int, ...], dtype: torch.dtype, ranks: Ranks | None = None
-) -> Paged:
-    """Adapters of these or of random ranks; rows nobody owns are NaN."""
-    if ranks is None:
-        ranks = random_ranks(generator, len(widths))
-    ends = np.cumsum(ranks.max(axis=2) + 3)
-    row_starts = (ends - ranks.max(axis=2).flatten()).reshape(SLOTS, EXPERTS)
-    row_starts[0] = 0
-    a, b = np.full((len(widths), ends[-1], depth), np.nan), np.full((ends[-1], sum(widths)), np.nan)
-    bounds = np.cumsum([0, *widths])
-    for adapter, expert, n in np.ndindex(ranks.shape):
-        rank = int(ranks[adapter, expert, n])
-        rows = slice(row_starts[adapter, expert], row_starts[adapter, expert] + rank)
-        a[n, rows] = normal(generator, rank, depth) / depth**0.5
-        b[rows, bounds[n] : bounds[n + 1]] = normal(generator, rank, widths[n]) / max(rank, 1) ** 0.5
-    tensors = tensor(a, dtype), tensor(b, dtype)
-    clean = (np.nan_to_num(numpy(t)) for t in tensors)
-    return Paged(
-        reference.ExpertRows(*clean, widths, row_starts, ranks),
-        RankRows(*tensors, widths, tensor(row_starts.astype(np.int32)), tensor(ranks.astype(np.int32))),
-    )
+) -> Addressed:
+    """Adapters of these or of random ranks, each matrix in memory of its own; what lies behind it is NaN."""
+    ranks = random_ranks(generator, len(widths)) if ranks is None else ranks
+    starts = np.concatenate([[0], np.cumsum(ranks.max(axis=2))])
+    a, b = np.zeros((len(widths), starts[-1], depth)), np.zeros((starts[-1], sum(widths)))
+    at, held = [np.zeros(ranks.shape, np.int64) for _ in range(2)], []
+    for place in np.ndindex(ranks.shape):
+        adapter_slot, expert, n = place
+        start, rank = starts[adapter_slot * EXPERTS + expert], int(ranks[place])
+        columns = slice(sum(widths[:n]), sum(widths[: n + 1]))
+        of_a = tensor(normal(generator, rank, depth) / depth**0.5, dtype)
+        of_b = tensor(normal(generator, rank, widths[n]) / max(rank, 1) ** 0.5, dtype)
+        for table, values in zip(at, (of_a, of_b), strict=True):
+            memory = torch.full((values.numel() + 64,), torch.nan, dtype=dtype, device=DEVICE)
+            memory[: values.numel()] = values.flatten()
+            table[place] = memory.data_ptr() if rank else 0
+            held.append(memory)
+        a[n, start : start + rank], b[start : start + rank, columns] = numpy(of_a), numpy(of_b)
+    row_starts = starts[:-1].reshape(SLOTS, EXPERTS)
+    rows = ExpertRows(tensor(at[0]), tensor(at[1]), tensor(ranks.astype(np.int32)), depth, widths[0])
+    return Addressed(reference.ExpertRows(a, b, widths, row_starts, ranks), rows, held)
 
 
 def silu(gate: NDArray[np.float64]) -> NDArray[np.float64]:
     return gate / (1 + np.exp(-gate))
 
 
+def sorted_pairs(form: Form, experts: NDArray[np.int64], dtype: torch.dtype) -> SortedPairs:
+    found: SortedPairs = form.routing.sort_pairs(tensor(experts, torch.int32), EXPERTS, form.routing.block_rows(dtype))
+    return found
+
+
 def check_mixture(
-    generator: np.random.Generator, slots: list[int], first: Paged, second: Paged, experts: NDArray[np.int64], *,
-    grouped: bool, deterministic: bool,
+    form: Form, generator: np.random.Generator, slots: list[int], first: Addressed, second: Addressed,
+    experts: NDArray[np.int64], dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """The base products are torch's here, in float32, and rounded once, like the kernels' own output."""
-    num_tokens, dtype = len(slots), first.rows.a.dtype
+    num_tokens, num_pairs = len(slots), len(slots) * CHOICES
     x = tensor(normal(generator, num_tokens, HIDDEN), dtype)
     gate_up = tensor(normal(generator, EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5, dtype)
     down = tensor(normal(generator, EXPERTS, HIDDEN, INNER) / INNER**0.5, dtype)
-    weights = generator.random((num_tokens, CHOICES)).astype(np.float32)
-    arguments = {"max_rank": MAX_RANK, "grouped": grouped, "deterministic": deterministic}
-    on_device = tensor(np.array(slots, np.int32)), tensor(experts)
+    shares = generator.random((num_tokens, CHOICES)).astype(np.float32)
+    on_device, pairs = tensor(np.array(slots, np.int32)), sorted_pairs(form, experts, dtype)
 
-    of_pair = on_device[1].flatten()
-    x_of_pair = x.repeat_interleave(CHOICES, 0).float()
-    both = torch.einsum("ph,pih->pi", x_of_pair, gate_up.float()[of_pair]).to(dtype)
+    both = torch.full((num_pairs, 2 * INNER), torch.nan, dtype=dtype, device=DEVICE)
+    form.lora.product(x, gate_up, both, pairs, x_divisor=CHOICES)
     before = both.clone()
-    triton.add_lora(x, both, first.rows, *on_device, per_pair=False, **arguments)
-    untouched = (first.arrays.ranks[np.repeat(slots, CHOICES).astype(int), experts.flatten()] == 0).all(axis=1)
-    assert torch.equal(both[torch.from_numpy(untouched).to(DEVICE)], before[torch.from_numpy(untouched).to(DEVICE)])
+    form.lora.add_lora(x, both, first.rows, on_device, pairs, max_rank=MAX_RANK, x_divisor=CHOICES)
+    is_left = (first.arrays.ranks[np.repeat(slots, CHOICES).astype(int), experts.flatten()] == 0).all(axis=1)
+    assert torch.equal(both[tensor(is_left)], before[tensor(is_left)])
     gate, up = both.float().chunk(2, dim=1)
-    hidden = (torch.nn.functional.silu(gate) * up).to(dtype)
-    pairs = torch.einsum("pi,phi->ph", hidden.float(), down.float()[of_pair]).to(dtype)
-    before = pairs.clone()
-    triton.add_lora(hidden, pairs, second.rows, *on_device, per_pair=True, **arguments)
-    untouched = (second.arrays.ranks[np.repeat(slots, CHOICES).astype(int), experts.flatten()] == 0).all(axis=1)
-    assert torch.equal(pairs[torch.from_numpy(untouched).to(DEVICE)], before[torch.from_numpy(untouched).to(DEVICE)])
-    out = (pairs.float().view(num_tokens, CHOICES, HIDDEN) * tensor(weights)[:, :, None]).sum(1)
+    gated = (torch.nn.functional.silu(gate) * up).to(dtype)
+    outputs = torch.full((num_pairs, HIDDEN), torch.nan, dtype=dtype, device=DEVICE)
+    form.lora.product(gated, down, outputs, pairs)
+    form.lora.add_lora(gated, outputs, second.rows, on_device, pairs, max_rank=MAX_RANK)
+    hidden = torch.zeros(num_tokens, HIDDEN, dtype=dtype, device=DEVICE)
+    form.routing.combine(outputs, tensor(shares), hidden)
 
     expected = reference.mixture(
-        numpy(x), numpy(gate_up), numpy(down), experts, weights, np.array(slots, np.int32), first.arrays,
-        second.arrays, silu,
+        numpy(x), numpy(gate_up), numpy(down), experts, shares, np.array(slots, np.int32), first.arrays, second.arrays,
+        silu,
     )  # fmt: skip
-    assert error(out, expected) < TOLERANCE[dtype], dtype
+    assert error(hidden, expected) < TOLERANCE[dtype], dtype
 
 
 def chosen(generator: np.random.Generator, num_tokens: int) -> NDArray[np.int64]:
@@ -104,17 +128,12 @@ def chosen(generator: np.random.Generator, num_tokens: int) -> NDArray[np.int64]
     return np.array(rows, np.int64).reshape(-1, CHOICES)
 
 
-WAYS = pytest.mark.parametrize(("grouped", "deterministic"), [(False, False), (True, False), (True, True)])
-
-
-@WAYS
 @pytest.mark.parametrize("slots", [[], [0, 0, 0], [3], [2] * 11, [1, 2, 3, 4, 0, 4, 1, 4, 2]])
-def test_equals_the_mixture(slots: list[int], grouped: bool, deterministic: bool) -> None:
+def test_equals_the_mixture(form: Form, slots: list[int]) -> None:
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
-    first, second = paged(generator, HIDDEN, (INNER, INNER), dtype), paged(generator, INNER, (HIDDEN,), dtype)
-    experts = chosen(generator, len(slots))
-    check_mixture(generator, slots, first, second, experts, grouped=grouped, deterministic=deterministic)
+    first, second = addressed(generator, HIDDEN, (INNER, INNER), dtype), addressed(generator, INNER, (HIDDEN,), dtype)
+    check_mixture(form, generator, slots, first, second, chosen(generator, len(slots)), dtype)
 
 
 def _ranks(which: str) -> tuple[Ranks, Ranks]:
@@ -123,9 +142,8 @@ def _ranks(which: str) -> tuple[Ranks, Ranks]:
     if which == "one expert of one adapter":
         gate_up[2, 1], down[2, 1] = 5, 5
     elif which == "a rank of its own per expert":
-        gate_up[1:], down[1:] = np.array([1, MAX_RANK, 7, 16])[:, None], np.array([MAX_RANK, 1, 16, 2])[:, None]
-    elif which == "down only":
-        down[1:] = 9
+        gate_up[1:] = np.array([1, MAX_RANK, 7, 16, 3])[:, None]
+        down[1:] = np.array([MAX_RANK, 1, 16, 2, 9])[:, None]
     elif which == "gate only":
         gate_up[1:, :, 0] = 6
     elif which == "up only":
@@ -133,100 +151,136 @@ def _ranks(which: str) -> tuple[Ranks, Ranks]:
     return gate_up, down
 
 
-@WAYS
 @pytest.mark.parametrize(
-    "which",
-    ["one expert of one adapter", "a rank of its own per expert", "down only", "gate only", "up only", "nothing"],
+    "which", ["one expert of one adapter", "a rank of its own per expert", "gate only", "up only", "nothing"]
 )
-def test_an_adapter_may_leave_alone_what_it_likes(which: str, grouped: bool, deterministic: bool) -> None:
-    """Adapters all at once and the base between them; every expert is chosen, one of them by every token."""
+def test_an_adapter_may_leave_alone_what_it_likes(form: Form, which: str) -> None:
+    """Adapters all at once and the base between them; one expert is chosen by every token, one by none."""
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
     slots = [2, 1, 0, 2, 3, 4, 2]
     experts = np.array([[1, other] for other in (0, 2, 3, 0, 2, 3, 0)], np.int64)
     experts[::2] = experts[::2, ::-1]
     ranks = _ranks(which)
-    first = paged(generator, HIDDEN, (INNER, INNER), dtype, ranks[0])
-    second = paged(generator, INNER, (HIDDEN,), dtype, ranks[1])
-    check_mixture(generator, slots, first, second, experts, grouped=grouped, deterministic=deterministic)
+    first = addressed(generator, HIDDEN, (INNER, INNER), dtype, ranks[0])
+    second = addressed(generator, INNER, (HIDDEN,), dtype, ranks[1])
+    check_mixture(form, generator, slots, first, second, experts, dtype)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_wrong_adapter_or_a_wrong_expert_would_be_seen(grouped: bool) -> None:
-    """Ranks are alike, so only the rows themselves differ."""
-    generator, ranks = rng(), np.full((SLOTS, EXPERTS, 2), 4)
-    ranks[0] = 0
-    given = paged(generator, HIDDEN, (INNER, INNER), torch.float32, ranks)
-    x = tensor(normal(generator, 1, HIDDEN), torch.float32)
-    for adapter_slot, pair in ((1, (0, 1)), (2, (0, 1)), (1, (1, 0)), (4, (3, 2))):
-        out = torch.zeros(CHOICES, 2 * INNER, device=DEVICE)
-        on_device = tensor(np.array([adapter_slot], np.int32)), tensor(np.array([pair], np.int64))
-        triton.add_lora(x, out, given.rows, *on_device, max_rank=MAX_RANK, per_pair=False, grouped=grouped)
-        for k, expert in enumerate(pair):
-            right = given.arrays.delta(numpy(x)[0], adapter_slot, expert)
-            assert error(out[k], right) < TOLERANCE[torch.float32]
-            for wrong in ((adapter_slot, pair[1 - k]), (adapter_slot % 4 + 1, expert)):
-                assert error(out[k], given.arrays.delta(numpy(x)[0], *wrong)) > 0.1
-
-
-def test_few_pairs_are_computed_one_by_one_and_many_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the caller says, or bits must not depend on how many they are."""
+def test_more_rows_than_a_tile_has_and_biases(form: Form) -> None:
     generator = rng()
-    rows = paged(generator, HIDDEN, (INNER,), torch.float32).rows
-    calls: list[str] = []
-    for name in ("bgmv", "sgmv"):
-        monkeypatch.setattr(getattr(triton, name), "add_lora", lambda *_, name=name, **__: calls.append(name))
-    for num_tokens, deterministic in ((3, False), (3, True), (511, False), (512, False)):
-        x = torch.zeros(num_tokens, HIDDEN, device=DEVICE)
-        y = torch.zeros(num_tokens * CHOICES, INNER, device=DEVICE)
-        slots, experts = tensor(np.ones(num_tokens, np.int32)), tensor(chosen(generator, num_tokens))
-        triton.add_lora(
-            x, y, rows, slots, experts, max_rank=MAX_RANK, per_pair=False, deterministic=deterministic
-        )  # fmt: skip
-    assert calls == ["bgmv", "sgmv", "bgmv", "sgmv"]
+    experts = np.array([[1, 0]] * 19 + [[3, 1]] * 20, np.int64)
+    x, bias = normal(generator, 39, HIDDEN), normal(generator, EXPERTS, INNER)
+    weight = normal(generator, EXPERTS, INNER, HIDDEN)
+    pairs = sorted_pairs(form, experts, torch.float32)
+    out = torch.full((78, INNER), torch.nan, device=DEVICE)
+    form.lora.product(tensor(x), tensor(weight), out, pairs, tensor(bias), x_divisor=CHOICES)
+    of_pair = experts.flatten()
+    expected = np.einsum("ph,pih->pi", x.repeat(CHOICES, 0).astype(np.float64), weight[of_pair]) + bias[of_pair]
+    assert error(out, expected) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.usefixtures("rows_of_products_alike")
-def test_a_pair_has_the_same_bits_alone_and_in_any_batch() -> None:
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(form: Form) -> None:
+    """Rows of others may be numbers that are none: padding of a captured step holds anything."""
     generator = rng()
     dtype = DTYPES[int(generator.integers(len(DTYPES)))]
-    rows = paged(generator, HIDDEN, (INNER, INNER), dtype).rows
-    row, base = tensor(normal(generator, 1, HIDDEN), dtype), tensor(normal(generator, CHOICES, 2 * INNER), dtype)
-    for _ in range(3):
-        num_tokens, at = 30, int(generator.integers(30))
-        slots = generator.integers(0, SLOTS, num_tokens).astype(np.int32)
-        experts = np.array([generator.permutation(EXPERTS)[:CHOICES] for _ in slots], np.int64)
-        x = tensor(normal(generator, num_tokens, HIDDEN), dtype)
-        y = tensor(normal(generator, num_tokens * CHOICES, 2 * INNER), dtype)
-        alone, pairs = base.clone(), slice(at * CHOICES, (at + 1) * CHOICES)
-        x[at], y[pairs] = row[0], base
-        arguments = {"max_rank": MAX_RANK, "per_pair": False, "deterministic": True}
-        triton.add_lora(x, y, rows, tensor(slots), tensor(experts), **arguments)
-        triton.add_lora(row, alone, rows, tensor(slots[at : at + 1]), tensor(experts[at : at + 1]), **arguments)
-        assert torch.equal(y[pairs], alone)
+    given = addressed(generator, HIDDEN, (INNER, INNER), dtype)
+    weight = tensor(normal(generator, EXPERTS, 2 * INNER, HIDDEN), dtype)
+    num_tokens, at = 30, int(generator.integers(30))
+    slots = generator.integers(0, SLOTS, num_tokens).astype(np.int32)
+    logits = tensor(normal(generator, num_tokens, EXPERTS), dtype)
+    x = tensor(normal(generator, num_tokens, HIDDEN), dtype)
+    other = (at + 1) % num_tokens
+    x[other], logits[other] = torch.nan, torch.nan
+
+    def computed(part: slice) -> list[torch.Tensor]:
+        count = len(range(*part.indices(num_tokens)))
+        experts = torch.empty(count, CHOICES, dtype=torch.int32, device=DEVICE)
+        shares, hidden = torch.empty(count, CHOICES, device=DEVICE), x[part].clone()
+        form.routing.route(logits[part], experts, shares, normalised=True)
+        pairs = form.routing.sort_pairs(experts, EXPERTS, form.routing.block_rows(dtype))
+        out = torch.empty(count * CHOICES, 2 * INNER, dtype=dtype, device=DEVICE)
+        form.lora.product(x[part], weight, out, pairs, x_divisor=CHOICES)
+        form.lora.add_lora(x[part], out, given.rows, tensor(slots[part]), pairs, max_rank=MAX_RANK, x_divisor=CHOICES)
+        form.routing.combine(out[:, :HIDDEN].contiguous(), shares, hidden)
+        return [experts, shares, out.unflatten(0, (count, CHOICES)), hidden]
+
+    for whole, alone in zip(computed(slice(0, num_tokens)), computed(slice(at, at + 1)), strict=True):
+        assert torch.equal(whole[at], alone[0])
 
 
-def test_groups_hold_every_live_pair_once() -> None:
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("groups", [(1, 1), (3, 2)])
+def test_routing_equals_its_definition(form: Form, groups: tuple[int, int], normalised: bool) -> None:
+    logits, top_k = normal(rng(), 23, 9), 3
+    experts = torch.empty(23, top_k, dtype=torch.int32, device=DEVICE)
+    shares = torch.empty(23, top_k, device=DEVICE)
+    settings: dict[str, Any] = {"num_groups": groups[0], "top_groups": groups[1], "scale": 1.5}
+    form.routing.route(tensor(logits), experts, shares, normalised=normalised, **settings)
+    expected = routing.route(logits, top_k, normalised=normalised, **settings)
+    assert experts.tolist() == expected.experts.tolist()
+    assert error(shares, expected.shares) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_ties_are_broken_by_index_and_numbers_that_are_none_choose_the_first(form: Form) -> None:
+    logits = np.array([[1, 2, 2, 1, 2], [0] * 5, [np.nan] * 5, [3, np.nan, 0, 0, 0]], np.float32)
+    experts = torch.empty(4, 3, dtype=torch.int32, device=DEVICE)
+    form.routing.route(tensor(logits), experts, torch.empty(4, 3, device=DEVICE), normalised=False)
+    assert experts.tolist() == [[1, 2, 4], *[[0, 1, 2]] * 3]
+    best = np.array([[0, 0, 7, 7, 7, 7]], np.float32)  # of equal groups the lower
+    experts = torch.empty(1, 2, dtype=torch.int32, device=DEVICE)
+    form.routing.route(
+        tensor(best), experts, torch.empty(1, 2, device=DEVICE), normalised=False, num_groups=3, top_groups=1
+    )
+    assert experts.tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("block_rows", [16, 64])
+def test_every_pair_is_in_one_tile_of_its_expert(form: Form, block_rows: int) -> None:
     generator = rng()
-    for _ in range(20):
-        num_pairs = int(generator.integers(1, 200))
-        ranks = tensor(generator.choice([0, 8], (7, 2)).astype(np.int32))
-        pairs = tensor(generator.integers(0, 7, num_pairs))
-        order, segments, cut = triton.groups(pairs, ranks)
-        seen = []
-        for start, count, key in segments.tolist():
-            assert 0 <= count <= cut
-            members = order[start : start + count].long()
-            assert (pairs[members] == key).all()
-            seen += members.tolist()
-        live = (ranks != 0).any(1)[pairs].nonzero().flatten().tolist()
-        assert sorted(seen) == live
+    for num_tokens, num_experts, top_k in ((1, 3, 1), (1, 9, 8), (65, 5, 3), (150, 40, 2), (400, 2, 2)):
+        choices = [generator.permutation(num_experts)[:top_k] for _ in range(num_tokens)]
+        experts = tensor(np.array(choices), torch.int32)
+        order, tiles, _, _ = form.routing.sort_pairs(experts, num_experts, block_rows)
+        assert order.tolist() == torch.sort(experts.flatten(), stable=True).indices.tolist()
+        at = 0
+        for first, count, expert in [tile for tile in tiles.tolist() if tile[1]]:
+            assert first == at
+            assert count <= block_rows or form.routing.__name__.endswith("torch")
+            assert (experts.flatten()[order[first : first + count].long()] == expert).all()
+            at += count
+        assert at == num_tokens * top_k
 
 
-def test_tables_that_do_not_fit_are_refused() -> None:
-    rows = paged(rng(), HIDDEN, (INNER,), torch.float32).rows
-    slots, experts = tensor(np.zeros(3, np.int32)), tensor(np.zeros((3, CHOICES), np.int64))
-    x, y = torch.zeros(3, HIDDEN, device=DEVICE), torch.zeros(3 * CHOICES, INNER, device=DEVICE)
-    for wrong_slots, wrong_rows in ((slots[1:], rows), (slots, rows._replace(row_starts=rows.row_starts[1:]))):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", [None, "added", "gated"])
+def test_outputs_are_added_by_their_shares(form: Form, dtype: torch.dtype, shared: str | None) -> None:
+    generator = rng()
+    outputs, hidden, whole = (tensor(normal(generator, n, 20), dtype) for n in (21, 7, 7))
+    shares, gates = tensor(generator.random((7, 3)).astype(np.float32)), tensor(30 * normal(generator, 7, 1), dtype)
+    expected = numpy(hidden) + (numpy(outputs).reshape(7, 3, 20) * numpy(shares)[:, :, None]).sum(axis=1)
+    factor = 1 / (1 + np.exp(-numpy(gates))) if shared == "gated" else 1.0
+    expected += 0 if shared is None else numpy(whole) * factor
+    form.routing.combine(
+        outputs, shares, hidden, None if shared is None else whole, gates if shared == "gated" else None
+    )
+    assert error(hidden, expected) < TOLERANCE[dtype]
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    form, generator = form_of("triton"), rng()
+    rows = addressed(generator, HIDDEN, (INNER,), torch.float32).rows  # nobody reads them
+    pairs = sorted_pairs(form, chosen(generator, 3), torch.float32)
+    x, y, slots = torch.zeros(3, HIDDEN), torch.zeros(3 * CHOICES, INNER), torch.zeros(3, dtype=torch.int32)
+    for wrong in ((x[1:], y, rows, slots), (x, y[1:], rows, slots), (x, y, rows._replace(depth=7), slots)):
         with pytest.raises(ValueError, match="do not fit"):
-            triton.add_lora(x, y, wrong_rows, wrong_slots, experts, max_rank=MAX_RANK, per_pair=False)
+            form.lora.add_lora(*wrong, pairs, max_rank=MAX_RANK, x_divisor=CHOICES)
+    with pytest.raises(ValueError, match="adapter slots"):
+        form.lora.add_lora(x, y, rows, slots[1:], pairs, max_rank=MAX_RANK, x_divisor=CHOICES)
+    with pytest.raises(ValueError, match="do not fit"):
+        form.routing.route(torch.zeros(3, 5), torch.zeros(3, 6, dtype=torch.int32), torch.zeros(3, 6), normalised=True)
+    with pytest.raises(ValueError, match="do not fit"):
+        form.routing.combine(y, torch.zeros(2, 2), torch.zeros(2, INNER))

@@ -1,0 +1,1 @@
+"""Routing of tokens to experts: which, sorted how, and the sum of what they give."""
