@@ -162,7 +162,10 @@ class FakeBackend:
                 value = token_value(before, int(batch.token_ids[row]), position, self._rows[start : start + rank])
                 self._kv[int(batch.kv_slots[row])] = value
             keys_of.append(kv_slots)
-        states = [_mix([self._kv[s] for s in keys_of[int(i)]]) for i in batch.sample_seqs]
+        states = [
+            _mix([self._kv[s] for s in keys_of[int(i)][: int(batch.positions[row]) + 1]])
+            for i, row in zip(batch.sample_seqs, batch.sample_rows, strict=True)
+        ]
         drawn = [_draw(state, batch.sampling, row) for row, state in enumerate(states)]
         return ForwardOutput(
             np.array([line.token_id for line in drawn], np.int32),
@@ -254,8 +257,12 @@ def check_batch(batch: ForwardBatch, limits: BackendLimits) -> None:
         first, last = batch.query_starts[index], batch.query_starts[index + 1]
         expected = np.arange(batch.seq_lens[index] - (last - first), batch.seq_lens[index])
         assert (batch.positions[first:last] == expected).all()
-    assert (np.diff(batch.sample_seqs) > 0).all()
-    assert (batch.sample_rows == batch.query_starts[1:][batch.sample_seqs] - 1).all()
+    if not limits.num_draft_rows:
+        assert (np.diff(batch.sample_seqs) > 0).all()
+    assert num_drawn <= num_seqs + limits.num_draft_rows
+    for index in set(batch.sample_seqs.tolist()):
+        rows, end = batch.sample_rows[batch.sample_seqs == index], batch.query_starts[index + 1]
+        assert rows.tolist() == list(range(end - len(rows), end)), "the last of its sequence"
     sampling = batch.sampling
     assert len(sampling.history) == num_drawn
     for array in (
@@ -266,7 +273,7 @@ def check_batch(batch: ForwardBatch, limits: BackendLimits) -> None:
         sampling.prompt_lens,
     ):
         assert len(array) == num_drawn
-    assert (sampling.positions == batch.seq_lens[batch.sample_seqs]).all()
+    assert (sampling.positions == batch.positions[batch.sample_rows] + 1).all()
     dtypes = [batch.token_ids.dtype, batch.positions.dtype, batch.block_tables.dtype, batch.query_starts.dtype]
     assert all(dtype == np.int32 for dtype in dtypes)
     assert batch.kv_slots.dtype == np.int64

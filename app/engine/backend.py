@@ -22,7 +22,8 @@ class BackendLimits:
     this times a power of two. `max_adapter_slots` counts slot 0, the base. `adapter_extra_bytes`: the most
     that resident adapters may hold beside their rank rows (`AdapterCard.extra_bytes`). `takes_bfloat16`: whether
     `write_adapter` is given matrices in bfloat16 as they are, or in float32 only. `can_embed`: whether `forward` takes
-    batches with `pooling`.
+    batches with `pooling`. `num_draft_rows`: so many rows beside one of each sequence may draw in a step, several of
+    one sequence, and each has the bits that it would have in a step of its own; 0: none.
     """
 
     num_kv_blocks: int
@@ -33,6 +34,7 @@ class BackendLimits:
     adapter_extra_bytes: int = 0
     takes_bfloat16: bool = False
     can_embed: bool = False
+    num_draft_rows: int = 0
 
 
 class Backend(Protocol):

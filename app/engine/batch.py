@@ -84,8 +84,9 @@ class ForwardBatch:
     a sequence with q queries sees seq_len - q + i + 1). block_tables: [B, N] int32, unused entries 0.
     run_starts: [G+1] int32 and run_adapter_slots: [G] int32 cover all T tokens; slot 0 is the base
     and runs of neighbours differ. A sequence has one run of its adapter at
-    most, at its end (activated LoRA). sample_rows: [P] int32, rows of T whose next token is drawn, in order of their
-    sequences; sample_seqs: [P] int32, which sequence each belongs to. pooling: None where nothing is embedded. An
+    most, at its end (activated LoRA). sample_rows: [P] int32, rows of T whose next token is drawn, ascending;
+    sample_seqs: [P] int32, which sequence each belongs to: its last row, or, where guesses are verified
+    (`BackendLimits.num_draft_rows`), its last ones. pooling: None where nothing is embedded. An
     encoder has no KV memory: kv_slots and block_tables are empty, and every sequence is there whole.
     """
 

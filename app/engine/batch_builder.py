@@ -30,7 +30,7 @@ class BatchBuilder:
         self._constants = _SamplingConstants([])
 
     def build(self, items: list[tuple[Sequence, int]]) -> ForwardBatch:
-        """The arrays for a step that computes `count` tokens of each sequence, from `num_computed` on."""
+        """The arrays for a step: `count` tokens of each sequence from `num_computed` on, guesses included."""
         block_size = self._block_size
         counts = [count for _, count in items]
         num_blocks = max(sequence.num_blocks for sequence, _ in items)
@@ -41,7 +41,8 @@ class BatchBuilder:
         seq_lens: list[int] = []
         sample_rows: list[int] = []
         sample_seqs: list[int] = []
-        sampled: list[Sequence] = []
+        sampled: list[Sequence] = []  # per row
+        drawing: list[Sequence] = []
         pooled: list[Sequence] = []
         pooled_ranges: list[tuple[int, int]] = []
         run_starts: list[int] = []
@@ -76,10 +77,12 @@ class BatchBuilder:
                 first, last = pooled_range(sequence.pooling.method, sequence.num_tokens, start, end)
                 pooled.append(sequence)
                 pooled_ranges.append((num_tokens - end + first, num_tokens - end + last))
-            elif end == sequence.num_tokens:
-                sample_rows.append(num_tokens - 1)
-                sample_seqs.append(index)
-                sampled.append(sequence)
+            elif end - sequence.num_drafted == sequence.num_tokens:
+                num_rows = 1 + sequence.num_drafted
+                sample_rows += range(num_tokens - num_rows, num_tokens)
+                sample_seqs += [index] * num_rows
+                sampled += [sequence] * num_rows
+                drawing.append(sequence)
         run_starts.append(num_tokens)
         query_starts = np.zeros(len(items) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
@@ -94,7 +97,7 @@ class BatchBuilder:
             run_adapter_slots=np.array(run_slots, np.int32),
             sample_rows=np.array(sample_rows, np.int32),
             sample_seqs=np.array(sample_seqs, np.int32),
-            sampling=self._sampling(sampled),
+            sampling=self._sampling(sampled, drawing),
             pooling=PoolingBatch(
                 np.array(pooled_ranges, np.int64), np.stack([sequence.pooled_sums for sequence in pooled])
             )
@@ -102,16 +105,17 @@ class BatchBuilder:
             else None,
         )
 
-    def _sampling(self, sampled: list[Sequence]) -> SamplingBatch:
+    def _sampling(self, sampled: list[Sequence], drawing: list[Sequence]) -> SamplingBatch:
         if sampled != self._sampled:
             self._sampled = sampled
             self._constants = _SamplingConstants(sampled)
         constants = self._constants
+        nums_known = [n for s in drawing for n in range(s.num_tokens, s.num_tokens + s.num_drafted + 1)]  # [P]
         history = constants.no_history
         if constants.any_history:
             history = tuple(
-                sequence.token_ids[: sequence.num_tokens] if sequence.wants_history else _NO_HISTORY
-                for sequence in sampled
+                sequence.token_ids[:num_known] if sequence.wants_history else _NO_HISTORY
+                for sequence, num_known in zip(sampled, nums_known, strict=True)
             )
         return SamplingBatch(
             temperature=constants.temperature,
@@ -122,12 +126,12 @@ class BatchBuilder:
             frequency=constants.frequency,
             repetition=constants.repetition,
             seeds=constants.seeds,
-            positions=np.array([sequence.num_tokens for sequence in sampled], np.int64),
+            positions=np.array(nums_known, np.int64),
             num_logprobs=constants.num_logprobs,
             history=history,
             prompt_lens=constants.prompt_lens,
-            biases=tuple(sequence.present_bias() for sequence in sampled) if constants.any_bias else (),
-            masks=None if self._masks is None else self._masks(sampled),
+            biases=tuple(map(Sequence.bias_after, sampled, nums_known)) if constants.any_bias else (),
+            masks=None if self._masks is None else self._masks(drawing),
         )
 
 

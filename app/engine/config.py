@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -27,6 +28,11 @@ from app.engine.errors import ConfigError
 EvictionPolicy = Literal["lru", "lfu", "cost"]
 
 WeightStorage = Literal["auto", "float32", "int8"]
+
+
+#: The most tokens that a sequence may guess in a step.
+MAX_GUESS = 16
+Speculation = Literal["off", "auto"] | Annotated[int, Field(ge=1, le=MAX_GUESS, strict=True)]
 
 
 class _Section(BaseModel):
@@ -181,6 +187,12 @@ class EngineConfig(BaseModel):
         "replaced. Not with skip_precompile, where a step may compile.",
     )
     prefix_cache: bool = Field(True, description="Reuse KV blocks of equal prefixes (same adapter, same tenant salt).")
+    speculation: Speculation = Field(
+        "auto",
+        description="Verify guessed tokens (from the prompt and the answer so far, a grammar, a `prediction`) where "
+        "the next one is drawn; answers keep their bits. auto: with cpu, while few sequences run and guesses are "
+        f"right; off; or 1 to {MAX_GUESS}, cpu only: always guess so many.",
+    )
 
     @property
     def device(self) -> DeviceConfig:
@@ -236,6 +248,20 @@ class EngineConfig(BaseModel):
         if len(found) > 1:
             raise ValueError(f"an engine computes on one device, but engine.{' and engine.'.join(found)} are set")
         return values if found else {**values, "cpu": {}}
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, value: Any) -> Any:
+        return "off" if value is False else value  # what YAML makes of off
+
+    @model_validator(mode="after")
+    def _guesses_can_be_verified(self) -> Self:
+        if isinstance(self.speculation, int) and self.cpu is None:
+            raise ValueError(
+                f"engine.speculation is {self.speculation}, but engine.{self.device.name} cannot verify guessed tokens "
+                "with the bits of drawing them one by one; set auto or off, or use engine.cpu"
+            )
+        return self
 
     @model_validator(mode="after")
     def _blocks_can_be_counted(self) -> Self:

@@ -43,6 +43,7 @@ from app.engine.schedule import Schedule
 from app.engine.scheduling.prefill import PrefillPace
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
+from app.engine.speculation.speculator import Speculator
 from app.engine.stats import EngineStats, Meter
 from app.engine.structured.compiler import GrammarCompiler, Grammars
 
@@ -98,6 +99,11 @@ class Engine:
         self._backend = backend
         self.spec = backend.spec
         limits = backend.limits
+        if isinstance(config.speculation, int) and not limits.num_draft_rows:
+            raise ConfigError(
+                f"engine.speculation is {config.speculation}, but this engine cannot verify guessed tokens for "
+                f"{self.spec.name!r}; set auto or off"
+            )
         self.max_context = context_of(config, self.spec)
         self._max_waiting = config.max_waiting
         self._kv_capacity = limits.num_kv_blocks * limits.block_size
@@ -112,6 +118,13 @@ class Engine:
         )
         self._pace = PrefillPace(config.prefill_step_ms / 1000)
         self._clock = clock
+        speculator = Speculator(
+            config.speculation,
+            self._blocks,
+            self._meter,
+            max_batch_tokens=config.max_batch_tokens,
+            num_draft_rows=limits.num_draft_rows,
+        )
         self._scheduler = Scheduler(
             self._blocks,
             self._adapters,
@@ -120,6 +133,7 @@ class Engine:
             max_batch_sequences=config.max_batch_sequences,
             max_write_bytes=config.adapter_write_bytes_per_step,
             pace=self._pace,
+            speculator=speculator,
         )
         self._compiler = GrammarCompiler(grammars, self._compiled) if grammars is not None else None
         self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
@@ -264,6 +278,8 @@ class Engine:
             kv_block_ms=meter.kv_block_ms,
             service_gap=self._scheduler.service_gap(),
             num_kv_tokens=self._kv_capacity,
+            num_guessed=meter.num_guessed,
+            num_guessed_right=meter.num_guessed_right,
         )
 
     # -- the engine's thread ------------------------------------------------------------------
@@ -353,6 +369,8 @@ class Engine:
         finally:
             if self._compiler is not None:
                 self._compiler.wait_for_masks()
+        if any(sequence.num_drafted for sequence, _ in plan.items):
+            return output  # such a step says nothing about how long one of prompts, or of single tokens, takes
         prompt_counts = [count for _, count in plan.items if count > 1]
         num_decoding = len(plan.items) - len(prompt_counts)
         self._pace.observe(num_decoding, sum(prompt_counts), self._clock() - started_s)

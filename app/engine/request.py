@@ -72,6 +72,8 @@ class GenerateRequest:
     `weight` is the tenant's share in fair queueing. `num_failures` engines have failed in a step that computed it.
     `key_id` is the API key that pays, empty for requests without one; None: whoever sends the request counts it.
     `num_charged` of the resumed tokens are charged already, and so is the prompt; None: nothing is.
+    `prediction_ids` are what the client expects as the answer: where they are right it comes sooner, and
+    they change nothing of it.
     """
 
     request_id: str
@@ -87,6 +89,7 @@ class GenerateRequest:
     pooling: PoolingParams | None = None
     key_id: str | None = None
     num_charged: int | None = None
+    prediction_ids: tuple[int, ...] = ()
 
 
 @message

@@ -20,6 +20,7 @@ from app.engine.batch import Bias
 from app.engine.models.spec import ModelSpec
 from app.engine.pools.kv_blocks import activation_hash, block_hash, root_hash
 from app.engine.request import Consumption, FinishReason, GenerateRequest, Usage
+from app.engine.speculation.pace import Pace
 from app.engine.structured.masks import Constraint
 
 
@@ -42,9 +43,11 @@ class Sequence:
     `has_memory`: whether K and V are kept between steps. `pooled_sums` [H] float64: of one that is
     embedded, the hidden states added so far; else [0]. Its adapter has `num_rows` rank rows here. What it has held
     until `held_since_s` is in `block_seconds` and `row_seconds`.
-    `bias` is added to logits, `stop_bias` until min_tokens. `constraint`: of one whose answer follows a grammar, set
-    before it is queued. Tokens before `adapter_start` are computed without its adapter, and blocks before
-    `first_own_block` are the base's (activated LoRA).
+    `bias` is added to logits, `stop_bias` until min_tokens. The `num_drafted` ids behind the known ones are guesses for
+    this step (`app.engine.speculation`), from `prediction` [n] int32 for one; none is of `end_ids`.
+    `constraint`: of one whose answer follows a grammar, set before it is queued.
+    Tokens before `adapter_start` are computed without its adapter, and blocks before `first_own_block` are the base's
+    (activated LoRA).
     """
 
     __slots__ = (
@@ -59,8 +62,11 @@ class Sequence:
         "block_table",
         "bypassed",
         "constraint",
+        "end_ids",
         "extra_bytes",
         "first_own_block",
+        "forced_pace",
+        "found_pace",
         "has_memory",
         "held_since_s",
         "load_bytes",
@@ -68,14 +74,17 @@ class Sequence:
         "num_blocks",
         "num_cached",
         "num_computed",
+        "num_drafted",
         "num_given",
         "num_loads",
         "num_prompt",
         "num_rows",
         "num_tokens",
         "order",
+        "pace_of_guess",
         "pooled_sums",
         "pooling",
+        "prediction",
         "rank",
         "request",
         "request_id",
@@ -116,8 +125,11 @@ class Sequence:
         self.token_ids: NDArray[np.int32] = np.empty(capacity, np.int32)
         self.token_ids[: self.num_prompt] = request.token_ids
         self.token_ids[self.num_prompt : self.num_tokens] = request.resume_token_ids
-        self.num_computed = 0
+        self.num_computed = self.num_drafted = 0
         self.num_cached: int | None = None
+        self.prediction: NDArray[np.int32] = np.array(request.prediction_ids, np.int32)
+        self.found_pace, self.forced_pace = Pace(), Pace()
+        self.pace_of_guess = self.found_pace
 
         self.has_memory = spec.encoder is None
         self.block_size = block_size
@@ -135,6 +147,7 @@ class Sequence:
 
         eos = () if sampling.ignore_eos else spec.eos_token_ids
         self.stop_ids = frozenset(sampling.stop_token_ids) | frozenset(eos)
+        self.end_ids = self.stop_ids | frozenset(spec.eos_token_ids)
         self.bias = _bias(dict(sampling.logit_bias)) if sampling.logit_bias else None
         self.stop_bias: Bias | None = None
         if sampling.min_tokens and self.stop_ids:
@@ -155,9 +168,19 @@ class Sequence:
         """Generated tokens [n], resumed ones included."""
         return self.token_ids[self.num_prompt : self.num_tokens]
 
-    def present_bias(self) -> Bias | None:
-        """What is added to the logits of the next token."""
-        is_early = self.num_output < self.request.sampling.min_tokens and self.stop_bias is not None
+    @property
+    def drafted_ids(self) -> NDArray[np.int32]:
+        """This step's guesses [n], which follow the known tokens."""
+        return self.token_ids[self.num_tokens : self.num_tokens + self.num_drafted]
+
+    def draft(self, guess: NDArray[np.int32]) -> None:
+        """Guess these tokens for this step; blocks for them are held."""
+        self.num_drafted = len(guess)
+        self.token_ids[self.num_tokens : self.num_tokens + len(guess)] = guess
+
+    def bias_after(self, num_tokens: int) -> Bias | None:
+        """What is added to the logits of the token after so many, prompt included."""
+        is_early = num_tokens - self.num_prompt < self.request.sampling.min_tokens and self.stop_bias is not None
         return self.stop_bias if is_early else self.bias
 
     @property
@@ -251,7 +274,7 @@ class Sequence:
         """Blocks were given back: everything known must be computed (or found in the cache) again."""
         self.block_table[: self.num_blocks] = 0
         self.num_blocks = 0
-        self.num_computed = 0
+        self.num_computed = self.num_drafted = 0
         self.adapter_slot = 0
         self.num_rows = 0
         self.pooled_sums = np.zeros_like(self.pooled_sums)

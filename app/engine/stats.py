@@ -50,6 +50,7 @@ class EngineStats:
     requests ended early: aborted, or failed with their adapter. `num_adapter_hits` of the sequences that started
     with an adapter found it on the device, `num_adapter_misses` did not; writes took `adapter_write_s` in all.
     `rank_row_ms`, `kv_block_ms`: rows and blocks that requests which have ended had referred to, times milliseconds.
+    `num_guessed` tokens were verified beside those that had to be computed, and `num_guessed_right` of them were kept.
     `service_gap`: how far the service of tenants that wait is apart, by weight and in prompt tokens.
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
@@ -82,6 +83,8 @@ class EngineStats:
     kv_block_ms: int = 0
     service_gap: float = 0.0
     num_kv_tokens: int = 0
+    num_guessed: int = 0
+    num_guessed_right: int = 0
 
 
 class _Tenant:
@@ -114,6 +117,7 @@ class Meter:
         self.adapter_write_s = 0.0
         self.num_finished = 0
         self.num_aborted = 0
+        self.num_guessed = self.num_guessed_right = 0
         self._tenants: dict[str, _Tenant] = {}
 
     def admitted(self, tenant_id: str, num_prompt: int, num_cached: int) -> None:
@@ -138,6 +142,11 @@ class Meter:
         """One token was produced and sent."""
         self.num_tokens_generated += 1
         self._tenant(tenant_id).completion_tokens += 1
+
+    def guessed(self, num_guessed: int, num_right: int) -> None:
+        """Guesses were verified, and so many of them were right."""
+        self.num_guessed += num_guessed
+        self.num_guessed_right += num_right
 
     def ended(self, tenant_id: str, consumption: Consumption) -> None:
         """A request has ended: what it held counts now."""

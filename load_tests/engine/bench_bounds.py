@@ -91,6 +91,7 @@ def run(settings: Settings) -> str:
         num_kv_blocks=-(-settings.num_prompt_tokens // 16) + 2 + most * (2 + settings.num_tokens // 16),
         max_context=length,
         prefix_cache=False,
+        speculation="off",
     )
     square = torch.randn(_SIDE, _SIDE)
     memory = torch.zeros(_READ_BYTES // 4)

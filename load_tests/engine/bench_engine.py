@@ -88,6 +88,7 @@ def engine_config(settings: Settings, rank_rows: int) -> EngineConfig:
         max_batch_sequences=most,
         max_context=length,
         prefix_cache=False,
+        speculation="off",
     )
     if settings.device == "cuda":
         return shared.on(CudaConfig(memory_fraction=0.4))  # there are two engines

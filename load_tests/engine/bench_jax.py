@@ -81,6 +81,7 @@ def decoders(settings: Settings, checkpoint: Checkpoint, folder: Path) -> tuple[
         max_batch_sequences=most,
         max_context=length,
         prefix_cache=False,
+        speculation="off",
     )
     found: dict[str, Decoder] = {TORCH: EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters)}
     compiling = []

@@ -127,6 +127,7 @@ def run(settings: Settings) -> str:
             max_context=length,
             num_kv_blocks=(settings.num_streams + settings.num_prompts) * (-(-length // 16) + 1),
             prefix_cache=False,
+            speculation="off",
         )
         traffic[step_ms] = Traffic(
             settings, Engine(load_backend(checkpoint, config), config), checkpoint.spec.vocab_size

@@ -124,6 +124,7 @@ def decoders(settings: Settings, folder: Path) -> dict[str, Decoder]:
         max_adapter_slots=settings.num_adapters + 1,
         adapter_extra_bytes=sum(adapter.card.extra_bytes for adapter in adapters),
         num_kv_blocks=most * (-(-length // 16) + 1), max_batch_sequences=most, max_context=length, prefix_cache=False,
+        speculation="off",
     ).on(CpuConfig(num_threads=settings.num_threads))  # fmt: skip
     reference: Any = load_transformers(model)
     found: dict[str, Decoder] = {

@@ -106,6 +106,7 @@ def _engine(settings: Settings, checkpoint: Checkpoint, num_resident: int, num_s
         num_kv_blocks=num_sequences * (-(-length // 16) + 1),
         max_context=length,
         prefix_cache=False,
+        speculation="off",
     )
     return Engine(load_backend(checkpoint, config), config)
 

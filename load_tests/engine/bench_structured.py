@@ -100,7 +100,7 @@ class Streams:
 def run(settings: Settings) -> str:
     """The report."""
     checkpoint = load_checkpoint(settings.model)
-    config = EngineConfig(max_batch_sequences=settings.num_streams + 4)
+    config = EngineConfig(max_batch_sequences=settings.num_streams + 4, speculation="off")
     engine = Engine(load_backend(checkpoint, config), config, grammars=partial(load_vocabulary, checkpoint))
     vocabulary = load_vocabulary(checkpoint)
     streams = Streams(settings, engine, checkpoint.spec.vocab_size)

@@ -51,6 +51,7 @@ class _Bench:
             num_kv_blocks=1024,
             max_context=1024,
             prefix_cache=False,
+            speculation="off",
             prefill_step_ms=0,
         )
         self.spec = checkpoint.spec

@@ -2,10 +2,10 @@
 
 Requests of all kinds are first run alone: one at a time, in an engine with room for everything and one
 thread. Then they run together in engines of random shape: blocks, chunks and batches of random
-sizes, one or two threads, memory tight enough for preemption and for adapters (in float32 and in bfloat16, plain, and
-with whole matrices, norms, scales, biases or token rows of their own) to evict each other, prefix caches that hit,
-aborts and unloads in between, and streams that resume in the middle. Zero differing bits are
-allowed.
+sizes, one or two threads, guesses verified or not, of predictions right and wrong, memory tight enough for preemption
+and for adapters (in float32 and in bfloat16, plain, and with whole matrices, norms, scales, biases or token rows of
+their own) to evict each other, prefix caches that hit, aborts and unloads in between, and streams that resume in the
+middle. Zero differing bits are allowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
-from app.engine.config import CpuConfig, DeviceConfig, EngineConfig
+from app.engine.config import CpuConfig, DeviceConfig, EngineConfig, Speculation
 from app.engine.engine import Engine
 from app.engine.models.names import expected_tensors
 from app.engine.models.products import DENSE_TARGETS
@@ -261,8 +261,22 @@ def _random_config(
         max_batch_sequences=pick(1, 3, 8, 32),
         adapter_write_bytes_per_step=pick(1, 100_000, 1 << 24),
         prefix_cache=bool(generator.integers(4)),
+        speculation=_speculation(generator) if isinstance(device, CpuConfig) else "auto",
     )
     return config.on(device)
+
+
+def _speculation(generator: np.random.Generator) -> Speculation:
+    settings: tuple[Speculation, ...] = ("off", "auto", "auto", 1, 4, 16)
+    return settings[int(generator.integers(len(settings)))]
+
+
+def _predicted(case: Case, result: Result, generator: np.random.Generator) -> Case:
+    """The same request with its answer foretold, some of it wrongly."""
+    foretold = np.array(result.token_ids, np.int32)
+    is_wrong = generator.random(len(foretold)) < generator.choice([0.0, 0.1, 0.5])
+    foretold[is_wrong] = generator.integers(3, 120, int(is_wrong.sum()))
+    return Case(dataclasses.replace(case.request, prediction_ids=tuple(foretold.tolist())), case.adapter)
 
 
 def disturbed(
@@ -274,7 +288,9 @@ def disturbed(
     kv_tokens: Sequence[int] = (160, 192, 240, 1600),
     structured: float = 0.25,
 ) -> np.ndarray:
-    """One random set of requests, alone and in several engines; [batches, preemptions, evictions, cached tokens].
+    """One random set of requests, alone and in several engines.
+
+    Returns [batches, preemptions, evictions, cached tokens, right guesses, wrong ones].
 
     `device` is the same everywhere but for its threads, the other settings are drawn; KV memory for one of `kv_tokens`.
     The model is a dense one if no `spec` is given; `structured` is the share of requests with grammars and biases.
@@ -284,7 +300,7 @@ def disturbed(
     spec = spec or _spec()
     cases = _cases(generator, spec, 40, structured)
     one_thread = device.model_copy(update={"num_threads": 1}) if isinstance(device, CpuConfig) else device
-    roomy = EngineConfig(num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False).on(one_thread)
+    roomy = EngineConfig(num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False, speculation="off").on(one_thread)
     alone: dict[str, Result] = {}
     backend = make_backend(spec, _tensors(spec, seed), roomy)
     engine = Engine(backend, roomy, grammars=tiny_vocabulary)
@@ -294,7 +310,7 @@ def disturbed(
     for case in cases:
         check_follows(case.request.sampling.grammar, alone[case.request.request_id])
 
-    seen = np.zeros(4, np.int64)
+    seen = np.zeros(6, np.int64)
     for _ in range(num_engines):
         largest_extras = max((case.adapter.card.extra_bytes for case in cases if case.adapter is not None), default=0)
         config = _random_config(generator, device, kv_tokens, largest_extras)
@@ -303,6 +319,10 @@ def disturbed(
         chosen = [cases[i] for i in generator.permutation(len(cases))[: int(generator.integers(5, 41))]]
         aborted = {c.request.request_id for c in chosen if generator.integers(10) == 0}
         expected = {c.request.request_id: alone[c.request.request_id] for c in chosen}
+        chosen = [
+            _predicted(case, alone[case.request.request_id], generator) if generator.integers(2) else case
+            for case in chosen
+        ]
         for i, case in enumerate(chosen):
             if generator.integers(5) == 0:
                 chosen[i], expected[case.request.request_id] = _resumed(case, alone, generator)
@@ -316,7 +336,14 @@ def disturbed(
             else:
                 assert result == expected[key], (seed, config, key)
         stats = engine.stats()
-        seen += [stats.num_steps, stats.num_preemptions, stats.num_adapter_evictions, stats.num_cached_tokens]
+        seen += [
+            stats.num_steps,
+            stats.num_preemptions,
+            stats.num_adapter_evictions,
+            stats.num_cached_tokens,
+            stats.num_guessed_right,
+            stats.num_guessed - stats.num_guessed_right,
+        ]
         engine.close()
     return seen
 

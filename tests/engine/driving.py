@@ -25,11 +25,15 @@ def make_engine(
     rows: int = 64,
     alignment: int = 8,
     max_adapter_slots: int = 8,
+    num_draft_rows: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
-    **config: int | bool,
+    **config: int | bool | str,
 ) -> tuple[Engine, FakeBackend]:
     """`clock` stands still, so that what the machine does changes no plan."""
-    backend = FakeBackend(BackendLimits(num_kv_blocks, block_size, rows, alignment, max_adapter_slots, can_embed=True))
+    limits = BackendLimits(
+        num_kv_blocks, block_size, rows, alignment, max_adapter_slots, can_embed=True, num_draft_rows=num_draft_rows
+    )
+    backend = FakeBackend(limits)
     return Engine(backend, EngineConfig.model_validate(config), clock), backend
 
 

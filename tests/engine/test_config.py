@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from app.engine.config import CpuConfig, CudaConfig, DeviceConfig, EngineConfig, XlaConfig
@@ -14,6 +15,20 @@ SECTIONS: list[DeviceConfig] = [
     CudaConfig(index=1, dtype="float32"),
     XlaConfig(platform="tpu", tensor_parallel=4),
 ]
+
+
+@pytest.mark.parametrize("section", ["cuda", "xla"])
+def test_guesses_are_refused_by_name_where_they_cannot_be_verified(section: str) -> None:
+    with pytest.raises(ValidationError, match=rf"engine.speculation is 4, but engine.{section} cannot verify"):
+        EngineConfig.model_validate({"speculation": 4, section: {}})
+    assert EngineConfig.model_validate({section: {}}).speculation == "auto"
+
+
+def test_yaml_s_off_switches_guesses_off() -> None:
+    assert EngineConfig.model_validate(yaml.safe_load("speculation: off")).speculation == "off"
+    for wrong in (True, 0, 17, "on"):
+        with pytest.raises(ValidationError, match="speculation"):
+            EngineConfig.model_validate({"speculation": wrong})
 
 
 def test_the_cpu_is_the_default() -> None:

@@ -9,9 +9,9 @@ end an answer (end of sequence, stop ids) have no text.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from app.engine.errors import EngineFailure
@@ -95,26 +95,40 @@ async def text_deltas(
     logprobs: tuple[TokenLogprobs, ...] = ()
     usage: Usage | None = None
     async with aclosing(chunks) as source:  # type: ignore[type-var]  # every source is a generator
-        async for chunk in source:
-            if chunk.finish_reason == "error":
-                raise chunk.error or EngineFailure("the engine ended the request without saying why")
-            if chunk.usage is not None:
-                usage = chunk.usage
-            elif usage is not None:
-                num_tokens = usage.completion_tokens + len(chunk.token_ids)
-                usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
-            visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
-            told = chunk.token_ids if keep_end else visible
-            token_ids += told
-            logprobs += chunk.logprobs[: len(told)]
-            text, stop = matcher.push(decoder.push(visible))
-            reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
-            if reason is not None and stop is None:
-                tail, stop = matcher.push(decoder.flush())
-                text += tail + matcher.finish() if stop is None else tail
-                reason = reason if stop is None else "stop"
-            if text or reason is not None or (keep_end and token_ids):
-                yield TextDelta(text, token_ids, logprobs, reason, usage, stop)
-                token_ids, logprobs = (), ()
-            if reason is not None:
-                return
+        async for whole in source:
+            if whole.finish_reason == "error":
+                raise whole.error or EngineFailure("the engine ended the request without saying why")
+            for chunk in _one_by_one(whole) if stops and len(whole.token_ids) > 1 else (whole,):
+                if chunk.usage is not None:
+                    usage = chunk.usage
+                elif usage is not None:
+                    num_tokens = usage.completion_tokens + len(chunk.token_ids)
+                    usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
+                visible = chunk.token_ids[:-1] if chunk.matched_stop is not None else chunk.token_ids
+                told = chunk.token_ids if keep_end else visible
+                token_ids += told
+                logprobs += chunk.logprobs[: len(told)]
+                text, stop = matcher.push(decoder.push(visible))
+                reason: FinishReason | None = chunk.finish_reason if stop is None else "stop"
+                if reason is not None and stop is None:
+                    tail, stop = matcher.push(decoder.flush())
+                    text += tail + matcher.finish() if stop is None else tail
+                    reason = reason if stop is None else "stop"
+                if text or reason is not None or (keep_end and token_ids):
+                    yield TextDelta(text, token_ids, logprobs, reason, usage, stop)
+                    token_ids, logprobs = (), ()
+                if reason is not None:
+                    return
+
+
+def _one_by_one(chunk: TokenChunk) -> Iterator[TokenChunk]:
+    """A chunk's tokens in chunks of one: a stop string ends an answer behind the token that completes it."""
+    num_tokens = len(chunk.token_ids)
+    for index, token_id in enumerate(chunk.token_ids):
+        usage = chunk.usage
+        if usage is not None:
+            num_so_far = usage.completion_tokens - (num_tokens - 1 - index)
+            usage = Usage(usage.prompt_tokens, usage.cached_tokens, num_so_far)
+        is_last = index == num_tokens - 1
+        rest = chunk if is_last else TokenChunk(chunk.request_id)
+        yield replace(rest, token_ids=(token_id,), logprobs=chunk.logprobs[index : index + 1], usage=usage)

@@ -16,7 +16,7 @@ from app.kernels.machine.team import Team
 from app.kernels.sgmv.cpu import RANK_PANEL
 
 
-def limits_of(config: EngineConfig, num_kv_blocks: int) -> BackendLimits:
+def limits_of(config: EngineConfig, num_kv_blocks: int, *, num_draft_rows: int = 0) -> BackendLimits:
     """What the engine may use of a backend on the CPU."""
     return BackendLimits(
         num_kv_blocks=num_kv_blocks,
@@ -27,6 +27,7 @@ def limits_of(config: EngineConfig, num_kv_blocks: int) -> BackendLimits:
         adapter_extra_bytes=config.adapter_extra_bytes,
         takes_bfloat16=True,
         can_embed=True,
+        num_draft_rows=num_draft_rows,
     )
 
 

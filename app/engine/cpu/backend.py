@@ -34,6 +34,9 @@ from app.kernels.sgmv.cpu import adapter_runs, shrink_tasks
 
 Floats = NDArray[np.float32]
 
+#: Rows of logits for guesses, beside one for each sequence: 6 MB for a vocabulary of 49,152 tokens.
+DRAFT_ROWS = 32
+
 
 class CpuBackend(AdaptedBackend):
     """Weights in packed panels, float32 arithmetic; every row's bits independent of its company."""
@@ -45,7 +48,9 @@ class CpuBackend(AdaptedBackend):
         """
         self.spec = spec
         self._config = config
-        self.limits = limits_of(config, config.num_kv_blocks)
+        self.limits = limits_of(
+            config, config.num_kv_blocks, num_draft_rows=0 if config.speculation == "off" else DRAFT_ROWS
+        )
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
@@ -102,7 +107,7 @@ class CpuBackend(AdaptedBackend):
             shape = (self._config.max_batch_tokens, 3, padded(widest_rank))
             self._work = work = work._replace(shrunk=np.empty(shape, np.float32))
         if has_extras and self._extras.head_width > work.head_inputs.shape[1]:
-            head_inputs = np.empty((self._config.max_batch_sequences, self._extras.head_width), np.float32)
+            head_inputs = np.empty((len(work.sampled), self._extras.head_width), np.float32)
             self._work = work = work._replace(head_inputs=head_inputs)
         self._team.run(
             cpu_decoder.forward, self._num_phases, self._weights, self._sizes, self._rows.tables, self._extras.tables,
@@ -169,7 +174,8 @@ class CpuBackend(AdaptedBackend):
 
     def _new_workspace(self) -> cpu_decoder.Workspace:
         spec, sizes = self.spec, self._sizes
-        tokens, sequences = self._config.max_batch_tokens, self._config.max_batch_sequences
+        tokens = self._config.max_batch_tokens
+        samples = self._config.max_batch_sequences + self.limits.num_draft_rows
         products = {product.name: product for product, _ in stacked_products(spec)}
         mlp_width = products["down"].d_in if "down" in products else 0
         return cpu_decoder.Workspace(
@@ -182,9 +188,9 @@ class CpuBackend(AdaptedBackend):
             shrunk=np.zeros((tokens, 3, 64), np.float32),
             kept=np.zeros((tokens, padded(spec.hidden_size)), np.float32),
             projected=np.zeros((tokens, padded(spec.hidden_size) if sizes.post_norms else 0), np.float32),
-            head_inputs=np.zeros((sequences, 0), np.float32),
-            sampled=np.zeros((sequences, spec.hidden_size), np.float32),
-            logits=np.zeros((sequences, padded(spec.vocab_size)), np.float32),
+            head_inputs=np.zeros((samples, 0), np.float32),
+            sampled=np.zeros((samples, spec.hidden_size), np.float32),
+            logits=np.zeros((samples, padded(spec.vocab_size)), np.float32),
             states=np.zeros((tokens, spec.hidden_size), np.float32),
             experts=expert_workspace(spec, tokens),
             latent=latent_workspace(spec, tokens),

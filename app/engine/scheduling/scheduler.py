@@ -17,9 +17,10 @@ from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.admission import Admission
-from app.engine.scheduling.fair_queue import FairQueue
+from app.engine.scheduling.fair_queue import INPUT_PRICE, FairQueue
 from app.engine.scheduling.prefill import PrefillPace, spend_rest, split_prefill
 from app.engine.sequence import Sequence, Status
+from app.engine.speculation.speculator import Speculator
 from app.engine.stats import Meter
 
 
@@ -36,6 +37,7 @@ class Scheduler:
         max_batch_sequences: int,
         max_write_bytes: int,
         pace: PrefillPace,
+        speculator: Speculator,
     ) -> None:
         self._blocks = blocks
         self._has_memory = blocks.num_blocks > 0
@@ -44,6 +46,7 @@ class Scheduler:
         self._max_tokens = max_batch_tokens
         self._max_sequences = min(max_batch_sequences, max_batch_tokens)  # each decodes one token per step
         self._pace = pace
+        self._speculator = speculator
         self._queue = FairQueue()
         self._admission = Admission(self._queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
         self._running: list[Sequence] = []  # by order, oldest first
@@ -112,6 +115,7 @@ class Scheduler:
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
+            sequence.num_drafted = 0  # of a step that was planned and could not be computed
             if sequence.num_tokens - sequence.num_computed > 1 or not sequence.has_memory:
                 prefills.append(sequence)
                 continue
@@ -139,6 +143,7 @@ class Scheduler:
         assert items or refusals or not self._queue or self._adapters.num_referenced, (
             "with nothing running, and no adapter being brought, the first in the queue always fits"
         )
+        items = self._speculator.plan(items, len(self._running))
         items.sort(key=_adapter_slot)
         return Schedule(items, writes, preempted, refusals)
 
@@ -153,18 +158,18 @@ class Scheduler:
         chunks: list[TokenChunk] = []
         if output is None:
             return chunks
-        drawn = output.token_ids.tolist()
         block_size = self._blocks.block_size
         row = num_pooled = 0
         num_finished = 0
         for sequence, count in plan.items:
             before = sequence.num_computed
-            after = sequence.num_computed = before + count
+            num_rows = 1 + sequence.num_drafted
+            after = sequence.num_computed = before + count - sequence.num_drafted
             self._meter.num_tokens_computed += count
             is_complete, vector = after == sequence.num_tokens, b""
             if sequence.pooling is None:
-                row += is_complete
-                overflows = is_complete and row - 1 in output.overflowed
+                row += num_rows * is_complete
+                overflows = is_complete and row - num_rows in output.overflowed
             else:
                 pooled = _pooled(sequence, output, num_pooled, is_complete=is_complete)
                 num_pooled += 1
@@ -175,28 +180,28 @@ class Scheduler:
                 assert ended is not None, "it was running"
                 chunks.append(ended)
                 continue
+            draws = is_complete and sequence.pooling is None
+            token_ids = self._take(sequence, output, row - num_rows) if draws else ()
+            after = sequence.num_computed = max(after, before + len(token_ids))
             if sequence.has_memory and before // block_size != after // block_size:
                 self._publish(sequence, before // block_size, after // block_size)
             if not is_complete:
                 continue
-            if sequence.pooling is not None:
+            if not draws:
                 num_finished += 1
                 chunks.append(self._finish(sequence, "stop", vector=vector))
                 continue
-            token_id = drawn[row - 1]
-            sequence.append(token_id)
-            self._meter.generated(sequence.tenant_id)
-            self._queue.charge_token(sequence)
-            logprobs = _logprobs(output, row - 1, token_id) if sequence.wants_logprobs else ()
-            if token_id in sequence.stop_ids or sequence.num_tokens - sequence.num_prompt >= sequence.max_tokens:
+            logprobs = _logprobs(output, row - num_rows, token_ids) if sequence.wants_logprobs else ()
+            if token_ids[-1] in sequence.stop_ids or sequence.num_output >= sequence.max_tokens:
                 reason = sequence.finish_reason()
                 assert reason is not None
                 num_finished += 1
-                chunks.append(self._finish(sequence, reason, (token_id,), logprobs))
+                chunks.append(self._finish(sequence, reason, token_ids, logprobs))
             else:
-                usage = sequence.usage() if sequence.num_tokens == sequence.num_given + 1 else None
-                chunks.append(TokenChunk(sequence.request_id, (token_id,), logprobs, usage=usage))
-        assert row == len(drawn), "the backend drew a token for every sample row and no other"
+                is_first = sequence.num_tokens == sequence.num_given + len(token_ids)
+                usage = sequence.usage() if is_first else None
+                chunks.append(TokenChunk(sequence.request_id, token_ids, logprobs, usage=usage))
+        assert row == len(output.token_ids), "the backend drew a token for every sample row and no other"
         if num_finished:
             self._running = [sequence for sequence in self._running if sequence.status is Status.RUNNING]
             self._meter.num_finished += num_finished
@@ -221,6 +226,16 @@ class Scheduler:
         assert {b: n for b, n in enumerate(self._blocks.num_refs()) if n} == held
         assert {entry.digest: entry.num_refs for entry in self._adapters.residents() if entry.num_refs} == refs
         assert sum(self._num_live_of.values()) == sum(1 for s in self._live.values() if s.adapter is not None)
+
+    def _take(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> tuple[int, ...]:
+        """The tokens that a sequence's rows add to its answer: charged one by one, wrong guesses as what they cost."""
+        verified = self._speculator.verify(sequence, output, first_row)
+        for _ in verified.token_ids:
+            self._meter.generated(sequence.tenant_id)
+            self._queue.charge_token(sequence)
+        if verified.num_wrong:
+            self._queue.charge(sequence, INPUT_PRICE * verified.num_wrong)
+        return verified.token_ids
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """One more block, from the free ones or from the youngest; False if it had to give way itself."""
@@ -332,7 +347,10 @@ def _overflow(sequence: Sequence) -> Exception:
     )
 
 
-def _logprobs(output: ForwardOutput, row: int, token_id: int) -> tuple[TokenLogprobs, ...]:
-    top = output.top_logprobs[row]
-    pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
-    return (TokenLogprobs(token_id, float(output.logprobs[row]), pairs),)
+def _logprobs(output: ForwardOutput, first_row: int, token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    lines = []
+    for row, token_id in enumerate(token_ids, first_row):
+        top = output.top_logprobs[row]
+        pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
+        lines.append(TokenLogprobs(token_id, float(output.logprobs[row]), pairs))
+    return tuple(lines)

@@ -51,13 +51,13 @@ class GrammarCompiler:
         """A sequence that is still here, and will not come out any more."""
         return self._waiting.pop(request_id, None)
 
-    def masks(self, sampled: list[Sequence]) -> TokenMasks | None:
+    def masks(self, drawing: list[Sequence]) -> TokenMasks | None:
         """Begin with a step's masks (`MaskMaker.start`)."""
         if self._masks is None:
-            if all(sequence.constraint is None for sequence in sampled):
+            if all(sequence.constraint is None for sequence in drawing):
                 return None
             self._masks = MaskMaker(self._vocabulary.result().num_words)
-        return self._masks.start(sampled)
+        return self._masks.start(drawing)
 
     def wait_for_masks(self) -> None:
         if self._masks is not None:

@@ -96,6 +96,21 @@ class Matcher:
         if self._matcher.is_error():
             raise InvalidRequest(f"the grammar is too complex at this place: {why(self._matcher.get_error())}")
 
+    def copy(self) -> Matcher:
+        """Another that has come as far, and goes on without this one."""
+        return Matcher(self._matcher.deep_copy())
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar's only possible text begins with, as its tokenizer would write them, if any.
+
+        This matcher's masks may differ afterwards: ask a copy.
+        """
+        return list(self._matcher.compute_ff_tokens())
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of the tokens may come next, one after the other."""
+        return int(self._matcher.validate_tokens(token_ids))
+
     def is_complete(self) -> bool:
         """Whether the answer may end here."""
         return bool(self._matcher.is_accepting())

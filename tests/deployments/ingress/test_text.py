@@ -78,8 +78,8 @@ async def test_any_chunking_gives_the_text_before_the_first_stop(text: str, stop
     assert result[-1].finish_reason == ("stop" if found else "length")
     assert all(delta.finish_reason is None for delta in result[:-1])
     assert source.closed
-    num_read = sum(len(chunk.token_ids) for chunk in source.chunks[: source.num_read])
-    assert result[-1].usage == Usage(1, 0, num_read), "what was computed for an answer is counted, however it ends"
+    num_tokens = len((text[: min(found)[0]] if found else text).encode())
+    assert result[-1].usage == Usage(1, 0, num_tokens), "what an answer took is counted, wherever borders fall"
     if not found:
         assert [token for delta in result for token in delta.token_ids] == list(text.encode())
         assert sum(len(delta.logprobs) for delta in result) == len(text.encode())
@@ -107,6 +107,18 @@ async def test_a_stop_string_ends_the_sequence_early() -> None:
     assert "".join(delta.text for delta in result) == "hello "
     assert source.num_read < len(source.chunks)
     assert source.closed, "closing the source aborts the sequence"
+
+
+async def test_what_a_chunk_has_behind_a_stop_string_is_not_told() -> None:
+    """Several tokens may come at once; the answer is that of one at a time."""
+    whole, singly = (chunks_of(b"hello END and more", cuts) for cuts in ([2], range(1, 18)))
+    for first in (whole, singly):
+        last = (await deltas(Source(first), ["END"]))[-1]
+        assert (last.finish_reason, last.stop, last.usage) == ("stop", "END", Usage(1, 0, len("hello END")))
+    told = [[(d.token_ids, d.logprobs) for d in await deltas(Source(each), ["END"])] for each in (whole, singly)]
+    assert [sum(column, ()) for column in zip(*told[0], strict=True)] == [
+        sum(column, ()) for column in zip(*told[1], strict=True)
+    ]
 
 
 async def test_the_end_token_has_no_text_and_no_logprob() -> None:

@@ -17,6 +17,8 @@ from tests.engine.company import disturbed, gemma_spec, latent_spec, mixture_spe
 
 #: Seconds for each storage, and batches in any case.
 BUDGET_S, MIN_BATCHES = 2, 1000
+#: What `disturbed` counts.
+KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong guesses")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ BUDGET_S, MIN_BATCHES = 2, 1000
 def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
     weight_storage: WeightStorage, spec: ModelSpec | None
 ) -> None:
-    disturbances = np.zeros(4, np.int64)
+    disturbances = np.zeros(len(KINDS), np.int64)
     budget = Budget(BUDGET_S)
     while (
         budget.is_left()
@@ -44,4 +46,4 @@ def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
     ):
         disturbances += disturbed(CpuBackend, CpuConfig(weight_storage=weight_storage), spec=spec)
     # The company was not merely polite: everything that could disturb a request has happened.
-    assert disturbances.all(), dict(zip(("batches", "preemptions", "evictions", "hits"), disturbances, strict=True))
+    assert disturbances.all(), dict(zip(KINDS, disturbances, strict=True))

@@ -1,0 +1,1 @@
+"""Tokens guessed before they are drawn, to verify several in one step."""
