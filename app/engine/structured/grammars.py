@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
@@ -48,7 +48,8 @@ def json_grammar(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool 
     `place` is what the client calls the schema. Raises InvalidRequest.
     """
     check_schema(schema, place)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_options(lenient=lenient))
+    text = json.dumps(schema)
+    return _made(lambda: LLMatcher.grammar_from_json_schema(text, overrides=_options(lenient=lenient)), place)
 
 
 def schema_rule(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool) -> str:
@@ -64,7 +65,7 @@ def regex_grammar(pattern: str, place: str) -> str:
         raise InvalidRequest(
             f"{place}: has {len(pattern)} characters; at most {MAX_REGEX_CHARS} are taken", param=place
         )
-    return LLMatcher.grammar_from_regex(pattern)
+    return _made(lambda: LLMatcher.grammar_from_regex(pattern), place)
 
 
 def choice_grammar(choices: Sequence[str], place: str) -> str:
@@ -80,7 +81,7 @@ def lark_grammar(text: str, place: str) -> str:
     """A text that these rules derive from `start`. Raises InvalidRequest."""
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"{place}: has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param=place)
-    return LLMatcher.grammar_from_lark(text)
+    return _made(lambda: LLMatcher.grammar_from_lark(text), place)
 
 
 def client_lark_grammar(text: str, place: str) -> str:
@@ -135,6 +136,15 @@ def subschemas(schema: object, path: str) -> Iterator[tuple[str, Mapping[str, An
         inner = schema.get(keyword)
         if isinstance(inner, Mapping):
             yield f"{path}.{keyword}", inner
+
+
+def _made(make: Callable[[], str], place: str) -> str:
+    """What the grammar's library makes; what it cannot hold (half a surrogate, a huge number) is InvalidRequest."""
+    try:
+        return make()
+    except ValueError as error:  # UnicodeEncodeError among them
+        reason = "half a surrogate" if isinstance(error, UnicodeError) else str(error)[:200]
+        raise InvalidRequest(f"{place}: has something that no grammar can hold: {reason}", param=place) from None
 
 
 def _options(*, lenient: bool) -> JsonCompileOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -145,3 +146,20 @@ def _follow(matcher: Any, vocabulary: Vocabulary) -> None:
         if allowed[0] == EOS:
             return
         matcher.consume([int(allowed[0])])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: grammars.json_grammar({"enum": ["\ud800"]}, "place"),
+        lambda: grammars.json_grammar({"type": "object", "properties": {"\udc00": {}}}, "place"),
+        lambda: grammars.json_grammar({"type": "integer", "maximum": 10**400}, "place"),
+        lambda: grammars.regex_grammar("[\ud800]", "place"),
+        lambda: grammars.choice_grammar(["yes", "\ud800"], "place"),
+        lambda: grammars.client_lark_grammar('start: "\ud800"', "place"),
+    ],
+)
+def test_what_the_library_cannot_hold_is_the_clients_mistake(make: Callable[[], str]) -> None:
+    with pytest.raises(InvalidRequest, match="^place: has something that no grammar can hold") as caught:
+        make()
+    assert caught.value.param == "place"
