@@ -18,6 +18,7 @@ from app.deployments.ingress.http.management_routes import (
     RollbackBody,
 )
 from app.deployments.ingress.schema import (
+    MAX_MESSAGES,
     ChatCompletionRequest,
     CompletionRequest,
     GenerateBody,
@@ -148,3 +149,10 @@ def test_a_number_too_long_to_be_written_is_refused(kind: type[BaseModel], field
         with pytest.raises(InvalidRequest, match="less than 2147483648") as caught:
             parse_body(kind, smallest | others | {field: number})
         assert caught.value.param == field
+
+
+def test_more_messages_than_are_checked_are_refused() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}
+    with pytest.raises(InvalidRequest, match=str(MAX_MESSAGES)) as caught:
+        parse_body(ChatCompletionRequest, body)
+    assert caught.value.param == "messages"

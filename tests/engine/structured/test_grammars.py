@@ -160,6 +160,6 @@ def _follow(matcher: Any, vocabulary: Vocabulary) -> None:
     ],
 )
 def test_what_the_library_cannot_hold_is_the_clients_mistake(make: Callable[[], str]) -> None:
-    with pytest.raises(InvalidRequest, match="^place: has something that no grammar can hold") as caught:
+    with pytest.raises(InvalidRequest, match=r"^place: has something that no grammar") as caught:
         make()
     assert caught.value.param == "place"
