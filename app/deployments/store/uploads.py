@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -22,6 +23,8 @@ from app.deployments.registry.entries import UPLOADED
 from app.engine.adapters.formats.peft_config import CONFIG_NAME
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME
 from app.engine.errors import AdapterTooLarge, QueueFull
+
+logger = logging.getLogger(__name__)
 
 #: How long an upload is kept that nothing names.
 GRACE_S = 900.0
@@ -98,8 +101,8 @@ class Uploads:
 
     def _write(self, digest: str, config: bytes, weights: bytes) -> None:
         part = self.root / f"{digest}-{secrets.token_hex(6)}{_PART}"
-        part.mkdir()
         try:
+            part.mkdir()
             for name, content in ((CONFIG_NAME, config), (WEIGHTS_NAME, weights)):
                 with (part / name).open("wb") as file:
                     file.write(content)
@@ -107,11 +110,14 @@ class Uploads:
                     os.fsync(file.fileno())
             with contextlib.suppress(OSError):  # another call has written the same
                 part.rename(self.root / digest)
+        except OSError as error:  # a full disk
+            logger.error("an uploaded adapter cannot be written: %s", error)
         finally:
             shutil.rmtree(part, ignore_errors=True)
         if not (self.root / digest).is_dir():
             with self._lock:
-                self._size_bytes.pop(digest, None)
+                if self._loading[digest] == 1:  # nobody else writes the same
+                    self._size_bytes.pop(digest, None)
             raise QueueFull("the adapter could not be written to adapters.state_dir; ask again", retry_after_s=5)
 
     def _remove(self, digest: str) -> None:

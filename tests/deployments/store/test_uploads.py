@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,18 @@ def test_a_restart_finds_what_was_whole(uploads: Uploads, clock: Clock) -> None:
     again.sweep({source})
     with pytest.raises(QueueFull), again.kept(b"{}", b"x" * 60):
         pass
+
+
+def test_a_full_disk_refuses_an_upload_and_holds_no_room_for_it(
+    uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(QueueFull, match="state_dir"), uploads.kept(b"{}", b"w" * 90):
+            pass
+    assert list(uploads.root.iterdir()) == []
+    with uploads.kept(b"{}", b"v" * 90) as source:
+        assert source.startswith(UPLOADED)
