@@ -96,8 +96,8 @@ class FakeStore:
     async def expect(self, ref: AdapterRef) -> None:
         """What is read ahead makes no difference here."""
 
-    def failure(self, digest: str) -> Failure | None:
-        return self.failures.get(digest)
+    def failure(self, ref: AdapterRef) -> Failure | None:
+        return self.failures.get(ref.digest)
 
     def forget(self, digest: str) -> None:
         self.cached_digests.discard(digest)

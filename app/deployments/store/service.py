@@ -76,8 +76,8 @@ class AdapterBytes(Protocol[H_co]):
 
     def lost(self, digest: str) -> None: ...
 
-    def failure(self, digest: str) -> Failure | None:
-        """Why these contents could not be read the last time, if they could not."""
+    def failure(self, ref: AdapterRef) -> Failure | None:
+        """Why these contents could not be read from there the last time, if they could not."""
         ...
 
 
@@ -223,7 +223,7 @@ class StoreService(Generic[H]):
         if entry is None or not entry.is_read:
             is_failed = entry is not None and job is not None and job.state is State.FAILED
             return description._replace(last_error=job.reason if is_failed and job is not None else None)
-        failure = self._bytes.failure(entry.ref.digest)
+        failure = self._bytes.failure(entry.ref)
         return description._replace(last_error=None if failure is None else failure.reason)
 
     async def job(self, job_id: str, *, tenant_id: str) -> RegistryJob:

@@ -44,7 +44,7 @@ MAX_READERS_PER_HOST = 16
 MAX_READERS = 128
 #: A read that nobody has asked about for so long is given up.
 ABANDON_S = 20.0
-#: Digests whose last failure is remembered as it was.
+#: Contents whose last failure is remembered as it was.
 MAX_ERRORS = 1024
 _CHECK_INTERVAL_S = 1.0
 #: Lanes that need no network have threads of their own, however many sources hang.
@@ -117,8 +117,8 @@ class AdapterStore(Generic[T]):
         self._handles: dict[str, T] = {}
         self._pending: dict[str, asyncio.Task[_Kept[T]]] = {}
         self._begun_s: dict[str, float] = {}  # when the reads that are pending began
-        self._wanted: dict[str, str] = {}  # digests being read that somebody asked for, and their sources
-        self._errors: dict[str, Exception] = {}  # what made them fail, for the first who asks again
+        self._wanted: dict[str, str] = {}  # what is being read that somebody asked for (`_place`), and its source
+        self._errors: dict[str, Exception] = {}  # what made it fail, for the first who asks again
         self._reading: Counter[str] = Counter()  # sources that are being read, or wait for their turn
         self._waiting: Counter[str] = Counter()  # sources, and how many calls wait for what is read from them
         self._asked_s: dict[str, float] = {}  # of sources that are being read: when one that does not wait last asked
@@ -151,7 +151,7 @@ class AdapterStore(Generic[T]):
             uri, card, _, signer = await self._from_source(source, tenant_id)
         if self._trusted.matter and not is_composition(source):  # its parts were registered, so they are trusted
             self._trusted.check(tenant_id, signer, f"the adapter at {uri}")
-        self._quarantine.clear(card.digest)
+        self._quarantine.clear(_place(card.digest, uri))
         return ReadAdapter(uri, card)
 
     def pin(self, digests: Collection[str]) -> None:
@@ -193,7 +193,7 @@ class AdapterStore(Generic[T]):
         try:
             task = self._begin(ref)
         except AdapterQuarantined:
-            if again and (error := self._errors.pop(ref.digest, None)) is not None:
+            if again and (error := self._errors.pop(_place(ref.digest, ref.uri), None)) is not None:
                 raise error from None  # it waited for this very read; one says why
             raise
         self._asked_s[ref.uri] = self._clock()
@@ -202,15 +202,15 @@ class AdapterStore(Generic[T]):
 
     async def expect(self, ref: AdapterRef) -> None:
         """Begin what `fetch` will ask for soon. Neither counts nor fails: what goes wrong is for `fetch` to meet."""
-        if ref.digest in self._handles or self._quarantine.get(ref.digest) is not None:
+        if ref.digest in self._handles or self.failure(ref) is not None:
             return
         self._asked_s[ref.uri] = self._clock()
         with contextlib.suppress(Exception):
             await asyncio.shield(self._read_once(ref))
 
-    def failure(self, digest: str) -> Failure | None:
-        """Why these contents could not be read the last time that somebody waited for them."""
-        return self._quarantine.get(digest)
+    def failure(self, ref: AdapterRef) -> Failure | None:
+        """Why these contents could not be read from there the last time that somebody waited for them."""
+        return self._quarantine.get(_place(ref.digest, ref.uri))
 
     def lost(self, digest: str) -> None:
         """A handle no longer resolves (its memory was lost): read the source again on the next fetch."""
@@ -243,12 +243,13 @@ class AdapterStore(Generic[T]):
 
     def _begin(self, ref: AdapterRef) -> asyncio.Task[_Kept[T]]:
         """Somebody wants this now. Raises AdapterQuarantined."""
-        self._quarantine.check(ref.digest, f"adapter {ref.name!r}")
-        self._wanted[ref.digest] = ref.uri
+        place = _place(ref.digest, ref.uri)
+        self._quarantine.check(place, f"adapter {ref.name!r}")
+        self._wanted[place] = ref.uri
         return self._read_once(ref)
 
     def _read_once(self, ref: AdapterRef) -> asyncio.Task[_Kept[T]]:
-        return self._once(f"digest:{ref.digest}", lambda: self._load(ref))
+        return self._once(f"digest:{_place(ref.digest, ref.uri)}", lambda: self._load(ref))
 
     @contextlib.contextmanager
     def _waits_for(self, source: str) -> Iterator[None]:
@@ -262,8 +263,8 @@ class AdapterStore(Generic[T]):
             if source in self._reading:
                 self._asked_s.setdefault(source, self._clock())
 
-    def _remember(self, digest: str, error: Exception) -> None:
-        self._errors[digest] = error
+    def _remember(self, place: str, error: Exception) -> None:
+        self._errors[place] = error
         if len(self._errors) > MAX_ERRORS:
             del self._errors[next(iter(self._errors))]
 
@@ -278,7 +279,7 @@ class AdapterStore(Generic[T]):
             self._asked_s = {source: at_s for source, at_s in self._asked_s.items() if source in self._reading}
             for source in self._asked_s:
                 if not self._is_asked_about(source):  # and what comes of it is nobody's failure
-                    self._wanted = {digest: uri for digest, uri in self._wanted.items() if uri != source}
+                    self._wanted = {place: uri for place, uri in self._wanted.items() if uri != source}
                     self._library.abandon(source)
 
     async def _close_when_idle(self, library: Library, reads: Sequence[asyncio.Task[_Kept[T]]]) -> None:
@@ -303,7 +304,7 @@ class AdapterStore(Generic[T]):
 
     async def _load(self, ref: AdapterRef) -> _Kept[T]:
         """Contents that were registered before. A failure that somebody waited for is remembered for a while."""
-        started_s = self._clock()
+        started_s, place = self._clock(), _place(ref.digest, ref.uri)
         try:
             packed = None
             if not is_composition(ref.uri):  # made again rather than kept on disk
@@ -319,18 +320,18 @@ class AdapterStore(Generic[T]):
                     f"{kept.card.digest[:12]}; register it again"
                 )
         except Exception as error:
-            if ref.digest in self._wanted and not isinstance(error, CompositionRefused):  # whoever asks again is told
+            if place in self._wanted and not isinstance(error, CompositionRefused):  # whoever asks again is told
                 reason = str(error) if isinstance(error, PolyloraError) else f"internal error ({type(error).__name__})"
-                self._quarantine.failed(ref.digest, reason)
+                self._quarantine.failed(place, reason)
                 self._events.moved("failed to read", ref.digest)
-                self._remember(ref.digest, error)
+                self._remember(place, error)
             raise
         finally:
-            is_wanted = self._wanted.pop(ref.digest, None) is not None
+            is_wanted = self._wanted.pop(place, None) is not None
             self._asked_s.pop(ref.uri, None)
         if not is_wanted:
             self._ahead.add(ref.digest)
-        self._quarantine.clear(ref.digest)
+        self._quarantine.clear(place)
         self._events.moved("loaded to host", ref.digest)
         return kept
 
@@ -414,3 +415,8 @@ class AdapterStore(Generic[T]):
 
     def _report(self) -> None:
         self.counts.holds("host", self._kept.total_bytes, len(self._kept))
+
+
+def _place(digest: str, uri: str) -> str:
+    """Contents at one source: where another tenant has the same ones, that source may fail and this one not."""
+    return f"{digest} {uri}"

@@ -490,3 +490,38 @@ async def test_other_settings_reach_what_is_here_and_what_comes(
     await slow
     while not sources.num_closed:
         await asyncio.sleep(0.001)
+
+
+async def test_a_source_that_fails_is_nobody_elses_failure(store: AdapterStore[str], sources: Sources) -> None:
+    """Two tenants registered the same contents, each from its own place; one place is gone, and memory forgot both."""
+    add(sources, "mine")
+    add(sources, "theirs", as_name="mine")
+    mine, theirs = await load(store, "mine"), await load(store, "theirs")
+    assert mine.digest == theirs.digest
+    store.forget(mine.digest)
+    del sources.contents["/canonical/theirs"]
+    with pytest.raises(AdapterFormatError):
+        await store.fetch(theirs)
+    with pytest.raises(AdapterQuarantined):
+        await store.fetch(theirs)
+    assert store.failure(mine) is None, "it would name the other's place"
+    assert await store.fetch(mine) == f"handle-{mine.digest}"
+
+
+async def test_who_asks_beside_a_source_that_hangs_reads_from_its_own(
+    store: AdapterStore[str], sources: Sources
+) -> None:
+    add(sources, "mine")
+    add(sources, "theirs", as_name="mine")
+    mine, theirs = await load(store, "mine"), await load(store, "theirs")
+    store.forget(mine.digest)
+    gate = sources.gates["/canonical/theirs"] = threading.Event()
+    hangs = asyncio.create_task(store.fetch(theirs))
+    while "/canonical/theirs" not in sources.reads:
+        await asyncio.sleep(0)
+    try:
+        assert await store.fetch(mine) == f"handle-{mine.digest}"
+        assert not hangs.done()
+    finally:
+        gate.set()
+    assert await hangs == f"handle-{mine.digest}"
