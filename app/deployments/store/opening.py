@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -103,6 +103,7 @@ class OpenedStore(Generic[H]):
             self.take,
             self._resolution,
             self._uploads,
+            _roots(adapters),
         )
 
     async def take(self, settings: str) -> StoreParts[H]:
@@ -129,7 +130,7 @@ class OpenedStore(Generic[H]):
                 names = frozenset((config.model.name,))
                 self._lifecycle.reserved_names = self._registry.aliases.base_names = names
                 self._settings = settings
-                self.parts = self.parts._replace(preloaded=adapters.preload)
+                self.parts = self.parts._replace(preloaded=adapters.preload, roots=_roots(adapters))
                 logger.info("the store works with other settings from now on")
         return self.parts
 
@@ -149,6 +150,10 @@ class OpenedStore(Generic[H]):
 
 def _places(config: AdaptersConfig) -> Places:
     return Places(open_resolvers(config), config.resolve_again_s, config.source_timeout_s)
+
+
+def _roots(config: AdaptersConfig) -> Sequence[Path]:
+    return tuple(Path(root) for root in config.roots)
 
 
 def _told(settings: str | None) -> AppConfig | None:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from app.config import PreloadedAdapter
@@ -92,6 +93,7 @@ class StoreParts(NamedTuple, Generic[H]):
     take: Callable[[str], Awaitable[StoreParts[H]]] | None = None
     resolution: NameResolution | None = None
     uploads: Uploads | None = None
+    roots: Sequence[Path] = ()
 
 
 class StoreService(Generic[H]):
@@ -102,7 +104,7 @@ class StoreService(Generic[H]):
         self._registry, self._lifecycle, self._bytes = parts.registry, parts.lifecycle, parts.bytes
         self._called = called
         self._preloading: asyncio.Task[None] | None = None
-        self._preloads: Sequence[PreloadedAdapter] = ()
+        self._preloads: tuple[Sequence[PreloadedAdapter], Sequence[Path]] = ((), ())
         self._num_held = 0
         self._expecting = Tasks()
 
@@ -117,10 +119,11 @@ class StoreService(Generic[H]):
         self._lifecycle.start()
         if settings is not None and self._parts.take is not None:
             self._parts = await self._parts.take(settings)
-        is_done, wanted = self._preloading is not None and self._preloading.done(), self._parts.preloaded
-        if wanted != self._preloads or self._preloading is None or (is_done and self._preloading.exception()):
-            self._preloads = wanted
-            work = preload(self._registry, self._lifecycle.load_and_wait, wanted, tenant_id=DEFAULT_TENANT)
+        is_done = self._preloading is not None and self._preloading.done()
+        wanted, roots = self._parts.preloaded, self._parts.roots
+        if (wanted, roots) != self._preloads or self._preloading is None or (is_done and self._preloading.exception()):
+            self._preloads = wanted, roots
+            work = preload(self._registry, self._lifecycle.load_and_wait, wanted, tenant_id=DEFAULT_TENANT, roots=roots)
             self._preloading = asyncio.create_task(work)
         await asyncio.shield(self._preloading)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import pytest_asyncio
 
@@ -27,12 +28,12 @@ class Service:
         self.managed = ManagedStore(self._open(), store)
         return self.managed
 
-    async def preload(self, **names: str) -> Sequence[str]:
+    async def preload(self, roots: Sequence[Path] = (), **names: str) -> Sequence[str]:
         """What was read for it."""
         before = len(self.managed.store.loads)
         wanted = [PreloadedAdapter(name=name, path=path) for name, path in names.items()]
         load = self.managed.lifecycle.load_and_wait
-        await preload(self.managed.registry, load, wanted, tenant_id=DEFAULT_TENANT)
+        await preload(self.managed.registry, load, wanted, tenant_id=DEFAULT_TENANT, roots=roots)
         return self.managed.store.loads[before:]
 
     def meaning(self, name: str) -> tuple[int, str] | None:
@@ -87,3 +88,15 @@ async def test_what_fails_is_said_and_tried_again(service: Service) -> None:
     assert isinstance(await fails(service.preload(sql="absent", good="v1")), NotFound)
     service.managed.store.contents["absent"] = "d3"
     assert "absent" in await service.preload(sql="absent")  # beside what the first time may still be reading
+
+
+async def test_a_folder_that_moved_with_its_root_is_read_where_it_is_now(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    await service.preload(sql="v1", other="v1")  # from /roots/v1, as the store says, which is not under `tmp_path`
+    await service.managed.client.load_and_wait(wanted("other", "v2"))
+    await service.managed.close()
+    service.restart({"v1": "d1", "v2": "d2"})
+    assert await service.preload(sql="v1", other="v1") == [], "no root is known"
+    assert await service.preload(roots=[tmp_path / "elsewhere"], sql="v1", other="v1") == [], "it is not there either"
+    assert await service.preload(roots=[tmp_path], sql="v1", other="v1") == ["v1"], "the other is an operator's now"
+    assert service.meaning("sql") == (1, "d1")
