@@ -7,7 +7,8 @@ waited for, not passed over. Weights are not looked at: an adapter may win that 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from app.deployments.registry.view import Entry, Key
 Floats = NDArray[np.float32]
 #: Texts to vectors of length 1, [N, H].
 Embed = Callable[[Sequence[str]], Awaitable[Floats]]
+#: What somebody may look at: owners, and which of their names; None: all of them.
+Visible = Mapping[str, frozenset[str] | None]
 
 #: Descriptions that are embedded together.
 MAX_TOGETHER = 64
@@ -53,6 +56,12 @@ class _Owned:
             self.rows[name] = row
         self._vectors[row], self.texts[name] = vector, text
 
+    def pending_of(self, names: Collection[str] | None) -> list[str]:
+        """A few of these that are to be embedded; None: of all."""
+        if names is None:
+            return [*islice(self.pending, MAX_TOGETHER)]
+        return [*islice((name for name in names if name in self.pending), MAX_TOGETHER)]
+
     def remove(self, name: str) -> None:
         """The last row takes the place of the one that goes."""
         self.pending.pop(name, None)
@@ -85,51 +94,60 @@ class Candidates:
         else:
             owned.pending[name] = text
 
-    def num_of(self, owner_ids: Collection[str]) -> int:
-        """Candidates of these owners, embedded or not."""
-        return sum(len({*owned.names, *owned.pending}) for owned in self._of(owner_ids))
+    def num_of(self, owner_id: str, names: Collection[str] | None) -> int:
+        """Candidates of an owner, embedded or not, that have these names; None: all."""
+        owned = self._of(owner_id)
+        if names is not None:
+            return sum(name in owned.rows or name in owned.pending for name in names)
+        return len(owned.rows) + sum(name not in owned.rows for name in owned.pending)
 
-    async def embed_pending(self, owner_ids: Collection[str], embed: Embed) -> None:
-        """Embed what these owners' adapters have come to say. What changes meanwhile is embedded as well."""
-        for owned in self._of(owner_ids):
-            while owned.pending:
-                items = list(owned.pending.items())[:MAX_TOGETHER]
-                vectors = await embed([text for _, text in items])
-                for (name, text), vector in zip(items, vectors, strict=True):
-                    if owned.pending.get(name) == text:  # else it has changed again, or is gone
-                        del owned.pending[name]
-                        owned.put(name, text, vector)
+    def is_pending(self, owner_id: str, names: Collection[str] | None) -> bool:
+        """Whether any of these has yet to be embedded."""
+        return bool(self._of(owner_id).pending_of(names))
+
+    async def embed_pending(self, owner_id: str, names: Collection[str] | None, embed: Embed) -> None:
+        """Embed what an owner's adapters of these names have come to say, and what changes meanwhile."""
+        owned = self._of(owner_id)
+        while items := [(name, owned.pending[name]) for name in owned.pending_of(names)]:
+            vectors = await embed([text for _, text in items])
+            for (name, text), vector in zip(items, vectors, strict=True):
+                if owned.pending.get(name) == text:  # else it has changed again, or is gone
+                    del owned.pending[name]
+                    owned.put(name, text, vector)
 
     def nearest(
         self,
         vector: Floats,
-        owner_ids: Sequence[str],
-        may_use: Callable[[str, str], bool],
+        visible: Visible,
+        may_use: Callable[[str], bool],
         threshold: float,
         top_k: int,
     ) -> list[Scored]:
         """By descending cosine, all of at least `threshold`, at most `top_k`; of one name the first owner's.
 
-        vector: [H], of length 1. may_use: whether a name of an owner is the asker's to use.
+        vector: [H], of length 1. may_use: whether the asker may use a name that it sees.
         """
         found: dict[str, Scored] = {}
-        for owner_id in owner_ids:
-            owned = self._owners.get(owner_id)
-            if owned is None or not owned.names:
+        for owner_id, names in visible.items():
+            owned = self._of(owner_id)
+            some = None if names is None else [name for name in sorted(names) if name in owned.rows]
+            there = owned.names if some is None else some
+            if not there:
                 continue
-            scores = owned.vectors @ vector
+            vectors = owned.vectors if some is None else owned.vectors[[owned.rows[name] for name in some]]
+            scores = vectors @ vector
             taken = 0
             for row in _descending(scores, threshold):
-                name = owned.names[row]
+                name = there[row]
                 if taken == top_k:
                     break
-                if may_use(owner_id, name):
+                if may_use(name):
                     taken += 1
                     found.setdefault(name, Scored(name, owner_id, float(scores[row])))
         return sorted(found.values(), key=lambda one: (-one.score, one.name))[:top_k]
 
-    def _of(self, owner_ids: Collection[str]) -> Iterator[_Owned]:
-        return (self._owners[owner_id] for owner_id in dict.fromkeys(owner_ids) if owner_id in self._owners)
+    def _of(self, owner_id: str) -> _Owned:
+        return self._owners.get(owner_id) or _Owned()
 
 
 def _descending(scores: Floats, threshold: float) -> Iterator[int]:

@@ -34,9 +34,11 @@ class Decision:
 
     @property
     def adapters(self) -> list[WeightedAdapter]:
-        """Each with its share of the scores."""
-        total = sum(one.score for one in self.chosen)
-        return [WeightedAdapter(name=one.name, weight=one.score / total) for one in self.chosen]
+        """Each with its share of the scores; one below zero, which a low threshold lets in, counts for none."""
+        scores = [max(one.score, 0.0) for one in self.chosen]
+        total = sum(scores)
+        weights = [score / total if total else 1 / len(scores) for score in scores]
+        return [WeightedAdapter(name=one.name, weight=each) for one, each in zip(self.chosen, weights, strict=True)]
 
     @property
     def header(self) -> str:

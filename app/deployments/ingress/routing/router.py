@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config import RoutingConfig
-from app.deployments.ingress.routing.candidates import Candidates
+from app.deployments.ingress.routing.candidates import Candidates, Visible
 from app.deployments.ingress.routing.decision import Decision, Scored
 from app.deployments.ingress.schema import RoutingFields
 from app.deployments.ingress.tenants import Caller
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.entries import DEFAULT_TENANT
 from app.deployments.registry.view import RegistryView
+from app.deployments.tenants.entries import Tenant
 from app.engine.errors import NotReady
 
 
@@ -48,7 +49,7 @@ class Router:
         self._wait_s = wait_s
         self._candidates = Candidates()
         self._tasks = Tasks()
-        self._embedding: dict[tuple[str, ...], asyncio.Task[None]] = {}
+        self._embedding: dict[tuple[str, frozenset[str] | None], asyncio.Task[None]] = {}
         registry.follow(self._candidates.note)
 
     async def decide(self, text: str, caller: Caller, wishes: RoutingFields | None = None) -> Decision:
@@ -56,36 +57,59 @@ class Router:
         wishes = wishes or RoutingFields()
         threshold = self._config.threshold if wishes.threshold is None else wishes.threshold
         top_k = wishes.top_k or self._config.top_k
-        shared = caller.tenant.shared
-        owner_ids = list(dict.fromkeys([caller.tenant_id, *sorted(owner for owner, _ in shared), DEFAULT_TENANT]))
-        num_candidates = self._candidates.num_of(owner_ids)
+        visible = _visible(caller)
+        num_candidates = self._num_usable(visible, caller.tenant)
         chosen: list[Scored] = []
         if num_candidates:
-            await self._ready(tuple(owner_ids))
+            await self._ready(visible)
             vector = (await self._embedder.embed([text], caller))[0]
-
-            def may_use(owner_id: str, name: str) -> bool:
-                is_open = owner_id in (caller.tenant_id, DEFAULT_TENANT) or (owner_id, name) in shared
-                return is_open and caller.tenant.may_use(name)
-
-            chosen = self._candidates.nearest(vector, owner_ids, may_use, threshold, top_k)
+            chosen = self._candidates.nearest(vector, visible, caller.tenant.may_use, threshold, top_k)
         return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def _ready(self, owner_ids: tuple[str, ...]) -> None:
-        """Embedding goes on when the request that began it has had enough."""
-        task = self._embedding.get(owner_ids)
-        if task is None or task.done():
-            work = self._candidates.embed_pending(owner_ids, lambda texts: self._embedder.embed(texts, None))
-            task = self._embedding[owner_ids] = self._tasks.start(work)
-        done, _ = await asyncio.wait([task], timeout=self._wait_s)
-        if not done:
+    def _num_usable(self, visible: Visible, tenant: Tenant) -> int:
+        """Candidates that the tenant sees and may use."""
+        number = 0
+        for owner_id, names in visible.items():
+            listed = tenant.model_ids if names is None else names & tenant.model_ids
+            num_listed = 0 if tenant.model_mode is None else self._candidates.num_of(owner_id, listed)
+            number += (
+                num_listed
+                if tenant.model_mode == "allow_list"
+                else self._candidates.num_of(owner_id, names) - num_listed
+            )
+        return number
+
+    async def _ready(self, visible: Visible) -> None:
+        """Each owner's descriptions are embedded once however many ask, and on when those have had enough."""
+        tasks = [self._embed(*each) for each in visible.items() if self._candidates.is_pending(*each)]
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=self._wait_s)
+        if late:
             raise NotReady(
                 f"the descriptions of adapters are being embedded, which takes more than {self._wait_s:g} s; "
                 "send the request again later, or name an adapter",
                 retry_after_s=5,
             )
-        self._embedding.pop(owner_ids, None)
-        task.result()
+        for task in tasks:
+            task.result()
+
+    def _embed(self, owner_id: str, names: frozenset[str] | None) -> asyncio.Task[None]:
+        key = (owner_id, names)
+        task = self._embedding.get(key)
+        if task is None:
+            work = self._candidates.embed_pending(owner_id, names, lambda texts: self._embedder.embed(texts, None))
+            task = self._embedding[key] = self._tasks.start(work)
+            task.add_done_callback(lambda _: self._embedding.pop(key, None))
+        return task
+
+
+def _visible(caller: Caller) -> Visible:
+    """The caller's own adapters before those that others share with it by name, and then everybody's."""
+    shared: dict[str, frozenset[str]] = {}
+    for owner_id, name in sorted(caller.tenant.shared):
+        shared[owner_id] = shared.get(owner_id, frozenset()) | {name}
+    return {caller.tenant_id: None, **shared, DEFAULT_TENANT: None, caller.tenant_id: None}

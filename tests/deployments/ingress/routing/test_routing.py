@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from app.config import RoutingConfig
 from app.deployments.ingress.routing.candidates import Candidates
+from app.deployments.ingress.routing.decision import Decision, Scored
 from app.deployments.ingress.routing.embedders import BaseEmbedder
 from app.deployments.ingress.routing.router import Router
 from app.deployments.ingress.schema import RoutingFields
@@ -93,6 +94,38 @@ async def test_only_what_the_caller_may_use_is_chosen() -> None:
     assert await names(router, "sql", Caller("stranger", "key", PUBLIC)) != ["hidden"]
 
 
+async def test_what_the_caller_may_not_use_is_neither_counted_nor_waited_for() -> None:
+    router, _, bags = router_of(
+        entry("own", "sql"), entry("hidden", "sql", "zed"), entry("shared", "sql", "zed"),
+        entry("open", "sql", "default"),
+    )  # fmt: skip
+    decision = await router.decide("sql", ADA)
+    assert decision.num_candidates == 3
+    assert "hidden: sql" not in [text for texts in bags.asked for text in texts]
+    for mode, number in (("allow_list", 1), ("deny_list", 2)):
+        tenant = replace(ADA.tenant, model_mode=mode, model_ids=frozenset({"base", "shared", "hidden"}))
+        assert (await router.decide("sql", ADA._replace(tenant=tenant))).num_candidates == number
+
+
+async def test_what_is_everybodys_is_embedded_once_for_all_tenants() -> None:
+    router, _, bags = router_of(entry("open", "sql", "default"))
+    bags.gate.clear()
+    asking = [asyncio.create_task(router.decide("sql", Caller(each, "key", PUBLIC))) for each in ("ada", "bob", "cy")]
+    await asyncio.sleep(0)
+    bags.gate.set()
+    await asyncio.gather(*asking)
+    assert sum(asked == ["open: sql"] for asked in bags.asked) == 1
+    await router.close()
+
+
+@pytest.mark.parametrize("scores", [(0.1, -0.1), (0.0, 0.0), (-0.2, -0.4), (0.9, 0.6)])
+def test_shares_of_scores_that_a_low_threshold_lets_in(scores: tuple[float, ...]) -> None:
+    chosen = tuple(Scored(f"a{index}", "ada", score) for index, score in enumerate(scores))
+    weights = [one.weight for one in Decision(chosen, 2, "e", -1.0, 2).adapters]
+    assert sum(weights) == pytest.approx(1)
+    assert weights[0] >= weights[1] >= 0
+
+
 async def test_changes_of_the_registry_are_followed() -> None:
     router, view, bags = router_of(entry("a", "sql"), entry("b", ""), AliasEntry("c", (), 1, 0.0, tenant_id="ada"))
     assert await names(router, "sql") == ["a"]
@@ -138,12 +171,12 @@ def test_the_nearest_are_those_of_a_whole_sort(count: int, top_k: int, threshold
     async def embed(texts: Sequence[str]) -> NDArray[np.float32]:
         return vectors[[int(text.split(":")[0][1:]) for text in texts]]
 
-    asyncio.run(candidates.embed_pending(["ada"], embed))
+    asyncio.run(candidates.embed_pending("ada", None, embed))
     gone = {f"n{index}" for index in range(count) if rng.random() < 0.2}
     for name in gone:
         candidates.note(("ada", name), None)
     query = vectors[0] if count else np.ones(8, np.float32)
-    found = candidates.nearest(query, ["ada"], lambda _, name: name in allowed, threshold, top_k)
+    found = candidates.nearest(query, {"ada": None}, allowed.__contains__, threshold, top_k)
     scores = {f"n{index}": float(vectors[index] @ query) for index in range(count)}
     expected = sorted((name for name in allowed - gone if scores[name] >= threshold), key=lambda name: -scores[name])[
         :top_k
