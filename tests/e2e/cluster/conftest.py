@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ from load_tests.service import ROOT, end_session, free_port, own_environment
 from tests.e2e.process import tiny_document
 from tests.e2e.tiny import save_adapter, save_tiny_model
 from tests.postgres import PostgresServer, find_postgres
+from tests.redis_server import RedisServer, find_redis
 
 NUM_NODES = 3
 RANKS = {"r8": 8, "r16": 16}
@@ -79,13 +80,28 @@ class NodesOfOneMachine:
             stderr=self._log,
             start_new_session=True,
         )
+        self.gcs: int | None = None
+        self.nodes: list[Node] = []
+        self._hear()
+
+    def do(self, what: str) -> dict[str, Any]:
+        """What `operate.Operated.do` does; returns when that is done, with what it says."""
+        commands: IO[bytes] | None = self.process.stdin
+        assert commands is not None
+        commands.write(f"{what}\n".encode())
+        commands.flush()
+        return self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        """What there is now, as `operate` says it: all nodes that were not removed, the head first if there is one."""
         output: IO[bytes] | None = self.process.stdout
         assert output is not None
         line = output.readline()
-        assert line.startswith(b"{"), f"the cluster did not start: {line!r}\n{self.tail()}"
-        found = json.loads(line)
-        self.gcs: int = found["gcs"]
+        assert line.startswith(b"{"), f"the cluster does not run: {line!r}\n{self.tail()}"
+        found: dict[str, Any] = json.loads(line)
+        self.gcs = next(iter(found["gcs"]), None)
         self.nodes = [Node(raylet) for raylet in found["raylets"]]
+        return found
 
     def tail(self) -> str:
         return (self.folder / "operate.log").read_text(errors="replace")[-6000:]
@@ -136,12 +152,12 @@ class NodesOfOneMachine:
         return ports
 
 
-@pytest.fixture(scope="package")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesOfOneMachine]:
+@contextmanager
+def started_cluster(folder: Path, environment: dict[str, str]) -> Iterator[NodesOfOneMachine]:
+    """The application on `NUM_NODES` nodes, whose processes have this environment, too; its files are in the folder."""
     programs = find_postgres()
     if programs is None:
         pytest.skip("PostgreSQL's programs are not installed: several nodes need it")
-    folder = tmp_path_factory.mktemp("cluster")
     save_tiny_model(folder / "model")
     for seed, (name, rank) in enumerate(RANKS.items()):
         save_adapter(folder / "loras" / name, rank=rank, seed=seed)
@@ -157,6 +173,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesOfOneMach
                 "POLYLORA_REGISTRY_URL": database.new_database(),
                 "RAY_SERVE_ENABLE_HA_PROXY": "0",
                 "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+                **environment,
             },
         )
         try:
@@ -165,6 +182,26 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesOfOneMach
             started.stop()
     finally:
         database.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesOfOneMachine]:
+    with started_cluster(tmp_path_factory.mktemp("cluster"), {}) as started:
+        yield started
+
+
+@pytest.fixture
+def lasting_cluster(tmp_path: Path) -> Iterator[NodesOfOneMachine]:
+    """One whose head finds its state in Redis when it returns."""
+    program = find_redis()
+    if program is None:
+        pytest.skip("redis-server is not installed: a head that returns needs it")
+    server = RedisServer(program)
+    try:
+        with started_cluster(tmp_path, {"RAY_REDIS_ADDRESS": server.address}) as started:
+            yield started
+    finally:
+        server.stop()
 
 
 def _document(folder: Path) -> dict[str, Any]:

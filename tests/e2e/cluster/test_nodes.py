@@ -1,7 +1,6 @@
 """Several nodes: what is loaded through one ingress all serve, and a node that dies or falls silent costs no token.
 
-The tests use up the cluster: each takes from it what the next ones do without. What happens when the head dies is not
-among them (docs/cluster.md says what is known).
+The tests use up the cluster: each takes from it what the next ones do without. Another one's head dies (`test_head`).
 """
 
 from __future__ import annotations
@@ -92,6 +91,19 @@ async def test_an_adapter_loaded_through_one_ingress_is_served_by_all(cluster: N
     assert len({await ask(urls[0], body(model, 1, 30)) for model in MODELS}) == len(MODELS)
 
 
+async def test_an_adapters_bytes_come_to_a_node_once_and_are_shared_there(cluster: NodesOfOneMachine) -> None:
+    """The second process of a node has them while nothing of the node that they came from moves."""
+    store = cluster.node_of("store")
+    place = next(place for place, node in enumerate(cluster.nodes) if place and node is not store)
+    await asyncio.to_thread(cluster.do, f"ask {place} r8")
+    store.send(signal.SIGSTOP)
+    try:
+        first, second = (await asyncio.to_thread(cluster.do, "read"))["places"]
+    finally:
+        store.send(signal.SIGCONT)
+    assert first == second, "both have mapped the same memory"
+
+
 async def test_a_node_that_falls_silent_and_returns_costs_no_token(cluster: NodesOfOneMachine) -> None:
     """It stands still with all that runs there: connections are there, and nothing comes."""
     head, store = cluster.nodes[0], cluster.node_of("store")
@@ -119,6 +131,7 @@ async def test_the_head_may_stand_still(cluster: NodesOfOneMachine) -> None:
     """Its GCS answers nobody for a while: tokens need none of it."""
     urls = await others(cluster)
     expected = {model: await ask(urls[0], body(model, 1, 60)) for model in MODELS}
+    assert cluster.gcs is not None
     async with traffic(urls, expected) as took_s:
         os.kill(cluster.gcs, signal.SIGSTOP)
         try:
