@@ -1,12 +1,15 @@
 """A registry of many adapters: what a page, a lookup and a change cost, and what the tables weigh.
 
-In: a number of adapters. Out: a Markdown table. The rows are written to a new database at once; then the
-registry's process opens it and an ingress copies it, as both do at start. Pages and single adapters are
-asked through the HTTP routes in this process, so that their times are the routes' and JSON's, without a
-socket and without Ray (an adapter's own page adds one call to the registry's process, 1 to 2 ms). A page
-is asked somewhere in the list, not at its beginning.
+In: a number of adapters, and the URL of an empty database or none: then it is a file. Out: a Markdown table.
+The rows are written to the database at once, with an event for each; then the registry's process opens it and an
+ingress copies it, as both do at start. Pages and single adapters are asked through the HTTP routes in this process, so
+that their times are the routes' and JSON's, without a socket and without Ray (an adapter's own page adds one call to
+the registry's process, 1 to 2 ms). A page is asked somewhere in the list, not at its beginning. Lines of the database
+are single calls of the registry's methods, each a transaction of its own and in a thread, as in its process. At last a
+store's disk tier takes stock of 100,000 objects, or of as many as there are adapters if those are fewer.
 
     python -m load_tests.control.bench_registry --adapters 100000
+    python -m load_tests.control.bench_registry --adapters 1000000 --database postgresql://user@host/empty
 """
 
 from __future__ import annotations
@@ -39,12 +42,13 @@ from app.deployments.registry.books import Registry
 from app.deployments.registry.database import next_revision, sqlite_url
 from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter, State
 from app.deployments.registry.lifecycle import Lifecycle
-from app.deployments.registry.tables import adapters
+from app.deployments.registry.tables import adapters, events
 from app.deployments.registry.tier_events import TierEvents
 from app.deployments.registry.unread import UnreadNames
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
+from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.tenants.activity import Activity, ActivityKey, Seen
@@ -56,6 +60,8 @@ from app.engine.adapters.card import AdapterCard, AdapterRef
 
 #: Rows written by one statement.
 _BATCH = 10_000
+#: Objects on the store's disk.
+MAX_OBJECTS = 100_000
 
 
 class _Store:
@@ -157,6 +163,8 @@ def fill(registry: Registry, num_adapters: int) -> None:
                 for name in names
             ]
             connection.execute(insert(adapters), rows)
+            happened = {"base_digest": registry.database.base_digest, "tenant_id": "default", "time_s": time.time()}
+            connection.execute(insert(events), [happened | {"name": name, "event": "registered"} for name in names])
 
 
 async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[str, str]]:
@@ -179,6 +187,13 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         if changes.is_last:
             break
     assert view.num_adapters == num_adapters
+    draw = random.Random(0)
+
+    def name() -> str:
+        return f"a{draw.randrange(num_adapters):06d}"
+
+    for what, call in _database_calls(registry, name, num_adapters).items():
+        results.append((f"the database: {what}", await _timed(lambda call=call: asyncio.to_thread(call), num_samples)))
     results.append(("an ingress copies it (without the sending)", _ms(time.perf_counter() - started_s)))
     results.append(("  of that, the longest either side is busy at once", _ms(slowest_s)))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
@@ -199,11 +214,6 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         observe=lambda *_: None,
     )
     transport = httpx.ASGITransport(make_app(cast(HttpService, service), DoorRules()))
-    draw = random.Random(0)
-
-    def name() -> str:
-        return f"a{draw.randrange(num_adapters):06d}"
-
     async with httpx.AsyncClient(transport=transport, base_url="http://registry") as http:
 
         async def get(path: str) -> None:
@@ -246,6 +256,20 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     return results
 
 
+def _database_calls(registry: Registry, name: Callable[[], str], num_events: int) -> dict[str, Callable[[], object]]:
+    """What of the registry's routes is asked of the database itself."""
+    catalog, journal = registry.catalog, registry.journal
+    return {
+        "one name": lambda: catalog.get(name(), tenant_id="default"),
+        "the events of one name": lambda: journal.events(name(), tenant_id="default"),
+        "a page of 100 events": lambda: journal.events(before=random.randrange(num_events), tenant_id="default"),
+        "a page of 1,000 events": lambda: journal.events(
+            before=random.randrange(num_events), limit=1000, tenant_id="default"
+        ),
+        "a page of a tenant without events": lambda: journal.events(tenant_id="quiet"),
+    }
+
+
 async def _follow(lifecycle: Lifecycle, view: RegistryView, held: Version, apply_us: list[float]) -> None:
     """What an ingress does: ask for what is new, take it over, ask again."""
     while True:
@@ -272,24 +296,46 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.2f} ms"
 
 
-def run(num_adapters: int, num_samples: int, folder: Path) -> str:
+def run(num_adapters: int, num_samples: int, folder: Path, url: str | None = None) -> str:
     """Fill, measure, and the table as text."""
-    url = sqlite_url(folder / "registry.sqlite")
+    url = url or sqlite_url(folder / "registry.sqlite")
     registry = Registry(url, "base")
     fill(registry, num_adapters)
     registry.close()
     results = asyncio.run(measure(url, num_adapters, num_samples))
+    num_objects = min(num_adapters, MAX_OBJECTS)
+    stock_s = take_stock(folder / "disk", num_objects)
+    results.append((f"a store's disk tier of {num_objects:,} objects starts", _ms(stock_s)))
     lines = [f"| {num_adapters:,} adapters registered | |", "|---|---|", *(f"| {a} | {b} |" for a, b in results)]
     return "\n".join(lines)
+
+
+def take_stock(folder: Path, num_objects: int) -> float:
+    """Seconds that a store's start takes for what is on its disk: objects of two empty files each."""
+    for index in range(num_objects):
+        each = folder / "objects" / f"{index:064x}"
+        each.mkdir(parents=True)
+        (each / "entry.json").write_text(
+            '{"files": {"adapter_config.json": 0, "adapter_model.safetensors": 0}, "load_s": 0.1}'
+        )
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            (each / file).touch()
+    started_s = time.perf_counter()
+    tier = DiskTier(folder, 1 << 50, "lru", TierCounts(), TierEvents())
+    took_s = time.perf_counter() - started_s
+    assert len(tier.digests) == num_objects
+    tier.close()
+    return took_s
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--adapters", type=int, default=100_000)
     parser.add_argument("--samples", type=int, default=200, help="requests per line")
+    parser.add_argument("--database", help="an empty database of PostgreSQL; without it a file of SQLite")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(run(arguments.adapters, arguments.samples, Path(folder)))
+        print(run(arguments.adapters, arguments.samples, Path(folder), arguments.database))
 
 
 if __name__ == "__main__":
