@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
-#: So long after a door was killed its clients may still find that out: Ray looks after HAProxy every ten seconds, and
-#: on two busy cores it was back 29 s after it was killed. The report says how long doors were away.
-DOOR_S = 45.0
+#: So long after a door was killed its clients may still find that out: Ray checks HAProxy's supervisor every three
+#: seconds, and three must fail before it starts another, which busy cores delay. The report says how long it took.
+DOOR_S = 30.0
 #: What HAProxy itself answers while it knows no ingress (`app.cli.haproxy`).
 BALANCER_SAYS = "the service is starting or stopping"
 #: A request that takes longer hangs.
