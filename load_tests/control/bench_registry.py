@@ -22,6 +22,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -187,17 +188,17 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         if changes.is_last:
             break
     assert view.num_adapters == num_adapters
+    results.append(("an ingress copies it (without the sending)", _ms(time.perf_counter() - started_s)))
+    results.append(("  of that, the longest either side is busy at once", _ms(slowest_s)))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    results.append(("memory of both, in this process", f"{grown / 1024:.0f} MiB"))
     draw = random.Random(0)
 
     def name() -> str:
         return f"a{draw.randrange(num_adapters):06d}"
 
     for what, call in _database_calls(registry, name, num_adapters).items():
-        results.append((f"the database: {what}", await _timed(lambda call=call: asyncio.to_thread(call), num_samples)))
-    results.append(("an ingress copies it (without the sending)", _ms(time.perf_counter() - started_s)))
-    results.append(("  of that, the longest either side is busy at once", _ms(slowest_s)))
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
-    results.append(("memory of both, in this process", f"{grown / 1024:.0f} MiB"))
+        results.append((f"the database: {what}", await _timed(partial(asyncio.to_thread, call), num_samples)))
 
     store = StoreService(
         StoreParts(registry, lifecycle, _NoBytes(), (), UnreadNames(registry, lifecycle, Quarantine())), lambda: None

@@ -164,6 +164,7 @@ events = Table(
     Column("replica_id", String(128)),
     Column("time_s", Double, nullable=False),
     Index("events_by_name", "base_digest", "tenant_id", "name", "id"),
+    Index("events_by_tenant", "base_digest", "tenant_id", "id"),
     sqlite_autoincrement=True,
 )
 
@@ -180,6 +181,7 @@ audit = Table(
     Column("detail", Text, nullable=False),
     Column("time_s", Double, nullable=False),
     Index("audit_by_name", "base_digest", "tenant_id", "name", "id"),
+    Index("audit_by_tenant", "base_digest", "tenant_id", "id"),
     sqlite_autoincrement=True,
 )
 

@@ -36,7 +36,7 @@ def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
         assert differences == []
-        assert context.get_current_revision() == "r0003"
+        assert context.get_current_revision() == "r0004"
     database.close()
 
 
@@ -109,7 +109,8 @@ def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty
         connection.execute(text("DROP TABLE uses"))  # an upgrade would make it, or end over the others
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=rf"has schema revision '{revision}', but .* knows r0001, r0002, r0003 only.* empty place"
+            ConfigError,
+            match=rf"has schema revision '{revision}', but .* knows r0001, r0002, r0003, r0004 only.* empty place",
         ):
             Database(empty_url, "base")
     with database.read() as connection:

@@ -1,0 +1,53 @@
+"""The journal's pages: in order, and at the cost of a page, however many things have happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, event
+
+from app.deployments.registry.books import Registry
+from app.deployments.registry.database import Database, sqlite_url
+
+#: A page of everything, one that goes on, one of a name.
+PAGES: tuple[dict[str, Any], ...] = ({}, {"before": 40}, {"name": "a"}, {"name": "a", "before": 40})
+
+
+@contextmanager
+def selected() -> Iterator[list[tuple[str, Any]]]:
+    """The questions that databases are asked meanwhile, with their parameters."""
+    asked: list[tuple[str, Any]] = []
+
+    def note(_: object, __: object, statement: str, parameters: Any, *___: object) -> None:
+        if statement.startswith("SELECT"):
+            asked.append((statement, parameters))
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        yield asked
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+@pytest.mark.parametrize("what", ["events", "audit"])
+def test_a_page_is_read_in_the_order_of_an_index(tmp_path: Any, what: str, page: dict[str, Any]) -> None:
+    """Sorting would cost as much as there is; SQLite says how it means to answer."""
+    registry = Registry(sqlite_url(tmp_path / "r.sqlite"), "base")
+    with selected() as asked:
+        assert getattr(registry.journal, what)(tenant_id="t", **page) == []
+    ((statement, parameters),) = asked
+    plan = _plan(registry.database, statement, parameters)
+    (step,) = plan
+    assert step.startswith(f"SEARCH {what} USING"), "nothing is sorted, and other tenants' are passed over"
+    assert "tenant_id=?" in step
+    registry.close()
+
+
+def _plan(database: Database, statement: str, parameters: Any) -> list[str]:
+    with database.read() as connection:
+        rows = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).all()
+    return [row[-1] for row in rows]
