@@ -242,6 +242,11 @@ class HttpConfig(_Settings):
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="Names, beside localhost, by which a service that listens on loopback may be asked."
     )
+    ready_while_asleep: bool = Field(
+        default=False,
+        description="/readyz and /health are 200 while no engine replica runs: for EngineReplica's min_replicas 0, "
+        "where the first request has one started and waits for it, limits.replica_wait_s at most.",
+    )
 
 
 class LogsConfig(_Settings):

@@ -71,6 +71,21 @@ def _wrong_deployments(document: Mapping[str, Any]) -> Iterator[str]:
                     "deployments: EngineReplica is scaled by Serve's own policy, which counts open calls and not work; "
                     f"add policy: {{policy_function: '{_ENGINE_POLICY}'}} to its autoscaling_config"
                 )
+            elif name == "EngineReplica" and _may_sleep(deployment) and not _is_ready_asleep(application):
+                yield (
+                    "deployments: EngineReplica may have no replicas (min_replicas: 0), and the service would not be "
+                    "ready then; set http.ready_while_asleep: true in args, or a min_replicas of at least 1"
+                )
+
+
+def _may_sleep(deployment: Mapping[str, Any]) -> bool:
+    scaling = deployment.get("autoscaling_config")
+    return isinstance(scaling, Mapping) and scaling.get("min_replicas") == 0
+
+
+def _is_ready_asleep(application: Mapping[str, Any]) -> bool:
+    http = (application.get("args") or {}).get("http") or {}
+    return isinstance(http, Mapping) and http.get("ready_while_asleep") is True
 
 
 def _counts_calls(deployment: Mapping[str, Any]) -> bool:

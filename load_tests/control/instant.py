@@ -52,6 +52,9 @@ class InstantReplicas:
                 self._finish(replica_id, link_id, request.request_id)
         return True
 
+    async def wake(self) -> None:
+        """All replicas are there from the beginning."""
+
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
         """What was begun goes on to its end; nobody reads it."""
 

@@ -59,6 +59,12 @@ def test_options_of_every_kind_are_known() -> None:
         (document({"name": "Engine"}), r"there is no 'Engine', only EngineReplica and Ingress"),
         (document({"num_replicas": "auto"}), r"counts open calls and not work; add policy: .*AdapterDemand"),
         (document({"autoscaling_config": {"max_replicas": 4}}), r"counts open calls and not work; add policy"),
+        (
+            document(
+                {"autoscaling_config": {"min_replicas": 0, "max_replicas": 2, "policy": {"policy_function": "a:b"}}}
+            ),
+            r"would not be ready then; set http.ready_while_asleep",
+        ),
         (document({"num_replicas": "many"}), r"num_replicas.*auto"),
         (document({"max_ongoing_requests": 0}), r"max_ongoing_requests: .*greater than 0"),
     ],

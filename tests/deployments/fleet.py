@@ -132,6 +132,7 @@ class Fleet:
         self.where: dict[str, str] = {}  # replica by attempt
         self.fetch_gate = asyncio.Event()
         self.fetch_gate.set()
+        self.num_woken, self.woken = 0, asyncio.Event()  # set: a fleet without replicas has one started when asked
         self.kv_tokens: dict[
             str, int
         ] = {}  # what replicas say that their KV memory holds, before they are on the table
@@ -239,6 +240,12 @@ class Fleet:
         self.where |= {request.request_id: replica_id for request in requests}
         replica.calls.append(len(requests))
         return replica.service.submit(link_id, requests)
+
+    async def wake(self) -> None:
+        self.num_woken += 1
+        await self.woken.wait()
+        if not self.replicas:
+            self.add()
 
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
         self._reach(replica_id).service.abort(request_ids)

@@ -93,6 +93,9 @@ class FleetReplicas:
     async def submit(self, replica_id: str, link_id: str, requests: Sequence[GenerateRequest]) -> bool:
         return await self._fleet.submit(replica_id, link_id, requests)
 
+    async def wake(self) -> None:
+        await self._fleet.wake()
+
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
         await self._fleet.abort(replica_id, request_ids)
 

@@ -3,8 +3,9 @@
 In: streams, where adapters are and how loaded replicas are. Out: one call per replica, with all its streams; why no
 replica takes a stream is put in its inbox. Rule: nobody waits here. Streams for the base and for adapters that have a
 home go to their replicas at once; those for adapters without a home wait for placement's answer in a task of their own,
-as those do that no replica can take now. A replica that had no room for a stream is not asked again for it, until a
-replica that had it is lost. What a stream costs does not depend on the number of replicas.
+as those do that no replica can take now; where there is none at all, the first of them has one started. A replica that
+had no room for a stream is not asked again for it, until a replica that had it is lost. What a stream costs does not
+depend on the number of replicas.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Assigner:
                         continue
                     if now_s - at_s < self.replica_wait_s:
                         self._stranded.append((stream, at_s))
+                        self._links.wake()
                     else:
                         reason = f"no engine replica became ready within {self.replica_wait_s:g} s"
                         stream.inbox.put(NotReady(reason, retry_after_s=5))
@@ -130,6 +132,7 @@ class Assigner:
 
     def _strand(self, stream: Stream) -> None:
         self._stranded.append((stream, self._clock()))
+        self._links.wake()
         if not self._waiting:
             self._waiting = True
             self._tasks.start(self._find_replicas())

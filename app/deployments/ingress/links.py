@@ -50,6 +50,7 @@ class Links:
         self._usable_of: int | None = None  # the state of the view that they are computed from; None: compute them
         self._tasks = Tasks()
         self._telling = False
+        self._waking: asyncio.Task[None] | None = None
 
     @property
     def num_streams(self) -> int:
@@ -77,6 +78,11 @@ class Links:
         """Give one replica its streams, in one call that nobody waits for. `loads` counts them there already."""
         self._tasks.start(self._submit(replica_id, [(stream, stream.attempt) for stream in group]))
 
+    def wake(self) -> None:
+        """Requests wait and there is no replica: have one started if there may be none. One call at a time."""
+        if self._waking is None or self._waking.done():
+            self._waking = self._tasks.start(self._wake())
+
     def end(self, stream: Stream) -> None:
         """Nobody reads a stream any more: its replica, if it still computes it, is told to stop."""
         stream.closed = True
@@ -87,6 +93,12 @@ class Links:
     async def close(self) -> None:
         """Stop reading; streams that are still open are left to their callers."""
         await self._tasks.close()
+
+    async def _wake(self) -> None:
+        try:
+            await self._transport.wake()
+        except (ReplicaGone, ReplicaUnreachable) as error:
+            logger.info("a replica that was being started has gone: %s", error)
 
     async def _submit(self, replica_id: str, group: Sequence[tuple[Stream, int]]) -> None:
         """Submit streams, each in the attempt that is named with it."""

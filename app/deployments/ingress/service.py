@@ -138,6 +138,11 @@ class IngressService:
         """Whether any replica can be used."""
         return bool(self._links.usable)
 
+    @property
+    def may_sleep(self) -> bool:
+        """Whether requests are taken while there is no replica, because the first has one started."""
+        return self._config.http.ready_while_asleep
+
     def observe(self, route: str, status: int, job: Job | None) -> None:
         """Count a request that has ended; it has no job if it ended before it had sequences."""
         if job is not None:

@@ -65,6 +65,10 @@ class ServeTransport:
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
         await self._call(replica_id, self._engines.abort.remote(request_ids, target_replica_id=replica_id))
 
+    async def wake(self) -> None:
+        """A call to any replica: where there are none it waits in Serve's handle, which the autoscaler is told of."""
+        await self._call("any", self._engines.stats.remote())
+
     async def drop_adapter(self, replica_id: str, digest: str) -> int:
         result: int = await self._call(
             replica_id, self._engines.drop_adapter.remote(digest, target_replica_id=replica_id)

@@ -154,12 +154,17 @@ class AdapterDemand:
             # Nobody is there to say what it has to do; whoever waits for a replica calls through Serve's handle.
             return (1 if ctx.total_num_requests > 0 else 0), {}
         now_s = float(ctx.current_time or 0.0)
-        want = wanted(latest_demands(ctx.raw_metrics or {}), self._objective)
+        demands = latest_demands(ctx.raw_metrics or {})
         history = [
             (at_s, value)
             for at_s, value in ctx.policy_state.get(_HISTORY, ())
             if now_s - at_s <= max(self._objective.hold_s, self._objective.forecast_s)
         ][-_MAX_HISTORY:]
+        if not demands:
+            # Nobody has said anything yet. Who was woken is still starting, and what it was woken for has yet to reach
+            # it then: so it counts as wanted now, which `hold_s` remembers.
+            return ctx.target_num_replicas, {_HISTORY: [*history, (now_s, float(ctx.target_num_replicas))][-2:]}
+        want = wanted(demands, self._objective)
         count = decide([*history, (now_s, want.replicas)], ctx.target_num_replicas, now_s, self._objective)
         if not history or now_s - history[-1][0] >= _HISTORY_STEP_S:
             history.append((now_s, want.replicas))

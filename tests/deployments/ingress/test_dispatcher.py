@@ -481,6 +481,21 @@ async def test_without_a_replica_the_wait_is_bounded(make_fleet: MakeFleet) -> N
     await dispatcher.close()
 
 
+async def test_the_first_request_where_there_is_no_replica_has_one_started(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(0)
+    dispatcher = fleet.dispatcher(replica_wait_s=120.0)
+    requests = [make_request(f"r{index}", [1], max_tokens=3) for index in range(3)]
+    tasks = [asyncio.ensure_future(collect(dispatcher, request)) for request in requests]
+    while not fleet.num_woken:
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert fleet.num_woken == 1, "one call, however many wait and however often they are tried"
+    fleet.woken.set()
+    assert [tokens for tokens, _ in await asyncio.gather(*tasks)] == [expected(request) for request in requests]
+    await dispatcher.close()
+
+
 async def test_a_request_that_loses_every_replica_is_given_up(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(MAX_LOSSES + 2)
     for replica in fleet.replicas.values():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
+from app.config import HttpConfig
 from app.deployments.ingress import adapter_names
 from app.deployments.ingress.schema import ChatCompletionRequest
 from app.deployments.ingress.tenants import handle_caller
@@ -31,6 +33,21 @@ async def test_it_is_ready_while_a_replica_is(service: Service) -> None:
     service.fleet.drop("replica-0")
     assert not service.is_ready()
     assert await service.replica_stats() == []
+
+
+async def test_a_service_that_may_sleep_is_ready_and_says_that_it_sleeps(
+    service: Service, http: httpx.AsyncClient
+) -> None:
+    awake = service._config
+    service._config = awake.model_copy(update={"http": HttpConfig(ready_while_asleep=True)})
+    assert (await http.get("/readyz")).json() == {"status": "ok"}
+    service.fleet.drop("replica-0")
+    for path in ("/readyz", "/health"):
+        answer = await http.get(path)
+        assert (answer.status_code, answer.json()) == (200, {"status": "asleep"})
+    assert not service.is_ready(), "polylora status says that no engine runs"
+    refused = await http.post("/v1/completions", json={"model": "base", "prompt": "hi"})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5"), "replica_wait_s is over"
 
 
 async def test_a_replica_that_does_not_answer_is_left_out_of_the_counts(

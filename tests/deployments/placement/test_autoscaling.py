@@ -140,6 +140,20 @@ def test_whoever_waits_where_nobody_is_wakes_one() -> None:
     assert policy(context(0, 2.0, {}, num_requests=1))[0] == 1
 
 
+def test_who_was_woken_is_not_sent_away_before_its_work_has_reached_it() -> None:
+    policy = AdapterDemand(hold_s=10.0, forecast_s=0)
+    state: dict[str, Any] = {}
+    for second in range(100):  # it is starting, and says nothing
+        count, state = policy(context(1, float(second), state, num_requests=1))
+        assert count == 1
+    idle = series_of({"a": IDLE})
+    for second in range(100, 109):
+        count, state = policy(context(1, float(second), state, **idle))
+        assert count == 1, "what it was woken for is on its way"
+    assert policy(context(1, 110.0, state, **idle))[0] == 0
+    assert policy(context(2, 300.0, {}))[0] == 2, "where nothing is known of any, none is sent away"
+
+
 def test_a_replica_that_has_not_said_everything_does_not_count() -> None:
     points = [SimpleNamespace(value=1.0)]
     series = {name: {"a": points, "b": points} for name in Demand.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""Engine replicas come when one has too much to compute, and go again; no answer is lost or changed."""
+"""Engine replicas come when there is none, or too much to compute, and go again; no answer is lost or changed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.e2e.tiny import save_tiny_model
 pytestmark = pytest.mark.e2e
 
 SCALING = {
-    "min_replicas": 1,
+    "min_replicas": 0,
     "max_replicas": 2,
     "look_back_period_s": 11,
     "upscale_delay_s": 0.5,
     "downscale_delay_s": 1,
     "policy": {
         "policy_function": "app.deployments.placement.autoscaling:AdapterDemand",
-        "policy_kwargs": {"drain_s": 0.05, "forecast_s": 2, "hold_s": 4},
+        "policy_kwargs": {"drain_s": 0.05, "forecast_s": 2, "hold_s": 10},
     },
 }
 #: What `polylora serve` sets.
@@ -77,12 +77,14 @@ def test_replicas_follow_the_work(tmp_path: Path) -> None:
     engines = document["applications"][0]["deployments"][1]
     del engines["num_replicas"]
     engines["autoscaling_config"] = SCALING
+    document["applications"][0]["args"] |= {"http": {"ready_while_asleep": True}, "limits": {"replica_wait_s": 300}}
     process = serve_run(document, port, SWITCHES | {"POLYLORA_STATE_DIR": str(tmp_path / "state")})
     crowd, one = Clients(process.url), Clients(process.url)
     try:
         process.wait_until_healthy(600)
-        assert _num_engines(process) == 1
-        crowd.start(24)
+        assert _probe(process) == "asleep"
+        assert _num_engines(process) == 0
+        crowd.start(24)  # the first of them has a replica started, and all wait for it
         _wait_until(lambda: _num_engines(process) == 2, 120, process)
         time.sleep(3.0)  # the second one serves, too
         one.start(1)
@@ -90,12 +92,21 @@ def test_replicas_follow_the_work(tmp_path: Path) -> None:
         _wait_until(lambda: _num_engines(process) == 1, 120, process)
         num_answers = len(one.answers)
         _wait_until(lambda: len(one.answers) > num_answers + 3, 120, process)
+        one.stop()
+        _wait_until(lambda: _num_engines(process) == 0 and _probe(process) == "asleep", 120, process)
+        answer = httpx.post(f"{process.url}/v1/completions", json=BODY, timeout=300)
+        one.answers.append(answer.json()["choices"][0]["text"])
     finally:
         crowd.stop()
         one.stop()
         process.stop()
     assert crowd.errors + one.errors == []
     assert len(set(crowd.answers + one.answers)) == 1
+
+
+def _probe(process: ServiceProcess) -> str:
+    """What the service says of its readiness."""
+    return str(httpx.get(f"{process.url}/readyz", timeout=60).json()["status"])
 
 
 def _num_engines(process: ServiceProcess) -> int:

@@ -4,7 +4,9 @@ In: whether any engine can be used, and the application's own routes. Out: short
 replica, a token or a body, and each answers at once.
 
 Probes: `/livez` is 200 while this process answers; `/readyz` and `/health` are 200 while a request would be served, and
-503 with Retry-After otherwise. Behind HAProxy all three are answered for this process while it is not there.
+503 with Retry-After otherwise. Where there may be no engine replica at all (`http.ready_while_asleep`) a request is
+served once it has had one started, and they say `asleep`. Behind HAProxy all three are answered for this process while
+it is not there.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ class AboutService(Protocol):
     def base_name(self) -> str: ...
 
     def is_ready(self) -> bool: ...
+
+    @property
+    def may_sleep(self) -> bool: ...
 
 
 def add_about_routes(app: FastAPI, service: AboutService) -> None:
@@ -58,9 +63,11 @@ def add_about_routes(app: FastAPI, service: AboutService) -> None:
 
     async def health() -> Response:
         """200 while a request would be served, 503 otherwise."""
-        if not service.is_ready():
-            raise NotReady("no engine replica is ready", retry_after_s=RETRY_AFTER_S)
-        return JSONResponse({"status": "ok"})
+        if service.is_ready():
+            return JSONResponse({"status": "ok"})
+        if service.may_sleep:
+            return JSONResponse({"status": "asleep"})
+        raise NotReady("no engine replica is ready", retry_after_s=RETRY_AFTER_S)
 
     for path in ("/health", "/readyz"):
         app.get(path)(health)
