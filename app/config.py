@@ -210,6 +210,24 @@ class LimitsConfig(_Settings):
     )
 
 
+class KeptConfig(_Settings):
+    """What is kept for clients: files, batches, responses. Bytes and counts are each tenant's."""
+
+    max_file_bytes: int = Field(default=100 << 20, ge=1024, description="Largest file that is uploaded (413 beyond).")
+    max_tenant_bytes: int = Field(default=1 << 30, ge=1024, description="A tenant's files together (403 beyond).")
+    max_batch_lines: int = Field(default=50_000, ge=1, description="Requests of one batch.")
+    max_open_batches: int = Field(default=50, ge=1, description="A tenant's batches that have not ended.")
+    batch_streams: int = Field(
+        default=16, ge=1, description="Requests of batches that one ingress has computed at a time."
+    )
+    store_responses: bool = Field(
+        default=False, description="Whether a response is stored whose request does not say (`store`)."
+    )
+    max_responses: int = Field(default=10_000, ge=1, description="Stored responses: the oldest go for the newest.")
+    max_response_bytes: int = Field(default=256 << 20, ge=1024, description="Stored responses together, likewise.")
+    days: float = Field(default=30.0, gt=0, le=365, description="How long files and responses are kept at most.")
+
+
 class RoutingConfig(_Settings):
     """How an adapter is chosen for requests whose model is "auto"."""
 
@@ -286,6 +304,7 @@ class AppConfig(_Settings):
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    kept: KeptConfig = Field(default_factory=KeptConfig)
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     logs: LogsConfig = Field(default_factory=LogsConfig)

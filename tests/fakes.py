@@ -74,6 +74,7 @@ def fake_request(
     cache_salt: bytes = b"",
     resume_token_ids: Sequence[int] = (),
     pooling: PoolingParams | None = None,
+    is_batch: bool = False,
 ) -> GenerateRequest:
     ref = AdapterRef("an-adapter", adapter.card.digest, tenant_id) if adapter is not None else None
     return GenerateRequest(
@@ -86,6 +87,7 @@ def fake_request(
         cache_salt,
         resume_token_ids=tuple(resume_token_ids),
         pooling=pooling,
+        is_batch=is_batch,
     )
 
 

@@ -129,7 +129,7 @@ def test_policy_knows_nobody_who_uses_it() -> None:
 
 
 #: Folders of `app.deployments`, the lowest layer first: a folder imports folders of lower layers only.
-LAYERS = (("links",), ("registry",), ("tenants",), ("store",), ("placement",), ("replica", "ingress"))
+LAYERS = (("links",), ("registry",), ("tenants", "kept"), ("store",), ("placement",), ("replica", "ingress"))
 
 
 def deployment_of(name: str) -> str | None:

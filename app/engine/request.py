@@ -74,6 +74,7 @@ class GenerateRequest:
     `num_charged` of the resumed tokens are charged already, and so is the prompt; None: nothing is.
     `prediction_ids` are what the client expects as the answer: where they are right it comes sooner, and
     they change nothing of it.
+    `is_batch`: nobody waits for it; it is computed after everything that somebody waits for.
     """
 
     request_id: str
@@ -90,6 +91,7 @@ class GenerateRequest:
     key_id: str | None = None
     num_charged: int | None = None
     prediction_ids: tuple[int, ...] = ()
+    is_batch: bool = False
 
 
 @message

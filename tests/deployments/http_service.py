@@ -131,6 +131,7 @@ class Service(IngressService):
             registry=managed.view,
             tenancy=Tenancy(managed.tenants, managed.tenants_client, RATES, uuid.uuid4().hex, managed.clock),
             store=managed.client,
+            kept=managed.kept,
             placer=fleet,
             policy=fleet.policy,
             loads=Loads(asyncio.get_running_loop().time),

@@ -9,6 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from app.deployments.kept.books import KeptBooks
+from app.deployments.kept.client import KeptClient
+from app.deployments.kept.service import KeptService
 from app.deployments.links.published import Version
 from app.deployments.registry.books import Registry
 from app.deployments.registry.database import sqlite_url
@@ -133,6 +136,7 @@ class ManagedStore:
         self.clock = clock
         self.books = TenantBooks(registry.database)
         self.tenants_client = TenantsClient(Here(TenantsService(self.books, lambda: None, clock)))
+        self.kept = KeptClient(Here(KeptService(lambda: KeptBooks(registry.database))))
         self.tenants = TenantView()
         self.followers = [asyncio.create_task(work) for work in (self._follow(), self._follow_tenants())]
         self.dropped: list[tuple[str, str]] = []

@@ -24,6 +24,7 @@ from app.config import AppConfig, usage_folder
 from app.deployments.ingress import python_calls
 from app.deployments.ingress.batcher import ServeBatcher
 from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.batch_answers import BatchAnswers
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.metrics import IngressMetrics
@@ -32,6 +33,7 @@ from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.tenancy import Rates, Tenancy, WatchedTenants
 from app.deployments.ingress.text_model import open_text
 from app.deployments.ingress.watching import WatchedRegistry
+from app.deployments.kept.client import KeptClient
 from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.ray_private import AsgiIngress, route_in_this_loop
 from app.deployments.links.serve_transport import ServeTransport
@@ -40,7 +42,7 @@ from app.deployments.placement.actor import placement_actor
 from app.deployments.placement.choosing import make_policy
 from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.placer import ServePlacer, WatchedLoads, WatchedPlacement
-from app.deployments.store.actor import TenantsCallee, store_actor, store_settings
+from app.deployments.store.actor import KeptCallee, TenantsCallee, store_actor, store_settings
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.journal import open_journal
@@ -74,6 +76,7 @@ class Ingress(AsgiIngress):
             registry=registry.view,
             tenancy=Tenancy(tenants.view, owner, rates, holder, time.time, open_journal(usage_folder(config), holder)),
             store=store,
+            kept=KeptClient(KeptCallee(store_actor(config))),
             placer=ServePlacer(placement, placed, ingress_id),
             policy=make_policy(config.placement),
             loads=loads,
@@ -97,6 +100,7 @@ class Ingress(AsgiIngress):
             partial(repeat_gauges, (*metrics.gauges, RefusalCounters(parts.tenancy.limiter))),
             self._service.management.keep_taking_up,
             self._service.activity.keep_telling,
+            self._service.batch_runner(BatchAnswers(self._service).answer, holder).run,
         )
         await store.preload(store_settings(config))
         await registry.complete.wait()  # or the first requests would find no adapter

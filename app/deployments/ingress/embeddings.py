@@ -117,6 +117,7 @@ class Embedder:
                 arrival_s=arrival_s,
                 pooling=pooling,
                 key_id=caller.key_id,
+                is_batch=caller.is_batch,
             )
             for index, ids in enumerate(token_ids)
         )

@@ -348,6 +348,7 @@ class Frontend:
                 cache_salt=caller.tenant.salt,
                 arrival_s=arrival_s,
                 key_id=caller.key_id,
+                is_batch=caller.is_batch,
             )
             for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True))
             for copy in range(fields.n)

@@ -15,6 +15,7 @@ from app.config import AppConfig, LimitsConfig
 from app.deployments.ingress.adapter_activity import AdapterActivity
 from app.deployments.ingress.adapter_names import AdapterNames
 from app.deployments.ingress.assigner import Assigner
+from app.deployments.ingress.batches.runner import WRITE_S, AnswerLine, BatchRunner
 from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.dispatcher import Batcher, Dispatcher
 from app.deployments.ingress.embeddings import Embedder
@@ -28,12 +29,17 @@ from app.deployments.ingress.management_bodies import record_body
 from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.routing.router import Router, TextEmbedder
 from app.deployments.ingress.tenancy import Tenancy
+from app.deployments.ingress.tenants import Caller, batch_caller
 from app.deployments.ingress.unregistered import Unregistered
+from app.deployments.kept.client import KeptClient
+from app.deployments.kept.entries import Batch
 from app.deployments.links.transport import Transport
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
+from app.deployments.registry.entries import DEFAULT_TENANT
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
+from app.deployments.tenants.entries import PUBLIC
 from app.engine.request import Usage
 from app.release import version
 
@@ -74,6 +80,7 @@ class Parts(NamedTuple):
     registry: RegistryView
     tenancy: Tenancy
     store: StoreClient
+    kept: KeptClient
     placer: Placer
     policy: PlacementPolicy
     loads: Loads
@@ -127,6 +134,27 @@ class IngressService:
         self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy.admit, parts.clock)
         self.management = Management(parts.store, parts.replicas, parts.placer)
         self.activity = AdapterActivity(parts.tenancy.owner)
+        self.kept, self.kept_config = parts.kept, config.kept
+        self._batches: BatchRunner | None = None
+
+    def batch_runner(self, answer: AnswerLine, holder: str, write_s: float = WRITE_S) -> BatchRunner:
+        """Works on batches here from now on, once `run`; `answer` computes one request. `holder`: this process."""
+        self._batches = BatchRunner(
+            self.kept, answer, self._caller_of, holder, self._config, self.tenancy.clock, write_s
+        )
+        return self._batches
+
+    def wake_batches(self) -> None:
+        """There is a new batch."""
+        if self._batches is not None:
+            self._batches.wake()
+
+    def _caller_of(self, batch: Batch) -> Caller | None:
+        """Whose a batch's requests are; None once its project is archived."""
+        tenant = PUBLIC if batch.tenant_id == DEFAULT_TENANT else self.tenancy.view.tenant(batch.tenant_id)
+        if tenant is None or tenant.archived_s is not None:
+            return None
+        return batch_caller(tenant, batch.key_id, batch.id)
 
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """Take new limits without a restart: those that differ from the configuration's. Raises ValueError."""
@@ -186,6 +214,8 @@ class IngressService:
 
     async def close(self) -> None:
         """End what goes on in the background; streams that are still open are left to their callers."""
+        if self._batches is not None:
+            await self._batches.close()
         asking = (self.management, self._router, self._unregistered, self._first_reads, self._names)
         for part in (*asking, self._assigner, self._links, self.activity, self.tenancy):
             await part.close()

@@ -11,6 +11,7 @@ import logging
 import math
 from typing import Any, NamedTuple
 
+from app.deployments.kept.entries import KeptQuotaReached
 from app.deployments.tenants.limits import AdapterQuotaReached, LimitReached, SpendReached
 from app.engine import errors
 
@@ -75,6 +76,7 @@ TABLE: dict[type[Exception], HttpError] = {
     NotAuthenticated: HttpError(401, "authentication_error", "invalid_management_token"),
     InvalidApiKey: HttpError(401, "invalid_request_error", "invalid_api_key"),
     WrongKey: HttpError(403, "insufficient_permissions", "insufficient_permissions"),
+    KeptQuotaReached: HttpError(403, "insufficient_quota", "kept_quota_reached"),
     AdapterQuotaReached: HttpError(403, "insufficient_quota", "adapter_quota_reached"),
     SpendReached: HttpError(429, "insufficient_quota", "insufficient_quota"),
     LimitReached: HttpError(429, "requests", "rate_limit_exceeded"),

@@ -27,7 +27,7 @@ class Caller(NamedTuple):
     """`who` is written into the audit.
 
     `kind`: open, without a key; project, with a project's; operator, who manages adapters with the management token;
-    admin, with an admin key, who manages adapters too, those of `tenant_id`.
+    admin, with an admin key, who manages adapters too, those of `tenant_id`. `is_batch`: nobody waits for the answer.
     """
 
     tenant_id: str
@@ -35,6 +35,7 @@ class Caller(NamedTuple):
     tenant: Tenant = PUBLIC
     key_id: str = ""
     kind: Literal["open", "project", "operator", "admin"] = "open"
+    is_batch: bool = False
 
     def owners(self, name: str) -> Iterator[str]:
         """The tenants among whose names this one is looked for, in order: its own, those shared with it, the public."""
@@ -117,6 +118,12 @@ def check_settings(caller: Caller, pinned: bool | None, traffic_weight: float | 
 def handle_caller() -> Caller:
     """Another Ray job, through the deployment's handle."""
     return Caller(DEFAULT_TENANT, "handle")
+
+
+def batch_caller(tenant: Tenant, key_id: str, batch_id: str) -> Caller:
+    """Whose the requests of a batch are."""
+    kind: Literal["open", "project"] = "open" if tenant.id == DEFAULT_TENANT else "project"
+    return Caller(tenant.id, f"{key_id or 'nobody'}, {batch_id}", tenant, key_id, kind, is_batch=True)
 
 
 def address_of(request: HTTPConnection) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from app.config import AppConfig, LogsConfig, registry_place
+from app.deployments.kept.service import KeptService
 from app.deployments.links.attendance import Attendance
 from app.deployments.links.gauges import repeat_gauges
 from app.deployments.links.ray_calls import Callee, NamedActor, leave
@@ -39,6 +40,7 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
 
     def __init__(self, config_json: str, logs_json: str) -> None:
         start_log(LogsConfig.model_validate_json(logs_json), "store")
+        from app.deployments.kept.books import KeptBooks
         from app.deployments.store.opening import OpenedStore  # heavy: only this process needs it
         from app.deployments.tenants.books import TenantBooks
         from app.deployments.tenants.metrics import AdapterGauges, TenantGauges
@@ -55,6 +57,7 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
             return Place(living.index(stores.id), len(living))
 
         self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay, place=place, adapters=adapters)
+        self._kept = KeptService(lambda: KeptBooks(parts.registry.database))
         self._attendance = Attendance(leave)
         self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))
         self._repeating: asyncio.Task[None] | None = None
@@ -62,6 +65,10 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
     async def tenants(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """A call of `TenantsService`, which lives here beside the registry and its database."""
         return await getattr(self._tenants, method)(*args, **options)
+
+    async def kept(self, method: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """A call of `KeptService`, which lives here beside the registry and its database."""
+        return await getattr(self._kept, method)(*args, **options)
 
     def _stay(self) -> None:
         self._attendance.here()
@@ -78,6 +85,18 @@ class TenantsCallee:
     async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
         """Raises what the method raises, and ActorAway while the actor is away."""
         answer: T = await self._actor.call(AdapterStoreActor.tenants, method.__name__, args, options)
+        return answer
+
+
+class KeptCallee:
+    """`KeptService` as it is called: through the actor that it lives in."""
+
+    def __init__(self, actor: Callee) -> None:
+        self._actor = actor
+
+    async def call(self, method: Callable[Concatenate[Any, P], Awaitable[T]], *args: P.args, **options: P.kwargs) -> T:
+        """Raises what the method raises, and ActorAway while the actor is away."""
+        answer: T = await self._actor.call(AdapterStoreActor.kept, method.__name__, args, options)
         return answer
 
 

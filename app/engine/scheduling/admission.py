@@ -6,6 +6,9 @@ turn to write) does not hold up the others. But once `MAX_BYPASSES` of them have
 order, or if it was preempted, it is urgent: rows are reserved for it, and while it waits for blocks nobody else is
 admitted. Everything running ends, so everything waiting starts; only adapters for which pinned ones leave no room are
 refused. The queue says whose turn it is; what runs next is the scheduler's choice.
+
+Batches' sequences, which come last, leave others room: they hold at most half of the places, and start while a quarter
+of the blocks is free. The first of them that has no blocks holds the others of its class up, so that it starts.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ MAX_URGENT = 4
 
 #: Sequences refused for want of blocks before a pass over the queue stops (each costs a cache lookup).
 MAX_BLOCK_REFUSALS = 32
+
+#: Beside others a batch's sequence starts only while this share of the blocks stays free.
+BATCH_FREE_SHARE = 1 / 4
 
 _NO_RANK = 1 << 62
 
@@ -88,39 +94,43 @@ class Admission:
         """Something arrived or something was given back: it is worth looking at the queue again."""
         self._is_open = True
 
-    def admit(self, max_sequences: int, max_tokens: int, num_running: int) -> Admitted:
+    def admit(self, max_sequences: int, max_tokens: int, num_running: int, max_batches: int = 0) -> Admitted:
         """Sequences in fair order.
 
-        At most `max_sequences`, and none beyond those that fill `max_tokens`. Writes are limited for the sake of those
-        that run: where nothing runs, all that have room start together.
+        At most `max_sequences`, of which `max_batches` may be batches', and none beyond those that fill `max_tokens`.
+        Writes are limited for the sake of those that run: where nothing runs, all that have room start together.
         """
         look = _Pass()
         if not self._is_open or max_sequences <= 0 or not len(self._queue):
             return look.result()
         self._is_open = False
-        num_tokens = num_block_refusals = 0
+        num_tokens = num_block_refusals = num_batches = 0
         for sequence in self._queue.candidates():
             if len(look.admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
                 break
+            is_batch = sequence.request.is_batch
+            if is_batch and num_batches == max_batches:
+                break  # all that follow are, too
             is_urgent = self._queue.is_urgent(sequence)
             if not sequence.has_memory and num_tokens + sequence.num_pending > max_tokens:
                 self._is_open = True  # it is computed whole, in the next step
                 break
-            if look.passed_first is None and not is_urgent:
+            if look.passed_first is None and not is_urgent and not is_batch:
                 look.passed_first = sequence  # unless it is admitted below
             if self._is_refused(sequence, look):
                 continue
             found = self._find_prefix(sequence)
             if not self._blocks_suffice(sequence, found, num_running + len(look.admitted)):
                 num_block_refusals += 1
-                if is_urgent or num_block_refusals == MAX_BLOCK_REFUSALS:
+                if is_urgent or is_batch or num_block_refusals == MAX_BLOCK_REFUSALS:
                     break
                 continue
             if not self._place_adapter(sequence, look, is_urgent=is_urgent, is_limited=num_running > 0):
                 continue
             self._start(sequence, found)
             look.admit(sequence)
+            num_batches += is_batch
             num_tokens += sequence.num_pending
         for sequence in look.admitted:
             self._queue.remove(sequence)
@@ -205,6 +215,8 @@ class Admission:
         if not sequence.has_memory:
             return True
         num_new = sequence.num_blocks_for(sequence.num_tokens) - len(found)
+        if sequence.request.is_batch and num_running:
+            num_new += int(BATCH_FREE_SHARE * self._blocks.num_blocks)
         return self._blocks.num_free_without(found) >= num_new + num_running
 
     def _start(self, sequence: Sequence, found: list[int]) -> None:

@@ -8,6 +8,9 @@ their weighted service differs by at most twice the larger of one longest prompt
 adapter's load, and the price of everything running at once, with what it holds. A sequence marked as urgent (it was
 preempted, or could not be placed while others passed it) is offered first. What fits, and when, is
 for admission to decide.
+
+There are two classes, each with counters of its own: batches' sequences, for which nobody waits, are offered after all
+others. The bound holds within a class.
 """
 
 from __future__ import annotations
@@ -41,66 +44,46 @@ class _Tenant:
         self.queue: dict[str, Sequence] = {}  # by request id, in arrival order
 
 
-class FairQueue:
-    """Waiting sequences of all tenants."""
+class _Class:
+    """The tenants of one class, and what of them waits."""
+
+    __slots__ = ("last_left", "num_waiting", "tenants", "urgent", "waiting_tenants")
 
     def __init__(self) -> None:
-        self._tenants: dict[str, _Tenant] = {}
-        self._urgent: dict[str, Sequence] = {}
-        self._num_waiting = 0
-        self._waiting_tenants: set[str] = set()
-        self._last_left = 0.0  # counter of the tenant that emptied the queue
+        self.tenants: dict[str, _Tenant] = {}
+        self.urgent: dict[str, Sequence] = {}
+        self.num_waiting = 0
+        self.waiting_tenants: set[str] = set()
+        self.last_left = 0.0  # counter of the tenant that emptied the class
 
-    def __len__(self) -> int:
-        return self._num_waiting
-
-    def push(self, sequence: Sequence) -> None:
-        """Queue a new arrival behind its tenant's others."""
-        self._enter(sequence).queue[sequence.request_id] = sequence
-
-    def push_preempted(self, sequence: Sequence) -> None:
-        """Queue a sequence that had to give its blocks back first in line: its stream has stopped."""
-        self._enter(sequence)
-        self._urgent = {sequence.request_id: sequence, **self._urgent}
+    def enter(self, sequence: Sequence) -> _Tenant:
+        tenant = self.tenants.get(sequence.tenant_id)
+        if tenant is None:
+            tenant = self.tenants[sequence.tenant_id] = _Tenant()
+        if tenant.num_waiting == 0:
+            waiting = [self.tenants[other].counter for other in self.waiting_tenants]
+            tenant.counter = max(tenant.counter, min(waiting) if waiting else self.last_left)
+            self.waiting_tenants.add(sequence.tenant_id)
+        tenant.num_waiting += 1
+        self.num_waiting += 1
+        return tenant
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that was admitted or aborted."""
-        tenant = self._tenants[sequence.tenant_id]
-        if self._urgent.pop(sequence.request_id, None) is None:
+        tenant = self.tenants[sequence.tenant_id]
+        if self.urgent.pop(sequence.request_id, None) is None:
             del tenant.queue[sequence.request_id]
         tenant.num_waiting -= 1
         if not tenant.num_waiting:
-            self._waiting_tenants.discard(sequence.tenant_id)
-        self._num_waiting -= 1
-        if self._num_waiting == 0:
-            self._last_left = tenant.counter
-
-    def waiting_tenants(self) -> Set[str]:
-        """Tenants with a waiting sequence, as a live view."""
-        return self._waiting_tenants
-
-    def mark_urgent(self, sequence: Sequence) -> None:
-        """Offer this sequence before all others from now on, in the order of marking."""
-        if sequence.request_id not in self._urgent:
-            del self._tenants[sequence.tenant_id].queue[sequence.request_id]
-            self._urgent[sequence.request_id] = sequence
-
-    def is_urgent(self, sequence: Sequence) -> bool:
-        return sequence.request_id in self._urgent
-
-    @property
-    def num_urgent(self) -> int:
-        return len(self._urgent)
+            self.waiting_tenants.discard(sequence.tenant_id)
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            self.last_left = tenant.counter
 
     def candidates(self) -> Iterator[Sequence]:
-        """All waiting sequences in the order they should be tried. The queue must not change meanwhile.
-
-        Each one offered counts as if it were admitted, so one tenant's backlog does not hide the others.
-        """
-        yield from self._urgent.values()
+        yield from self.urgent.values()
         heap = [
             (tenant.counter, index, iter(tenant.queue.values()))
-            for index, tenant in enumerate(self._tenants.values())
+            for index, tenant in enumerate(self.tenants.values())
             if tenant.queue
         ]
         heapq.heapify(heap)
@@ -114,6 +97,65 @@ class FairQueue:
             cost = INPUT_PRICE * sequence.num_pending / sequence.request.weight
             heapq.heapreplace(heap, (counter + cost, index, queue))
 
+    def forget_absent(self, present: set[str]) -> None:
+        if len(self.tenants) <= MAX_ABSENT_TENANTS:
+            return
+        absent = [t for t, tenant in self.tenants.items() if tenant.num_waiting == 0 and t not in present]
+        if len(absent) > MAX_ABSENT_TENANTS:
+            absent.sort(key=lambda tenant_id: self.tenants[tenant_id].counter)
+            for tenant_id in absent[: len(absent) // 2]:
+                del self.tenants[tenant_id]
+
+
+class FairQueue:
+    """Waiting sequences of all tenants."""
+
+    def __init__(self) -> None:
+        self._awaited, self._batches = _Class(), _Class()
+
+    def __len__(self) -> int:
+        return self._awaited.num_waiting + self._batches.num_waiting
+
+    def push(self, sequence: Sequence) -> None:
+        """Queue a new arrival behind its tenant's others."""
+        self._class(sequence).enter(sequence).queue[sequence.request_id] = sequence
+
+    def push_preempted(self, sequence: Sequence) -> None:
+        """Queue a sequence that had to give its blocks back first of its class: its stream has stopped."""
+        mine = self._class(sequence)
+        mine.enter(sequence)
+        mine.urgent = {sequence.request_id: sequence, **mine.urgent}
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that was admitted or aborted."""
+        self._class(sequence).remove(sequence)
+
+    def waiting_tenants(self) -> Set[str]:
+        """Tenants with a waiting sequence that is no batch's, as a live view."""
+        return self._awaited.waiting_tenants
+
+    def mark_urgent(self, sequence: Sequence) -> None:
+        """Offer this sequence before all others from now on, in the order of marking. Not for batches'."""
+        if sequence.request_id not in self._awaited.urgent:
+            del self._awaited.tenants[sequence.tenant_id].queue[sequence.request_id]
+            self._awaited.urgent[sequence.request_id] = sequence
+
+    def is_urgent(self, sequence: Sequence) -> bool:
+        """Whether it is offered before all others; a batch's never is."""
+        return sequence.request_id in self._awaited.urgent
+
+    @property
+    def num_urgent(self) -> int:
+        return len(self._awaited.urgent)
+
+    def candidates(self) -> Iterator[Sequence]:
+        """All waiting sequences in the order they should be tried. The queue must not change meanwhile.
+
+        Each one offered counts as if it were admitted, so one tenant's backlog does not hide the others.
+        """
+        yield from self._awaited.candidates()
+        yield from self._batches.candidates()
+
     def charge_token(self, sequence: Sequence) -> None:
         """Count a generated token, and what the sequence held for it, against its tenant."""
         held = HELD_BLOCK_PRICE * sequence.num_blocks + HELD_ROW_PRICE * sequence.rank
@@ -121,36 +163,22 @@ class FairQueue:
 
     def charge(self, sequence: Sequence, price: float) -> None:
         """Count served work, in prompt tokens, against the sequence's tenant."""
-        self._tenants[sequence.tenant_id].counter += price / sequence.request.weight
+        self._class(sequence).tenants[sequence.tenant_id].counter += price / sequence.request.weight
 
     def gap(self) -> float:
         """How far the counters of tenants that wait are apart: what the bound is about, as of now."""
-        tenants = self._tenants.copy()
-        counters = [tenants[name].counter for name in self._waiting_tenants.copy() if name in tenants]
+        tenants = self._awaited.tenants.copy()
+        counters = [tenants[name].counter for name in self._awaited.waiting_tenants.copy() if name in tenants]
         return max(counters) - min(counters) if counters else 0.0
 
     def counters(self) -> dict[str, float]:
-        """Virtual counter per known tenant."""
-        return {tenant_id: tenant.counter for tenant_id, tenant in self._tenants.copy().items()}
+        """Virtual counter per known tenant, batches aside."""
+        return {tenant_id: tenant.counter for tenant_id, tenant in self._awaited.tenants.copy().items()}
 
     def forget_absent(self, present: set[str]) -> None:
         """Drop the lowest counters of tenants with nothing here, if there are too many."""
-        if len(self._tenants) <= MAX_ABSENT_TENANTS:
-            return
-        absent = [t for t, tenant in self._tenants.items() if tenant.num_waiting == 0 and t not in present]
-        if len(absent) > MAX_ABSENT_TENANTS:
-            absent.sort(key=lambda tenant_id: self._tenants[tenant_id].counter)
-            for tenant_id in absent[: len(absent) // 2]:
-                del self._tenants[tenant_id]
+        self._awaited.forget_absent(present)
+        self._batches.forget_absent(present)
 
-    def _enter(self, sequence: Sequence) -> _Tenant:
-        tenant = self._tenants.get(sequence.tenant_id)
-        if tenant is None:
-            tenant = self._tenants[sequence.tenant_id] = _Tenant()
-        if tenant.num_waiting == 0:
-            waiting = [self._tenants[other].counter for other in self._waiting_tenants]
-            tenant.counter = max(tenant.counter, min(waiting) if waiting else self._last_left)
-            self._waiting_tenants.add(sequence.tenant_id)
-        tenant.num_waiting += 1
-        self._num_waiting += 1
-        return tenant
+    def _class(self, sequence: Sequence) -> _Class:
+        return self._batches if sequence.request.is_batch else self._awaited

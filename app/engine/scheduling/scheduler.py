@@ -3,8 +3,8 @@
 In: sequences to run or to end, and each step's output. Out: a `Schedule` per step and the chunks it
 produced. Every running sequence that decodes gets its token first; the rest of the token budget, no more than the pace
 of prefill allows beside them, is shared by prefill chunks and newly admitted sequences. When blocks run out the
-youngest gives all of its own back and is computed again later (preemption by recompute): the oldest
-always finishes, so everyone does. Arrays are the batch builder's, memory is the pools'.
+youngest gives all of its own back and is computed again later (preemption by recompute), a batch's before others: the
+oldest always finishes, so everyone does. Arrays are the batch builder's, memory is the pools'.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class Scheduler:
                 prefills.append(sequence)
                 continue
             if sequence.num_computed == sequence.num_blocks * block_size and not self._grow(sequence, preempted):
+                index -= 1  # it is not among them any more
                 continue
             items.append((sequence, 1))
         budget = self._pace.max_tokens(len(items), self._max_tokens - len(items))
@@ -130,7 +131,9 @@ class Scheduler:
         refusals: list[Refusal] = []
         if budget > 0 and not preempted:
             room = self._max_sequences - len(self._running)
-            admitted, writes, refusals = self._admission.admit(room, budget, len(self._running))
+            num_batches = sum(sequence.request.is_batch for sequence in self._running)
+            batch_room = max(1, self._max_sequences // 2) - num_batches
+            admitted, writes, refusals = self._admission.admit(room, budget, len(self._running), max(0, batch_room))
             for sequence in admitted:
                 count = min(sequence.num_pending, budget)
                 items.append((sequence, count))
@@ -238,18 +241,28 @@ class Scheduler:
         return verified.token_ids
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """One more block, from the free ones or from the youngest; False if it had to give way itself."""
+        """One more block, from the free ones or from others behind it; False if it had to give way itself."""
         while True:
             blocks = self._blocks.allocate(1)
             if blocks is not None:
                 sequence.count_held(self._meter.now_s)
                 sequence.add_blocks(blocks)
                 return True
-            victim = self._running.pop()
+            victim = self._youngest(sequence)
+            self._running.remove(victim)
             self._preempt(victim)
             preempted.append(victim)
             if victim is sequence:
                 return False
+
+    def _youngest(self, sequence: Sequence) -> Sequence:
+        """Of those that are not planned yet, `sequence` the first of them: the last batch's, or else the last."""
+        for other in reversed(self._running):
+            if other.request.is_batch:
+                return other
+            if other is sequence:
+                break
+        return self._running[-1]
 
     def _preempt(self, sequence: Sequence) -> None:
         self._give_back(sequence)

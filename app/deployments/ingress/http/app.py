@@ -26,9 +26,12 @@ from app.deployments.ingress.http.about_routes import AboutService, add_about_ro
 from app.deployments.ingress.http.admin_routes import admin_router
 from app.deployments.ingress.http.agent_routes import add_agent_routes
 from app.deployments.ingress.http.answers import AnswerFormat, TokenOffsets
+from app.deployments.ingress.http.batch_routes import KeepingService, add_batch_routes
 from app.deployments.ingress.http.bodies import MAX_PAGE, PageQuery, page_body, page_query, read_json
 from app.deployments.ingress.http.door import Door, Gate
 from app.deployments.ingress.http.event_stream import EventStream, sse
+from app.deployments.ingress.http.file_routes import add_file_routes
+from app.deployments.ingress.http.formats import answer_format
 from app.deployments.ingress.http.guard import DoorRules, Guard
 from app.deployments.ingress.http.management_routes import ManagedService, add_management_routes
 from app.deployments.ingress.http.messages_answers import error_body
@@ -49,7 +52,6 @@ from app.deployments.ingress.schema import (
 from app.deployments.ingress.status import error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
-from app.deployments.ingress.token_answers import token_answers
 from app.deployments.registry.entries import AliasEntry
 from app.deployments.registry.view import Entry
 from app.deployments.tenants.limits import LimitReached
@@ -57,7 +59,7 @@ from app.engine.adapters.composing.composition import is_composition
 from app.engine.errors import InvalidRequest, NotFound, PolyloraError
 
 
-class HttpService(ManagedService, AboutService, Protocol):
+class HttpService(ManagedService, AboutService, KeepingService, Protocol):
     """What the routes need of the ingress."""
 
     @property
@@ -101,6 +103,8 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
     add_agent_routes(app, service)
     _add_embeddings_route(app, service)
     _add_choice_route(app, service)
+    add_file_routes(app, service)
+    add_batch_routes(app, service)
     management = APIRouter(dependencies=[Depends(rules.check_management)])
     add_management_routes(management, service)
     add_upload_route(management, service)
@@ -135,50 +139,30 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
         """Answer a conversation, whole or as a stream."""
         body = parse_body(ChatCompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         job = await service.frontend.chat(body, inference_caller(request), request_id_of(request))
-        return await _respond(request, service, body, job, want_logprobs=body.logprobs)
+        return await _respond(request, service, body, job)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue one text or several, whole or as a stream."""
         body = parse_body(CompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         job = await service.frontend.completion(body, inference_caller(request), request_id_of(request))
-        return await _respond(request, service, body, job, want_logprobs=body.logprobs is not None)
+        return await _respond(request, service, body, job)
 
 
 async def _respond(
-    request: Request,
-    service: HttpService,
-    body: ChatCompletionRequest | CompletionRequest,
-    job: Job,
-    *,
-    want_logprobs: bool,
+    request: Request, service: HttpService, body: ChatCompletionRequest | CompletionRequest, job: Job
 ) -> Response:
     request.state.job = job
     request.state.model = body.model[:160]
     route = "chat" if isinstance(body, ChatCompletionRequest) else "completions"
-    model = service.frontend.text_model
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    answer_format = AnswerFormat(
-        is_chat=route == "chat",
-        request_id=job.request_id,
-        created=int(job.requests[0].arrival_s),
-        model=body.model,
-        token_text=model.token_text,
-        token_bytes=model.token_bytes,
-        text_bytes=model.text_bytes,
-        want_logprobs=want_logprobs,
-        include_usage=include_usage,
-        tools=job.tools,
-        routing=None if job.decision is None else job.decision.body(),
-        ids=token_answers(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
-    )
+    form = answer_format(service.frontend.text_model, body, job)
     headers = adapter_header(job) | service.tenancy.headers(job.caller)
     if not body.stream:
         with counted_if_cancelled(service, route, job):
             answers = await while_connected(request, job.answers())
         service.observe(route, 200, job)
-        return JSONResponse(answer_format.body(answers, job.num_per_prompt), headers=headers)
-    events = _events(job, answer_format)
+        return JSONResponse(form.body(answers, job.num_per_prompt), headers=headers)
+    events = _events(job, form)
     with counted_if_cancelled(service, route, job):
         first = await while_connected(request, anext(events))
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
@@ -211,28 +195,28 @@ def _add_choice_route(app: FastAPI, service: HttpService) -> None:
         return JSONResponse({"object": "route"} | decision.body(), headers={ROUTE_HEADER: decision.header})
 
 
-async def _events(job: Job, answer_format: AnswerFormat) -> AsyncGenerator[bytes]:
-    offsets = [TokenOffsets(answer_format.text_bytes) for _ in job.requests]
-    started = [not answer_format.is_chat] * len(job.requests)
-    readers = [answer_format.reader(index) for index in range(len(job.requests))]
-    texts = [answer_format.text_event(index) for index in range(len(job.requests))]
+async def _events(job: Job, form: AnswerFormat) -> AsyncGenerator[bytes]:
+    offsets = [TokenOffsets(form.text_bytes) for _ in job.requests]
+    started = [not form.is_chat] * len(job.requests)
+    readers = [form.reader(index) for index in range(len(job.requests))]
+    texts = [form.text_event(index) for index in range(len(job.requests))]
     async with aclosing(job.deltas()) as deltas:
         async for index, delta in deltas:
             reader = readers[index]
             if reader is not None:
-                event = b"".join(map(sse, answer_format.tool_events(index, delta, offsets[index], reader)))
-            elif started[index] and delta.finish_reason is None and answer_format.is_plain:
+                event = b"".join(map(sse, form.tool_events(index, delta, offsets[index], reader)))
+            elif started[index] and delta.finish_reason is None and form.is_plain:
                 before, behind = texts[index]  # nearly every event: only its text is new
                 event = b"data: %b%b%b\n\n" % (before, to_json(delta.text), behind)
             else:
-                event = sse(answer_format.event(index, delta, offsets[index]))
+                event = sse(form.event(index, delta, offsets[index]))
             if not started[index]:
                 started[index] = True
-                event = sse(answer_format.role_event(index)) + event
+                event = sse(form.role_event(index)) + event
             if event:
                 yield event
-    if answer_format.include_usage:
-        yield sse(answer_format.usage_event(job.usages, job.num_per_prompt))
+    if form.include_usage:
+        yield sse(form.usage_event(job.usages, job.num_per_prompt))
 
 
 def _add_generate_route(app: FastAPI, service: HttpService) -> None:

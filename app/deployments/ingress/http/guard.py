@@ -36,6 +36,8 @@ from app.engine.errors import ConfigError, PolyloraError
 
 #: What a browser sends to another site without asking it first (Fetch standard, "CORS-safelisted").
 _FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+#: Where a file comes as a form, and changes nothing that is served. Browsers say where such a request is from (Origin).
+_UPLOAD_PATHS = ("/v1/files",)
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
@@ -96,7 +98,8 @@ class DoorRules:
         if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise CrossSite("requests of other sites' pages are refused")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind in _FORM_TYPES:
+        is_upload = kind == "multipart/form-data" and scope["path"].rstrip("/") in _UPLOAD_PATHS
+        if kind in _FORM_TYPES and not is_upload:
             raise UnknownContentType(
                 f"the body's Content-Type is {kind!r}; send Content-Type: application/json "
                 "(curl: --json in place of -d)"

@@ -1,0 +1,1 @@
+"""Batches as an ingress works on them."""

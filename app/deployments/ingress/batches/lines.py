@@ -1,0 +1,119 @@
+"""The lines of a batch's file: what clients send, and what they get back.
+
+In: the bytes of a JSONL file. Out: its requests, or what is wrong with which line; and lines of answers. Rule: a file
+is taken whole or not at all; what a request's body may say is left to its route.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from app.deployments.ingress.status import error_answer
+from app.deployments.kept.entries import LineAnswer
+
+#: Errors that are told of a file.
+MAX_ERRORS = 100
+_FIELDS = frozenset(("custom_id", "method", "url", "body"))
+#: For a line that was not answered in time.
+EXPIRED = ("batch_expired", "the batch expired before this request was answered")
+
+
+class Line(NamedTuple):
+    """`number` counts lines of the file from 0, empty ones included."""
+
+    number: int
+    custom_id: str
+    body: Mapping[str, Any]
+
+
+class FileError(NamedTuple):
+    """What is wrong with a file; `line` counts from 1, as editors do."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+def parsed(content: bytes, endpoint: str, max_lines: int, max_line_bytes: int) -> tuple[list[Line], list[FileError]]:
+    """All requests of a file, and what is wrong with it."""
+    lines: list[Line] = []
+    errors: list[FileError] = []
+    known: set[str] = set()
+    for number, text in enumerate(content.split(b"\n")):
+        if not text.strip():
+            continue
+        found = _line(number, text, endpoint, max_line_bytes)
+        if isinstance(found, Line) and found.custom_id in known:
+            found = FileError("duplicate_custom_id", f"custom_id {found.custom_id[:80]!r} is there twice", number + 1)
+        if isinstance(found, Line):
+            known.add(found.custom_id)
+            lines.append(found)
+        elif len(errors) < MAX_ERRORS:
+            errors.append(found)
+    if not lines and not errors:
+        errors.append(FileError("empty_file", "the file has no requests"))
+    if len(lines) > max_lines:
+        errors.append(
+            FileError("too_many_tasks", f"the file has {len(lines)} requests; kept.max_batch_lines is {max_lines}")
+        )
+    return lines, errors
+
+
+def _line(number: int, text: bytes, endpoint: str, max_bytes: int) -> Line | FileError:
+    def wrong(code: str, message: str, param: str | None = None) -> FileError:
+        return FileError(code, message, number + 1, param)
+
+    if len(text) > max_bytes:
+        return wrong("line_too_long", f"the line has {len(text)} bytes; limits.max_body_bytes is {max_bytes}")
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return wrong("invalid_json_line", "the line is not JSON")
+    if not isinstance(line, dict):
+        return wrong("invalid_request", 'the line is no object: {"custom_id", "method", "url", "body"}')
+    if unknown := sorted(line.keys() - _FIELDS):
+        return wrong("invalid_request", f"{unknown[0][:80]!r} is no field of a batch's request", unknown[0][:80])
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
+        return wrong("invalid_custom_id", "custom_id is a text of 1 to 512 characters", "custom_id")
+    if line.get("method") != "POST":
+        return wrong("invalid_method", "method is POST", "method")
+    if line.get("url") != endpoint:
+        return wrong("mismatched_endpoint", f"url is not the batch's endpoint {endpoint}", "url")
+    body = line.get("body")
+    if not isinstance(body, dict):
+        return wrong("invalid_request", "body is the request: an object", "body")
+    if body.get("stream"):
+        return wrong("invalid_request", "a batch's answers are not streamed; leave stream out", "body.stream")
+    return Line(number, custom_id, body)
+
+
+def answered(line: Line, request_id: str, body: Mapping[str, Any]) -> LineAnswer:
+    """A line of the output file."""
+    return _told(line, {"status_code": 200, "request_id": request_id, "body": body}, None)
+
+
+def failed(line: Line, request_id: str, error: Exception) -> LineAnswer:
+    """A line of the error file."""
+    answer = error_answer(error)
+    return _told(line, {"status_code": answer.status, "request_id": request_id, "body": answer.body}, None)
+
+
+def unanswered(line: Line, reason: tuple[str, str]) -> LineAnswer:
+    """A line of the error file for a request that was not computed: a code and words."""
+    return _told(line, None, {"code": reason[0], "message": reason[1]})
+
+
+def _told(line: Line, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> LineAnswer:
+    told = {
+        "id": f"batch_req_{secrets.token_hex(12)}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": error,
+    }
+    is_error = error is not None or (response is not None and response["status_code"] != 200)
+    return LineAnswer(line.number, is_error, json.dumps(told))  # ASCII: as many bytes as characters

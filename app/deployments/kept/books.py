@@ -1,0 +1,32 @@
+"""All that the database keeps for clients, opened.
+
+In: the registry's database. Out: the parts, which share it and nothing else, and the removal of what has expired.
+"""
+
+from __future__ import annotations
+
+from app.deployments.kept.batches import BatchBooks
+from app.deployments.kept.files import FileBooks
+from app.deployments.kept.responses import ResponseBooks
+from app.deployments.registry.database import Database
+
+#: A batch is told of for so long; its files live 30 days at most, after the day it may take.
+BATCH_LIFE_S = 45 * 86_400.0
+
+
+class KeptBooks:
+    """Calls may come from several threads; each is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.files = FileBooks(database)
+        self.batches = BatchBooks(database, self.files)
+        self.responses = ResponseBooks(database)
+
+    def sweep(self) -> None:
+        """Remove what has expired, some of it."""
+        with self._database.write() as connection:
+            for row in self.files.expired(connection):
+                self.files.forget(connection, row)
+            self.batches.forget_before(connection, self._database.clock() - BATCH_LIFE_S)
+            self.responses.forget_expired(connection)

@@ -1,0 +1,112 @@
+"""What is kept for clients, as it travels between processes: files, batches, responses.
+
+In: rows of the database. Out: frozen values for ingresses. Times are Unix seconds. Rule: whoever asks for one gives the
+tenant whose it is; another tenant's is NotFound, in the words for what was never there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from app.engine.errors import InvalidRequest, NotFound, PolyloraError
+from app.engine.message import message
+
+BatchStatus = Literal[
+    "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+]
+#: A batch that somebody works on, or has to.
+OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "cancelling")
+
+
+class KeptQuotaReached(PolyloraError):
+    """A tenant keeps as much here as it may. Waiting helps only once something of it expires."""
+
+
+class LeaseLost(PolyloraError):
+    """Another process works on the batch by now."""
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """`batch_id`: the batch that it is the output of, or, `is_error`, the lines that failed."""
+
+    id: str
+    filename: str
+    purpose: str
+    size_bytes: int
+    created_s: float
+    expires_s: float
+    batch_id: str | None = None
+    is_error: bool = False
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`began_s` and `ended_s`: when its first line could run, and when its last had. `key_id` pays for it."""
+
+    id: str
+    tenant_id: str
+    key_id: str
+    endpoint: str
+    input_file_id: str
+    status: BatchStatus
+    created_s: float
+    expires_s: float
+    began_s: float | None = None
+    cancelling_s: float | None = None
+    ended_s: float | None = None
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    note: str = "{}"
+    errors: str = "[]"
+
+
+@message
+class LineAnswer(NamedTuple):
+    """A line of a batch's output, JSON; or, `is_error`, of its error file."""
+
+    number: int
+    is_error: bool
+    line: str
+
+
+@message
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """`items` is the conversation that it answers, `body` the response; both JSON."""
+
+    id: str
+    items: str
+    body: str
+
+
+@message
+class FilePage(NamedTuple):
+    """Newest or oldest first."""
+
+    files: tuple[KeptFile, ...]
+    has_more: bool
+
+
+@message
+class BatchPage(NamedTuple):
+    """Newest first."""
+
+    batches: tuple[Batch, ...]
+    has_more: bool
+
+
+def absent(what: str, id_: str) -> NotFound:
+    """For one that is not there, and for another tenant's."""
+    return NotFound(f"there is no {what} {id_[:80]!r}")
+
+
+def no_purpose(purpose: str) -> InvalidRequest:
+    """For files that nothing here is done with."""
+    return InvalidRequest(f"purpose is {purpose[:40]!r}; files are for batches here: purpose batch", param="purpose")

@@ -1,0 +1,148 @@
+"""All that is asked of what is kept for clients: one class without Ray, beside the registry's in the store's process.
+
+In: the calls of ingresses, one method each; `client.KeptClient` has the same methods with the same signatures. Out:
+files, batches, responses. Rule: nothing is held here: what a call has changed is in the database when it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from app.deployments.kept.entries import (
+    Batch,
+    BatchPage,
+    BatchStatus,
+    FilePage,
+    KeptFile,
+    KeptResponse,
+    LineAnswer,
+)
+
+if TYPE_CHECKING:  # a database: a process that only calls starts without
+    from app.deployments.kept.books import KeptBooks
+
+#: How often what has expired is removed.
+SWEEP_INTERVAL_S = 300.0
+
+
+class KeptService:
+    """`books` is made by the first call; `clock` gives seconds that never go back."""
+
+    def __init__(self, books: Callable[[], KeptBooks], clock: Callable[[], float] = time.monotonic) -> None:
+        self._make = books
+        self._made: KeptBooks | None = None
+        self._clock = clock
+        self._swept_s = clock()
+
+    @property
+    def _books(self) -> KeptBooks:
+        self._made = self._made or self._make()
+        return self._made
+
+    # -- files ------------------------------------------------------------------------------------
+
+    async def begin_file(
+        self, filename: str, purpose: str, size_bytes: int, *, tenant_id: str, life_s: float, max_bytes: int
+    ) -> KeptFile:
+        return await asyncio.to_thread(
+            self._books.files.begin, tenant_id, filename, purpose, size_bytes, life_s, max_bytes
+        )
+
+    async def add_part(self, file_id: str, number: int, content: bytes) -> None:
+        await asyncio.to_thread(self._books.files.add_part, file_id, number, content)
+
+    async def end_file(self, file_id: str, num_parts: int, *, tenant_id: str) -> None:
+        await asyncio.to_thread(self._books.files.end, file_id, num_parts, tenant_id=tenant_id)
+
+    async def file(self, file_id: str, *, tenant_id: str) -> KeptFile:
+        return await asyncio.to_thread(self._books.files.get, file_id, tenant_id=tenant_id)
+
+    async def file_page(
+        self, *, tenant_id: str, limit: int, after: str | None, purpose: str | None, newest: bool
+    ) -> FilePage:
+        return await asyncio.to_thread(
+            self._books.files.page, tenant_id=tenant_id, limit=limit, after=after, purpose=purpose, newest=newest
+        )
+
+    async def delete_file(self, file_id: str, *, tenant_id: str) -> None:
+        await asyncio.to_thread(self._books.files.delete, file_id, tenant_id=tenant_id)
+
+    async def file_part(self, file_id: str, number: int, *, tenant_id: str) -> bytes | None:
+        return await asyncio.to_thread(self._books.files.part, file_id, number, tenant_id=tenant_id)
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    async def create_batch(
+        self,
+        endpoint: str,
+        input_file_id: str,
+        *,
+        tenant_id: str,
+        key_id: str,
+        window_s: float,
+        output_life_s: float,
+        note: str,
+        max_open: int,
+    ) -> Batch:
+        return await asyncio.to_thread(
+            lambda: self._books.batches.create(
+                endpoint,
+                input_file_id,
+                tenant_id=tenant_id,
+                key_id=key_id,
+                window_s=window_s,
+                output_life_s=output_life_s,
+                note=note,
+                max_open=max_open,
+            )
+        )
+
+    async def batch(self, batch_id: str, *, tenant_id: str) -> Batch:
+        return await asyncio.to_thread(self._books.batches.get, batch_id, tenant_id=tenant_id)
+
+    async def batch_page(self, *, tenant_id: str, limit: int, after: str | None) -> BatchPage:
+        return await asyncio.to_thread(self._books.batches.page, tenant_id=tenant_id, limit=limit, after=after)
+
+    async def cancel_batch(self, batch_id: str, *, tenant_id: str) -> Batch:
+        return await asyncio.to_thread(self._books.batches.cancel, batch_id, tenant_id=tenant_id)
+
+    async def claim(self, holder: str) -> Batch | None:
+        if self._clock() - self._swept_s >= SWEEP_INTERVAL_S:
+            self._swept_s = self._clock()
+            await asyncio.to_thread(self._books.sweep)
+        return await asyncio.to_thread(self._books.batches.claim, holder)
+
+    async def begin_batch(self, batch_id: str, holder: str, num_lines: int) -> Batch:
+        return await asyncio.to_thread(self._books.batches.begin, batch_id, holder, num_lines)
+
+    async def answered(self, batch_id: str) -> list[int]:
+        return await asyncio.to_thread(self._books.batches.answered, batch_id)
+
+    async def answer(self, batch_id: str, holder: str, lines: Sequence[LineAnswer]) -> Batch:
+        return await asyncio.to_thread(self._books.batches.answer, batch_id, holder, lines)
+
+    async def finish(self, batch_id: str, holder: str, status: BatchStatus, errors: str = "[]") -> Batch:
+        return await asyncio.to_thread(self._books.batches.finish, batch_id, holder, status, errors)
+
+    async def release(self, holder: str) -> None:
+        await asyncio.to_thread(self._books.batches.release, holder)
+
+    # -- responses --------------------------------------------------------------------------------
+
+    async def keep_response(
+        self, response: KeptResponse, *, tenant_id: str, life_s: float, max_count: int, max_bytes: int
+    ) -> None:
+        await asyncio.to_thread(
+            lambda: self._books.responses.keep(
+                response, tenant_id=tenant_id, life_s=life_s, max_count=max_count, max_bytes=max_bytes
+            )
+        )
+
+    async def response(self, response_id: str, *, tenant_id: str) -> KeptResponse:
+        return await asyncio.to_thread(self._books.responses.get, response_id, tenant_id=tenant_id)
+
+    async def delete_response(self, response_id: str, *, tenant_id: str) -> None:
+        await asyncio.to_thread(self._books.responses.delete, response_id, tenant_id=tenant_id)
