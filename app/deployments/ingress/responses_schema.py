@@ -1,13 +1,13 @@
-"""OpenAI's Responses API without what it keeps: its bodies, as conversations of ours.
+"""OpenAI's Responses API: its bodies, as conversations of ours.
 
-In: a decoded body of /v1/responses. Out: a `ChatCompletionRequest` that means the same. Rule: nothing is stored, so
-what refers to something stored (`previous_response_id`, `background`) is refused by name; clients send
-the conversation.
+In: a decoded body of /v1/responses. Out: a `ChatCompletionRequest` that means the same. Rule: what a request refers to
+(`previous_response_id`) is put before its own input by whoever keeps it; `background` is refused by name.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -143,7 +143,8 @@ class ResponsesRequest(InputTokensRequest):
     stream: bool = False
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     user: str | None = None
-    store: bool = False  # inert: nothing is stored
+    store: bool | None = None  # None: as the service's settings say
+    previous_response_id: str | None = Field(default=None, max_length=128)
     metadata: dict[str, str] | None = None  # inert, and told again
     service_tier: str | None = None  # inert
     prompt_cache_key: str | None = None  # inert
@@ -160,6 +161,18 @@ class ResponsesRequest(InputTokensRequest):
             "stream": self.stream,
         }
         return parse_body(ChatCompletionRequest, fields | self._conversation())
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input as a list of items, as JSON has them."""
+        if isinstance(self.input, str):
+            text = {"type": "input_text", "text": self.input}
+            return [{"type": "message", "role": "user", "content": [text]}]
+        return [item.model_dump(mode="json", exclude_none=True) for item in self.input]
+
+    def after(self, items: Sequence[Mapping[str, Any]]) -> Self:
+        """The same request behind a conversation. Raises InvalidRequest."""
+        whole = parse_body(InputTokensRequest, {"model": self.model, "input": [*items, *self.items()]})
+        return self.model_copy(update={"input": whole.input})
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:

@@ -6,38 +6,29 @@ frontend, and is let in, limited, counted and metered as one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.blocks import finished
+from app.deployments.ingress.http.batch_routes import KeepingService
 from app.deployments.ingress.http.bodies import read_json
-from app.deployments.ingress.http.event_stream import EventStream
-from app.deployments.ingress.http.messages_answers import error_event, message_body, message_events
+from app.deployments.ingress.http.conversations import answered, begun, streamed
+from app.deployments.ingress.http.messages_answers import message_body, message_events
 from app.deployments.ingress.http.openapi import takes
-from app.deployments.ingress.http.request_log import request_id_of
-from app.deployments.ingress.http.responses_answers import response_body, response_events
-from app.deployments.ingress.http.running import (
-    RunningService,
-    adapter_header,
-    counted_if_cancelled,
-    while_connected,
-)
-from app.deployments.ingress.job import Job
+from app.deployments.ingress.http.response_routes import add_response_routes
+from app.deployments.ingress.http.running import RunningService, counted_if_cancelled, while_connected
 from app.deployments.ingress.messages_schema import CountTokensRequest, MessagesRequest
-from app.deployments.ingress.responses_schema import InputTokensRequest, ResponsesRequest
-from app.deployments.ingress.schema import ChatCompletionRequest, parse_body
+from app.deployments.ingress.schema import parse_body
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.ingress.tokenize_schema import DetokenizeRequest, TokenizeRequest
-from app.engine.errors import InvalidRequest
 
 
-def add_agent_routes(app: FastAPI, service: RunningService) -> None:
+def add_agent_routes(app: FastAPI, service: KeepingService) -> None:
     """Add them."""
     _add_messages(app, service)
-    _add_responses(app, service)
+    add_response_routes(app, service)
     _add_tokens(app, service)
 
 
@@ -46,12 +37,12 @@ def _add_messages(app: FastAPI, service: RunningService) -> None:
     async def messages(request: Request) -> Response:
         """Answer a conversation, as Anthropic does."""
         body = parse_body(MessagesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await _job(request, service, body.chat())
+        job = await begun(request, service, body.chat())
         if body.stream:
-            return await _stream(request, service, job, "messages", message_events(job, body.model))
+            return await streamed(request, service, job, "messages", message_events(job, body.model))
         with counted_if_cancelled(service, "messages", job):
             blocks, end = await while_connected(request, finished(job))
-        return _answer(service, job, "messages", message_body(job, body.model, blocks, end))
+        return answered(service, job, "messages", message_body(job, body.model, blocks, end))
 
     @app.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
@@ -60,27 +51,6 @@ def _add_messages(app: FastAPI, service: RunningService) -> None:
         chat = body.chat()
         token_ids = await service.frontend.conversation_ids(chat, inference_caller(request), chat.model)
         return JSONResponse({"input_tokens": len(token_ids)})
-
-
-def _add_responses(app: FastAPI, service: RunningService) -> None:
-    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
-    async def responses(request: Request) -> Response:
-        """Answer a conversation, as OpenAI's newer interface does, without keeping it."""
-        body = parse_body(ResponsesRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        job = await _job(request, service, body.chat())
-        if body.stream:
-            return await _stream(request, service, job, "responses", response_events(job, body))
-        with counted_if_cancelled(service, "responses", job):
-            blocks, end = await while_connected(request, finished(job))
-        return _answer(service, job, "responses", response_body(job, body, blocks, end))
-
-    @app.post("/v1/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
-    async def input_tokens(request: Request) -> Response:
-        """How many tokens the prompt of a response has."""
-        body = parse_body(InputTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
-        chat = body.chat()
-        token_ids = await service.frontend.conversation_ids(chat, inference_caller(request), chat.model, chat.lora_path)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
 
 def _add_tokens(app: FastAPI, service: RunningService) -> None:
@@ -110,37 +80,3 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
         await service.frontend.find_adapter(body.model, inference_caller(request))
         (token_ids,) = await service.frontend.prompt_ids([body.tokens], "tokens")
         return JSONResponse({"prompt": service.frontend.text_of(token_ids)})
-
-
-async def _job(request: Request, service: RunningService, chat: ChatCompletionRequest) -> Job:
-    """The job of a conversation. Raises what `Frontend.chat` does, with fields as this route's clients call them."""
-    try:
-        job = await service.frontend.chat(chat, inference_caller(request), request_id_of(request))
-    except InvalidRequest as error:
-        if request.url.path.endswith("/responses") and error.param is not None:
-            error.param = _RESPONSES_NAMES.get(error.param, error.param)
-        raise
-    request.state.job, request.state.model = job, chat.model[:160]
-    return job
-
-
-#: What /v1/responses calls fields of a chat completion.
-_RESPONSES_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
-}
-
-
-def _answer(service: RunningService, job: Job, route: str, body: dict[str, Any]) -> Response:
-    service.observe(route, 200, job)
-    return JSONResponse(body, headers=adapter_header(job) | service.tenancy.headers(job.caller))
-
-
-async def _stream(
-    request: Request, service: RunningService, job: Job, route: str, events: AsyncGenerator[bytes]
-) -> Response:
-    with counted_if_cancelled(service, route, job):
-        first = await while_connected(request, anext(events))
-    headers = adapter_header(job) | service.tenancy.headers(job.caller)
-    return EventStream(first, events, lambda status: service.observe(route, status, job), headers, b"", error_event)

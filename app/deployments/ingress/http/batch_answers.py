@@ -20,6 +20,7 @@ from app.deployments.ingress.responses_schema import ResponsesRequest
 from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, parse_body
 from app.deployments.ingress.status import error_answer
 from app.deployments.ingress.tenants import Caller
+from app.engine.errors import InvalidRequest
 
 #: A request that runs, and what waits for its answer.
 _Begun: TypeAlias = tuple[Job, Callable[[], Awaitable[dict[str, Any]]]]
@@ -83,6 +84,11 @@ class BatchAnswers:
         return job, told
 
     async def _response(self, body: ResponsesRequest, caller: Caller, request_id: str) -> _Begun:
+        for field in ("store", "previous_response_id"):
+            if getattr(body, field):
+                raise InvalidRequest(
+                    f"{field} is not for requests of a batch, whose answers are its output", param=field
+                )
         job = await self._service.frontend.chat(body.chat(), caller, request_id)
 
         async def told() -> dict[str, Any]:

@@ -6,9 +6,9 @@ In: what happens to an answer's blocks. Out: plain dictionaries, and events as b
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 from app.deployments.ingress.blocks import Block, Change, End, changes
 from app.deployments.ingress.http.messages_answers import named_event
@@ -16,15 +16,20 @@ from app.deployments.ingress.job import Job
 from app.deployments.ingress.responses_schema import ResponsesRequest
 from app.engine.request import Usage
 
+#: Takes a stored response as it is told, before its client hears of its end.
+Keep: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
 
-def response_body(job: Job, body: ResponsesRequest, blocks: Sequence[Block], end: End | None) -> dict[str, Any]:
-    """A response; without an end it is in progress."""
+
+def response_body(
+    job: Job, body: ResponsesRequest, blocks: Sequence[Block], end: End | None, stored_id: str | None = None
+) -> dict[str, Any]:
+    """A response; without an end it is in progress. `stored_id`: what it is stored as, if it is."""
     is_cut = end is not None and end.reason == "length"
     status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
     told = body.model_dump(mode="json", by_alias=True)
     same = ("model", "instructions", "max_output_tokens", "temperature", "top_p", "parallel_tool_calls", "tool_choice")
     return {name: told[name] for name in same} | {
-        "id": job.request_id,
+        "id": stored_id or job.request_id,
         "object": "response",
         "created_at": int(job.requests[0].arrival_s),
         "status": status,
@@ -33,9 +38,9 @@ def response_body(job: Job, body: ResponsesRequest, blocks: Sequence[Block], end
         "output": [
             _item(job, block, "incomplete" if is_cut and block is blocks[-1] else "completed") for block in blocks
         ],
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
-        "store": False,
+        "store": stored_id is not None,
         "text": {"format": {"type": "text"}} if told["text"] is None else told["text"],
         "tools": told["tools"] or [],
         "truncation": "disabled",
@@ -44,19 +49,23 @@ def response_body(job: Job, body: ResponsesRequest, blocks: Sequence[Block], end
     }
 
 
-async def response_events(job: Job, body: ResponsesRequest) -> AsyncGenerator[bytes]:
-    """The events of a stream."""
+async def response_events(
+    job: Job, body: ResponsesRequest, stored_id: str | None = None, keep: Keep | None = None
+) -> AsyncGenerator[bytes]:
+    """The events of a stream. `keep` stores the response."""
     blocks: list[Block] = []
     numbers, is_begun = itertools.count(), False
     async with aclosing(changes(job)) as source:
         async for change in source:
             begin = b""
             if not is_begun:
-                is_begun, started = True, response_body(job, body, [], None)
+                is_begun, started = True, response_body(job, body, [], None, stored_id)
                 for kind in ("response.created", "response.in_progress"):
                     begin += _event(numbers, kind, response=started)
             if isinstance(change, End):
-                ended = response_body(job, body, blocks, change)
+                ended = response_body(job, body, blocks, change, stored_id)
+                if keep is not None:
+                    await keep(ended)
                 yield begin + _event(numbers, f"response.{ended['status']}", response=ended)
             else:
                 if change.what == "open":

@@ -176,8 +176,8 @@ async def test_streamed_responses_come_together(gpt: openai.AsyncOpenAI, fields:
     assert "".join(deltas) == (item.arguments if item.type == "function_call" else whole.output_text)
 
 
-@pytest.mark.parametrize("field", ["previous_response_id", "background", "reasoning"])
-async def test_what_would_have_to_be_kept_is_refused_by_name(gpt: openai.AsyncOpenAI, field: str) -> None:
+@pytest.mark.parametrize("field", ["conversation", "background", "reasoning"])
+async def test_what_is_not_here_is_refused_by_name(gpt: openai.AsyncOpenAI, field: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await gpt.responses.create(**GPT, extra_body={field: "x"})
     assert caught.value.param == field
