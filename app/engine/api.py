@@ -14,7 +14,6 @@ import contextlib
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,13 +28,12 @@ from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.text import AdapterText
 from app.engine.config import EngineConfig
-from app.engine.engine import Engine
 from app.engine.errors import InvalidRequest, QueueFull
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.template_process import TemplateProcess
 from app.engine.models.tokenizer import load_tokenizer
-from app.engine.open import load_backend, load_vocabulary, served_features
+from app.engine.open import new_engine, served_features
 from app.engine.request import (
     FinishReason,
     GenerateRequest,
@@ -75,8 +73,7 @@ class LLM:
         checkpoint = load_checkpoint(resolve_model(str(model), progress=progress))
         self.spec = checkpoint.spec
         self.tokenizer = load_tokenizer(checkpoint.tokenizer_source)
-        grammars = None if checkpoint.spec.encoder is not None else partial(load_vocabulary, checkpoint)
-        self._engine = Engine(load_backend(checkpoint, config), config, grammars=grammars)
+        self._engine = new_engine(checkpoint, config)
         self._base_copies = BaseCopies(checkpoint, served_features(config))
         self._served = served_features(config)
         self._texts, self._templates = OwnTexts(lambda: self.tokenizer), TemplateProcess()

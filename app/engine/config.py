@@ -165,6 +165,12 @@ class EngineConfig(BaseModel):
         description="Who leaves the rank rows: lru, lfu or cost (fewest bytes to write again per row held, by use).",
     )
     max_adapter_slots: int = Field(256, ge=1, description="Adapters resident at once, the base included.")
+    merged_adapter: str = Field(
+        "",
+        description="Path of an adapter (PEFT folder or card) to merge into the weights when an engine starts: it "
+        "serves this adapter and refuses everything else, the base included. For a service of one adapter; whether it "
+        "pays is in docs/performance.md.",
+    )
     max_batch_tokens: int = Field(256, ge=8, description="Tokens computed per step: decode tokens plus prefill chunks.")
     prefill_step_ms: int = Field(
         100,

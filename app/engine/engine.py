@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.batch import ForwardOutput
 from app.engine.batch_builder import BatchBuilder
 from app.engine.config import EngineConfig
 from app.engine.errors import (
+    AdapterMergedAway,
     AdapterMismatch,
     AdapterWriteFailed,
     ConfigError,
@@ -44,7 +45,7 @@ from app.engine.scheduling.prefill import PrefillPace
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.speculation.speculator import Speculator
-from app.engine.stats import EngineStats, Meter
+from app.engine.stats import EngineStats, Meter, ResidentAdapter
 from app.engine.structured.compiler import GrammarCompiler, Grammars
 
 
@@ -94,8 +95,10 @@ class Engine:
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
         grammars: Callable[[], Grammars] | None = None,
+        merged: AdapterCard | None = None,
     ) -> None:
-        """`grammars` loads what answers with a grammar need; without it they are refused."""
+        """`grammars` loads what answers with a grammar need; without it they are refused. `merged`: the adapter that
+        the backend's weights hold, and that alone is served; its requests are computed as the base's."""
         self._backend = backend
         self.spec = backend.spec
         limits = backend.limits
@@ -143,6 +146,7 @@ class Engine:
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
         self._orders = AdapterOrders(self._adapters)
         self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
+        self.merged = merged
         self._failure: EngineFailure | None = None
         self._plan: Schedule | None = None  # of the present step, or of the last one
 
@@ -163,6 +167,8 @@ class Engine:
         if request.sampling.grammar and self._compiler is None:
             raise UnsupportedField("this engine knows no grammars", param="structured_outputs")
         self._check_adapter(request, adapter)
+        if self.merged is not None:
+            adapter = None  # it is in the weights
         num_waiting = len(self._live_ids) - self._scheduler.num_running
         if num_waiting >= self._max_waiting and not request.resume_token_ids:
             raise QueueFull(
@@ -209,8 +215,11 @@ class Engine:
         EngineFailure, or what writing met.
         """
         self._check_fits(adapter, ref.name)
-        self._backend.prepare_adapter(adapter)
         resident: Future[int] = Future()
+        if self.merged is not None:
+            resident.set_result(0)
+            return resident
+        self._backend.prepare_adapter(adapter)
         self._order(Bring(adapter, ref, resident))
         return resident
 
@@ -258,7 +267,7 @@ class Engine:
             num_blocks_cached=blocks.num_cached,
             num_rank_rows=adapters.num_rows,
             num_rank_rows_free=adapters.num_rows_free,
-            residents=adapters.residents(),
+            residents=adapters.residents() + self._merged_resident(),
             num_steps=meter.num_steps,
             num_tokens_computed=meter.num_tokens_computed,
             num_tokens_generated=meter.num_tokens_generated,
@@ -281,6 +290,11 @@ class Engine:
             num_guessed=meter.num_guessed,
             num_guessed_right=meter.num_guessed_right,
         )
+
+    def _merged_resident(self) -> tuple[ResidentAdapter, ...]:
+        """What is merged is here for good: whoever places requests finds it, without rows."""
+        card = self.merged
+        return () if card is None else (ResidentAdapter(card.digest, card.max_rank, 0, 0, 0),)
 
     # -- the engine's thread ------------------------------------------------------------------
 
@@ -402,6 +416,9 @@ class Engine:
                     refuse(message, failure)
 
     def _check_adapter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
+        if self.merged is not None:
+            self._check_merged(request.adapter)
+            return
         if request.adapter is None and adapter is None:
             return
         if request.adapter is None or adapter is None or request.adapter.digest != adapter.card.digest:
@@ -412,7 +429,19 @@ class Engine:
             )
         self._check_fits(adapter, request.adapter.name)
 
+    def _check_merged(self, ref: AdapterRef | None) -> None:
+        merged = self.merged
+        if merged is not None and (ref is None or ref.digest != merged.digest):
+            asked = "the base" if ref is None else f"adapter {ref.name!r}"
+            raise AdapterMergedAway(
+                f"{asked} was asked for, but engine.merged_adapter has merged the adapter with digest "
+                f"{merged.digest[:12]}… into its weights and serves nothing else; ask a service without it"
+            )
+
     def _check_fits(self, adapter: LoraAdapter, name: str) -> None:
+        if self.merged is not None:
+            self._check_merged(AdapterRef(name, adapter.card.digest, ""))
+            return
         if adapter.card.base_digest != self.spec.digest:
             raise AdapterMismatch(
                 f"adapter {name!r} was read for base model {adapter.card.base_digest} "

@@ -20,6 +20,7 @@
         AdapterWriteFailed      its rows did not reach the device                 (503)
         AdapterBusy             the operation must wait for sequences in flight   (409)
         AdapterOverflow         its arithmetic leaves the range of the numbers
+        AdapterMergedAway       this engine has another adapter merged into its weights
         AdapterUnloaded         it was unloaded while it was being loaded          (409)
         AdapterQuarantined      it failed a moment ago and is not tried again yet (503)
         AdapterUnreadable       it is registered, and cannot be read at the moment (503)
@@ -123,6 +124,10 @@ class AdapterReadFailed(AdapterError):
 
 class AdapterWriteFailed(AdapterError):
     """Writing it to the device failed. The next request for it writes it again."""
+
+
+class AdapterMergedAway(AdapterError):
+    """This engine serves the adapter that is merged into its weights, and nothing else."""
 
 
 class AdapterOverflow(AdapterError):

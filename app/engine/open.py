@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from app.engine.adapters.lora import FEATURES
 from app.engine.backend import Backend
@@ -35,8 +36,21 @@ def open_engine(
 
     Raises CheckpointError or ConfigError if the model or a setting is not for this engine or machine.
     """
+    return EngineThread(new_engine(checkpoint, config, clock), on_chunks, on_failure)
+
+
+def new_engine(checkpoint: Checkpoint, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> Engine:
+    """The engine without its thread. Raises CheckpointError, ConfigError, or an AdapterError of `merged_adapter`."""
     grammars = None if checkpoint.spec.encoder is not None else partial(load_vocabulary, checkpoint)
-    return EngineThread(Engine(load_backend(checkpoint, config), config, clock, grammars), on_chunks, on_failure)
+    merged = None
+    if config.merged_adapter:
+        from app.engine.adapters.formats.reading import read_adapter
+        from app.engine.adapters.merging import MERGED, merged_checkpoint
+
+        adapter = read_adapter(Path(config.merged_adapter), checkpoint.spec, served=MERGED)
+        checkpoint, merged = merged_checkpoint(checkpoint, adapter), adapter.card
+        config = config.model_copy(update={"adapter_rank_rows": 0, "max_adapter_slots": 1})
+    return Engine(load_backend(checkpoint, config), config, clock, grammars, merged)
 
 
 def load_vocabulary(checkpoint: Checkpoint) -> Grammars:

@@ -33,6 +33,8 @@ def warm_up(engine: Engine) -> None:
     if num_prompt_tokens < 1:
         return
     adapter = _null_adapter(engine.spec) if engine.max_rank else None
+    card = adapter.card if adapter is not None else engine.merged
+    ref = AdapterRef(WARM_UP, card.digest, WARM_UP) if card is not None else None
     requests = []
     for index in range(NUM_REQUESTS + engine.can_embed):
         uses_adapter = adapter is not None and index % 2 == 1
@@ -49,7 +51,7 @@ def warm_up(engine: Engine) -> None:
             WARM_UP,
             tuple((index + position) % engine.spec.vocab_size for position in range(num_prompt_tokens)),
             sampling,
-            AdapterRef(WARM_UP, adapter.card.digest, WARM_UP) if adapter is not None and uses_adapter else None,
+            ref if uses_adapter or engine.merged is not None else None,
             cache_salt=WARM_UP.encode(),
             pooling=PoolingParams("mean") if index == NUM_REQUESTS or engine.spec.encoder is not None else None,
         )

@@ -1,14 +1,16 @@
 """An adapter merged into its base: a folder of the base's own form, in which nothing of the adapter is left to apply.
 
-In: a base's Hugging Face folder and an adapter on it. Out: a folder that transformers, and this service, load as a base
-of its own; what PEFT's `merge_and_unload` gives. Sums are formed in float32 and rounded to the type that each tensor is
-stored in. Rule: what cannot be merged into the base's tensors is refused by name, and nothing is written then.
+In: a base and an adapter on it. Out: a folder that transformers, and this service, load as a base of its own (what
+PEFT's `merge_and_unload` gives), or the base's tensors for an engine that serves this adapter alone. Sums are formed in
+float32; in a folder they are rounded to the type that each tensor is stored in. Rule: what cannot be merged into the
+base's tensors is refused by name, and nothing is written then.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from app.engine.adapters.lora import LoraAdapter, LoraKey, widened
 from app.engine.adapters.modules import Module, layer_modules
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import Checkpoint
-from app.engine.models.safetensors_folder import StoredTensor, read_tensors, stored_tensors
+from app.engine.models.names import expected_tensors
+from app.engine.models.safetensors_folder import read_tensors, stored_tensors
 from app.kernels.dora.reference import dora_scale
 
 #: Features that a merged folder can hold: the others need tensors that the base does not have.
@@ -39,18 +42,25 @@ def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
         raise AdapterMismatch(f"'{target}' exists and is not an empty folder; name a new one")
     table = {path: module for path, module in layer_modules(checkpoint.spec).items() if not module.is_fused}
     stored = stored_tensors(folder)
-    _check(adapter, table, stored)
+    _check(adapter, table, stored.keys())
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt"):
             shutil.copyfile(file, target / file.name)
     for file in sorted({tensor.file for tensor in stored.values()}):
         own = {name: tensor for name, tensor in stored.items() if tensor.file == file}
-        save_file(dict(_merged(own, adapter, table)), target / file.name, metadata={"format": "pt"})
+        save_file(dict(_merged(read_tensors(own), adapter, table)), target / file.name, metadata={"format": "pt"})
     return len(adapter.weights)
 
 
-def _check(adapter: LoraAdapter, table: dict[str, Module], stored: dict[str, StoredTensor]) -> None:
+def merged_checkpoint(checkpoint: Checkpoint, adapter: LoraAdapter) -> Checkpoint:
+    """The base with the adapter in its tensors, under its own digest. AdapterMismatch for what cannot be merged."""
+    table = {path: module for path, module in layer_modules(checkpoint.spec).items() if not module.is_fused}
+    _check(adapter, table, expected_tensors(checkpoint.spec).keys())
+    return replace(checkpoint, read=lambda: _merged(checkpoint.tensors(), adapter, table, in_float32=True))
+
+
+def _check(adapter: LoraAdapter, table: dict[str, Module], stored: Collection[str]) -> None:
     beyond = sorted(adapter.features - MERGED)
     if beyond:
         raise AdapterMismatch(f"{' and '.join(beyond)} cannot be merged into the base's tensors; serve the adapter")
@@ -67,17 +77,24 @@ def _check(adapter: LoraAdapter, table: dict[str, Module], stored: dict[str, Sto
 
 
 def _merged(
-    stored: dict[str, StoredTensor], adapter: LoraAdapter, table: dict[str, Module]
+    tensors: Iterable[tuple[str, NDArray[Any]]],
+    adapter: LoraAdapter,
+    table: dict[str, Module],
+    *,
+    in_float32: bool = False,
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     """Every tensor by its own name, those that the adapter touches merged."""
-    for name, tensor in read_tensors(stored):
+    for name, tensor in tensors:
         path, _, kind = name.rpartition(".")
         values = adapter.replaced.get(name)
         if values is None and path in table and table[path].keys[0] in adapter.weights:
             key, base = table[path].keys[0], tensor.astype(np.float32)
             added = adapter.delta_biases.get(key, np.float32(0))
             values = _weight(base, adapter, key) if kind == "weight" else base + added
-        yield name, tensor if values is None else np.ascontiguousarray(values.astype(tensor.dtype))
+        yield (
+            name,
+            tensor if values is None else np.ascontiguousarray(values if in_float32 else values.astype(tensor.dtype)),
+        )
 
 
 def _weight(base: NDArray[np.float32], adapter: LoraAdapter, key: LoraKey) -> NDArray[np.float32]:
