@@ -122,6 +122,7 @@ def _decoders(settings: Settings, checkpoint: Checkpoint, paths: list[Path]) -> 
             max_batch_sequences=most,
             max_context=length,
             prefix_cache=False,
+            prefill_step_ms=0,
             merged_adapter=str(paths[0]) if name == MERGED else "",
         )
         found[name] = EngineDecoder(new_engine(checkpoint, config), adapters)

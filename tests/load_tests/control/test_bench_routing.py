@@ -1,0 +1,50 @@
+"""The benchmark of routing: the made set is well formed, and what is measured is what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from app.deployments.ingress.tenants import Caller
+from load_tests.control.bench_routing import Asked, accuracy, run
+from load_tests.control.routing_topics import TOPICS
+
+
+class Letters:
+    """Texts as counts of their letters."""
+
+    name = "letters"
+
+    async def embed(self, texts: Sequence[str], caller: Caller | None) -> NDArray[np.float32]:  # noqa: ARG002
+        counts = np.array([[1 + text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], np.float32)
+        unit: NDArray[np.float32] = counts / np.linalg.norm(counts, axis=1, keepdims=True)
+        return unit
+
+
+def test_the_made_set_is_fifty_descriptions_with_ten_prompts() -> None:
+    assert len({topic.name for topic in TOPICS}) == len({topic.description for topic in TOPICS}) == 50
+    assert {len(set(topic.prompts)) for topic in TOPICS} == {10}
+    for topic in TOPICS:
+        assert not [thing for thing in topic.things if thing in topic.description], topic.name
+
+
+def test_the_threshold_that_is_right_most_often_is_found() -> None:
+    asked = [Asked("a", "a", 0.5), Asked("a", "b", 0.45), Asked("b", "b", 0.41), Asked(None, "a", 0.3)]
+    found = accuracy(asked)
+    assert 0.3 < found.threshold <= 0.41
+    assert found.best == pytest.approx(2 / 3)
+    assert found.at == pytest.approx((2 / 3 + 1) / 2)
+    assert accuracy(asked, 0.6).at == 0.5
+    assert accuracy(asked, 0.2).at == pytest.approx(1 / 3)
+
+
+def test_every_embedder_has_a_line() -> None:
+    last = run([Letters(), Letters()], num_demo_prompts=3, num_topics=4, num_candidates=200).splitlines()[-2:]
+    for line in last:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == "letters"
+        assert len(cells) == 9
+        assert all(0 <= float(cell.rstrip("%")) <= 100 for cell in cells[2:7])
