@@ -114,8 +114,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     check_cache()
     with ProgressLine(sys.stderr) as line:
         path = resolve_model(settings.model.uri, progress=line.show)
-    check_model(settings, path)
-    return serve_until_stopped(arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard)
+    is_encoder = check_model(settings, path).encoder is not None
+    return serve_until_stopped(
+        arguments.config, arguments.host, arguments.port, dashboard=arguments.dashboard, is_encoder=is_encoder
+    )
 
 
 def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 2.0
 
 
-def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *, dashboard: bool) -> int:
-    """Run the service in the foreground. Raises PolyloraError when it cannot start."""
+def serve_until_stopped(
+    config_path: Path, host: str | None, port: int | None, *, dashboard: bool, is_encoder: bool = False
+) -> int:
+    """Run the service in the foreground. Raises PolyloraError when it cannot. is_encoder: greet so."""
     document = read_document(config_path)
     settings = settings_of(document, config_path)
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
@@ -77,7 +79,11 @@ def serve_until_stopped(config_path: Path, host: str | None, port: int | None, *
             wait_until_ready(app_names, _health_url(document, url), _say, look)
             adapters = [adapter.name for adapter in settings.adapters.preload]
             needs_key = not is_open(url)
-            print(_greeting(url, settings.model.name, adapters, time.monotonic() - started_s, needs_key), flush=True)
+            seconds = time.monotonic() - started_s
+            greeting = _greeting(
+                url, settings.model.name, adapters, seconds, needs_key=needs_key, is_encoder=is_encoder
+            )
+            print(greeting, flush=True)
             if settings.http.auth == "auto" and not needs_key:
                 _say(OPEN_NOTICE)
             _wait_for_signal(app_names)
@@ -263,16 +269,22 @@ def _reachable(host: str) -> str:
     return "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
 
 
-def _greeting(url: str, base_name: str, adapters: Sequence[str], seconds: float, needs_key: bool) -> str:
+def _greeting(
+    url: str, base_name: str, adapters: Sequence[str], seconds: float, *, needs_key: bool, is_encoder: bool
+) -> str:
     models = ", ".join([base_name, *adapters])
-    message = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": base_name, "messages": [message], "max_tokens": 40})
+    text = "What is the capital of France?"
+    message = {"role": "user", "content": text}
+    route, asked = "chat/completions", {"model": base_name, "messages": [message], "max_tokens": 40}
+    if is_encoder:
+        route, asked = "embeddings", {"model": base_name, "input": text}
+    body = json.dumps(asked)
     header, how = "", "Try it"
     if needs_key:
         header, how = '-H "Authorization: Bearer $KEY" ', "Try it with a project's key (`polylora tenants create NAME`)"
     return (
         f"\nReady after {seconds:.0f} s: {url}\n  models: {models}\n\n{how}:\n\n"
-        f"  curl {url}/v1/chat/completions {header}-H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"
+        f"  curl {url}/v1/{route} {header}-H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"
         "ctrl-C stops it."
     )
 

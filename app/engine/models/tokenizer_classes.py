@@ -49,7 +49,7 @@ _OTHERS = """
     MPNetTokenizer MarianTokenizer MarkupLMTokenizer MgpstrTokenizer MobileBertTokenizer MvpTokenizer MyT5Tokenizer
     NllbTokenizer NougatTokenizer OpenAIGPTTokenizer PLBartTokenizer PegasusTokenizer PerceiverTokenizer
     PhobertTokenizer Pop2PianoTokenizer ProphetNetTokenizer Qwen3_5Tokenizer RagTokenizer ReformerTokenizer
-    RemBertTokenizer RoCBertTokenizer RoFormerTokenizer RobertaTokenizer SeamlessM4TTokenizer Siglip2Tokenizer
+    RemBertTokenizer RoCBertTokenizer RoFormerTokenizer SeamlessM4TTokenizer Siglip2Tokenizer
     SiglipTokenizer Speech2TextTokenizer SpeechT5Tokenizer SplinterTokenizer SqueezeBertTokenizer T5Tokenizer
     TapasTokenizer Tipsv2Tokenizer UdopTokenizer VideoPrismTokenizer VitsTokenizer Wav2Vec2CTCTokenizer
     Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer XLMTokenizer XLNetTokenizer
@@ -62,7 +62,7 @@ class TokenizerClass(NamedTuple):
 
     build: (BPE's vocabulary, its merges, tokenizer_config.json with the special tokens) → tokenizer without added ones.
     extra: further special tokens. flags_all: whether every special token is added once more, without its flags.
-    adds_bos: whether a bos goes before a text, whatever tokenizer.json says.
+    adds_bos: whether a bos goes before a text, whatever tokenizer.json says; wraps: a cls before it and a sep behind.
     """
 
     named: Mapping[str, str]
@@ -70,6 +70,7 @@ class TokenizerClass(NamedTuple):
     extra: tuple[str, ...] = ()
     flags_all: bool = False
     adds_bos: bool = False
+    wraps: bool = False
 
 
 def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], is_byte_level: bool) -> str:
@@ -217,6 +218,11 @@ CLASSES: Mapping[str, TokenizerClass] = {
         _bert,
     ),
     "GPT2Tokenizer": TokenizerClass({"unk_token": _END, "bos_token": _END, "eos_token": _END}, _gpt2),
+    "RobertaTokenizer": TokenizerClass(
+        _SENTENCE | {"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
+        _gpt2,
+        wraps=True,
+    ),
     "Qwen2Tokenizer": TokenizerClass({"unk_token": _END, "eos_token": _END, "pad_token": _END}, _qwen2, flags_all=True),
     "GemmaTokenizer": TokenizerClass(
         {

@@ -64,6 +64,9 @@ def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
     if name != PLAIN and CLASSES[name].adds_bos:
         bos, bos_id = special["bos_token"], backend.token_to_id(special["bos_token"])
         backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+    if name != PLAIN and CLASSES[name].wraps:
+        cls, sep = ((special[key], backend.token_to_id(special[key])) for key in ("cls_token", "sep_token"))
+        backend.post_processor = processors.RobertaProcessing(sep, cls)
     return FolderTokenizer(backend, special, _templates(folder, config))
 
 
