@@ -27,6 +27,8 @@ Floats = NDArray[np.float32]
 
 #: Of a text so many characters are read: what a prompt is about stands at its head.
 MAX_CHARS = 2000
+#: An encoder in this process computes a text of so many tokens at most, in one step.
+MAX_TOKENS = 512
 #: Texts that an engine is given at a time.
 MAX_OPEN = 64
 #: Sentences about nothing in common.
@@ -131,9 +133,12 @@ class EncoderEmbedder:
         if self._embed is None:
             from app.engine.api import LLM  # an engine: most services have none in this process
             from app.engine.config import EngineConfig
+            from app.engine.models.checkpoint import load_checkpoint
+            from app.engine.models.sources import resolve_model
 
-            sizes = {"adapter_rank_rows": 0, "cpu": {"num_threads": 1}}
-            llm = LLM(self.name, EngineConfig.model_validate(sizes))
-            most = llm.spec.max_positions
+            path = resolve_model(self.name)
+            most = min(load_checkpoint(path).spec.max_positions, MAX_TOKENS)
+            sizes = {"adapter_rank_rows": 0, "cpu": {"num_threads": 1}, "max_context": most, "max_batch_tokens": most}
+            llm = LLM(path, EngineConfig.model_validate(sizes))
             self._embed = lambda some: llm.embed([llm.tokenizer.encode(text)[:most] for text in some])
         return np.stack(self._embed(texts))
