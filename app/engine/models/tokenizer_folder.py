@@ -65,9 +65,16 @@ def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
         bos, bos_id = special["bos_token"], backend.token_to_id(special["bos_token"])
         backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
     if name != PLAIN and CLASSES[name].wraps:
-        cls, sep = ((special[key], backend.token_to_id(special[key])) for key in ("cls_token", "sep_token"))
+        cls, sep = (_with_id(backend, special, key) for key in ("cls_token", "sep_token"))
         backend.post_processor = processors.RobertaProcessing(sep, cls)
     return FolderTokenizer(backend, special, _templates(folder, config))
+
+
+def _with_id(backend: tokenizers.Tokenizer, special: Mapping[str, str], key: str) -> tuple[str, int]:
+    token_id = backend.token_to_id(special[key]) if key in special else None
+    if token_id is None:
+        raise CheckpointError(f"{_CONFIG} has no {key}, which goes around every text of this tokenizer")
+    return special[key], token_id
 
 
 def _optional(path: Path) -> dict[str, Any]:

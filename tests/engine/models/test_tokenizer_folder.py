@@ -225,6 +225,11 @@ def test_token_files_that_are_not_understood_are_refused(tmp_path: Path, files: 
         load_tokenizer(write(tmp_path, "gpt2", PLAIN_CONFIG, **files))
 
 
+def test_a_class_that_wraps_texts_needs_what_it_wraps_them_in(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no cls_token"):
+        load_tokenizer(write(tmp_path, "gpt2", {"tokenizer_class": "RobertaTokenizer", "cls_token": None}))
+
+
 def test_a_class_over_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
     unigram.save(str(tmp_path / "tokenizer.json"))
