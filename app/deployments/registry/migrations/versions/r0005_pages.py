@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import op
 
-revision = "r0004"
-down_revision = "r0003"
+revision = "r0005"
+down_revision = "r0004"
 
 
 def upgrade() -> None:
