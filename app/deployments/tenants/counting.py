@@ -14,6 +14,9 @@ from app.deployments.tenants.prices import Prices
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import Consumption, GenerateRequest, Usage
 
+#: Of a model's name in the ledger.
+MAX_MODEL_CHARS = 128
+
 
 class Counting:
     """One per process. `clock` gives Unix time; `base_name` is the base model's."""
@@ -40,14 +43,19 @@ class Counting:
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
         """An adapter was written to a device before anybody asked for it: its owner's cost."""
         if size_bytes:
-            key = LedgerKey(self._minute(), ref.tenant_id, "", ref.name, ref.digest, "completions")
+            key = LedgerKey(self._minute(), ref.tenant_id, "", _shortened(ref.name), ref.digest, "completions")
             self.metering.add(key, Charge(num_loads=1, load_bytes=size_bytes))
 
     def _key(self, request: GenerateRequest) -> LedgerKey:
         adapter = request.adapter
         model, digest = (self._base_name, "") if adapter is None else (adapter.name, adapter.digest)
         kind: RouteKind = "completions" if request.pooling is None else "embeddings"
-        return LedgerKey(self._minute(), request.tenant_id, request.key_id or "", model, digest, kind)
+        return LedgerKey(self._minute(), request.tenant_id, request.key_id or "", _shortened(model), digest, kind)
 
     def _minute(self) -> int:
         return int(self._clock()) // 60
+
+
+def _shortened(model: str) -> str:
+    """As the ledger has room for: the name of several adapters at once has no end. The digest tells them apart."""
+    return model if len(model) <= MAX_MODEL_CHARS else model[: MAX_MODEL_CHARS - 1] + "…"

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from app.engine.errors import NotReady
+from app.engine.errors import InvalidRequest, NotReady
 from app.engine.message import message
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Metering:
             return
         try:
             for writer_id, number, rows in self._journal.abandoned():
-                await self._write(writer_id, number, rows)
+                await self._written(writer_id, number, rows)
                 logger.warning("wrote down usage of %d kinds for %s, which was killed", len(rows), writer_id)
         except NotReady as error:
             logger.warning("usage of processes that were killed waits to be written down: %s", error)
@@ -128,7 +128,7 @@ class Metering:
                     self._sent, self._open = tuple(self._open.items()), {}
                     self._number += 1
                 try:
-                    await self._write(self._writer_id, self._number, self._sent)
+                    await self._written(self._writer_id, self._number, self._sent)
                 except NotReady as error:
                     logger.warning("usage of %d kinds waits to be written down: %s", len(self._sent), error)
                     return False
@@ -136,6 +136,13 @@ class Metering:
                 if self._journal is not None:
                     self._journal.recorded(self._number)
             return True
+
+    async def _written(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
+        """What the ledger can never take is for the log: all that comes after it would wait for ever."""
+        try:
+            await self._write(writer_id, number, rows)
+        except InvalidRequest as error:
+            logger.error("usage is lost, for the ledger refuses it: %s; %s", error, rows)
 
     async def close(self) -> None:
         """Write down what was used, and leave the rest to others."""

@@ -14,7 +14,7 @@ import pytest
 
 from app.deployments.tenants.journal import Journal, open_journal
 from app.deployments.tenants.metering import Charge, LedgerKey, Metering, Row
-from app.engine.errors import NotReady
+from app.engine.errors import InvalidRequest, NotReady
 
 KEY = LedgerKey(7, "p", "k", "m", "", "completions")
 OTHER = KEY._replace(model="sql", digest="d")
@@ -51,6 +51,8 @@ class Ledger:
     async def write(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
         if self.is_away:
             raise NotReady("it restarts")
+        if any(key.model == "refused" for key, _ in rows):
+            raise InvalidRequest("a text is too long")
         assert self.batches.setdefault((writer_id, number), rows) == rows, "a batch is sent as it was"
 
 
@@ -97,6 +99,25 @@ async def test_who_ends_while_the_ledger_is_away_is_inherited(tmp_path: Path) ->
     await heir.adopt()
     assert ledger.batches == {("leaving", 1): ((KEY, Charge(1, 10)),)}
     await heir.close()
+
+
+async def test_what_the_ledger_can_never_take_holds_up_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, model in (("a", "refused"), ("b", "m")):
+        (tmp_path / f"{name}.lock").touch()
+        (tmp_path / f"{name}.1.batch").write_text(json.dumps([*KEY._replace(model=model), *Charge(1, 10)]) + "\n")
+    ledger = Ledger()
+    heir = metering_in(tmp_path, ledger, "heir")
+    await heir.adopt()
+    heir.add(KEY._replace(model="refused"), Charge(1, 5))
+    assert await heir.flush()
+    heir.add(KEY, Charge(1, 7))
+    assert await heir.flush()
+    assert ledger.batches == {("b", 1): ((KEY, Charge(1, 10)),), ("heir", 2): ((KEY, Charge(1, 7)),)}
+    assert caplog.text.count("the ledger refuses it: a text is too long") == 2
+    await heir.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

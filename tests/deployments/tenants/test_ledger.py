@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,18 @@ from hypothesis import strategies as st
 
 from app.config import PriceConfig
 from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.tenants.counting import Counting
 from app.deployments.tenants.ledger import Ledger
 from app.deployments.tenants.metering import Charge, LedgerKey, Metering, Row
 from app.deployments.tenants.prices import Prices
+from app.deployments.tenants.tables import ledger as ledger_table
 from app.deployments.tenants.usage import WIDTHS, UsageQuery, next_page, usage_query
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.composing.composition import MAX_PARTS, Part, composition_of
 from app.engine.errors import InvalidRequest, NotReady
-from app.engine.request import Usage
+from app.engine.request import Consumption, Usage
 from tests.budgets import examples
+from tests.fakes import fake_request
 
 NOW_S = 1_000_000_000
 MINUTE = NOW_S // 60
@@ -58,6 +64,27 @@ def test_a_batch_that_fails_half_way_is_not_there(database: Database) -> None:
         ledger.record("a", 1, [good, bad])
     assert ledger.total() == Charge()
     assert ledger.record("a", 1, [good])
+
+
+async def test_the_name_of_several_adapters_at_once_fits() -> None:
+    """PostgreSQL refuses what is longer, and with it the batch."""
+    batches: list[Sequence[Row]] = []
+
+    async def write(_: str, __: int, rows: Sequence[Row]) -> None:
+        batches.append(rows)
+
+    metering = Metering(write, "a")
+    counting = Counting(metering, Prices({}, "base"), "base", lambda: float(NOW_S))
+    parts = [Part(AdapterRef(f"{index:x}" * 128, f"{index:x}" * 64, "p"), 0.5) for index in range(MAX_PARTS)]
+    ref = composition_of(parts).ref("p")
+    request = replace(fake_request("r", [1]), adapter=ref, key_id="k")
+    counting.came(request)
+    counting.ended(request, Consumption(prompt_tokens=3))
+    counting.loaded(ref, 10)
+    await metering.flush()
+    keys = [key for key, _ in batches[0]]
+    assert [each.digest for each in keys] == [ref.digest] * 2
+    assert max(len(each.model) for each in keys) == vars(ledger_table.c.model.type)["length"]
 
 
 async def test_what_the_ledger_does_not_acknowledge_is_sent_again_as_it_was() -> None:
