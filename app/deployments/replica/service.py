@@ -83,7 +83,7 @@ class EngineService:
         self._loop = asyncio.get_running_loop()
         self._hub = FrameHub()
         self._mapped: OrderedDict[str, LoraAdapter] = OrderedDict()
-        self._fetching: dict[str, asyncio.Task[LoraAdapter]] = {}
+        self._fetching: dict[tuple[str, str], asyncio.Task[LoraAdapter]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._trials = Trials()
         self._tasks = Tasks()
@@ -301,17 +301,18 @@ class EngineService:
         return True
 
     async def _adapter(self, ref: AdapterRef) -> LoraAdapter:
-        """One fetch per digest, however many requests wait for it."""
-        task = self._fetching.get(ref.digest)
+        """One fetch per digest and source, however many wait: another tenant's source may fail, and this one not."""
+        key = (ref.digest, ref.uri)
+        task = self._fetching.get(key)
         if task is None:
-            task = self._fetching[ref.digest] = self._tasks.start(self._fetch_and_map(ref))
+            task = self._fetching[key] = self._tasks.start(self._fetch_and_map(ref))
         return await asyncio.shield(task)
 
     async def _fetch_and_map(self, ref: AdapterRef) -> LoraAdapter:
         try:
             adapter = await self._adapters.fetch(ref)
         finally:
-            del self._fetching[ref.digest]
+            del self._fetching[ref.digest, ref.uri]
         self.keep(adapter)
         return adapter
 

@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 
 import pytest
 
 from app.deployments.replica import service as module
+from app.engine.adapters.card import AdapterRef
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.errors import AdapterUnreadable
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.deployments.fleet import Fleet, FleetDispatcher
-from tests.fakes import fake_request, fake_tokens
+from tests.fakes import fake_adapter, fake_request, fake_tokens
 
 
 async def collect(dispatcher: FleetDispatcher, request: GenerateRequest) -> list[int]:
     async with aclosing(dispatcher.stream(request)) as stream:
         return [token_id async for chunk in stream for token_id in chunk.token_ids]
+
+
+class TwoPlaces:
+    """The same contents at two places, of which one hangs and then fails."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def fetch(self, ref: AdapterRef) -> LoraAdapter:
+        if ref.uri == "theirs":
+            await self.gate.wait()
+            raise AdapterUnreadable(f"{ref.name} cannot be read", retry_after_s=5)
+        return fake_adapter("one", 8)
+
+
+async def test_a_request_waits_for_its_own_tenants_source_alone() -> None:
+    places = TwoPlaces()
+    service = module.EngineService(places, time.time, max_waiting=8)
+    digest = fake_adapter("one", 8).card.digest
+    theirs = asyncio.create_task(service._adapter(AdapterRef("secret", digest, "other", uri="theirs")))
+    await asyncio.sleep(0)
+    mine = await service._adapter(AdapterRef("mine", digest, "me", uri="mine"))
+    assert mine.card.digest == digest
+    places.gate.set()
+    with pytest.raises(AdapterUnreadable, match="secret"):
+        await theirs
 
 
 async def test_streams_of_an_engine_whose_step_hangs_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
