@@ -102,7 +102,15 @@ class XlaConfig(_Section):
         description="Who computes products, adapters' deltas and attention: cpu, the project's CPU kernels, called by "
         "the XLA program; xla, XLA itself. auto takes cpu on CPUs, else xla.",
     )
-    tensor_parallel: int = Field(1, ge=1, description="Devices that share one model.")
+    tensor_parallel: int = Field(
+        1, ge=1, description="Devices that share one model; with expert_parallel, devices that share each expert."
+    )
+    expert_parallel: int = Field(
+        1,
+        ge=1,
+        description="Of a mixture of experts: into how many parts its experts fall. A model takes as many "
+        "times tensor_parallel devices, and what is no expert is divided over all of them.",
+    )
     weight_storage: WeightStorage = Field(
         "auto", description="As in the section cpu, with form cpu; the form xla keeps float32."
     )

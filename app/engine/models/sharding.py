@@ -17,14 +17,16 @@ from app.engine.errors import ConfigError
 from app.engine.models.products import Product
 
 
-def check_shards(products: Iterable[Product], num_shards: int, model: str) -> None:
-    """ConfigError unless every product divides by `num_shards`; `model` is named in it."""
+def check_shards(
+    products: Iterable[Product], num_shards: int, model: str, setting: str = "engine.xla.tensor_parallel"
+) -> None:
+    """ConfigError unless every product divides by `num_shards`, naming `model` and the `setting` that says so."""
     for product in products:
         for target, groups in zip(product.targets, product.groups, strict=True):
             repeats = product.kind.split == "output" and num_shards % groups == 0
             if groups % num_shards and not repeats:
                 raise ConfigError(
-                    f"engine.xla.tensor_parallel {num_shards} does not divide {model}: {target} falls into {groups} "
+                    f"{setting} {num_shards} does not divide {model}: {target} falls into {groups} "
                     "parts; choose a divisor"
                 )
 

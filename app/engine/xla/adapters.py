@@ -20,9 +20,9 @@ from app.engine.adapters.extras import ExtraPart, plan
 from app.engine.adapters.lora import ACTIVATED, LoraAdapter, widened
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
-from app.engine.models.products import product_of, targets_of
+from app.engine.models.products import product_of
 from app.engine.models.sharding import shard_columns
-from app.engine.xla.arrays import TENSOR_AXIS, AdapterPlaces, RankTables, XlaWeights
+from app.engine.xla.arrays import SHARD_AXES, AdapterPlaces, RankTables, XlaWeights
 from app.engine.xla.base_values import XlaBaseValues
 from app.engine.xla.features import SERVED
 from app.engine.xla.operations import Floats, Operations
@@ -45,14 +45,14 @@ class XlaAdapters:
     ) -> None:  # fmt: skip
         """has_extras: whether adapters may have scales and shifts; if not, those that have are refused."""
         self._sizes, self._operations, self._num_rows = sizes, operations, num_rows
-        self._columns = {product.name: shard_columns(product, sizes.num_shards) for product in sizes.whole}
+        self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
         self._base = XlaBaseValues(sizes, operations, weights.layers, mesh) if has_extras and num_rows else None
         self._plans: WeakKeyDictionary[LoraAdapter, tuple[ExtraPart, ...]] = WeakKeyDictionary()
         self._starts, self._max_ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
         self._has_extras = np.zeros(num_slots, np.bool_)
         self._ranks = {
-            product.name: np.zeros((sizes.num_layers, num_slots, len(product.targets)), np.int32)
-            for product in sizes.products
+            product.name: np.zeros((len(sizes.layers_of(product.name)), num_slots, len(product.targets)), np.int32)
+            for product in sizes.single
         }
         self._replicated = NamedSharding(mesh, P())
         self._on_device: AdapterPlaces | None = None
@@ -71,22 +71,22 @@ class XlaAdapters:
         return self._shapes(self._num_rows, self._base_row + 1)
 
     def _shapes(self, num_rows: int, num_extra_rows: int) -> RankTables:
-        sizes, count = self._sizes, self._sizes.num_layers
-        a, b = {}, {}
-        for product in sizes.products:
-            is_input = product.kind.split == "input"
+        sizes = self._sizes
+        a, b, extras = {}, {}, {}
+        for product in sizes.single:
+            is_input, count = product.kind.split == "input", len(sizes.layers_of(product.name))
+            extras[product.name] = (count, num_extra_rows, sizes.total_width(product))
             for target, width in zip(product.targets, product.padded_widths(sizes.column_multiple), strict=True):
                 a[target] = (count, num_rows, product.d_in * (sizes.num_shards if is_input else 1))
                 b[target] = (count, num_rows, width * (1 if is_input else sizes.num_shards))
-        extras = {product.name: (count, num_extra_rows, sizes.total_width(product)) for product in sizes.products}
         if self._base is None:
             extras = {}
         return RankTables(a, b, extras, dict(extras))
 
     def specs(self) -> RankTables:
         """A of o and down is split like their input, B of the others like their output; the rest is replicated."""
-        split, a, b, extras = P(None, None, TENSOR_AXIS), {}, {}, {}
-        for product in self._sizes.products:
+        split, a, b, extras = P(None, None, SHARD_AXES), {}, {}, {}
+        for product in self._sizes.single:
             is_input = product.kind.split == "input"
             for target in product.targets:
                 a[target], b[target] = (split, P()) if is_input else (P(), split)
@@ -97,7 +97,7 @@ class XlaAdapters:
 
     def prepare(self, adapter: LoraAdapter) -> None:
         """Any thread: raises AdapterMismatch for what is not served; works out the scales of an adapter with DoRA."""
-        adapter.check_modules(targets_of(self._sizes.products), self._sizes.num_layers)
+        self._check_modules(adapter)
         beyond = adapter.features - {ACTIVATED}
         if not beyond:
             return
@@ -120,14 +120,15 @@ class XlaAdapters:
         shapes = self.shapes(num_rows)
         a: dict[str, Floats] = {}
         b: dict[str, Floats] = {}  # [L, shards, floats]; one shard of what is replicated
-        for product in sizes.products:
+        for product in sizes.single:
             is_input = product.kind.split == "input"
             for target in product.targets:
                 for table, shape, is_split in ((a, shapes.a, is_input), (b, shapes.b, not is_input)):
                     parts, floats = shards if is_split else 1, num_rows * shape[target][2]
-                    table[target] = np.zeros((sizes.num_layers, parts, floats // parts), np.float32)
+                    table[target] = np.zeros((shape[target][0], parts, floats // parts), np.float32)
         for (layer, target, _), pair in adapter.weights.items():
-            product = product_of(sizes.products, target)
+            product = product_of(sizes.single, target)
+            place = sizes.place(product.name, layer)
             mine, index = self._columns[product.name][target], product.targets.index(target)
             width = product.padded_widths(sizes.column_multiple)[index]
             wide_a, wide_b = widened(pair.a), widened(pair.b)
@@ -138,7 +139,7 @@ class XlaAdapters:
                 padded_b[:, : own_b.shape[1]] = own_b
                 packed = self._operations.pack_rows(own_a, padded_b)
                 for whole, rows in ((a[target], packed.a), (b[target], packed.b)):
-                    whole[layer, min(shard, whole.shape[1] - 1), : rows.size] = rows.reshape(-1)
+                    whole[place, min(shard, whole.shape[1] - 1), : rows.size] = rows.reshape(-1)
         whole_a, whole_b = (
             {target: _side_by_side(part, num_rows) for target, part in table.items()} for table in (a, b)
         )
@@ -149,8 +150,9 @@ class XlaAdapters:
         for table in self._ranks.values():
             table[:, adapter_slot] = 0
         for (layer, target, _), pair in adapter.weights.items():
-            product = product_of(self._sizes.products, target)
-            self._ranks[product.name][layer, adapter_slot, product.targets.index(target)] = pair.rank
+            product = product_of(self._sizes.single, target)
+            place = self._sizes.place(product.name, layer)
+            self._ranks[product.name][place, adapter_slot, product.targets.index(target)] = pair.rank
         self._starts[adapter_slot] = row_start
         self._max_ranks[adapter_slot] = max((pair.rank for pair in adapter.weights.values()), default=0)
         self._has_extras[adapter_slot] = bool(adapter.features - {ACTIVATED})
@@ -173,6 +175,12 @@ class XlaAdapters:
             int(counts[self._has_extras[slots]].sum()),
         )
 
+    def _check_modules(self, adapter: LoraAdapter) -> None:
+        for layer, target, expert in adapter.weights:
+            found = [product for product in self._sizes.single if target in product.targets]
+            if expert is not None or not found or layer not in self._sizes.layers_of(found[0].name):
+                raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
+
     @property
     def _base_row(self) -> int:
         """The base's row of the tables of scales and shifts."""
@@ -186,8 +194,9 @@ class XlaAdapters:
         for kind, layer, target, values in self._plans.get(adapter, ()):
             assert kind in ("scale", "shift")
             assert target is not None
-            product = product_of(self._sizes.products, target)
-            table = (scales if kind == "scale" else shifts)[product.name][layer, 0]
+            assert layer is not None
+            product = product_of(self._sizes.single, target)
+            table = (scales if kind == "scale" else shifts)[product.name][self._sizes.place(product.name, layer), 0]
             columns = product.columns(target, self._sizes.column_multiple)
             if product.kind.split == "input":
                 table[columns] = values

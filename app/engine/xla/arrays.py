@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: Name of the mesh axis that tensor-parallel shards lie along.
-TENSOR_AXIS = "tensor"
+#: Names of the mesh axes that experts, and columns of an expert, lie along.
+EXPERT_AXIS, TENSOR_AXIS = "expert", "tensor"
+#: The axes that everything else is divided over, as one.
+SHARD_AXES = (EXPERT_AXIS, TENSOR_AXIS)
 
 
 class XlaLayers(NamedTuple):
     """Weights of all layers. What a model does not have is None.
 
     products: by name, a stack as the form stores it: [L, shards * columns, d_in, ...] of a product that is split on its
-    output, [L, columns, shards * d_in, ...] of one that is split on its input. biases: by name, [L, shards * columns]
-    and [L, columns]. Norms: [L, H]; q_norm, k_norm: [L, D]. rope, window: [L] int32, index into the rope tables and
-    keys visible (0 is all). scale: [L].
+    output, [L, columns, shards * d_in, ...] of one that is split on its input, L counting the layers that have it; of
+    experts, L is (expert shards) * layers * (experts of a shard). biases: by name, [L, shards * columns] and
+    [L, columns]. Norms: [L, H]; q_norm, k_norm: [L, D], or of all heads together [L, shards * heads * D]. rope,
+    window: [L] int32, index into the rope tables and keys visible (0 is all). scale: [L].
     """
 
     products: dict[str, Any]

@@ -26,7 +26,7 @@ from app.engine.errors import ConfigError
 from app.engine.models.spec import ModelSpec
 from app.engine.xla import sharding
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows
-from app.engine.xla.arrays import TENSOR_AXIS, KvMemory, StepResult
+from app.engine.xla.arrays import EXPERT_AXIS, TENSOR_AXIS, KvMemory, StepResult
 from app.engine.xla.decoder import forward
 from app.engine.xla.forms import operations_of
 from app.engine.xla.programs import Programs, ladder
@@ -50,7 +50,7 @@ class JaxBackend:
         self.spec, self._mesh = spec, mesh
         self._operations = operations_of(xla.form, mesh.devices.flat[0].platform)
         self._operations.check_storage(xla.weight_storage)
-        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], self._operations.column_multiple)
+        self._sizes = sizes_of(spec, mesh.shape[TENSOR_AXIS], self._operations.column_multiple, mesh.shape[EXPERT_AXIS])
         self.limits = BackendLimits(
             num_kv_blocks=config.num_kv_blocks,
             block_size=config.block_size,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from app.engine.adapters.lora import LoraKey, LoraPair, widened
 from app.engine.models.products import Product, product_of
 from app.engine.models.sharding import shard_columns, whole_output
-from app.engine.xla.arrays import TENSOR_AXIS, XlaLayers
+from app.engine.xla.arrays import SHARD_AXES, XlaLayers
 from app.engine.xla.operations import Floats, Operations
 from app.engine.xla.sizes import XlaSizes
 
@@ -34,17 +34,18 @@ class XlaBaseValues:
 
     def __init__(self, sizes: XlaSizes, operations: Operations, layers: XlaLayers, mesh: Mesh) -> None:
         self._sizes, self._operations, self._layers, self._mesh = sizes, operations, layers, mesh
-        self._columns = {product.name: shard_columns(product, sizes.num_shards) for product in sizes.whole}
-        self._programs = {product.name: self._compiled(product) for product in sizes.products}
+        self._whole_products = tuple(product for product in sizes.whole if product.num_experts is None)
+        self._columns = {product.name: shard_columns(product, sizes.num_shards) for product in self._whole_products}
+        self._programs = {product.name: self._compiled(product) for product in sizes.single}
 
     def warm_up(self) -> None:
         """Run every program once."""
-        for product in self._sizes.whole:
+        for product in self._whole_products:
             self._base(product, product.targets[0], 0, np.zeros((1, product.d_in), np.float32))
 
     def dora_scale(self, key: LoraKey, magnitude: Floats, pair: LoraPair) -> Floats:
         """m / |W + BA| [d_out] (`app.kernels.dora.reference`); 0 where a row of W + BA is zero."""
-        product = product_of(self._sizes.whole, key.target)
+        product = product_of(self._whole_products, key.target)
         a, b = (widened(matrix) for matrix in pair)
         products, squares = self._base(product, key.target, key.layer, a)
         wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
@@ -54,9 +55,13 @@ class XlaBaseValues:
 
     def bias(self, key: LoraKey) -> Floats | None:
         """The base's bias of a module [d_out], if it has one."""
-        product = product_of(self._sizes.whole, key.target)
+        product = product_of(self._whole_products, key.target)
         biases = self._layers.biases[product.name]
-        return None if biases is None else self._whole(np.asarray(biases)[key.layer], product, key.target)
+        return (
+            None
+            if biases is None
+            else self._whole(np.asarray(biases)[self._sizes.place(product.name, key.layer)], product, key.target)
+        )
 
     def _base(self, product: Product, target: str, layer: int, a: Floats) -> tuple[NDArray[np.float64], Floats]:
         """W a_r [r, d_out] of one module, and |W|^2 [d_out]. a: [r, d_in]."""
@@ -67,8 +72,8 @@ class XlaBaseValues:
             rows[:count] = a[first : first + count]
             if product.kind.split == "input":
                 rows = rows[:, self._columns[product.name][target].reshape(-1)]
-            program = self._programs[product.name]
-            lines = np.asarray(program(self._layers.products[product.name], rows, np.int32(layer), np.int32(count)))
+            program, place = self._programs[product.name], np.int32(self._sizes.place(product.name, layer))
+            lines = np.asarray(program(self._layers.products[product.name], rows, place, np.int32(count)))
             whole = np.stack([self._whole(line, product, target) for line in [*lines[:count], lines[-1]]])
             found.append(whole)
         products = np.concatenate([whole[:-1] for whole in found]).astype(np.float64)
@@ -90,8 +95,8 @@ class XlaBaseValues:
             run = jax.shard_map(
                 partial(_summed, run) if splits_input else run,
                 mesh=self._mesh,
-                in_specs=(specs, P(None, TENSOR_AXIS) if splits_input else P(), P(), P()),
-                out_specs=P() if splits_input else P(None, TENSOR_AXIS),
+                in_specs=(specs, P(None, SHARD_AXES) if splits_input else P(), P(), P()),
+                out_specs=P() if splits_input else P(None, SHARD_AXES),
                 check_vma=False,
             )
 
@@ -99,7 +104,7 @@ class XlaBaseValues:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, spec))
 
         d_in = product.d_in * (num_shards if splits_input else 1)
-        rows = described((_ROWS, d_in), np.float32, P(None, TENSOR_AXIS) if splits_input else P())
+        rows = described((_ROWS, d_in), np.float32, P(None, SHARD_AXES) if splits_input else P())
         shapes = jax.tree.map(lambda array: described(array.shape, array.dtype, array.sharding.spec), stack)
         number = described((), np.int32, P())
         return jax.jit(run).lower(shapes, rows, number, number).compile()
@@ -116,4 +121,4 @@ def _products_and_squares(
 
 def _summed(run: Any, *args: Any) -> Array:
     """Of products whose input is split: the shards' parts, added up."""
-    return lax.psum(run(*args), TENSOR_AXIS)
+    return lax.psum(run(*args), SHARD_AXES)

@@ -24,6 +24,7 @@ from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL
 from app.kernels.matmul.ffi import product
 from app.kernels.matmul.quantised import Quantised
+from app.kernels.moe_lora.ffi import multiply_groups
 from app.kernels.paged_attention.ffi import store_and_attend
 from app.kernels.paged_attention.xla import Queries
 from app.kernels.sgmv.cpu import RANK_PANEL
@@ -56,6 +57,9 @@ class CpuOperations:
 
     def product(self, x: Array, stack: Any, layer: Array | int, num_rows: Array) -> Array:
         return product(x, stack, jnp.int32(layer), num_rows)
+
+    def product_by_group(self, x: Array, stack: Any, first: Array, starts: Array) -> Array:
+        return multiply_groups(x, stack, first, starts)
 
     def pack_rows(self, a: Floats, b: Floats) -> PackedRows:
         """a as panels of eight rows, b as panels of sixteen columns: `app.kernels.sgmv.cpu`."""

@@ -5,9 +5,13 @@ place), the most likely token and the logits of each sampled row. Layers run und
 compile time do not grow with depth. Products, deltas and attention are a form's (`operations`); KV memory and tables
 are indexed by layer, never sliced or copied.
 
-Tensor parallel: the same function runs in every shard. q, k, v, gate and up are split on the output, o and down on the
-input, with one sum over shards after each of the latter. A LoRA delta is added before that sum (A of o and down is
-split like the input, B like the output), scales and shifts after it: adapters add no communication.
+Layers may differ in their feed-forward: arrays of a product count the layers that have it (`XlaSizes.place`).
+
+On several devices: the same function runs in every shard. q, k, v, gate and up are split on the output, o and down on
+the input, with one sum over shards after each of the latter. Experts are divided among devices, and the columns of each
+are, too; each device computes the pairs of tokens and experts that are its own, and one sum puts them together. A LoRA
+delta is added before such a sum (A of o and down is split like the input, B like the output), scales and shifts after
+it: adapters add no communication.
 """
 
 from __future__ import annotations
@@ -19,8 +23,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from app.engine.models.products import Product
-from app.engine.xla.arrays import TENSOR_AXIS, AdapterPlaces, KvMemory, RankTables, StepResult, XlaWeights
+from app.engine.xla.arrays import (
+    EXPERT_AXIS,
+    SHARD_AXES,
+    AdapterPlaces,
+    KvMemory,
+    RankTables,
+    StepResult,
+    XlaWeights,
+)
 from app.engine.xla.operations import Operations
+from app.engine.xla.routing import combine, route, sort_pairs
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import Bucket, XlaStep, unpack
 
@@ -29,7 +42,7 @@ def forward(
     weights: XlaWeights, tables: RankTables, places: AdapterPlaces, kv: KvMemory, flat: Array, *, bucket: Bucket,
     sizes: XlaSizes, operations: Operations,
 ) -> tuple[KvMemory, StepResult]:  # fmt: skip
-    """Run every layer over a packed step. With several shards, call it inside `shard_map` over `TENSOR_AXIS`."""
+    """Run every layer over a packed step. With several shards, call it inside `shard_map` over `SHARD_AXES`."""
     step = unpack(flat, bucket)
     decoder = _Decoder(weights, tables, places, step, bucket, sizes, operations)
 
@@ -37,8 +50,7 @@ def forward(
         hidden, kv = state
         attended, kv = decoder.attend(hidden, kv, layer)
         hidden = hidden + decoder.linear(attended, layer, "o")[0]
-        hidden = hidden + decoder.linear(decoder.gated(hidden, layer), layer, "down")[0]
-        return (hidden, kv), None
+        return (hidden + decoder.feed_forward(hidden, layer), kv), None
 
     start = (decoder.embed(), kv)
     (hidden, kv), _ = lax.scan(run_layer, start, jnp.arange(sizes.num_layers, dtype=jnp.int32))
@@ -58,6 +70,7 @@ class _Decoder:
         self._weights, self._tables, self._places, self._step = weights, tables, places, step
         self._sizes, self._operations = sizes, operations
         self._plan = operations.plan_attention(step.queries, bucket.tokens, bucket.tile)
+        self._whole_heads = (sizes.attention.num_heads, sizes.attention.num_kv_heads)
         self._cos, self._sin = weights.cos[:, step.positions], weights.sin[:, step.positions]  # [ropes, T, D / 2]
 
     def embed(self) -> Array:
@@ -72,38 +85,99 @@ class _Decoder:
         """[T, H] -> what was attended [T, heads * D], and the memory with the rows' keys and values."""
         layers, step = self._weights.layers, self._step
         q, k, v = self.linear(self._norm(hidden, layers.attention_norm[layer]), layer, "qkv")
-        q, k = (self._rotated(rows, norm, layer) for rows, norm in ((q, layers.q_norm), (k, layers.k_norm)))
+        q_norm, k_norm = layers.q_norm, layers.k_norm
+        if self._sizes.attention.whole_qk_norm:
+            q, k = self._whole_norm(q, k, q_norm[layer], k_norm[layer])
+            q_norm = k_norm = None
+        q, k = (self._rotated(rows, norm, layer) for rows, norm in ((q, q_norm), (k, k_norm)))
         return self._operations.store_and_attend(
             q, k, v, kv, step.queries, self._plan, layer, layers.scale[layer], layers.window[layer]
         )
 
-    def gated(self, hidden: Array, layer: Array) -> Array:
-        """[T, H] -> act(gate) * up of the normed rows [T, I]."""
-        mlp = self._sizes.spec.layers[0].mlp
-        gate, up = self.linear(self._norm(hidden, self._weights.layers.mlp_norm[layer]), layer, "gate_up")
-        return (jax.nn.gelu(gate, approximate=True) if mlp.activation == "gelu_tanh" else jax.nn.silu(gate)) * up
+    def feed_forward(self, hidden: Array, layer: Array) -> Array:
+        """[T, H] -> what the layer's feed-forward adds, [T, H]: the one there is, or of experts."""
+        sizes = self._sizes
+        x = self._norm(hidden, self._weights.layers.mlp_norm[layer])
+        dense, mixed = sizes.layers_of("gate_up"), sizes.layers_of("router")
+        if not mixed:
+            return self._gated(x, layer, "gate_up", "down")
+        place = self._place(mixed, layer)
+        if not dense:
+            return self._experts(x, place)
+        is_dense = jnp.array([one in dense for one in range(sizes.num_layers)])[layer]
+        added: Array = lax.cond(
+            is_dense,
+            lambda x: self._gated(x, self._place(dense, layer), "gate_up", "down"),
+            lambda x: self._experts(x, place),
+            x,
+        )
+        return added
 
     def logits(self, hidden: Array) -> Array:
         """[T, H] -> [B, V] of the sampled rows."""
         rows = self._norm(hidden[self._step.sample_rows], self._weights.final_norm)
         logits = self._operations.product(rows, self._weights.head, 0, self._step.num_samples)
         if self._sizes.num_shards > 1:
-            logits = lax.all_gather(logits, TENSOR_AXIS, axis=1, tiled=True)
+            logits = lax.all_gather(logits, SHARD_AXES, axis=1, tiled=True)
         return logits[:, : self._sizes.spec.vocab_size]
 
     def linear(self, x: Array, layer: Array, name: str) -> tuple[Array, ...]:
-        """One base product for the whole batch, with all that the batch's adapters do to it: [T, d_out] per target."""
+        """One base product for the whole batch, with all that the batch's adapters do to it: [T, d_out] per target.
+
+        layer: among those that have the product.
+        """
         layers, step, product = self._weights.layers, self._step, self._sizes.product(name)
         y = self._operations.product(x, layers.products[name], layer, step.num_tokens)
         a, b = ([table[target] for target in product.targets] for table in (self._tables.a, self._tables.b))
         y = self._operations.add_deltas(x, y, a, b, layer, step.segments, self._places.starts, self._places.ranks[name])
         if product.kind.split == "input" and self._sizes.num_shards > 1:
-            y = lax.psum(y, TENSOR_AXIS)
+            y = lax.psum(y, SHARD_AXES)
         if layers.biases[name] is not None:
             y = y + layers.biases[name][layer]
-        y = self._scaled(y, layer, product)
-        columns = (product.columns(target, self._sizes.column_multiple) for target in product.targets)
-        return tuple(y[:, mine] for mine in columns)
+        return self._columns(self._scaled(y, layer, product), name)
+
+    def _experts(self, x: Array, place: Array) -> Array:
+        """Normed rows [T, H] -> Σ share * expert(x) + gate * shared(x). place: among the layers that have experts."""
+        sizes, products, step = self._sizes, self._weights.layers.products, self._step
+        mixture, count = sizes.mixture, sizes.experts_per_shard
+        (logits,) = self.linear(x, place, "router")
+        experts, shares = route(logits, mixture.router)
+        mine = lax.axis_index(EXPERT_AXIS) * count if sizes.expert_shards > 1 else 0
+        pairs = sort_pairs(experts, shares, mine, count, jnp.zeros(len(x), jnp.int32), 1, step.num_tokens)
+        first = place * count
+        both = self._operations.product_by_group(x[pairs.tokens], products["experts_gate_up"], first, pairs.starts)
+        gate, up = self._columns(both, "experts_gate_up")
+        outputs = self._operations.product_by_group(
+            self._activated(gate) * up, products["experts_down"], first, pairs.starts
+        )
+        out = combine(self._columns(outputs, "experts_down")[0], pairs)
+        if sizes.num_shards > 1:
+            out = lax.psum(out, SHARD_AXES)
+        if mixture.shared is None:
+            return out
+        shared = self._gated(x, place, "shared_gate_up", "shared_down")
+        return out + (
+            jax.nn.sigmoid(self.linear(x, place, "shared_gate")[0]) * shared if mixture.shared.is_gated else shared
+        )
+
+    def _gated(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
+        """down(act(gate(x)) * up(x)) of normed rows [T, H]."""
+        gate, up = self.linear(x, place, gate_up)
+        return self.linear(self._activated(gate) * up, place, down)[0]
+
+    def _activated(self, gate: Array) -> Array:
+        is_gelu = self._sizes.spec.layers[0].mlp.activation == "gelu_tanh"
+        return jax.nn.gelu(gate, approximate=True) if is_gelu else jax.nn.silu(gate)
+
+    def _place(self, layers: tuple[int, ...], layer: Array) -> Array:
+        """A layer's index among `layers`; 0 where it is none of them."""
+        places = [layers.index(one) if one in layers else 0 for one in range(self._sizes.num_layers)]
+        return jnp.array(places, jnp.int32)[layer]
+
+    def _columns(self, y: Array, name: str) -> tuple[Array, ...]:
+        """Each target's own columns of a product."""
+        product = self._sizes.product(name)
+        return tuple(y[:, product.columns(target, self._sizes.column_multiple)] for target in product.targets)
 
     def _scaled(self, y: Array, layer: Array, product: Product) -> Array:
         """scale * y + shift, with each row's adapter's own; y itself in a step without such adapters."""
@@ -130,6 +204,19 @@ class _Decoder:
         cos, sin = self._cos[rope][:, None], self._sin[rope][:, None]  # [T, 1, D / 2]
         first, second = jnp.split(heads, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(rows.shape)
+
+    def _whole_norm(self, q: Array, k: Array, q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
+        """Queries [T, heads * D] and keys normalised over all heads together (OLMoE), of which a shard has some."""
+        sizes = self._sizes
+        shards, groups = sizes.num_shards, self._whole_heads
+        squares = jnp.stack([(rows * rows).sum(axis=1) for rows in (q, k)])  # [2, T]
+        widths = [heads * sizes.attention.head_dim for heads in groups]
+        if shards > 1:
+            # A KV head that several shards hold counts once.
+            repeats = [max(1, shards // heads) for heads in groups]
+            squares = lax.psum(squares / jnp.array(repeats, jnp.float32)[:, None], SHARD_AXES)
+        factors = lax.rsqrt(squares / jnp.array(widths, jnp.float32)[:, None] + sizes.spec.norm_eps)
+        return q * factors[0][:, None] * q_norm, k * factors[1][:, None] * k_norm
 
     def _norm(self, x: Array, weight: Array) -> Array:
         """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019)."""

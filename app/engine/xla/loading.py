@@ -21,4 +21,5 @@ def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
         raise ConfigError(
             f"engine.xla.platform is {xla.platform!r} but JAX has no such device here: {error}"
         ) from error
-    return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(devices, xla.tensor_parallel))
+    mesh = make_mesh(devices, xla.tensor_parallel, xla.expert_parallel)
+    return JaxBackend(checkpoint.spec, checkpoint.tensors(), config, mesh)

@@ -66,6 +66,13 @@ class Operations(Protocol):
         """x [T, K] times one layer's weights: [T, columns]."""
         ...
 
+    def product_by_group(self, x: Array, stack: Any, first: Array, starts: Array) -> Array:
+        """Rows of x [P, K] times the weights of their own group, [P, columns]; rows of no group hold anything.
+
+        Group g has the rows starts[g] to starts[g + 1] and the weights at first + g. starts: [G + 1] int32.
+        """
+        ...
+
     def pack_rows(self, a: Floats, b: Floats) -> PackedRows:
         """a: [r, d_in]; b: [r, columns], the module's columns rounded up."""
         ...

@@ -1,9 +1,9 @@
 """Which axis of each array lies along which axis of the device mesh.
 
-In: devices. Out: a mesh with three named axes, `data` (replicas of the model), `expert` and `tensor`, and a
-PartitionSpec per array. Today's decoder splits over `tensor` only; the other two have length 1 and are named so that
-arrays keep their annotations when they grow. Axes hold whole shards one after the other: nothing is left to a
-partitioner's choice, and the only communication is what the decoder writes down.
+In: devices. Out: a mesh with three named axes, `data` (replicas of the model, of length 1 today), `expert` and
+`tensor`, and a PartitionSpec per array. Experts lie along `expert`, their columns along `tensor`; everything else is
+divided over both together. Axes hold whole shards one after the other: nothing is left to a partitioner's choice, and
+the only communication is what the decoder writes down.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from app.engine.errors import ConfigError
-from app.engine.xla.arrays import TENSOR_AXIS, KvMemory, RankTables, StepResult, XlaWeights
+from app.engine.xla.arrays import EXPERT_AXIS, SHARD_AXES, TENSOR_AXIS, KvMemory, RankTables, StepResult, XlaWeights
 from app.engine.xla.sizes import XlaSizes
 
-AXES = ("data", "expert", TENSOR_AXIS)
+AXES = ("data", *SHARD_AXES)
 REPLICATED = P()
-KV_SPEC = P(None, None, TENSOR_AXIS)
-_COLUMNS, _DEPTH = P(None, TENSOR_AXIS), P(None, None, TENSOR_AXIS)
+KV_SPEC = P(None, None, SHARD_AXES)
+_COLUMNS, _DEPTH = P(None, SHARD_AXES), P(None, None, SHARD_AXES)
+_EXPERT_COLUMNS, _EXPERT_DEPTH = P(EXPERT_AXIS, TENSOR_AXIS), P(EXPERT_AXIS, None, TENSOR_AXIS)
 
 
-def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int) -> Mesh:
-    """The first `tensor_parallel` devices as a mesh; ConfigError if there are not enough."""
-    if len(devices) < tensor_parallel:
+def make_mesh(devices: Sequence[jax.Device], tensor_parallel: int, expert_parallel: int = 1) -> Mesh:
+    """The first devices, as many as the product of both, as a mesh; ConfigError if there are not enough."""
+    count = tensor_parallel * expert_parallel
+    if len(devices) < count:
+        times = f" times engine.xla.expert_parallel {expert_parallel}" if expert_parallel > 1 else ""
         raise ConfigError(
-            f"engine.xla.tensor_parallel is {tensor_parallel} but JAX sees {len(devices)} "
+            f"engine.xla.tensor_parallel is {tensor_parallel}{times} but JAX sees {len(devices)} "
             f"{devices[0].platform} devices; lower it, or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count"
         )
-    return Mesh(np.array(devices[:tensor_parallel]).reshape(1, 1, tensor_parallel), AXES)
+    return Mesh(np.array(devices[:count]).reshape(1, expert_parallel, tensor_parallel), AXES)
 
 
 def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
@@ -42,9 +45,12 @@ def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
     products, biases = dict(specs.layers.products), dict(specs.layers.biases)
     for product in sizes.products:
         is_output = product.kind.split == "output"
-        products[product.name] = _each(products[product.name], _COLUMNS if is_output else _DEPTH)
+        columns, depth = (_COLUMNS, _DEPTH) if product.num_experts is None else (_EXPERT_COLUMNS, _EXPERT_DEPTH)
+        products[product.name] = _each(products[product.name], columns if is_output else depth)
         biases[product.name] = _each(biases[product.name], _COLUMNS if is_output else REPLICATED)
     layers = specs.layers._replace(products=products, biases=biases)
+    if sizes.attention.whole_qk_norm:
+        layers = layers._replace(q_norm=_COLUMNS, k_norm=_COLUMNS)
     return specs._replace(head=_each(specs.head, _COLUMNS), layers=layers)
 
 

@@ -1,30 +1,41 @@
-"""What one tensor-parallel shard of a model computes.
+"""What one device computes of a model that several devices share.
 
-In: a `ModelSpec`, a number of shards, and to what a form rounds columns. Out: `XlaSizes`. Which columns a shard holds
-is said by `app.engine.models.sharding`; everything here follows from it.
+In: a `ModelSpec`, numbers of shards, and to what a form rounds columns. Out: `XlaSizes`. Which columns a shard holds
+is said by `app.engine.models.sharding`; everything here follows from it. Experts are divided twice: each device has
+some of them (expert parallel), and of these some columns (tensor parallel). Everything else is divided over all
+devices alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.engine.models.products import Product, uniform_products
+from app.engine.errors import CheckpointError, ConfigError
+from app.engine.models.products import Product, single_products, stacked_products
 from app.engine.models.sharding import check_shards, shard_product
-from app.engine.models.spec import AttentionSpec, ModelSpec
+from app.engine.models.spec import AttentionSpec, ExpertsSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class XlaSizes:
-    """whole: the products of any layer; products: the same as one shard computes them.
+    """whole: the products of all layers, each once; products: the same as one shard computes them; layers: by product,
+    the layers that have it: an array of a product's counts only these.
 
     column_multiple: what the columns of each target, and the logits of a shard, are rounded up to.
     """
 
     spec: ModelSpec
-    num_shards: int
+    tensor_shards: int
+    expert_shards: int
     column_multiple: int
     whole: tuple[Product, ...]
     products: tuple[Product, ...]
+    layers: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_shards(self) -> int:
+        """Devices."""
+        return self.tensor_shards * self.expert_shards
 
     @property
     def num_layers(self) -> int:
@@ -34,6 +45,11 @@ class XlaSizes:
     def attention(self) -> AttentionSpec:
         """Any layer's: they differ in rope, window and scale only."""
         return self.spec.layers[0].attention
+
+    @property
+    def mixture(self) -> ExpertsSpec:
+        """Of any layer that has experts."""
+        return next(layer.experts for layer in self.spec.layers if layer.experts is not None)
 
     @property
     def kv_heads(self) -> int:
@@ -46,9 +62,33 @@ class XlaSizes:
         per_shard = -(-self.spec.vocab_size // self.num_shards)
         return -(-per_shard // self.column_multiple) * self.column_multiple
 
+    @property
+    def single(self) -> tuple[Product, ...]:
+        """One shard's, of which there are not several by expert."""
+        return tuple(product for product in self.products if product.num_experts is None)
+
+    @property
+    def experts_per_shard(self) -> int:
+        """Experts of a layer that one device has; 0 for a model without."""
+        counts = (product.num_experts for product in self.products if product.num_experts is not None)
+        return next(counts, 0) // self.expert_shards
+
     def product(self, name: str) -> Product:
         """One shard's, by name."""
         return next(product for product in self.products if product.name == name)
+
+    def layers_of(self, name: str) -> tuple[int, ...]:
+        """The layers that have a product, in order; none where there is no such product."""
+        found = (layers for product, layers in zip(self.products, self.layers, strict=True) if product.name == name)
+        return next(found, ())
+
+    def place(self, name: str, layer: int) -> int:
+        """A layer's index in the arrays of a product that it has."""
+        return self.layers_of(name).index(layer)
+
+    def shards_of(self, product: Product) -> int:
+        """Over how many devices the columns of a product are divided."""
+        return self.num_shards if product.num_experts is None else self.tensor_shards
 
     def width(self, product: Product) -> int:
         """Columns that one shard computes for a product."""
@@ -56,12 +96,42 @@ class XlaSizes:
 
     def total_width(self, product: Product) -> int:
         """Columns of all shards of a product that is split on its output; else those of any shard."""
-        return self.width(product) * (self.num_shards if product.kind.split == "output" else 1)
+        return self.width(product) * (self.shards_of(product) if product.kind.split == "output" else 1)
 
 
-def sizes_of(spec: ModelSpec, num_shards: int, column_multiple: int) -> XlaSizes:
-    """CheckpointError for layers of unequal size; ConfigError if the model does not divide by `num_shards`."""
-    whole = uniform_products(spec)
-    check_shards(whole, num_shards, spec.name)
-    products = tuple(shard_product(product, num_shards) for product in whole)
-    return XlaSizes(spec, num_shards, column_multiple, whole, products)
+def sizes_of(spec: ModelSpec, tensor_shards: int, column_multiple: int, expert_shards: int = 1) -> XlaSizes:
+    """CheckpointError for what this engine does not compute; ConfigError if the model does not divide so."""
+    _check_served(spec)
+    stacked = stacked_products(spec)
+    whole = tuple(product for product, _ in stacked)
+    counts = {product.num_experts for product in whole if product.num_experts is not None}
+    if expert_shards > 1 and not counts:
+        raise ConfigError(f"engine.xla.expert_parallel is {expert_shards} but {spec.name} has no experts; set 1")
+    for count in counts:
+        if count % expert_shards:
+            raise ConfigError(
+                f"engine.xla.expert_parallel {expert_shards} does not divide {spec.name}: layers have {count} experts; "
+                "choose a divisor"
+            )
+    setting = "engine.xla.tensor_parallel" + (" times expert_parallel," if expert_shards > 1 else "")
+    check_shards(single_products(stacked), tensor_shards * expert_shards, spec.name, setting)
+    check_shards((one for one in whole if one.num_experts is not None), tensor_shards, spec.name)
+    products = tuple(
+        shard_product(one, tensor_shards * (expert_shards if one.num_experts is None else 1)) for one in whole
+    )
+    layers = tuple(layers for _, layers in stacked)
+    return XlaSizes(spec, tensor_shards, expert_shards, column_multiple, whole, products, layers)
+
+
+def _check_served(spec: ModelSpec) -> None:
+    """CheckpointError for arithmetic that the decoder does not have."""
+    for layer in spec.layers:
+        refused = {
+            "latent attention": layer.attention.latent is not None,
+            "attention sinks": layer.attention.sinks,
+            "clamped activation": layer.mlp.limit is not None,
+            "soft caps and norms behind each block": layer.post_norms or layer.attention.softcap is not None,
+        }
+        for name, is_there in refused.items():
+            if is_there:
+                raise CheckpointError(f"engine.xla does not serve {spec.family}'s {name} ({spec.name}); use engine.cpu")

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from app.engine.config import WeightStorage
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, expected_tensors
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, LayerNorm, expected_tensors, qk_norm_widths
+from app.engine.models.products import Product
 from app.engine.models.sharding import shard_columns
 from app.engine.models.stacks import log_storage
 from app.engine.xla.arrays import XlaLayers, XlaWeights
@@ -26,12 +27,14 @@ from app.engine.xla.operations import Floats, Operations
 from app.engine.xla.sizes import XlaSizes
 from app.kernels.machine.team import Team
 
-_NORMS = {
+_NORMS: dict[str, LayerNorm] = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
     "self_attn.q_norm": "q_norm",
     "self_attn.k_norm": "k_norm",
 }
+#: The modules whose outputs they normalise.
+_QK_NORMS: dict[LayerNorm, str] = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
 
 def read_weights(
@@ -58,25 +61,27 @@ class _Filling:
     def __init__(self, sizes: XlaSizes, operations: Operations, storage: WeightStorage, team: Team) -> None:
         self._sizes, self._operations, self._storage, self._team = sizes, operations, storage, team
         count, hidden = sizes.num_layers, sizes.spec.hidden_size
-        self._columns = {product.name: shard_columns(product, sizes.num_shards) for product in sizes.whole}
-        self._places = {product.kind.path(target): (product, target) for product in sizes.products
-                        for target in product.targets}  # fmt: skip
-        self._stacks = {
-            product.name: operations.new_stack(
-                (count * sizes.num_shards, sizes.width(product), product.d_in), storage, team
-            )
-            for product in sizes.products
-        }
-        self._biases = {
-            product.name: np.zeros((count, sizes.total_width(product)), np.float32) if product.has_bias else None
-            for product in sizes.products
-        }
-        head_dim, has_norms = sizes.attention.head_dim, sizes.attention.qk_norm
+        self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
+        self._places = {product.kind.path(target, expert): (product, target, expert) for product in sizes.products
+                        for target in product.targets for expert in product.experts}  # fmt: skip
+        self._stacks, self._biases = {}, dict[str, Floats | None]()
+        for product in sizes.products:
+            layers, width = len(sizes.layers_of(product.name)), sizes.width(product)
+            parts = layers * len(product.experts) * sizes.shards_of(product)
+            self._stacks[product.name] = operations.new_stack((parts, width, product.d_in), storage, team)
+            bias = np.zeros((layers, sizes.total_width(product)), np.float32) if product.has_bias else None
+            self._biases[product.name] = bias
         self._norms: dict[str, Floats | None] = {
             name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")
         }
-        for name in ("q_norm", "k_norm"):
-            self._norms[name] = np.zeros((count, head_dim), np.float32) if has_norms else None
+        #: Of all heads together a shard has its heads' part, else every shard has the whole of it.
+        self._norm_parts: dict[LayerNorm, NDArray[np.int64]] = {}
+        for name, width in qk_norm_widths(sizes.attention).items():
+            own = self._columns["qkv"][_QK_NORMS[name]].reshape(-1)
+            self._norm_parts[name] = own if sizes.attention.whole_qk_norm else np.arange(width)
+        for name in _QK_NORMS:
+            part = self._norm_parts.get(name)
+            self._norms[name] = None if part is None else np.zeros((count, len(part)), np.float32)
         self._top: dict[str, Floats] = {}
 
     def place(self, name: str, tensor: Floats) -> None:
@@ -90,22 +95,32 @@ class _Filling:
         if path in _NORMS:
             norms = self._norms[_NORMS[path]]
             assert norms is not None
-            norms[layer] = tensor
+            part = self._norm_parts.get(_NORMS[path])
+            norms[layer] = tensor if part is None else tensor[part]
             return
-        product, target = self._places[path]
+        product, target, expert = self._places[path]
+        layer = self._sizes.place(product.name, layer)
         mine, is_output = self._columns[product.name][target], product.kind.split == "output"
         columns = product.columns(target, self._sizes.column_multiple)
         if kind == "bias":
             bias = self._biases[product.name]
             assert bias is not None
             if is_output:
-                bias[layer].reshape(self._sizes.num_shards, -1)[:, columns] = tensor[mine]
+                bias[layer].reshape(self._sizes.shards_of(product), -1)[:, columns] = tensor[mine]
             else:
                 bias[layer, columns] = tensor
             return
         for shard, part in enumerate(mine):
             w = np.ascontiguousarray(tensor[part] if is_output else tensor[:, part])
-            self._stacks[product.name].store(layer * self._sizes.num_shards + shard, columns.start, w)
+            self._stacks[product.name].store(self._matrix(product, layer, expert) * len(mine) + shard, columns.start, w)
+
+    def _matrix(self, product: Product, place: int, expert: int | None) -> int:
+        """A matrix's index in its product's stack: expert shards, then layers, then experts of a shard."""
+        if expert is None:
+            return place
+        count = self._sizes.experts_per_shard
+        layers = len(self._sizes.layers_of(product.name))
+        return (expert // count * layers + place) * count + expert % count
 
     def finish(self, max_positions: int) -> XlaWeights:
         """Everything that has been placed."""
@@ -116,7 +131,9 @@ class _Filling:
         angles = [positions[:, None] * np.array(rope.inv_freq, np.float32)[None] for rope in ropes]
         factors = [np.float32(rope.attention_factor) for rope in ropes]
         products = {
-            product.name: _joined(self._stacks[product.name].stack, shards, product.kind.split == "input")
+            product.name: _joined(
+                self._stacks[product.name].stack, self._sizes.shards_of(product), product.kind.split == "input"
+            )
             for product in self._sizes.products
         }
         head = self._head(self._top[EMBEDDING if spec.tie_embeddings else LM_HEAD])

@@ -16,6 +16,7 @@ from app.engine.errors import ConfigError
 from app.engine.xla.arrays import KvMemory
 from app.engine.xla.operations import Floats, PackedRows
 from app.kernels.machine.team import Team
+from app.kernels.moe_lora.xla import multiply_groups
 from app.kernels.paged_attention.xla import Queries, Tiles, store_and_attend, tiles_of
 from app.kernels.sgmv.xla import Segments, add_deltas
 
@@ -51,6 +52,9 @@ class XlaOperations:
 
     def product(self, x: Array, stack: Array, layer: Array | int, num_rows: Array) -> Array:  # noqa: ARG002
         return lax.dot_general(x, stack[layer], (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+    def product_by_group(self, x: Array, stack: Array, first: Array, starts: Array) -> Array:
+        return multiply_groups(x, stack, first, starts)
 
     def pack_rows(self, a: Floats, b: Floats) -> PackedRows:
         return PackedRows(a, b)

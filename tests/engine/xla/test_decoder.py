@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from app.engine.config import EngineConfig, XlaConfig
-from app.engine.models.checkpoint import Checkpoint
+from app.engine.errors import CheckpointError
+from app.engine.models.checkpoint import Checkpoint, load_checkpoint
 from app.engine.xla.adapters import XlaAdapters, base_tables
 from app.engine.xla.arrays import KvMemory
 from app.engine.xla.backend import JaxBackend
@@ -21,7 +22,7 @@ from app.engine.xla.step import PREFILL_TILE, Bucket
 from app.engine.xla.weights import read_weights
 from app.engine.xla.xla_operations import XlaOperations
 from tests.engine.adapters.making import tiny_spec
-from tests.engine.checkpoints import FAMILIES
+from tests.engine.checkpoints import FAMILIES, MIXTURES, save, tiny_model
 from tests.engine.logits_check import NUM_BLOCKS, check_family
 from tests.engine.xla.making import random_tensors
 
@@ -29,10 +30,14 @@ CONFIG = EngineConfig(num_kv_blocks=NUM_BLOCKS, adapter_rank_rows=8, max_batch_t
 LENGTHS = (1, 20, 41)
 #: The forms share the rope tables, in which the other families differ.
 FOR_XLA = ("llama tied, biased", "llama one kv head", "mistral window", "qwen2 window on upper layers", "qwen3")
+FOR_XLA += ("qwen2_moe", "olmoe")
+#: What is refused, and what for.
+REFUSED = {"gpt_oss": "attention sinks", "deepseek_v2": "latent attention"}
+SERVED = [family for family in (*FAMILIES, *MIXTURES) if not family.startswith(tuple(REFUSED))]
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [*((family, "cpu") for family in FAMILIES), *((family, "xla") for family in FOR_XLA)]
+    ("family", "form"), [*((family, "cpu") for family in SERVED), *((family, "xla") for family in FOR_XLA)]
 )
 def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, form: str, tmp_path: Path) -> None:
     config = CONFIG.on(XlaConfig(form=form, skip_precompile=True))
@@ -46,6 +51,15 @@ def test_logits_equal_transformers_in_one_piece_and_in_chunks(family: str, form:
         return LENGTHS[2] if end == LENGTHS[2] - 1 else end
 
     check_family(family, tmp_path, make_backend, LENGTHS, chunk_end)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(save(tiny_model(family), tmp_path))
+    with pytest.raises(
+        CheckpointError, match=rf"engine\.xla does not serve {family}'s {REFUSED[family]} .*engine\.cpu"
+    ):
+        JaxBackend(checkpoint.spec, checkpoint.tensors(), CONFIG.on(XlaConfig()), make_mesh(jax.devices("cpu"), 1))
 
 
 def test_a_whole_step_lowers_for_tpus() -> None:

@@ -1,0 +1,76 @@
+"""Which experts each token goes to, and the way of its rows there and back, in plain JAX.
+
+In: a router's logits. Out: pairs of a token and one of its experts, sorted by expert, so that each expert's rows lie
+together; and after the experts, one sum per token. Every array has the shape that the step's tokens give it, whatever
+is chosen. Of equal shares the lower expert comes first. With experts on several devices each has the pairs of its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from app.engine.models.spec import RouterSpec
+
+
+class Pairs(NamedTuple):
+    """T tokens with K experts each, P = T * K, of which this device's lie in front.
+
+    shares: [T, K]. tokens: [P], the token of each pair in order. places: [T, K], where each pair lies in that order.
+    mine: [T, K], whether its expert is on this device. starts: [E + 1], where the pairs of each of this device's
+    experts begin. keys: [P], expert * adapter slots + adapter slot, ascending; E * adapter slots and more for pairs
+    that are not mine.
+    """
+
+    shares: Array
+    tokens: Array
+    places: Array
+    mine: Array
+    starts: Array
+    keys: Array
+
+
+def route(logits: Array, router: RouterSpec) -> tuple[Array, Array]:
+    """Each token's experts and shares, [T, K], the largest share first. logits: [T, E]."""
+    shares = jax.nn.softmax(logits, axis=1)
+    if router.top_groups < router.num_groups:
+        groups = shares.reshape(len(shares), router.num_groups, -1)
+        _, best = lax.top_k(groups.max(axis=2), router.top_groups)
+        is_left = jax.nn.one_hot(best, router.num_groups).sum(axis=1)  # [T, groups]
+        shares = (groups * is_left[:, :, None]).reshape(shares.shape)
+    chosen, experts = lax.top_k(shares, router.top_k)
+    if router.normalised:
+        chosen = chosen / chosen.sum(axis=1, keepdims=True)
+    return experts, chosen * router.scale
+
+
+def sort_pairs(
+    experts: Array, shares: Array, first: Array | int, count: int, adapter_slots: Array, num_slots: int,
+    num_tokens: Array,
+) -> Pairs:  # fmt: skip
+    """The pairs of the `count` experts from `first` on, sorted by expert, then by adapter slot, then by token.
+
+    adapter_slots: [T]. Tokens beyond the first `num_tokens` have no pairs.
+    """
+    total, top_k = experts.shape
+    local = experts - first
+    mine = (local >= 0) & (local < count) & (jnp.arange(total)[:, None] < num_tokens)
+    keys = (jnp.where(mine, local, count) * num_slots + adapter_slots[:, None]).astype(jnp.int32).reshape(-1)
+    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    places = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+    ordered = keys[order]
+    bounds = jnp.arange(count + 1, dtype=jnp.int32) * num_slots
+    starts = jnp.searchsorted(ordered, bounds).astype(jnp.int32)
+    return Pairs(shares, order // top_k, places.reshape(total, top_k), mine, starts, ordered)
+
+
+def combine(outputs: Array, pairs: Pairs) -> Array:
+    """[P, H] of the pairs in order -> [T, H], the sum of each token's, times their shares, of this device's experts."""
+    total = jnp.zeros((len(pairs.shares), outputs.shape[1]), jnp.float32)
+    for k in range(pairs.shares.shape[1]):  # one after the other: [T, K, H] would be K times as much memory
+        mine = outputs[pairs.places[:, k]]
+        total = total + jnp.where(pairs.mine[:, k, None], pairs.shares[:, k, None] * mine, 0)
+    return total
