@@ -6,12 +6,18 @@ it is given. NumPy in, NumPy out. One thread calls it, but for `prepare_adapter`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.batch import ForwardBatch, ForwardOutput
 from app.engine.models.spec import ModelSpec
+
+
+def counted_extra_bytes(adapter: LoraAdapter) -> int:
+    """What most devices hold of an adapter beside its rank rows: as it was counted when it was read."""
+    return adapter.card.extra_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,8 @@ class BackendLimits:
     that resident adapters may hold beside their rank rows (`AdapterCard.extra_bytes`). `takes_bfloat16`: whether
     `write_adapter` is given matrices in bfloat16 as they are, or in float32 only. `can_embed`: whether `forward` takes
     batches with `pooling`. `num_draft_rows`: so many rows beside one of each sequence may draw in a step, several of
-    one sequence, and each has the bits that it would have in a step of its own; 0: none.
+    one sequence, and each has the bits that it would have in a step of its own; 0: none. `extra_bytes_of`: what an
+    adapter holds beside its rank rows on this device.
     """
 
     num_kv_blocks: int
@@ -35,6 +42,7 @@ class BackendLimits:
     takes_bfloat16: bool = False
     can_embed: bool = False
     num_draft_rows: int = 0
+    extra_bytes_of: Callable[[LoraAdapter], int] = counted_extra_bytes
 
 
 class Backend(Protocol):

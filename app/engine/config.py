@@ -165,8 +165,8 @@ class EngineConfig(BaseModel):
         256 << 20,
         ge=0,
         description="Memory for what resident adapters hold beside rank rows: DoRA scales, biases, norms, token rows, "
-        "whole modules; taken as needed. xla serves DoRA and biases only, in tables that are as large as its rank rows "
-        "want them; 0 refuses such adapters.",
+        "whole modules, experts' rows; taken as needed. xla takes all of it at start for experts' rows, else it serves "
+        "DoRA and biases only, in tables that are as large as its rank rows want them; 0 refuses such adapters.",
     )
     adapter_eviction: EvictionPolicy = Field(
         "lru",

@@ -119,6 +119,7 @@ class Engine:
             limits.adapter_extra_bytes,
             config.adapter_eviction,
         )
+        self._extra_bytes_of = limits.extra_bytes_of
         self._pace = PrefillPace(config.prefill_step_ms / 1000)
         self._clock = clock
         speculator = Speculator(
@@ -144,7 +145,7 @@ class Engine:
         self.on_work: Callable[[], None] = lambda: None
         self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
-        self._orders = AdapterOrders(self._adapters)
+        self._orders = AdapterOrders(self._adapters, limits.extra_bytes_of)
         self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
         self.merged = merged
         self._failure: EngineFailure | None = None
@@ -177,6 +178,7 @@ class Engine:
         if adapter is not None and not self._adapters.is_resident(adapter.card.digest):
             self._backend.prepare_adapter(adapter)  # one that leaves before its turn is prepared when it is written
         sequence = Sequence(request, adapter, self.spec, self._blocks.block_size)
+        sequence.extra_bytes = self._extra_bytes_of(adapter) if adapter is not None else 0
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
         if request.sampling.grammar and self._compiler is not None:
@@ -448,4 +450,4 @@ class Engine:
                 f"but this engine serves {self.spec.digest}; register it for this base"
             )
         self._adapters.check_rank(name, adapter.card.max_rank)
-        self._adapters.check_extras(name, adapter.card.extra_bytes)
+        self._adapters.check_extras(name, self._extra_bytes_of(adapter))

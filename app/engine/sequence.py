@@ -107,7 +107,7 @@ class Sequence:
         self.adapter = adapter
         self.adapter_digest = adapter.card.digest if adapter is not None else None
         self.rank = adapter.card.max_rank if adapter is not None else 0
-        self.extra_bytes = adapter.card.extra_bytes if adapter is not None else 0
+        self.extra_bytes = 0  # the engine asks its device
         self.adapter_slot = 0
         self.status = Status.WAITING
         self.order: int | None = None

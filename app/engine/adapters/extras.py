@@ -102,7 +102,7 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
     if EMBEDDING in adapter.replaced:  # rows are written into it: nothing to merge for the sake of a size
         rows = {name: rows for name, rows in adapter.token_rows.items() if name != "embed_tokens"}
         adapter = replace(adapter, token_rows=rows)
-    total = _expert_bytes(adapter, spec)
+    total = expert_bytes(adapter, spec)
     for part in plan(adapter, spec, _NoValues(spec)):
         shape = list(part.values.shape)
         if part.kind in _PADDED_AXES:
@@ -112,8 +112,9 @@ def extra_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
     return total
 
 
-def _expert_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
-    """Rows of a in panels of eight, columns of b in panels of sixteen; a matrix that serves two modules counts once."""
+def expert_bytes(adapter: LoraAdapter, spec: ModelSpec) -> int:
+    """Of deltas of experts and of heads of latents, as `extra_bytes` counts them: rows of a in panels of eight, columns
+    of b in panels of sixteen; a matrix that serves two modules counts once."""
     pairs = [pair for key, pair in adapter.weights.items() if key.expert is not None]
     for key, pair in adapter.weights.items():
         if key.target in LATENT_B.targets:

@@ -17,13 +17,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from app.engine.adapters.extras import ExtraPart, plan
-from app.engine.adapters.lora import ACTIVATED, LoraAdapter, widened
+from app.engine.adapters.lora import ACTIVATED, LoraAdapter, LoraKey, LoraPair, widened
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
 from app.engine.models.products import product_of
 from app.engine.models.sharding import shard_columns
-from app.engine.xla.arrays import SHARD_AXES, AdapterPlaces, RankTables, XlaWeights
+from app.engine.xla.arrays import SHARD_AXES, AdapterPlaces, ExpertPages, RankTables, XlaWeights
 from app.engine.xla.base_values import XlaBaseValues
+from app.engine.xla.expert_rows import XlaExpertRows
 from app.engine.xla.features import SERVED
 from app.engine.xla.operations import Floats, Operations
 from app.engine.xla.sizes import XlaSizes
@@ -41,12 +42,14 @@ class XlaAdapters:
 
     def __init__(
         self, sizes: XlaSizes, operations: Operations, weights: XlaWeights, num_slots: int, num_rows: int,
-        has_extras: bool, mesh: Mesh,
+        extra_bytes: int, mesh: Mesh,
     ) -> None:  # fmt: skip
-        """has_extras: whether adapters may have scales and shifts; if not, those that have are refused."""
+        """extra_bytes: of what adapters may hold beside rank rows; with 0, those that have scales, shifts or deltas of
+        experts are refused."""
         self._sizes, self._operations, self._num_rows = sizes, operations, num_rows
         self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
-        self._base = XlaBaseValues(sizes, operations, weights.layers, mesh) if has_extras and num_rows else None
+        self._base = XlaBaseValues(sizes, operations, weights.layers, mesh) if extra_bytes and num_rows else None
+        self.experts = XlaExpertRows(sizes, operations, num_slots, extra_bytes)
         self._plans: WeakKeyDictionary[LoraAdapter, tuple[ExtraPart, ...]] = WeakKeyDictionary()
         self._starts, self._max_ranks = (np.zeros(num_slots, np.int32) for _ in range(2))
         self._has_extras = np.zeros(num_slots, np.bool_)
@@ -68,7 +71,9 @@ class XlaAdapters:
 
     def table_shapes(self) -> RankTables:
         """The shape of each table."""
-        return self._shapes(self._num_rows, self._base_row + 1)
+        shapes = self._shapes(self._num_rows, self._base_row + 1)
+        experts = self.experts
+        return shapes._replace(experts=experts.shapes(experts.num_pages) if experts.num_pages else None)
 
     def _shapes(self, num_rows: int, num_extra_rows: int) -> RankTables:
         sizes = self._sizes
@@ -93,7 +98,7 @@ class XlaAdapters:
             extras[product.name] = P() if is_input else split
         if self._base is None:
             extras = {}
-        return RankTables(a, b, extras, dict(extras))
+        return RankTables(a, b, extras, dict(extras), self.experts.specs() if self.experts.num_pages else None)
 
     def prepare(self, adapter: LoraAdapter) -> None:
         """Any thread: raises AdapterMismatch for what is not served; works out the scales of an adapter with DoRA."""
@@ -107,7 +112,7 @@ class XlaAdapters:
         features = " or ".join(sorted(beyond))
         if self._base is None:
             raise AdapterMismatch(f"the xla engine with engine.adapter_extra_bytes 0 cannot apply {features}; raise it")
-        if not adapter.weights:
+        if all(key.expert is not None for key in adapter.weights):
             raise AdapterMismatch(
                 f"the xla engine applies {features} beside rank rows only, and this adapter has none; use engine.cpu"
             )
@@ -126,7 +131,7 @@ class XlaAdapters:
                 for table, shape, is_split in ((a, shapes.a, is_input), (b, shapes.b, not is_input)):
                     parts, floats = shards if is_split else 1, num_rows * shape[target][2]
                     table[target] = np.zeros((shape[target][0], parts, floats // parts), np.float32)
-        for (layer, target, _), pair in adapter.weights.items():
+        for (layer, target, _), pair in _single(adapter):
             product = product_of(sizes.single, target)
             place = sizes.place(product.name, layer)
             mine, index = self._columns[product.name][target], product.targets.index(target)
@@ -149,19 +154,25 @@ class XlaAdapters:
         """From now on the slot's adapter is this one, its rows at `row_start`."""
         for table in self._ranks.values():
             table[:, adapter_slot] = 0
-        for (layer, target, _), pair in adapter.weights.items():
+        for (layer, target, _), pair in _single(adapter):
             product = product_of(self._sizes.single, target)
             place = self._sizes.place(product.name, layer)
             self._ranks[product.name][place, adapter_slot, product.targets.index(target)] = pair.rank
         self._starts[adapter_slot] = row_start
-        self._max_ranks[adapter_slot] = max((pair.rank for pair in adapter.weights.values()), default=0)
+        self._max_ranks[adapter_slot] = max((pair.rank for _, pair in _single(adapter)), default=0)
         self._has_extras[adapter_slot] = bool(adapter.features - {ACTIVATED})
+        self._on_device = None
+
+    def release(self, adapter_slot: int) -> None:
+        """The slot's adapter is gone."""
+        self.experts.release(adapter_slot)
         self._on_device = None
 
     def places(self) -> AdapterPlaces:
         """The programs' argument."""
         if self._on_device is None:
-            copied = AdapterPlaces(self._starts.copy(), {name: table.copy() for name, table in self._ranks.items()})
+            ranks = {name: table.copy() for name, table in self._ranks.items()}
+            copied = AdapterPlaces(self._starts.copy(), ranks, self.experts.places())
             self._on_device = jax.device_put(copied, self._replicated)  # JAX may keep what it is given
         return self._on_device
 
@@ -169,17 +180,21 @@ class XlaAdapters:
         """What a step's adapters are."""
         slots, counts = batch.run_adapter_slots, np.diff(batch.run_starts)
         rows = np.where(self._max_ranks[slots] > 0, self._starts[slots] // RANK_CHUNK, self._base_row)
+        pages = self.experts.longest(slots)
         return StepAdapters(
             int(self._max_ranks[slots].max(initial=0)),
             np.repeat(rows, counts).astype(np.int32),
             int(counts[self._has_extras[slots]].sum()),
+            np.repeat(np.where(pages > 0, slots, 0), counts).astype(np.int32),
+            int(pages.max(initial=0)),
         )
 
     def _check_modules(self, adapter: LoraAdapter) -> None:
         for layer, target, expert in adapter.weights:
-            found = [product for product in self._sizes.single if target in product.targets]
-            if expert is not None or not found or layer not in self._sizes.layers_of(found[0].name):
+            found = [product for product in self._sizes.products if target in product.targets]
+            if not found or expert not in found[0].experts or layer not in self._sizes.layers_of(found[0].name):
                 raise AdapterMismatch(f"this engine has no module {target!r} (expert {expert}) in layer {layer}")
+        self.experts.check(adapter)
 
     @property
     def _base_row(self) -> int:
@@ -206,13 +221,22 @@ class XlaAdapters:
         return scales, shifts
 
 
+def _single(adapter: LoraAdapter) -> list[tuple[LoraKey, LoraPair]]:
+    """What an adapter changes that is no expert's."""
+    return [(key, pair) for key, pair in adapter.weights.items() if key.expert is None]
+
+
 def base_tables(shapes: RankTables) -> RankTables:
     """Tables of these shapes in which there are no adapters, as NumPy arrays."""
     a, b, shifts = (
         {name: np.zeros(shape, np.float32) for name, shape in table.items()}
         for table in (shapes.a, shapes.b, shapes.shifts)
     )
-    return RankTables(a, b, {name: np.ones(shape, np.float32) for name, shape in shapes.scales.items()}, shifts)
+    scales = {name: np.ones(shape, np.float32) for name, shape in shapes.scales.items()}
+    if shapes.experts is None:
+        return RankTables(a, b, scales, shifts)
+    pages = ({name: np.zeros(shape, np.float32) for name, shape in table.items()} for table in shapes.experts)
+    return RankTables(a, b, scales, shifts, ExpertPages(*pages))
 
 
 def write_rows(tables: RankTables, rows: RankTables, row_start: Array) -> RankTables:
@@ -224,7 +248,7 @@ def write_rows(tables: RankTables, rows: RankTables, row_start: Array) -> RankTa
     extra_row = row_start // RANK_CHUNK
     return RankTables(
         written(tables.a, rows.a, row_start), written(tables.b, rows.b, row_start),
-        written(tables.scales, rows.scales, extra_row), written(tables.shifts, rows.shifts, extra_row),
+        written(tables.scales, rows.scales, extra_row), written(tables.shifts, rows.shifts, extra_row), tables.experts,
     )  # fmt: skip
 
 

@@ -50,6 +50,13 @@ class XlaWeights(NamedTuple):
     layers: XlaLayers
 
 
+class ExpertPages(NamedTuple):
+    """Rank rows of experts. a, b: by target, [pages * 8, d_in] and [pages * 8, columns], as the form reads them."""
+
+    a: dict[str, Any]
+    b: dict[str, Any]
+
+
 class RankTables(NamedTuple):
     """What resident adapters hold. a, b: by target, [L, R, d_in] and [L, R, columns], an adapter's rows one after the
     other, packed as the form reads them. scales, shifts: by product, [L, R / 8 + 1, columns], empty where adapters may
@@ -60,13 +67,28 @@ class RankTables(NamedTuple):
     b: dict[str, Any]
     scales: dict[str, Any]
     shifts: dict[str, Any]
+    experts: ExpertPages | None = None
+
+
+class ExpertPlaces(NamedTuple):
+    """Where adapters' pages lie, int32; page N is nobody's. heads: [L, experts * S], an adapter's first page of an
+    expert. following: [N + 1], the page after each. ranks: by product, [N + 1, modules], rank rows in a page.
+    """
+
+    heads: Any
+    following: Any
+    ranks: dict[str, Any]
 
 
 class AdapterPlaces(NamedTuple):
-    """Where adapters' rows lie, int32. starts: [S], first rank row. ranks: by product, [L, S, modules], 0 for none."""
+    """Where adapters' rows lie, int32. starts: [S], first rank row. ranks: by product, [L, S, modules], 0 for none.
+
+    experts: None where there is no room for adapters of experts.
+    """
 
     starts: Any
     ranks: dict[str, Any]
+    experts: ExpertPlaces | None = None
 
 
 class KvMemory(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from app.engine.xla import sharding
 from app.engine.xla.adapters import XlaAdapters, base_tables, rank_classes, write_rows
 from app.engine.xla.arrays import EXPERT_AXIS, TENSOR_AXIS, KvMemory, StepResult
 from app.engine.xla.decoder import forward
+from app.engine.xla.expert_rows import PAGES_AT_ONCE, write_pages
 from app.engine.xla.forms import operations_of
 from app.engine.xla.programs import Programs, ladder
 from app.engine.xla.sampling import sample
@@ -71,8 +73,9 @@ class JaxBackend:
         self._kv = self._new_kv_memory(config)
         self._adapters = XlaAdapters(
             self._sizes, self._operations, self._weights, config.max_adapter_slots, self.limits.adapter_rank_rows,
-            config.adapter_extra_bytes > 0, mesh,
+            config.adapter_extra_bytes, mesh,
         )  # fmt: skip
+        self.limits = replace(self.limits, extra_bytes_of=self._adapters.experts.extra_bytes)
         self._row_specs = self._adapters.specs()
         self._tables = self._put(base_tables(self._adapters.table_shapes()), self._row_specs)
         num_blocks = min(-(-max_positions // config.block_size), config.num_kv_blocks)
@@ -80,10 +83,12 @@ class JaxBackend:
         table_width = -(-num_blocks // per_group) * per_group
         self._classes = rank_classes(self.limits.adapter_rank_rows)
         self._writers: dict[int, Any] = {}
+        self._page_writer: Any = None
         start = time.perf_counter()
         if not xla.skip_precompile:
             self._adapters.warm_up()
             self._writers = {count: self._compile_writer(count) for count in self._classes}
+            self._page_writer = self._compile_page_writer()
         self.writers_compile_s = time.perf_counter() - start
         # What programs are compiled for: the arrays themselves are given away while the others compile.
         self._given = jax.tree.map(_shape_of, (self._weights, self._tables, self._adapters.places(), self._kv))
@@ -97,7 +102,12 @@ class JaxBackend:
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         """See `Backend.write_adapter`. Raises AdapterMismatch as `prepare_adapter` does."""
         self._adapters.prepare(adapter)
-        if not adapter.weights:  # nothing to write, and nothing is read of its slot
+        for pages, numbers in self._adapters.experts.write(adapter_slot, adapter):
+            if self._page_writer is None:  # only with skip_precompile
+                self._page_writer = self._compile_page_writer()
+            written = self._page_writer(self._tables.experts, pages, numbers)
+            self._tables = self._tables._replace(experts=written)
+        if all(key.expert is not None for key in adapter.weights):  # nothing else is read of its slot
             self._adapters.assign(adapter_slot, 0, adapter)
             return
         count = next(count for count in self._classes if count >= adapter.card.max_rank)
@@ -112,7 +122,8 @@ class JaxBackend:
         return True
 
     def release_adapter(self, adapter_slot: int) -> None:
-        """See `Backend.release_adapter`: what an adapter has beside rank rows goes with them."""
+        """See `Backend.release_adapter`: an adapter's pages are free; its scales and shifts go with its rank rows."""
+        self._adapters.release(adapter_slot)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """See `Backend.forward`."""
@@ -158,10 +169,26 @@ class JaxBackend:
             return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
 
         shapes = jax.tree.map(_shape_of, self._tables)
-        rows = jax.tree.map(described, self._adapters.shapes(count), self._row_specs, is_leaf=_is_shape)
+        specs = self._row_specs._replace(experts=None)
+        rows = jax.tree.map(described, self._adapters.shapes(count), specs, is_leaf=_is_shape)
         start = described((), sharding.REPLICATED).update(dtype=np.int32)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         return jax.jit(write_rows, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, start).compile()
+
+    def _compile_page_writer(self) -> Any:
+        """The program that writes pages of experts' rank rows; None where there are none."""
+        if self._tables.experts is None:
+            return None
+
+        def described(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
+
+        shapes = jax.tree.map(_shape_of, self._tables.experts)
+        experts = self._adapters.experts
+        rows = jax.tree.map(described, experts.shapes(PAGES_AT_ONCE), experts.specs(), is_leaf=_is_shape)
+        pages = described((PAGES_AT_ONCE,), sharding.REPLICATED).update(dtype=np.int32)
+        shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+        return jax.jit(write_pages, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, pages).compile()
 
     def _new_kv_memory(self, config: EngineConfig) -> KvMemory:
         blocks = (self._sizes.num_layers, config.num_kv_blocks, self._sizes.num_shards * self._sizes.kv_heads)

@@ -71,9 +71,9 @@ class CpuOperations:
 
     def add_deltas(
         self, x: Array, y: Array, a: Sequence[Array], b: Sequence[Array], layer: Array, segments: Segments,
-        starts: Array, ranks: Array,
+        starts: Array, ranks: Array, max_rank: int,
     ) -> Array:  # fmt: skip
-        return add_deltas(x, y, a, b, layer, segments, starts, ranks)
+        return add_deltas(x, y, a, b, layer, segments, starts, ranks, max_rank)
 
     def memory_shapes(self, num_blocks: tuple[int, ...], block_size: int, head_dim: int) -> KvMemory:
         width = -(-head_dim // PANEL) * PANEL

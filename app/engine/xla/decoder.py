@@ -33,9 +33,10 @@ from app.engine.xla.arrays import (
     XlaWeights,
 )
 from app.engine.xla.operations import Operations
-from app.engine.xla.routing import combine, route, sort_pairs
+from app.engine.xla.routing import PageRuns, combine, page_runs, route, sort_pairs
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import Bucket, XlaStep, unpack
+from app.kernels.sgmv.xla import RANK_CHUNK, Segments
 
 
 def forward(
@@ -129,7 +130,9 @@ class _Decoder:
         layers, step, product = self._weights.layers, self._step, self._sizes.product(name)
         y = self._operations.product(x, layers.products[name], layer, step.num_tokens)
         a, b = ([table[target] for target in product.targets] for table in (self._tables.a, self._tables.b))
-        y = self._operations.add_deltas(x, y, a, b, layer, step.segments, self._places.starts, self._places.ranks[name])
+        y = self._operations.add_deltas(
+            x, y, a, b, layer, step.segments, self._places.starts, self._places.ranks[name], a[0].shape[1]
+        )
         if product.kind.split == "input" and self._sizes.num_shards > 1:
             y = lax.psum(y, SHARD_AXES)
         if layers.biases[name] is not None:
@@ -142,15 +145,23 @@ class _Decoder:
         mixture, count = sizes.mixture, sizes.experts_per_shard
         (logits,) = self.linear(x, place, "router")
         experts, shares = route(logits, mixture.router)
-        mine = lax.axis_index(EXPERT_AXIS) * count if sizes.expert_shards > 1 else 0
-        pairs = sort_pairs(experts, shares, mine, count, jnp.zeros(len(x), jnp.int32), 1, step.num_tokens)
-        first = place * count
-        both = self._operations.product_by_group(x[pairs.tokens], products["experts_gate_up"], first, pairs.starts)
-        gate, up = self._columns(both, "experts_gate_up")
-        outputs = self._operations.product_by_group(
-            self._activated(gate) * up, products["experts_down"], first, pairs.starts
-        )
-        out = combine(self._columns(outputs, "experts_down")[0], pairs)
+        mine = lax.axis_index(EXPERT_AXIS) * count if sizes.expert_shards > 1 else jnp.int32(0)
+        num_slots = len(self._places.starts)
+        pairs = sort_pairs(experts, shares, mine, count, step.expert_slots, num_slots, step.num_tokens)
+        pages = self._places.experts
+        runs = None
+        if pages is not None:
+            heads = lax.dynamic_slice(pages.heads[place], (mine * num_slots,), (count * num_slots,))
+            runs = page_runs(pairs.keys, heads, len(pages.following) - 1)
+
+        def linear(x: Array, name: str) -> tuple[Array, ...]:
+            y = self._operations.product_by_group(x, products[name], place * count, pairs.starts)
+            if runs is not None:
+                y = self._expert_deltas(x, y, name, runs)
+            return self._columns(y, name)
+
+        gate, up = linear(x[pairs.tokens], "experts_gate_up")
+        out = combine(linear(self._activated(gate) * up, "experts_down")[0], pairs)
         if sizes.num_shards > 1:
             out = lax.psum(out, SHARD_AXES)
         if mixture.shared is None:
@@ -159,6 +170,25 @@ class _Decoder:
         return out + (
             jax.nn.sigmoid(self.linear(x, place, "shared_gate")[0]) * shared if mixture.shared.is_gated else shared
         )
+
+    def _expert_deltas(self, x: Array, y: Array, name: str, runs: PageRuns) -> Array:
+        """y [P, columns] of the pairs in order, with their adapters' deltas of their experts, page after page."""
+        pages, tables, product = self._places.experts, self._tables.experts, self._sizes.product(name)
+        assert pages is not None
+        assert tables is not None
+        a, b = ([table[target][None] for target in product.targets] for table in (tables.a, tables.b))
+        starts = jnp.arange(len(pages.following), dtype=jnp.int32) * RANK_CHUNK
+
+        def add_page(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            y, page = state
+            lines = jnp.concatenate([runs.bounds, page[:, None]], axis=1)
+            segments = Segments(lines, runs.num_runs, jnp.int32(RANK_CHUNK))
+            ranks = pages.ranks[name][None]
+            y = self._operations.add_deltas(x, y, a, b, jnp.int32(0), segments, starts, ranks, RANK_CHUNK)
+            return y, pages.following[page]
+
+        added: Array = lax.fori_loop(0, self._step.most_pages, add_page, (y, runs.pages))[0]
+        return added
 
     def _gated(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
         """down(act(gate(x)) * up(x)) of normed rows [T, H]."""

@@ -79,9 +79,12 @@ class Operations(Protocol):
 
     def add_deltas(
         self, x: Array, y: Array, a: Sequence[Array], b: Sequence[Array], layer: Array, segments: Segments,
-        starts: Array, ranks: Array,
+        starts: Array, ranks: Array, max_rank: int,
     ) -> Array:  # fmt: skip
-        """y [T, columns of all modules] with the deltas of x [T, d_in] added; see `app.kernels.sgmv.xla.add_deltas`."""
+        """y [T, columns of all modules] with the deltas of x [T, d_in] added; see `app.kernels.sgmv.xla.add_deltas`.
+
+        max_rank: the largest that an adapter may have, a multiple of eight.
+        """
         ...
 
     def memory_shapes(self, num_blocks: tuple[int, ...], block_size: int, head_dim: int) -> KvMemory:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from app.engine.models.spec import RouterSpec
+from app.kernels.sgmv.xla import SEGMENT_TOKENS
 
 
 class Pairs(NamedTuple):
@@ -48,7 +49,7 @@ def route(logits: Array, router: RouterSpec) -> tuple[Array, Array]:
 
 
 def sort_pairs(
-    experts: Array, shares: Array, first: Array | int, count: int, adapter_slots: Array, num_slots: int,
+    experts: Array, shares: Array, first: Array, count: int, adapter_slots: Array, num_slots: int,
     num_tokens: Array,
 ) -> Pairs:  # fmt: skip
     """The pairs of the `count` experts from `first` on, sorted by expert, then by adapter slot, then by token.
@@ -65,6 +66,28 @@ def sort_pairs(
     bounds = jnp.arange(count + 1, dtype=jnp.int32) * num_slots
     starts = jnp.searchsorted(ordered, bounds).astype(jnp.int32)
     return Pairs(shares, order // top_k, places.reshape(total, top_k), mine, starts, ordered)
+
+
+class PageRuns(NamedTuple):
+    """Up to `SEGMENT_TOKENS` pairs of one expert and one adapter that changes it, of which num_runs are real, int32.
+
+    bounds: [P, 2], first and end pair. pages: [P], the adapter's first page of the expert.
+    """
+
+    bounds: Array
+    pages: Array
+    num_runs: Array
+
+
+def page_runs(keys: Array, heads: Array, nobody: int) -> PageRuns:
+    """keys: `Pairs.keys`. heads: [E * adapter slots], first pages by key, `nobody` where an adapter has none."""
+    row = jnp.arange(len(keys), dtype=jnp.int32)
+    pages = jnp.where(keys < len(heads), heads[jnp.minimum(keys, len(heads) - 1)], nobody)
+    first, end = (jnp.searchsorted(keys, keys, side=side).astype(jnp.int32) for side in ("left", "right"))
+    begins = (pages != nobody) & ((row - first) % SEGMENT_TOKENS == 0)
+    (at,) = jnp.nonzero(begins, size=len(keys), fill_value=0)
+    bounds = jnp.stack([row[at], jnp.minimum(row + SEGMENT_TOKENS, end)[at]], axis=1)
+    return PageRuns(bounds, pages[at], begins.sum(dtype=jnp.int32))
 
 
 def combine(outputs: Array, pairs: Pairs) -> Array:

@@ -53,6 +53,7 @@ class Bucket:
             "positions": (self.tokens,),
             "kv_slots": (self.tokens,),
             "extra_rows": (self.tokens,),
+            "expert_slots": (self.tokens,),
             "sample_rows": (self.sequences,),
             "query_starts": (self.sequences + 1,),
             "seq_lens": (self.sequences,),
@@ -60,7 +61,8 @@ class Bucket:
             "tasks": (self.num_tasks, 2),
             "lines": (max_segments(self.tokens, self.sequences), 3),
             **dict.fromkeys(
-                ("num_tokens", "num_samples", "num_tasks", "num_segments", "widest", "num_extra_tokens"), ()
+                ("num_tokens", "num_samples", "num_tasks", "num_segments", "widest", "num_extra_tokens", "most_pages"),
+                (),
             ),
         }
 
@@ -72,23 +74,29 @@ class Bucket:
 
 class StepAdapters(NamedTuple):
     """What a step's adapters are. widest: the largest rank. extra_rows: [T], each token's row of the tables of scales
-    and shifts. num_extra_tokens: how many of those tokens' adapters have any."""
+    and shifts. num_extra_tokens: how many of those tokens' adapters have any. expert_slots: [T], the adapter slots of
+    tokens whose adapters change experts, else 0. most_pages: of an expert of any of these adapters."""
 
     widest: int
     extra_rows: Ints
     num_extra_tokens: int
+    expert_slots: Ints
+    most_pages: int
 
 
 class XlaStep(NamedTuple):
-    """token_ids, positions, extra_rows: [T], of which num_tokens are real. sample_rows: [B], of which num_samples."""
+    """token_ids, positions, extra_rows, expert_slots: [T], of which num_tokens are real. sample_rows: [B], of which
+    num_samples."""
 
     token_ids: Array
     positions: Array
     extra_rows: Array
+    expert_slots: Array
     sample_rows: Array
     num_tokens: Array
     num_samples: Array
     num_extra_tokens: Array
+    most_pages: Array
     queries: Queries
     segments: Segments
 
@@ -102,6 +110,7 @@ def pack(batch: ForwardBatch, bucket: Bucket, num_kv_slots: int, adapters: StepA
         "positions": batch.positions,
         "kv_slots": batch.kv_slots,
         "extra_rows": adapters.extra_rows,
+        "expert_slots": adapters.expert_slots,
         "sample_rows": batch.sample_rows,
         "query_starts": batch.query_starts,
         "seq_lens": batch.seq_lens,
@@ -120,6 +129,7 @@ def pack(batch: ForwardBatch, bucket: Bucket, num_kv_slots: int, adapters: StepA
         "num_segments": len(lists["lines"]),
         "widest": adapters.widest,
         "num_extra_tokens": adapters.num_extra_tokens,
+        "most_pages": adapters.most_pages,
     }
     for name, number in numbers.items():
         views[name][...] = number

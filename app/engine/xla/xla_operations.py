@@ -61,7 +61,7 @@ class XlaOperations:
 
     def add_deltas(
         self, x: Array, y: Array, a: Sequence[Array], b: Sequence[Array], layer: Array, segments: Segments,
-        starts: Array, ranks: Array,
+        starts: Array, ranks: Array, max_rank: int,  # noqa: ARG002
     ) -> Array:  # fmt: skip
         return add_deltas(x, y, a, b, layer, segments, starts, ranks)
 

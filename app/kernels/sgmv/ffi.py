@@ -61,15 +61,15 @@ _call = KernelCall("add_deltas", _Operands, _Results, _add_deltas, {"y": "y"})
 
 def add_deltas(
     x: Array, y: Array, a: Sequence[Array], b: Sequence[Array], layer: Array, segments: Segments, starts: Array,
-    ranks: Array,
+    ranks: Array, max_rank: int,
 ) -> Array:  # fmt: skip
     """y [T, sum of W] with the deltas of x [T, d_in] added, for up to three modules side by side in y.
 
     a: per module [L, R, d_in], b: per module [L, R, W], an adapter's rows packed as `app.kernels.sgmv.cpu` says.
-    starts: [S], an adapter's first rank row. ranks: [L, S, modules]. All integers are int32.
+    starts: [S], an adapter's first rank row. ranks: [L, S, modules]. All integers are int32. max_rank: the largest that
+    an adapter may have, a multiple of eight.
     """
-    num_rows = a[0].shape[1]
-    if not num_rows:
+    if not a[0].shape[1]:
         return y  # no rank rows: adapters are switched off
     assert len(a) == len(b) == ranks.shape[2] <= _MODULES
     first_a, second_a, third_a = (a[min(n, len(a) - 1)] for n in range(_MODULES))
@@ -78,5 +78,5 @@ def add_deltas(
         layer, segments.num_segments, segments.widest, x, y, starts, ranks, segments.lines, first_a, second_a, third_a,
         first_b, second_b, third_b,
     )  # fmt: skip
-    out: Array = _call(operands, (y.shape, (len(x), len(a), num_rows))).y
+    out: Array = _call(operands, (y.shape, (len(x), len(a), max_rank))).y
     return out

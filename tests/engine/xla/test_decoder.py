@@ -68,7 +68,7 @@ def test_a_whole_step_lowers_for_tpus() -> None:
     sizes = sizes_of(spec, 1, operations.column_multiple)
     weights = read_weights(sizes, operations, random_tensors(spec), 64, "float32")
     mesh = make_mesh(jax.devices("cpu"), 1)
-    adapters = XlaAdapters(sizes, operations, weights, 2, 32, False, mesh)
+    adapters = XlaAdapters(sizes, operations, weights, 2, 32, 0, mesh)
     tables = base_tables(adapters.table_shapes())
     kv = jax.ShapeDtypeStruct((2, NUM_BLOCKS, 2, 16, 8), np.float32)
     bucket = Bucket(64, 8, PREFILL_TILE, 8)

@@ -33,7 +33,13 @@ def test_every_pair_of_ones_own_experts_is_there_once_in_order(first: int, count
     slots = generator.integers(0, num_slots, 13).astype(np.int32)
     shares = generator.random((13, 3)).astype(np.float32)
     pairs = sort_pairs(
-        jnp.array(experts), jnp.array(shares), first, count, jnp.array(slots), num_slots, jnp.int32(num_tokens)
+        jnp.array(experts),
+        jnp.array(shares),
+        jnp.int32(first),
+        count,
+        jnp.array(slots),
+        num_slots,
+        jnp.int32(num_tokens),
     )
     expected = sorted(
         (experts[t, k] - first, slots[t], t, k)

@@ -30,12 +30,15 @@ def test_any_division_of_tokens_fits_its_bucket_and_comes_back() -> None:
         batch = forward_batch(_random_pieces(generator), 16)
         count = len(batch.token_ids)
         rows = generator.integers(0, 9, count).astype(np.int32)
-        flat = pack(batch, BUCKET, 1024, StepAdapters(37, rows, 3))
+        own = generator.integers(0, 9, count).astype(np.int32)
+        flat = pack(batch, BUCKET, 1024, StepAdapters(37, rows, 3, own, 2))
         assert len(flat) == BUCKET.size
         step = unpack(flat, BUCKET)
         for name in ("token_ids", "positions"):
             np.testing.assert_array_equal(getattr(step, name)[:count], getattr(batch, name))
         np.testing.assert_array_equal(step.extra_rows[:count], rows)
+        np.testing.assert_array_equal(step.expert_slots[:count], own)
+        assert int(step.most_pages) == 2
         np.testing.assert_array_equal(step.sample_rows[: step.num_samples], batch.sample_rows)
         assert (step.num_tokens, step.num_extra_tokens, step.segments.widest) == (count, 3, 37)
         queries, lines = step.queries, np.asarray(step.segments.lines[: step.segments.num_segments])
@@ -66,7 +69,12 @@ def test_every_query_is_in_one_task_of_its_own_sequence(tile: int) -> None:
 def test_tiles_say_what_each_query_sees_and_where_it_is() -> None:
     batch = forward_batch(_random_pieces(rng()), 16)
     count = len(batch.token_ids)
-    step = unpack(jax.numpy.array(pack(batch, BUCKET, 1024, StepAdapters(0, np.zeros(count, np.int32), 0))), BUCKET)
+    step = unpack(
+        jax.numpy.array(
+            pack(batch, BUCKET, 1024, StepAdapters(0, np.zeros(count, np.int32), 0, np.zeros(count, np.int32), 0))
+        ),
+        BUCKET,
+    )
     tiles = tiles_of(step.queries, BUCKET.tokens, BUCKET.tile)
     flat_rows, visible = np.asarray(tiles.rows).reshape(-1), np.asarray(tiles.visible).reshape(-1)
     places = np.asarray(tiles.places)[:count]

@@ -1,0 +1,140 @@
+"""Adapters of mixtures of experts on the JAX engine: PEFT's logits, and pages that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from app.engine.adapters.extras import expert_bytes
+from app.engine.adapters.formats.reading import read_adapter
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.config import XlaConfig
+from app.engine.errors import AdapterMismatch
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.spec import ModelSpec
+from app.engine.xla.backend import JaxBackend
+from app.engine.xla.expert_rows import XlaExpertRows
+from app.engine.xla.sharding import make_mesh
+from app.engine.xla.sizes import sizes_of
+from app.engine.xla.xla_operations import XlaOperations
+from tests.engine.adapters.making import random_mixture_adapter
+from tests.engine.adapters.moe_parity import FORMATS, per_expert_folder, save_random, tiny_mixture
+from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
+from tests.engine.company import mixture_spec
+from tests.engine.served import CONFIG, served_logits
+from tests.engine.xla.making import counting_compilations
+from tests.seeds import rng
+
+TOLERANCE = 1e-5
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's own use
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, on parameters as targets
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("mixtral", "cpu"), ("qwen2_moe", "cpu"), ("qwen3_moe", "cpu"), ("olmoe", "cpu"), ("qwen2_moe", "xla")],
+    ids="-".join,
+)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """(transformers' model, our backend) of one family in one form."""
+    family, form = request.param
+    folder = tmp_path_factory.mktemp("base")
+    model = tiny_mixture(family)
+    model.save_pretrained(folder)
+    checkpoint = load_checkpoint(folder)
+    config = CONFIG.on(XlaConfig(form=form, skip_precompile=True))
+    backend = JaxBackend(checkpoint.spec, checkpoint.tensors(), config, make_mesh(jax.devices("cpu"), 1))
+    yield model, backend
+    backend.close()
+
+
+def test_every_format_and_one_lora_per_expert_in_one_batch(mixture: Any, tmp_path: Path) -> None:
+    model, backend = mixture
+    tokens = random_tokens(model)
+    adapters, expected = [], [base_logits(model, tokens)]
+    for index, settings in enumerate(FORMATS.values()):
+        folder = tmp_path / str(index)
+        save_random(model, folder, settings)
+        adapters.append(read_adapter(folder, backend.spec))
+        expected.append(peft_logits(model, folder, tokens))
+    names = ["the base", *FORMATS]
+    if model.config.model_type != "qwen2_moe":  # whose dense layer and shared expert have such modules, too
+        modules = ("gate_proj", "up_proj", "down_proj")
+        is_mixtral = model.config.model_type == "mixtral"
+        block, modules = ("block_sparse_moe", ("w1", "w3", "w2")) if is_mixtral else ("mlp", modules)
+        per_expert_folder(model, tmp_path / "old", modules, block, r=11)
+        adapters.append(read_adapter(tmp_path / "old", backend.spec))
+        expected.append(peft_logits(model, tmp_path / "old", tokens))
+        names.append("one per expert")
+    together = served_logits(backend, [None, *adapters], tokens)
+    for name, found, wanted in zip(names, together, expected, strict=True):
+        assert np.abs(found - wanted).max() <= TOLERANCE, name
+    for wanted in expected[1:]:
+        assert np.abs(wanted - expected[0]).max() > 0.01, "an adapter that changes nothing shows nothing"
+    with counting_compilations() as count:
+        alone = served_logits(backend, [adapters[1], *[None] * 7], tokens)[0]
+    assert count.num_compiled == 0, "an adapter of experts compiles nothing"
+    assert np.abs(alone - expected[2]).max() <= TOLERANCE
+
+
+def books(max_bytes: int) -> tuple[ModelSpec, XlaExpertRows]:
+    spec, operations = mixture_spec(), XlaOperations()
+    return spec, XlaExpertRows(sizes_of(spec, 1, operations.column_multiple), operations, 4, max_bytes)
+
+
+def written(rows: XlaExpertRows, adapter_slot: int, adapter: LoraAdapter) -> list[int]:
+    """The pages that were written."""
+    pages = np.concatenate([numbers for _, numbers in rows.write(adapter_slot, adapter)])
+    return [page for page in pages.tolist() if page < rows.num_pages]
+
+
+def test_an_adapter_pays_for_its_own_experts_and_ranks_and_its_pages_come_back() -> None:
+    spec, rows = books(1 << 22)
+    adapters = [random_mixture_adapter(spec, rank, rng()) for rank in (4, 20, 20)]
+    held = []
+    for slot, adapter in enumerate(adapters, 1):
+        pages = written(rows, slot, adapter)
+        ranks: dict[tuple[int, int], int] = {}
+        for (layer, _, expert), pair in adapter.weights.items():
+            if expert is not None:
+                ranks[layer, expert] = max(ranks.get((layer, expert), 0), pair.rank)
+        assert len(pages) == sum(-(-rank // 8) for rank in ranks.values())
+        others = adapter.card.extra_bytes - expert_bytes(adapter, spec)
+        assert rows.extra_bytes(adapter) == others + len(pages) * rows.page_bytes
+        assert not set(pages) & {page for each in held for page in each}, "nobody else's"
+        held.append(pages)
+    assert rows.longest(np.arange(4, dtype=np.int32)).tolist()[0] == 0
+    places = rows.places()
+    assert places is not None
+    for slot, pages in enumerate(held, 1):
+        heads = places.heads.reshape(2, 6, 4)[:, :, slot].reshape(-1).tolist()
+        found = []
+        for page in heads:
+            at = page
+            while at != rows.num_pages:
+                found.append(at)
+                at = int(places.following[at])
+        assert sorted(found) == sorted(pages)
+    for slot in (1, 2, 3):
+        rows.release(slot)
+    places = rows.places()
+    assert places is not None
+    assert (places.heads == rows.num_pages).all()
+    assert not any(ranks.any() for ranks in places.ranks.values())
+    assert sorted(rows._free) == list(range(rows.num_pages))
+
+
+def test_without_room_adapters_of_experts_are_refused_and_others_served() -> None:
+    spec, rows = books(100)
+    assert rows.num_pages == 0
+    assert rows.places() is None
+    with pytest.raises(AdapterMismatch, match=r"raise engine\.adapter_extra_bytes"):
+        rows.check(random_mixture_adapter(spec, 4, rng()))
