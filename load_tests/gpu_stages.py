@@ -25,7 +25,18 @@ _KERNEL_TESTS = (
     f"{_KERNELS}/triton",
     *(f"{_KERNELS}/test_{name}.py" for name in ("norms", "rotary", "activation", "matmul")),
 )
-_ENGINE_TESTS = ("decoder", "extras", "graphs", "adapters", "sampling", "memory", "loading", "order", "triton")
+_ENGINE_TESTS = (
+    "decoder",
+    "extras",
+    "graphs",
+    "adapters",
+    "sampling",
+    "memory",
+    "loading",
+    "order",
+    "triton",
+    "mixtures",
+)
 #: One test of each, for a run without a GPU.
 _SMALL_TESTS = {
     "kernel tests": (_KERNELS, f"{_KERNELS}/triton/test_interpreting.py", f"{_KERNELS}/test_norms.py"),

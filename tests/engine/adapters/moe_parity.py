@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -24,6 +26,18 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+
+from app.engine.adapters.formats.reading import read_adapter
+from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
+from tests.engine.logits_check import BackendWithLogits
+from tests.engine.served import served_logits
+
+TOLERANCE = 1e-5
+PEFT_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's own use
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, on parameters as targets
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
 
 _SIZES = {
     "vocab_size": 96,
@@ -161,3 +175,40 @@ def with_experts_merged(model: Any, folder: Path, names: tuple[str, str, str], b
 def is_transposed(model: Any) -> bool:
     """Whether experts are [inputs, outputs], gate's and up's in turn."""
     return bool(model.config.model_type == "gpt_oss")
+
+
+def check_every_format(model: Any, backend: BackendWithLogits, folder: Path) -> None:
+    """Each of `FORMATS` alone and all in one batch: PEFT's logits, the same bits."""
+    tokens = random_tokens(model)
+    adapters, expected = [], [base_logits(model, tokens)]
+    for index, settings in enumerate(FORMATS.values()):
+        save_random(model, folder / str(index), settings)
+        adapters.append(read_adapter(folder / str(index), backend.spec))
+        expected.append(peft_logits(model, folder / str(index), tokens))
+    together = served_logits(backend, [None, *adapters], tokens)
+    for name, found, wanted in zip(["the base", *FORMATS], together, expected, strict=True):
+        assert np.abs(found - wanted).max() <= TOLERANCE, name
+    for index, adapter in enumerate(adapters):
+        assert np.abs(expected[index + 1] - expected[0]).max() > 0.01, "an adapter that changes nothing shows nothing"
+        (alone,) = served_logits(backend, [adapter], tokens)
+        assert np.array_equal(alone, together[index + 1]), list(FORMATS)[index]
+
+
+def check_one_lora_per_expert(model: Any, backend: BackendWithLogits, folder: Path) -> None:
+    """As PEFT saved them before transformers 5: the logits of merged weights, and PEFT's where it has a rule."""
+    is_mixtral = model.config.model_type == "mixtral"
+    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    folder, tokens = folder / "old", random_tokens(model)
+    block = "block_sparse_moe" if is_mixtral else "mlp"
+    per_expert_folder(model, folder, names, block)
+    # A dense layer and a shared expert have such modules, too.
+    is_mixed = model.config.model_type in ("qwen2_moe", "deepseek_v2")
+    if is_mixed:
+        edit(folder, target_modules=r".*\.experts\.\d+\.(gate_proj|up_proj|down_proj)")
+    (found,) = served_logits(backend, [read_adapter(folder, backend.spec)], tokens)
+    merged = with_experts_merged(model, folder, names, block, scale=4 / 3)
+    assert np.abs(found - base_logits(merged, tokens)).max() <= TOLERANCE
+    if not is_mixed and not is_transposed(
+        model
+    ):  # PEFT 0.21 has no rule for these families, and leaves such experts out in silence
+        assert np.abs(found - peft_logits(model, folder, tokens)).max() <= TOLERANCE

@@ -22,7 +22,10 @@ def options_table() -> str:
     lines += [f"| {option} | served |" for option in (*OPTIONS, *FUSED, *HALVES)]
     lines += [f"| {option} | served{_by_whom(option)} |" for option in BEYOND]
     lines += ["| `alora_invocation_tokens` (activated LoRA) | served, on linear modules but experts |"]
-    lines += [f"| mixtures of experts: {option} | served by `engine.cpu` and `engine.xla` |" for option in FORMATS]
+    lines += [
+        f"| mixtures of experts: {option} | served by `engine.cpu`, `engine.cuda` and `engine.xla` |"
+        for option in FORMATS
+    ]
     lines += [f"| `{key}` | refused unless {_values(key)}: {OFF_VALUES[key][1]} |" for key in sorted(OFF_VALUES)]
     lines += [f"| {', '.join(f'`{key}`' for key in sorted(INERT_KEYS))} | ignored: no effect once trained |"]
     lines += ["| any other key | refused unless it is `null` |"]

@@ -18,7 +18,7 @@ from app.engine.config import CudaConfig, EngineConfig
 from app.engine.cuda.backend import CudaBackend
 from app.engine.models.spec import ModelSpec
 from tests.budgets import Budget
-from tests.engine.company import disturbed
+from tests.engine.company import disturbed, mixture_spec
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.engine.cuda.gpu import ON_CUDA, gpu_backend
 
@@ -28,10 +28,14 @@ BUDGET_S, MIN_BATCHES = (60, 2500) if ON_CUDA else (4, 60)
 MAX_BATCHES = 50_000
 CUDA = CudaConfig(deterministic=True, memory_fraction=0.5, skip_precompile=True)
 KV_TOKENS = (160, 176, 200)
+#: Dense, and with a GPU experts beside a shared one: the plain form takes minutes for these, so `test_mixtures` asks it
+#: for a few sequences.
+SPECS = {"dense": None, "mixture": mixture_spec()} if ON_CUDA else {"dense": None}
 
 
+@pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(dtype: str) -> None:
+def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(dtype: str, kind: str) -> None:
     kinds = ("batches", "preemptions", "evictions", "hits")
     disturbances = np.zeros(len(kinds), np.int64)
     budget = Budget(BUDGET_S)
@@ -39,7 +43,11 @@ def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(dtype
         budget.is_left() or disturbances[0] < MIN_BATCHES or (not disturbances.all() and disturbances[0] < MAX_BATCHES)
     ):
         disturbances += disturbed(
-            gpu_backend, CUDA.model_copy(update={"dtype": dtype}), num_engines=3, kv_tokens=KV_TOKENS
+            gpu_backend,
+            CUDA.model_copy(update={"dtype": dtype}),
+            spec=SPECS[kind],
+            num_engines=3,
+            kv_tokens=KV_TOKENS,
         )[: len(kinds)]  # it verifies no guesses
     assert disturbances.all(), dict(zip(kinds, disturbances, strict=True))
 

@@ -20,22 +20,19 @@ from tests.engine.adapters.moe_parity import (
     FAMILIES,
     FORMATS,
     PARAMETERS,
+    PEFT_WARNINGS,
+    TOLERANCE,
+    check_every_format,
+    check_one_lora_per_expert,
     edit,
     is_transposed,
-    per_expert_folder,
     save_random,
     tiny_mixture,
-    with_experts_merged,
 )
-from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
+from tests.engine.adapters.parity import peft_logits, random_tokens
 from tests.engine.served import CONFIG, served_logits
 
-TOLERANCE = 1e-5
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's own use
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, on parameters as targets
-    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
-]
+pytestmark = PEFT_WARNINGS
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -51,41 +48,11 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_every_format_alone_and_all_in_one_batch(mixture: Any, tmp_path: Path) -> None:
-    model, backend = mixture
-    tokens = random_tokens(model)
-    adapters, expected = [], [base_logits(model, tokens)]
-    for index, settings in enumerate(FORMATS.values()):
-        folder = tmp_path / str(index)
-        save_random(model, folder, settings)
-        adapters.append(read_adapter(folder, backend.spec))
-        expected.append(peft_logits(model, folder, tokens))
-    together = served_logits(backend, [None, *adapters], tokens)
-    for name, found, wanted in zip(["the base", *FORMATS], together, expected, strict=True):
-        assert np.abs(found - wanted).max() <= TOLERANCE, name
-    for index, adapter in enumerate(adapters):
-        assert np.abs(expected[index + 1] - expected[0]).max() > 0.01, "an adapter that changes nothing shows nothing"
-        (alone,) = served_logits(backend, [adapter], tokens)
-        assert np.array_equal(alone, together[index + 1]), list(FORMATS)[index]
+    check_every_format(*mixture, tmp_path)
 
 
 def test_one_lora_per_expert_as_before_transformers_5(mixture: Any, tmp_path: Path) -> None:
-    model, backend = mixture
-    is_mixtral = model.config.model_type == "mixtral"
-    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    folder, tokens = tmp_path / "old", random_tokens(model)
-    block = "block_sparse_moe" if is_mixtral else "mlp"
-    per_expert_folder(model, folder, names, block)
-    # A dense layer and a shared expert have such modules, too.
-    is_mixed = model.config.model_type in ("qwen2_moe", "deepseek_v2")
-    if is_mixed:
-        edit(folder, target_modules=r".*\.experts\.\d+\.(gate_proj|up_proj|down_proj)")
-    (found,) = served_logits(backend, [read_adapter(folder, backend.spec)], tokens)
-    merged = with_experts_merged(model, folder, names, block, scale=4 / 3)
-    assert np.abs(found - base_logits(merged, tokens)).max() <= TOLERANCE
-    if not is_mixed and not is_transposed(
-        model
-    ):  # PEFT 0.21 has no rule for these families, and leaves such experts out in silence
-        assert np.abs(found - peft_logits(model, folder, tokens)).max() <= TOLERANCE
+    check_one_lora_per_expert(*mixture, tmp_path)
 
 
 def test_layout_before_peft_0_19_is_told_by_shape_and_else_by_version(mixture: Any, tmp_path: Path) -> None:
