@@ -64,6 +64,8 @@ class TextModel(Protocol):
 
     def encode(self, text: str) -> Sequence[int]: ...
 
+    def encode_answer(self, text: str) -> Sequence[int]: ...
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -209,7 +211,20 @@ class Frontend:
             wanted=wanted,
             tools=tools,
             decision=decision,
+            prediction=await self._predicted(body),
         )
+
+    async def _predicted(self, body: ChatCompletionRequest) -> tuple[int, ...]:
+        if body.prediction is None:
+            return ()
+        text, max_context = body.prediction.text, self._model.max_context
+        token_ids = await _tokenized(len(text), lambda: self._model.encode_answer(text))
+        if len(token_ids) > max_context:
+            raise InvalidRequest(
+                f"the prediction has {len(token_ids)} tokens but the context holds {max_context}; shorten it",
+                param="prediction",
+            )
+        return tuple(token_ids)
 
     async def chat_ids(self, body: ChatFields, text: str) -> Sequence[int]:
         """The token ids of a conversation, up to where the assistant answers; `text` is what the adapter says of it."""
@@ -312,6 +327,7 @@ class Frontend:
         tools: ToolUse | None = None,
         echoes: Sequence[str] = (),
         decision: Decision | None = None,
+        prediction: tuple[int, ...] = (),
     ) -> Job:
         wanted = wanted or asked(fields)
         if wanted is not None:
@@ -349,6 +365,7 @@ class Frontend:
                 arrival_s=arrival_s,
                 key_id=caller.key_id,
                 is_batch=caller.is_batch,
+                prediction_ids=prediction,
             )
             for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True))
             for copy in range(fields.n)

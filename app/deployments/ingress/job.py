@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from app.deployments.ingress.routing.decision import Decision
 from app.deployments.ingress.tenants import Caller
@@ -18,6 +18,7 @@ from app.deployments.ingress.text import Decoder, TextDelta, text_deltas
 from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.tenants.limiter import Reservation
 from app.engine.request import GenerateRequest, TokenChunk, TokenLogprobs, Usage
+from app.engine.speculation.lookup import num_predicted
 
 
 @dataclass(slots=True)
@@ -46,12 +47,23 @@ class StreamSource(Protocol):
         ...
 
 
+class Foretold(NamedTuple):
+    """Tokens of a prediction: those that the answer has where the prediction had them, and the others."""
+
+    num_accepted: int
+    num_rejected: int
+
+
 @dataclass(slots=True)
 class Progress:
-    """When the first text of a job's first answer was there (Unix time), and what each sequence has cost so far."""
+    """When the first text of a job's first answer was there (Unix time), and what each sequence has cost so far.
+
+    `foretold`: of each answer that has ended and was predicted.
+    """
 
     first_s: float | None = None
     usages: dict[int, Usage] = field(default_factory=dict)
+    foretold: dict[int, Foretold] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,7 @@ class Job:
     async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
         chunks = self.source.stream(self.requests[index], self.deadline_s)
         echo = self.echoes[index] if self.echoes else ""
+        prediction, answered = self.requests[index].prediction_ids, []
         source = text_deltas(chunks, self.new_decoder(), self.stops, keep_end=self.keeps_end)
         async with aclosing(source) as deltas:
             async for delta in deltas:
@@ -108,6 +121,11 @@ class Job:
                     self.progress.first_s = self.clock()
                 if delta.usage is not None:
                     self.progress.usages[index] = delta.usage
+                if prediction:
+                    answered += delta.token_ids
+                    if delta.finish_reason is not None:
+                        num_accepted = num_predicted(answered, prediction)
+                        self.progress.foretold[index] = Foretold(num_accepted, len(prediction) - num_accepted)
                 yield index, replace(delta, text=echo + delta.text) if echo else delta
                 echo = ""
 

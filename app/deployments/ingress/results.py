@@ -5,10 +5,10 @@ In: a job and its answers. Out: plain dictionaries. Rule: an answer's tokens are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.deployments.ingress.job import Answer, Job
+from app.deployments.ingress.job import Answer, Foretold, Job
 from app.engine.request import Usage
 
 
@@ -31,15 +31,26 @@ def generate_result(job: Job, index: int, answer: Answer) -> dict[str, Any]:
     }
 
 
-def usage_body(usages: Sequence[Usage | None], num_per_prompt: int = 1) -> dict[str, Any]:
-    """Token counts of a request. Each prompt is counted once, however many answers it has (n)."""
+def usage_body(
+    usages: Sequence[Usage | None], num_per_prompt: int = 1, foretold: Mapping[int, Foretold] | None = None
+) -> dict[str, Any]:
+    """Token counts of a request. Each prompt is counted once, however many answers it has (n).
+
+    `foretold`: what became of predictions, by answer; OpenAI's details are told where there were some.
+    """
     known = [usage for usage in usages if usage is not None]
     prompts = known[::num_per_prompt]
     num_prompt = sum(usage.prompt_tokens for usage in prompts)
     num_completion = sum(usage.completion_tokens for usage in known)
-    return {
+    body: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
     }
+    if foretold:
+        body["completion_tokens_details"] = {
+            "accepted_prediction_tokens": sum(each.num_accepted for each in foretold.values()),
+            "rejected_prediction_tokens": sum(each.num_rejected for each in foretold.values()),
+        }
+    return body

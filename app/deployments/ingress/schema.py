@@ -297,6 +297,17 @@ class ChatMessage(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+class Prediction(Body):
+    """What the client expects as the answer."""
+
+    type: Literal["content"]
+    content: str | Items[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(_OpenAIFields):
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: Count | None = None
@@ -306,6 +317,7 @@ class ChatCompletionRequest(_OpenAIFields):
     tools: Items[ToolBody] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _tools_agree(self) -> Self:

@@ -52,6 +52,10 @@ class BaseText:
     def encode(self, text: str) -> Sequence[int]:
         return self._tokenizer.encode(text)
 
+    def encode_answer(self, text: str) -> Sequence[int]:
+        """A text as an answer has it: nothing before it, and no special tokens in it."""
+        return self._tokenizer.encode(text, add_special_tokens=False, allow_special=False)
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -24,6 +24,10 @@ class EngineMetrics:
         self._rows = Gauge("polylora_rank_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags)
         self._preemptions = Counter("polylora_preemptions", "Sequences that gave up their KV blocks to others.")
         self._num_preemptions = 0
+        self._guesses = Counter(
+            "polylora_guessed_tokens", "Tokens verified ahead of their turn.", tag_keys=("outcome",)
+        )
+        self._num_guessed = {"right": 0, "wrong": 0}
         self._gap = Gauge("polylora_service_gap", "How far waiting tenants' weighted service is apart, in tokens.")
 
     def update(self, stats: EngineStats) -> None:
@@ -50,6 +54,11 @@ class EngineMetrics:
         if stats.num_preemptions > self._num_preemptions:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions
+        num_wrong = stats.num_guessed - stats.num_guessed_right
+        for outcome, count in {"right": stats.num_guessed_right, "wrong": num_wrong}.items():
+            if count > self._num_guessed[outcome]:
+                self._guesses.inc(count - self._num_guessed[outcome], tags={"outcome": outcome})
+                self._num_guessed[outcome] = count
 
 
 class DeviceMetrics:

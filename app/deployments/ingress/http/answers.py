@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from app.deployments.ingress.job import Answer
+from app.deployments.ingress.job import Answer, Foretold
 from app.deployments.ingress.results import usage_body
 from app.deployments.ingress.text import TextDelta
 from app.deployments.ingress.token_answers import TokenAnswers, finite, lean_logprobs
@@ -57,6 +57,7 @@ class AnswerFormat:
     include_usage: bool = False  # a stream that ends with usage: until then it is null
     tools: ToolUse | None = None  # how answers call tools, if they may
     routing: Mapping[str, Any] | None = None  # how the service has chosen the adapter, if it was to
+    foretold: Mapping[int, Foretold] | None = None  # what has become of predictions, once answers have ended
     ids: TokenAnswers | None = None  # what answers have beside text, if token ids are asked for
 
     @property
@@ -68,7 +69,7 @@ class AnswerFormat:
         """The answer of a request that does not stream."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        usage = usage_body([answer.usage for answer in answers], num_per_prompt)
+        usage = usage_body([answer.usage for answer in answers], num_per_prompt, self.foretold)
         return self._envelope(kind) | {"choices": choices, "usage": usage} | self._routing()
 
     def role_event(self, index: int) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class AnswerFormat:
     def usage_event(self, usages: Sequence[Usage | None], num_per_prompt: int) -> dict[str, Any]:
         """The last event when the client asked for usage: no choices."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt)}
+        return self._envelope(kind) | {"choices": [], "usage": usage_body(usages, num_per_prompt, self.foretold)}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         choice: dict[str, Any] = {

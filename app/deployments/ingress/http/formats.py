@@ -26,6 +26,7 @@ def answer_format(model: TextModel, body: ChatCompletionRequest | CompletionRequ
         want_logprobs=body.logprobs if isinstance(body, ChatCompletionRequest) else body.logprobs is not None,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         tools=job.tools,
+        foretold=job.progress.foretold,
         routing=None if job.decision is None else job.decision.body(),
         ids=token_answers(job, has_text=not isinstance(body, CompletionRequest) or body.detokenize),
     )
