@@ -66,6 +66,17 @@ _SCHEMA = {
     "additionalProperties": False,
 }  # fmt: skip
 
+#: What the demo adapter answers.
+_OWN_SCHEMA = {
+    "type": "object",
+    "properties": {
+        name: {"type": ["integer" if name == "quantity" else "string", "null"]}
+        for name in ("name", "item", "quantity", "city", "day")
+    },
+    "required": ["name", "item", "quantity", "city", "day"],
+    "additionalProperties": False,
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -95,6 +106,9 @@ def cases(settings: Settings) -> dict[str, Case]:
         "edit, base": Case((_EDIT,)),
         "edit, base, with the program as prediction": Case((_EDIT,), prediction=_CODE),
         "extraction, adapter": Case(_MESSAGES, has_adapter=True),
+        "extraction, adapter, by its schema": Case(
+            _MESSAGES, has_adapter=True, grammar=json_grammar(_OWN_SCHEMA, "schema")
+        ),
         "extraction, base, by a schema": Case(_MESSAGES, grammar=json_grammar(_SCHEMA, "schema")),
     } | {
         f"free text, {count} stream{'s' * (count > 1)}": Case(

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-#: So many last tokens must have come before, and no more than so many are compared to choose the best place.
-MIN_MATCH, MAX_MATCH = 2, 8
+#: So many last tokens must have come before, and no more than so many are compared to choose the best place. In a text
+#: of one's own two are too few: every value of a JSON object begins with the same two.
+MIN_MATCH, MIN_MATCH_PREDICTED, MAX_MATCH = 3, 2, 8
 
 _NOTHING: Ids = np.empty(0, np.int32)
 _NOTHING.flags.writeable = False
@@ -27,7 +28,7 @@ def looked_up(known: Ids, max_tokens: int) -> Ids:
 
     Where what followed reaches the end of `known`, it goes on from there: what repeats is expected to repeat.
     """
-    place = _best_place(known, known)
+    place = _best_place(known, known, MIN_MATCH)
     if place is None or max_tokens <= 0:
         return _NOTHING
     return np.resize(known[place + 1 :], max_tokens)
@@ -40,7 +41,7 @@ def predicted(output: Ids, prediction: Ids, max_tokens: int) -> Ids:
     """
     place: int | None = len(output) - 1
     if not np.array_equal(prediction[: len(output)], output):
-        place = _best_place(output, prediction)
+        place = _best_place(output, prediction, MIN_MATCH_PREDICTED)
     return _NOTHING if place is None else prediction[place + 1 : place + 1 + max_tokens]
 
 
@@ -59,15 +60,15 @@ def num_predicted(output: Sequence[int], prediction: Sequence[int]) -> int:
     return min(count, len(prediction))
 
 
-def _best_place(known: Ids, source: Ids) -> int | None:
+def _best_place(known: Ids, source: Ids, min_match: int) -> int | None:
     """The last index of `source`, but for its end, at which it ends as `known` does, for as many tokens as possible."""
-    if len(known) < MIN_MATCH:
+    if len(known) < min_match:
         return None
     places = np.flatnonzero(source[:-1] == known[-1])
     for back in range(1, min(MAX_MATCH, len(known))):
         places_before = places[places >= back]
         longer = places_before[source[places_before - back] == known[-1 - back]]
         if not len(longer):
-            return int(places[-1]) if back >= MIN_MATCH and len(places) else None
+            return int(places[-1]) if back >= min_match and len(places) else None
         places = longer
     return int(places[-1])

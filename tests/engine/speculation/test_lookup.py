@@ -18,11 +18,11 @@ def ids(*values: int) -> np.ndarray:
         ((), []),
         ((1,), []),
         ((1, 2), []),
-        ((2, 9, 1, 2), []),  # one token in common says nothing
-        ((1, 2, 3, 4, 1, 2), [3, 4, 1]),
-        ((1, 2, 3, 1, 2, 4, 1, 2), [4, 1, 2]),  # of equal ones the last
-        ((8, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2), [3, 9, 1]),  # but the longest before that
-        ((5, 5, 5), [5, 5, 5]),  # what repeats goes on
+        ((1, 2, 9, 1, 2), []),  # two tokens in common say nothing
+        ((0, 1, 2, 3, 4, 0, 1, 2), [3, 4, 0]),
+        ((0, 1, 2, 3, 0, 1, 2, 4, 0, 1, 2), [4, 0, 1]),  # of equal ones the last
+        ((8, 0, 1, 2, 3, 9, 0, 1, 2, 4, 8, 0, 1, 2), [3, 9, 0]),  # but the longest before that
+        ((5, 5, 5, 5), [5, 5, 5]),  # what repeats goes on
         ((6, 7, 6, 7, 6, 7), [6, 7, 6]),
     ],
 )
