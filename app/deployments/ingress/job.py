@@ -113,7 +113,8 @@ class Job:
     async def _sequence(self, index: int) -> AsyncGenerator[tuple[int, TextDelta]]:
         chunks = self.source.stream(self.requests[index], self.deadline_s)
         echo = self.echoes[index] if self.echoes else ""
-        prediction, answered = self.requests[index].prediction_ids, []
+        prediction = self.requests[index].prediction_ids
+        answered: list[int] = []
         source = text_deltas(chunks, self.new_decoder(), self.stops, keep_end=self.keeps_end)
         async with aclosing(source) as deltas:
             async for delta in deltas:
