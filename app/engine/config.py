@@ -186,6 +186,15 @@ class EngineConfig(BaseModel):
         description="While sequences decode, a step takes in as many prompt tokens as let it end in about this time, "
         "or in twice the time that it takes without, if that is longer. 0: as many as max_batch_tokens allows.",
     )
+    tenant_slowdown: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+        description="While several tenants run, a step takes at most so many times as long as it would without the "
+        "tenants that run most, which get no fewer tokens than the others all the same. It costs the wide ones "
+        "throughput. 0: whoever runs is computed in every step; else at least 1.",
+    )
     max_batch_sequences: int = Field(64, ge=1, description="Sequences running at once.")
     max_waiting: int = Field(512, ge=1, description="Requests waiting for a turn before new ones are refused with 429.")
     max_context: int = Field(0, ge=0, description="Longest prompt plus answer; 0 takes the model's own limit.")
@@ -274,6 +283,15 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 f"engine.speculation is {self.speculation}, but engine.{self.device.name} cannot verify guessed tokens "
                 "with the bits of drawing them one by one; set auto or off, or use engine.cpu"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_slowdown_slows(self) -> Self:
+        if 0 < self.tenant_slowdown < 1:
+            raise ValueError(
+                f"engine.tenant_slowdown is {self.tenant_slowdown}: no step is faster for others being in it; "
+                "say at least 1, or 0 for no bound"
             )
         return self
 

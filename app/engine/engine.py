@@ -41,6 +41,7 @@ from app.engine.pools.kv_blocks import BlockPool
 from app.engine.request import GenerateRequest, TokenChunk
 from app.engine.sampling_check import validate_request
 from app.engine.schedule import Schedule
+from app.engine.scheduling.isolation import Isolation
 from app.engine.scheduling.prefill import PrefillPace
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
@@ -121,6 +122,7 @@ class Engine:
         )
         self._extra_bytes_of = limits.extra_bytes_of
         self._pace = PrefillPace(config.prefill_step_ms / 1000)
+        self._isolation = Isolation(config.tenant_slowdown)
         self._clock = clock
         speculator = Speculator(
             config.speculation,
@@ -137,6 +139,7 @@ class Engine:
             max_batch_sequences=config.max_batch_sequences,
             max_write_bytes=config.adapter_write_bytes_per_step,
             pace=self._pace,
+            isolation=self._isolation,
             speculator=speculator,
         )
         self._compiler = GrammarCompiler(grammars, self._compiled) if grammars is not None else None
@@ -389,7 +392,9 @@ class Engine:
             return output  # such a step says nothing about how long one of prompts, or of single tokens, takes
         prompt_counts = [count for _, count in plan.items if count > 1]
         num_decoding = len(plan.items) - len(prompt_counts)
-        self._pace.observe(num_decoding, sum(prompt_counts), self._clock() - started_s)
+        took_s = self._clock() - started_s
+        self._pace.observe(num_decoding, sum(prompt_counts), took_s)
+        self._isolation.observe(num_decoding + sum(prompt_counts), took_s)
         return output
 
     def _fail(self, error: Exception) -> list[TokenChunk]:

@@ -258,6 +258,7 @@ def _random_config(
         adapter_extra_bytes=pick(largest_extras, largest_extras * 3 // 2, 1 << 24),  # one adapter's always fit
         max_batch_tokens=pick(8, 13, 32, 100, 256),
         prefill_step_ms=pick(0, 1, 5, 100),
+        tenant_slowdown=float(generator.choice([0.0, 1.0, 1.5])),
         max_batch_sequences=pick(1, 3, 8, 32),
         adapter_write_bytes_per_step=pick(1, 100_000, 1 << 24),
         prefix_cache=bool(generator.integers(4)),

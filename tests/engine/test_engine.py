@@ -61,14 +61,15 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> tuple[dict[str, int | bool], list[tuple[str, object]]]:
+def scripts(draw: st.DrawFn) -> tuple[dict[str, float | bool], list[tuple[str, object]]]:
     """A configuration and what happens: submits, aborts, drops, steps."""
-    config: dict[str, int | bool] = {
+    config: dict[str, float | bool] = {
         "num_kv_blocks": draw(st.integers(9, 24)),
         "rows": draw(st.sampled_from([32, 48, 64])),
         "max_adapter_slots": draw(st.integers(2, 6)),
         "max_batch_tokens": draw(st.integers(8, 40)),
         "prefill_step_ms": draw(st.sampled_from([0, 5, 50])),
+        "tenant_slowdown": draw(st.sampled_from([0.0, 1.0, 1.5])),
         "max_batch_sequences": draw(st.integers(1, 8)),
         "adapter_write_bytes_per_step": draw(st.sampled_from([1, 200, 10_000])),
         "prefix_cache": draw(st.booleans()),
@@ -104,7 +105,7 @@ def scripts(draw: st.DrawFn) -> tuple[dict[str, int | bool], list[tuple[str, obj
 @settings(max_examples=examples(150), deadline=None)
 @given(scripts())
 def test_any_company_gives_the_tokens_of_being_alone(
-    script: tuple[dict[str, int | bool], list[tuple[str, object]]],
+    script: tuple[dict[str, float | bool], list[tuple[str, object]]],
 ) -> None:
     config, events = script
     ticks = itertools.count()

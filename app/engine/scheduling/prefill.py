@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Set
+from collections.abc import Container, Set
 
 from app.engine.sequence import Sequence
 
@@ -82,11 +82,22 @@ def split_prefill(prefills: list[Sequence], budget: int, waiting_tenants: Set[st
     return counts
 
 
-def spend_rest(prefills: list[Sequence], counts: list[int], budget: int) -> None:
-    """Give what is left to the oldest first; `counts` is written in place."""
+def keep_room(prefills: list[Sequence], counts: list[int], room_of: dict[str, int]) -> None:
+    """Cut what wide tenants' prompts take to their room; both are written in place, and nobody else's is cut."""
+    for index, sequence in enumerate(prefills):
+        room = room_of.get(sequence.tenant_id)
+        if room is not None:
+            counts[index] = min(counts[index], room)
+            room_of[sequence.tenant_id] = room - counts[index]
+
+
+def spend_rest(prefills: list[Sequence], counts: list[int], budget: int, wide: Container[str] = ()) -> None:
+    """Give what is left to the oldest first, but nothing to wide tenants; `counts` is written in place."""
     for index, sequence in enumerate(prefills):
         if budget <= 0:
             return
+        if sequence.tenant_id in wide:
+            continue
         more = min(sequence.num_pending - counts[index], budget)
         counts[index] += more
         budget -= more

@@ -18,7 +18,8 @@ from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.admission import Admission
 from app.engine.scheduling.fair_queue import INPUT_PRICE, FairQueue
-from app.engine.scheduling.prefill import PrefillPace, spend_rest, split_prefill
+from app.engine.scheduling.isolation import Isolation
+from app.engine.scheduling.prefill import PrefillPace, keep_room, spend_rest, split_prefill
 from app.engine.sequence import Sequence, Status
 from app.engine.speculation.speculator import Speculator
 from app.engine.stats import Meter
@@ -37,6 +38,7 @@ class Scheduler:
         max_batch_sequences: int,
         max_write_bytes: int,
         pace: PrefillPace,
+        isolation: Isolation,
         speculator: Speculator,
     ) -> None:
         self._blocks = blocks
@@ -46,6 +48,7 @@ class Scheduler:
         self._max_tokens = max_batch_tokens
         self._max_sequences = min(max_batch_sequences, max_batch_tokens)  # each decodes one token per step
         self._pace = pace
+        self._isolation = isolation
         self._speculator = speculator
         self._queue = FairQueue()
         self._admission = Admission(self._queue, blocks, adapters, meter, max_write_bytes=max_write_bytes)
@@ -111,6 +114,8 @@ class Scheduler:
         preempted: list[Sequence] = []
         prefills: list[Sequence] = []
         block_size = self._blocks.block_size
+        room_of = self._isolation.wide(self._running) if self._has_memory else {}
+        left_out = self._take_turns(room_of)
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
@@ -119,6 +124,8 @@ class Scheduler:
             if sequence.num_tokens - sequence.num_computed > 1 or not sequence.has_memory:
                 prefills.append(sequence)
                 continue
+            if left_out and sequence.request_id in left_out:
+                continue
             if sequence.num_computed == sequence.num_blocks * block_size and not self._grow(sequence, preempted):
                 index -= 1  # it is not among them any more
                 continue
@@ -126,6 +133,7 @@ class Scheduler:
         budget = self._pace.max_tokens(len(items), self._max_tokens - len(items))
         prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
         counts = self._split(prefills, budget)
+        keep_room(prefills, counts, room_of)
         budget -= sum(counts)
         writes: list[AdapterWrite] = []
         refusals: list[Refusal] = []
@@ -135,13 +143,17 @@ class Scheduler:
             batch_room = max(1, self._max_sequences // 2) - num_batches
             admitted, writes, refusals = self._admission.admit(room, budget, len(self._running), max(0, batch_room))
             for sequence in admitted:
-                count = min(sequence.num_pending, budget)
+                count = min(sequence.num_pending, budget, room_of.get(sequence.tenant_id, budget))
+                if not count:
+                    continue
                 items.append((sequence, count))
                 budget -= count
+                if sequence.tenant_id in room_of:
+                    room_of[sequence.tenant_id] -= count
             if admitted:
                 self._running += admitted
                 self._running.sort(key=_order)
-        spend_rest(prefills, counts, budget)
+        spend_rest(prefills, counts, budget, room_of)
         items += [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]
         assert items or refusals or not self._queue or self._adapters.num_referenced, (
             "with nothing running, and no adapter being brought, the first in the queue always fits"
@@ -293,6 +305,21 @@ class Scheduler:
             self._num_live_of[digest] -= 1
             if not self._num_live_of[digest]:
                 del self._num_live_of[digest]
+
+    def _take_turns(self, room_of: dict[str, int]) -> set[str]:
+        """Request ids of wide tenants' streams that wait for another step; what is left of the room goes to prompts.
+
+        `room_of`, tokens by tenant, is written in place. While a tenant has prompts to compute they keep half of it.
+        """
+        left_out: set[str] = set()
+        for tenant_id, room in room_of.items():
+            mine = [sequence for sequence in self._running if sequence.tenant_id == tenant_id]
+            decoding = [each for each in mine if each.num_tokens - each.num_computed == 1]
+            number = min(len(decoding), room if len(decoding) == len(mine) else max(room // 2, 1))
+            chosen = self._isolation.turn(decoding, number)
+            left_out |= {each.request_id for each in decoding} - {each.request_id for each in chosen}
+            room_of[tenant_id] = max(room - number, int(number == 0))
+        return left_out
 
     def _split(self, prefills: list[Sequence], budget: int) -> list[int]:
         """Tokens of each. Without KV memory a text is computed whole; all fitted into one step when they started."""
