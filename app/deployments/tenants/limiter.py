@@ -288,12 +288,8 @@ class Limiter:
                 for meter in asked
                 if (want := self._want(meter, self._pool(meter), total.get(meter, 0), least.get(meter, 0))) is not None
             ]
-            try:
-                async with asyncio.timeout(OWNER_TIMEOUT_S):
-                    grants = await self._lend(self._holder, wants)
-            except (NotReady, TimeoutError) as error:
-                words = str(error) or f"their owner has not answered for {OWNER_TIMEOUT_S:g} s"
-                logger.warning("limits are kept by this ingress alone for now: %s", words)
+            grants = await self._lent(wants)
+            if grants is None:
                 for want in wants:
                     pool = self._pool(want.meter)
                     pool.units += want.returned
@@ -310,6 +306,21 @@ class Limiter:
             if not total:
                 self._forget_idle()
             return True
+
+    async def _lent(self, wants: Sequence[Want]) -> Sequence[Grant] | None:
+        """A grant for each; None while the owner is away, which one that answers otherwise than it should is, too."""
+        try:
+            async with asyncio.timeout(OWNER_TIMEOUT_S):
+                grants = await self._lend(self._holder, wants)
+            if len(grants) == len(wants):
+                return grants
+            logger.error("limits are kept by this ingress alone for now: %d answers to %d", len(grants), len(wants))
+        except (NotReady, TimeoutError) as error:
+            words = str(error) or f"their owner has not answered for {OWNER_TIMEOUT_S:g} s"
+            logger.warning("limits are kept by this ingress alone for now: %s", words)
+        except Exception:  # an owner of another release may raise anything, and requests wait for an answer
+            logger.exception("limits are kept by this ingress alone for now")
+        return None
 
     def _forget_idle(self) -> None:
         """Meters that nobody has used for a minute, and of which nothing is left to tell."""

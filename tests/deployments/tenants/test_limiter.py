@@ -161,6 +161,22 @@ async def test_without_the_owner_each_ingress_admits_the_limit_once_more_and_say
     assert len(admitted(results)) in (4, 5)
 
 
+@pytest.mark.parametrize("error", [ValueError("of another release"), None])
+async def test_an_owner_that_answers_otherwise_than_it_should_is_away(error: Exception | None) -> None:
+    """Whoever waits is answered, and the units that were given back on the way are not lost."""
+    owner = Owner(tenant(requests=10))
+
+    async def lend(*_: object) -> list[Grant]:
+        if error is not None:
+            raise error
+        return []
+
+    limiter = Limiter(lend, "a", lambda: owner.now_s)
+    async with asyncio.timeout(60):
+        results = [await attempt(limiter, owner, {REQUESTS: 1}) for _ in range(12)]
+    assert len(admitted(results)) == 10
+
+
 async def test_an_owner_that_restarts_learns_who_holds_what() -> None:
     owner = Owner(tenant(max_concurrent=4, spend_cents=1), spent=0)
     one, two = owner.limiter("a"), owner.limiter("b")
