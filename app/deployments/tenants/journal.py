@@ -32,6 +32,10 @@ class Batch(NamedTuple):
     rows: Sequence[Row]
 
 
+class _OfAnotherRelease(Exception):
+    """A file's lines have more fields than are known here. Its words are the file's place."""
+
+
 class Journal:
     """One per process. Raises OSError if the folder cannot be made or written to."""
 
@@ -86,6 +90,8 @@ class Journal:
                 lock.unlink(missing_ok=True)
             except BlockingIOError:
                 continue  # it lives
+            except _OfAnotherRelease as error:  # whose processes find it here
+                logger.warning("%s counts what this release does not know; it is kept", error)
             finally:
                 os.close(descriptor)
 
@@ -115,12 +121,17 @@ def _batches(folder: Path, writer_id: str) -> Iterator[tuple[int, Path]]:
 
 
 def _read(path: Path) -> Sequence[Row]:
-    """The sums of a batch's lines, as its writer would have sent them. A last line that was cut off is not there."""
+    """The sums of a batch's lines, as its writer would have sent them. A last line that was cut off is not there.
+
+    Raises _OfAnotherRelease.
+    """
     rows: list[Row] = []
     num_fields = len(LedgerKey._fields)
     for line in path.read_bytes().split(b"\n")[:-1]:
         with suppress(ValueError, TypeError):
             values = json.loads(line)
+            if len(values) > num_fields + len(Charge._fields):
+                raise _OfAnotherRelease(path)
             rows.append((LedgerKey(*values[:num_fields]), Charge(*values[num_fields:])))
             continue
         logger.error("%s has a line that no writer of ours wrote; it is left out", path)

@@ -130,6 +130,21 @@ async def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     await heir.close()
 
 
+def test_what_a_newer_release_counted_is_kept_for_its_like(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newer = Journal(tmp_path, "newer")
+    for number in (1, 2):
+        newer.add(number, KEY, Charge(1, 10))
+    newer.close()
+    first = tmp_path / "newer.1.batch"
+    content = json.dumps([*KEY, *Charge(1, 10), 5]).encode() + b"\n"
+    first.write_bytes(content)
+    assert list(Journal(tmp_path, "today").abandoned()) == []
+    assert first.read_bytes() == content
+    assert "newer.1.batch counts what this release does not know; it is kept" in caplog.text
+    first.write_bytes(json.dumps([*KEY, *Charge(1, 10)]).encode() + b"\n")
+    assert [batch.number for batch in Journal(tmp_path, "later").abandoned()] == [1, 2]
+
+
 def test_where_nothing_can_be_written_there_is_no_journal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     assert open_journal(tmp_path / "file" / "usage", "a") is None
