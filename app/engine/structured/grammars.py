@@ -48,15 +48,14 @@ def json_grammar(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool 
     `place` is what the client calls the schema. Raises InvalidRequest.
     """
     check_schema(schema, place)
-    text = json.dumps(schema)
+    text = json.dumps(_as_object(schema))
     return _made(lambda: LLMatcher.grammar_from_json_schema(text, overrides=_options(lenient=lenient)), place)
 
 
 def schema_rule(schema: Mapping[str, Any] | bool, place: str, *, lenient: bool) -> str:
     """The same as the right side of a Lark rule."""
     check_schema(schema, place)
-    body = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
-    return "%json " + json.dumps(body | {"x-guidance": _options(lenient=lenient)})
+    return "%json " + json.dumps(_as_object(schema) | {"x-guidance": _options(lenient=lenient)})
 
 
 def regex_grammar(pattern: str, place: str) -> str:
@@ -136,6 +135,11 @@ def subschemas(schema: object, path: str) -> Iterator[tuple[str, Mapping[str, An
         inner = schema.get(keyword)
         if isinstance(inner, Mapping):
             yield f"{path}.{keyword}", inner
+
+
+def _as_object(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
+    """The library takes options beside a schema's keywords, so it needs an object."""
+    return dict(schema) if isinstance(schema, Mapping) else {} if schema else {"allOf": [False]}
 
 
 def _made(make: Callable[[], str], place: str) -> str:
