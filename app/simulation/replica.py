@@ -44,6 +44,7 @@ class Job:
         "adapter", "arrival_s", "bypassed", "digest", "done_s", "first_s", "index", "left_s", "num_blocks",
         "num_pending", "num_tries", "output_tokens", "rank", "replica", "request_id", "tenant_id", "weight",
     )  # fmt: skip
+    is_batch = False
 
     def __init__(
         self, index: int, arrival_s: float, adapter: int, digest: str | None, rank: int,

@@ -24,8 +24,10 @@ from app.deployments.registry.books import open_registry
 from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, CatalogEntry, LoadRequest
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tier_events import TierEvents
+from app.deployments.registry.unread import UnreadNames
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.library import AdapterLibrary, open_library
+from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.store.store import AdapterStore
 from app.deployments.store.uploads import Uploads
@@ -97,7 +99,8 @@ class _Service:
             self.library, _host_copy, events, max_bytes=host_bytes, counts=counts
         )
         self.lifecycle = Lifecycle(self.registry, self.store, events)
-        parts = StoreParts(self.registry, self.lifecycle, self.store, (), uploads=uploads)
+        unread = UnreadNames(self.registry, self.lifecycle, Quarantine())
+        parts = StoreParts(self.registry, self.lifecycle, self.store, (), unread, uploads=uploads)
         self._calls = StoreService(parts, lambda: None)
         self.backend = load_backend(checkpoint, config)
         self.engine = Engine(self.backend, config)

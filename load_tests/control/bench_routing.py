@@ -132,7 +132,7 @@ def search_ms(num_candidates: int, width: int, num_rounds: int = 20) -> float:
     times = []
     for index in range(num_rounds):
         started_s = time.perf_counter()
-        candidates.nearest(vectors[index], ["ada"], lambda *_: True, 0.1, 3)
+        candidates.nearest(vectors[index], {"ada": None}, lambda *_: True, 0.1, 3)
         times.append((time.perf_counter() - started_s) * 1000)
     return statistics.median(times)
 

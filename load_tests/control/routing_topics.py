@@ -108,7 +108,7 @@ poetry | writes poems in verse and rhyme
 fiction | writes short stories and characters
     a detective in the rain; a plot twist; dialogue between two spies; a dragon's childhood; an unreliable narrator
 film | reviews movies and actors
-    Hitchcock's thrillers; the Oscar for best director; a plot summary of Casablanca; science fiction sequels
+    Hitchcock's thrillers; the Oscar for best director; the plot of Casablanca; science fiction sequels; heist films
 music | explains harmony, instruments and composers
     a minor seventh chord; Bach fugues; tuning a violin; jazz improvisation; the sonata form
 painting | describes paintings and art styles

@@ -20,7 +20,7 @@ def test_every_line_is_measured(tmp_path: Path) -> None:
     settings = Settings(model, num_repeats=3, num_adapters=40, num_resident=4, num_requests=60, num_threads=1)
     text = run(settings)
     times = re.findall(r"\| ([\d.]+) \(([\d.]+) to ([\d.]+)\) \|", text)
-    assert len(times) == 6
+    assert len(times) == 7
     assert all(float(low) <= float(middle) <= float(high) for middle, low, high in times)
     assert "40 adapters registered (rank 8), room for 4 on device" in text
     assert "| errors | 0 |" in text
