@@ -141,7 +141,7 @@ def test_the_router_answers_in_descending_score_and_above_the_threshold() -> Non
     wanted = np.array([1.0, 0.0], np.float32)
 
     def chosen(threshold: float, top_k: int) -> list[str]:
-        return [one.name for one in candidates.nearest(wanted, ["t"], lambda *_: True, threshold, top_k)]
+        return [one.name for one in candidates.nearest(wanted, {"t": None}, lambda *_: True, threshold, top_k)]
 
     assert chosen(0.6, 4) == ["b", "c", "a"]
     assert chosen(0.6, 2) == ["b", "c"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -23,7 +24,8 @@ RANKS = np.array([rank for _, rank in PLACES], np.int32)
 #: One shape for every case, as in a program: nothing below compiles twice.
 TOKENS, SEGMENTS, LAYER = 112, 24, 1
 
-FORMS = {"xla": jax.jit(xla.add_deltas), "ffi": jax.jit(ffi.add_deltas)}
+MAX_RANK = -(-int(RANKS.max()) // 8) * 8
+FORMS = {"xla": jax.jit(xla.add_deltas), "ffi": jax.jit(functools.partial(ffi.add_deltas, max_rank=MAX_RANK))}
 _lora_delta = jax.jit(pallas.lora_delta, static_argnames=("max_chunks", "interpret"))
 
 
