@@ -23,7 +23,7 @@ from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from app.engine.xla.xla_operations import XlaOperations
 from tests.engine.adapters.making import random_mixture_adapter
-from tests.engine.adapters.moe_parity import FORMATS, per_expert_folder, save_random, tiny_mixture
+from tests.engine.adapters.moe_parity import FORMATS, in_float64, per_expert_folder, save_random, tiny_mixture
 from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
 from tests.engine.company import mixture_spec
 from tests.engine.served import CONFIG, served_logits
@@ -58,13 +58,13 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_every_format_and_one_lora_per_expert_in_one_batch(mixture: Any, tmp_path: Path) -> None:
     model, backend = mixture
-    tokens = random_tokens(model)
-    adapters, expected = [], [base_logits(model, tokens)]
+    tokens, exact = random_tokens(model), in_float64(model)
+    adapters, expected = [], [base_logits(exact, tokens)]
     for index, settings in enumerate(FORMATS.values()):
         folder = tmp_path / str(index)
         save_random(model, folder, settings)
         adapters.append(read_adapter(folder, backend.spec))
-        expected.append(peft_logits(model, folder, tokens))
+        expected.append(peft_logits(exact, folder, tokens))
     names = ["the base", *FORMATS]
     if model.config.model_type != "qwen2_moe":  # whose dense layer and shared expert have such modules, too
         modules = ("gate_proj", "up_proj", "down_proj")
@@ -72,7 +72,7 @@ def test_every_format_and_one_lora_per_expert_in_one_batch(mixture: Any, tmp_pat
         block, modules = ("block_sparse_moe", ("w1", "w3", "w2")) if is_mixtral else ("mlp", modules)
         per_expert_folder(model, tmp_path / "old", modules, block, r=11)
         adapters.append(read_adapter(tmp_path / "old", backend.spec))
-        expected.append(peft_logits(model, tmp_path / "old", tokens))
+        expected.append(peft_logits(exact, tmp_path / "old", tokens))
         names.append("one per expert")
     together = served_logits(backend, [None, *adapters], tokens)
     for name, found, wanted in zip(names, together, expected, strict=True):
