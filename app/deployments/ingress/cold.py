@@ -18,6 +18,15 @@ from app.deployments.placement.placer import Placer
 from app.engine.errors import NotReady, QueueFull
 
 
+def not_read_in_time(name: str, limits: LimitsConfig) -> NotReady:
+    """For a request that has waited for its adapter as long as one may."""
+    return NotReady(
+        f"adapter {name!r} was not read in limits.adapter_wait_s ({limits.adapter_wait_s:g} s); "
+        "send the request again later",
+        retry_after_s=5,
+    )
+
+
 class ColdRequests:
     """One per ingress, on its event loop."""
 
@@ -79,10 +88,4 @@ class ColdRequests:
         ref = stream.request.adapter
         self.leave(stream)
         if ref is not None and not self._placer.view.is_resident(ref.digest):  # else it waits for its turn
-            stream.inbox.put(
-                NotReady(
-                    f"adapter {ref.name!r} was not read in limits.adapter_wait_s ({self.limits.adapter_wait_s:g} s); "
-                    "send the request again later",
-                    retry_after_s=5,
-                )
-            )
+            stream.inbox.put(not_read_in_time(ref.name, self.limits))

@@ -12,10 +12,11 @@ from collections import Counter
 from typing import Protocol
 
 from app.config import LimitsConfig
+from app.deployments.ingress.cold import not_read_in_time
 from app.deployments.ingress.tenants import Caller
-from app.deployments.links.tasks import Tasks
+from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.view import Key
-from app.engine.errors import NotReady, QueueFull
+from app.engine.errors import QueueFull
 
 
 class ReadsNames(Protocol):
@@ -32,19 +33,15 @@ class FirstReads:
     def __init__(self, store: ReadsNames, limits: LimitsConfig) -> None:
         self._store = store
         self.limits = limits
-        self._reading: dict[Key, asyncio.Task[None]] = {}
         self._waiting: Counter[Key] = Counter()  # requests per name
         self._tasks = Tasks()
+        self._reading: OncePerKey[Key, None] = OncePerKey(self._tasks)
 
     async def read(self, name: str, owner_id: str, caller: Caller) -> None:
         """Returns when it has been read. Raises AdapterUnreadable, QueueFull, NotReady."""
         key = (owner_id, name)
         self._check_room(key)
-        task = self._reading.get(key)
-        if task is None:
-            task = self._tasks.start(self._store.read_for_request(name, tenant_id=owner_id, who=caller.who))
-            self._reading[key] = task
-            task.add_done_callback(lambda _: self._reading.pop(key, None))
+        task = self._reading.task(key, lambda: self._store.read_for_request(name, tenant_id=owner_id, who=caller.who))
         self._waiting[key] += 1
         try:
             await asyncio.wait([task], timeout=self.limits.adapter_wait_s)
@@ -53,11 +50,7 @@ class FirstReads:
             if not self._waiting[key]:
                 del self._waiting[key]
         if not task.done():
-            raise NotReady(
-                f"adapter {name!r} was not read in limits.adapter_wait_s ({self.limits.adapter_wait_s:g} s); "
-                "send the request again later",
-                retry_after_s=5,
-            )
+            raise not_read_in_time(name, self.limits)
         task.result()
 
     async def close(self) -> None:

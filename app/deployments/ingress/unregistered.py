@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from app.config import LimitsConfig
+from app.deployments.ingress.cold import not_read_in_time
 from app.deployments.ingress.tenants import Caller, visible
-from app.deployments.links.tasks import Tasks
+from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.entries import AUTO, is_name
 from app.deployments.registry.view import Key, RegistryView
-from app.engine.errors import NotReady, QueueFull
+from app.engine.errors import QueueFull
 
 #: Names that one ingress asks for at a time, for one tenant.
 MAX_NAMES = 16
@@ -39,9 +40,9 @@ class Unregistered:
         self._store = store
         self.limits = limits
         self._is_on = is_on
-        self._asking: dict[Key, asyncio.Task[bool]] = {}
         self._waiting: Counter[str] = Counter()  # tenants, and how many of their requests wait for an answer
         self._tasks = Tasks()
+        self._asking: OncePerKey[Key, bool] = OncePerKey(self._tasks)
 
     async def ask(self, names: Iterable[str], caller: Caller) -> bool:
         """Whether any of these is served now that nobody had registered.
@@ -83,21 +84,13 @@ class Unregistered:
 
     async def _answer(self, name: str, caller: Caller) -> bool:
         key = (caller.tenant_id, name)
-        task = self._asking.get(key)
-        if task is None:
-            if sum(tenant_id == caller.tenant_id for tenant_id, _ in self._asking) >= MAX_NAMES:
-                raise QueueFull(
-                    f"{MAX_NAMES} names that nobody has registered are being looked for; send it again later",
-                    retry_after_s=2,
-                )
-            task = self._tasks.start(self._store.resolve(name, tenant_id=caller.tenant_id, who=caller.who))
-            self._asking[key] = task
-            task.add_done_callback(lambda _: self._asking.pop(key, None))
+        if key not in self._asking and sum(key[0] == tenant_id for tenant_id, _ in self._asking) >= MAX_NAMES:
+            raise QueueFull(
+                f"{MAX_NAMES} names that nobody has registered are being looked for; send it again later",
+                retry_after_s=2,
+            )
+        task = self._asking.task(key, lambda: self._store.resolve(name, tenant_id=caller.tenant_id, who=caller.who))
         await asyncio.wait([task], timeout=self.limits.adapter_wait_s)
         if not task.done():
-            raise NotReady(
-                f"adapter {name!r} was not read in limits.adapter_wait_s ({self.limits.adapter_wait_s:g} s); "
-                "send the request again later",
-                retry_after_s=5,
-            )
+            raise not_read_in_time(name, self.limits)
         return task.result()

@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from app.engine.errors import PolyloraError
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 #: Work that has failed is begun again after this long; after twice as long each time, up to the second number.
@@ -115,6 +116,28 @@ class Tasks:
 
     def _end_early(self, task: asyncio.Task[Any]) -> None:
         self._ended = self._ended or task
+
+
+class OncePerKey(Generic[K, T]):
+    """Work that runs once at a time for each key, however many ask for it; its owner's `tasks` run it."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+        self._running: dict[K, asyncio.Task[T]] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._running
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._running)
+
+    def task(self, key: K, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
+        """The one that runs for the key, else a new one of `work`. Others wait for it, too: `shield` it."""
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = self._tasks.start(work())
+            task.add_done_callback(lambda _: self._running.pop(key, None))
+        return task
 
 
 def _work_name(work: Callable[[], Coroutine[Any, Any, None]]) -> str:

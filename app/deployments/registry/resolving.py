@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from app.deployments.links.tasks import Tasks
+from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import AUTO, CatalogEntry, LoadRequest, ReadAdapter, RegistryJob, State, is_name
 from app.deployments.registry.loading import Reader
@@ -83,9 +84,9 @@ class NameResolution:
         self._places = places
         self._clock = clock
         self._absent_until_s: OrderedDict[Key, float] = OrderedDict()
-        self._pending: dict[Key, asyncio.Task[bool]] = {}
         self._threads = ThreadPoolExecutor(MAX_LOOKERS, thread_name_prefix="name-resolver")
         self._tasks = Tasks()
+        self._pending: OncePerKey[Key, bool] = OncePerKey(self._tasks)
 
     def use(self, places: Places) -> None:
         """Look in other places from now on, for all names."""
@@ -99,12 +100,9 @@ class NameResolution:
         is_free = is_name(name) and name != AUTO and name not in self._names.reserved_names
         if not self._places.resolvers or not is_free or self._is_absent(key):
             return False
-        task = self._pending.get(key)
-        if task is None:
-            self._failures.check(_words(key), f"adapter {name!r}")
-            task = self._pending[key] = self._tasks.start(self._resolve(key, who))
-            task.add_done_callback(lambda _: self._pending.pop(key, None))
-        return await asyncio.shield(task)
+        if key not in self._pending:
+            self._failures.check(words(key), f"adapter {name!r}")
+        return await asyncio.shield(self._pending.task(key, lambda: self._resolve(key, who)))
 
     def close(self) -> None:
         """Look for nothing any more."""
@@ -119,15 +117,8 @@ class NameResolution:
         return until_s is not None
 
     async def _resolve(self, key: Key, who: str) -> bool:
-        try:
+        with remembered(self._failures, key):
             is_served = await self._register(key, who)
-        except (Overloaded, AdapterQuarantined):  # nothing is wrong with the adapter
-            raise
-        except Exception as error:
-            is_ours = isinstance(error, PolyloraError)
-            self._failures.failed(_words(key), str(error) if is_ours else f"internal error ({type(error).__name__})")
-            raise
-        self._failures.clear(_words(key))
         if not is_served:
             self._absent_until_s[key] = self._clock() + self._places.again_s
             while len(self._absent_until_s) > MAX_ABSENT:
@@ -172,5 +163,20 @@ class NameResolution:
         return last is None or last.state is State.FAILED
 
 
-def _words(key: Key) -> str:
+def words(key: Key) -> str:
+    """A name's key among `Failures`."""
     return "/".join(key)
+
+
+@contextmanager
+def remembered(failures: Failures, key: Key) -> Iterator[None]:
+    """An attempt at a name, whose end is noted: a failure of the adapter's, or none any more."""
+    try:
+        yield
+    except (Overloaded, AdapterQuarantined):  # nothing is wrong with the adapter
+        raise
+    except Exception as error:
+        is_ours = isinstance(error, PolyloraError)
+        failures.failed(words(key), str(error) if is_ours else f"internal error ({type(error).__name__})")
+        raise
+    failures.clear(words(key))

@@ -18,7 +18,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, select, update
 
-from app.deployments.links.tasks import Tasks
+from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import not_registered
 from app.deployments.registry.database import Database, next_revision
@@ -35,7 +35,7 @@ from app.deployments.registry.entries import (
     check_source,
 )
 from app.deployments.registry.lifecycle import Lifecycle
-from app.deployments.registry.resolving import Failures
+from app.deployments.registry.resolving import Failures, remembered, words
 from app.deployments.registry.tables import adapters, aliases, audit, events
 from app.deployments.registry.use import forget_use
 from app.deployments.registry.view import Key
@@ -63,8 +63,8 @@ class UnreadNames:
         self._registry = registry
         self._lifecycle = lifecycle
         self._failures = failures
-        self._pending: dict[Key, asyncio.Task[tuple[RegistryJob, CatalogEntry]]] = {}
         self._tasks = Tasks()
+        self._pending: OncePerKey[Key, tuple[RegistryJob, CatalogEntry]] = OncePerKey(self._tasks)
 
     async def register(self, registrations: Sequence[Registration], *, tenant_id: str, who: str) -> Registered:
         """All of them or none; every ingress knows them when this returns.
@@ -88,7 +88,7 @@ class UnreadNames:
 
         await self._lifecycle.published.change(write)
         for item in registrations:
-            self._failures.clear(_words((tenant_id, item.name)))
+            self._failures.clear(words((tenant_id, item.name)))
         logger.info(Happened("adapters registered unread", number=counts[-1].num_changed, tenant=tenant_id, by=who))
         return counts[-1]
 
@@ -100,11 +100,7 @@ class UnreadNames:
             raise not_registered(name)
         if entry.is_read:
             return None, entry
-        task = self._pending.get(key)
-        if task is None:
-            task = self._pending[key] = self._tasks.start(self._load(entry, who))
-            task.add_done_callback(lambda _: self._pending.pop(key, None))
-        return await asyncio.shield(task)
+        return await asyncio.shield(self._pending.task(key, lambda: self._load(entry, who)))
 
     async def read_for_request(self, name: str, *, tenant_id: str, who: str) -> None:
         """`read`; what a request hears of a failure names no place of this server: the job and the log do.
@@ -113,7 +109,7 @@ class UnreadNames:
         """
         try:
             if (tenant_id, name) not in self._pending:
-                self._failures.check(_words((tenant_id, name)), f"adapter {name!r}")
+                self._failures.check(words((tenant_id, name)), f"adapter {name!r}")
             await self.read(name, tenant_id=tenant_id, who=f"first use by {who}")
         except (Overloaded, CompositionRefused):
             raise
@@ -130,18 +126,9 @@ class UnreadNames:
         self._tasks.cancel()
 
     async def _load(self, entry: CatalogEntry, who: str) -> tuple[RegistryJob, CatalogEntry]:
-        words = _words((entry.tenant_id, entry.name))
         request = LoadRequest(entry.tenant_id, entry.name, entry.source, who, description=entry.description or None)
-        try:
-            loaded = await self._lifecycle.load_and_wait(request)
-        except (Overloaded, AdapterQuarantined):  # nothing is wrong with the adapter
-            raise
-        except Exception as error:
-            is_ours = isinstance(error, PolyloraError)
-            self._failures.failed(words, str(error) if is_ours else f"internal error ({type(error).__name__})")
-            raise
-        self._failures.clear(words)
-        return loaded
+        with remembered(self._failures, (entry.tenant_id, entry.name)):
+            return await self._lifecycle.load_and_wait(request)
 
 
 def check_together(registrations: Sequence[Registration]) -> None:
@@ -228,7 +215,3 @@ def _check_no_alias(connection: Connection, place: dict[str, str], names: Sequen
     )
     if (taken := connection.scalar(query.limit(1))) is not None:
         raise InvalidRequest(f"{taken!r} is an alias; remove the alias or choose another name", param="name")
-
-
-def _words(key: Key) -> str:
-    return "/".join(key)

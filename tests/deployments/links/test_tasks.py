@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from app.deployments.links.tasks import Tasks, Troubles
+from app.deployments.links.tasks import OncePerKey, Tasks, Troubles
 from app.engine.errors import ConfigError, NotFound
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("REQUEST", default="none")
@@ -131,3 +131,21 @@ def test_a_trouble_is_news_again_once_it_was_over(caplog: pytest.LogCaptureFixtu
         troubles.over()
         troubles.met(ValueError("2"))
     assert [record.getMessage()[-19:] for record in caplog.records] == [f"Error: {n}; trying again"[-19:] for n in "12"]
+
+
+async def test_work_for_a_key_runs_once_at_a_time_however_many_ask() -> None:
+    tasks, began = Tasks(), list[str]()
+    once: OncePerKey[str, int] = OncePerKey(tasks)
+
+    async def work(key: str) -> int:
+        began.append(key)
+        await asyncio.sleep(0)
+        return began.count(key)
+
+    first, second, other = (once.task(key, lambda key=key: work(key)) for key in "aab")  # type: ignore[misc]
+    assert first is second
+    assert ("a" in once, "c" in once, sorted(once)) == (True, False, ["a", "b"])
+    assert await asyncio.gather(first, other) == [1, 1]
+    assert list(once) == []
+    assert await once.task("a", lambda: work("a")) == 2, "what has ended is begun anew"
+    await tasks.close()

@@ -19,7 +19,7 @@ from app.deployments.ingress.routing.candidates import Candidates, Visible
 from app.deployments.ingress.routing.decision import Decision, Scored
 from app.deployments.ingress.schema import RoutingFields
 from app.deployments.ingress.tenants import Caller
-from app.deployments.links.tasks import Tasks
+from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.entries import DEFAULT_TENANT
 from app.deployments.registry.view import RegistryView
 from app.deployments.tenants.entries import Tenant
@@ -49,7 +49,7 @@ class Router:
         self._wait_s = wait_s
         self._candidates = Candidates()
         self._tasks = Tasks()
-        self._embedding: dict[tuple[str, frozenset[str] | None], asyncio.Task[None]] = {}
+        self._embedding: OncePerKey[tuple[str, frozenset[str] | None], None] = OncePerKey(self._tasks)
         registry.follow(self._candidates.note)
 
     async def decide(self, text: str, caller: Caller, wishes: RoutingFields | None = None) -> Decision:
@@ -98,13 +98,10 @@ class Router:
             task.result()
 
     def _embed(self, owner_id: str, names: frozenset[str] | None) -> asyncio.Task[None]:
-        key = (owner_id, names)
-        task = self._embedding.get(key)
-        if task is None:
-            work = self._candidates.embed_pending(owner_id, names, lambda texts: self._embedder.embed(texts, None))
-            task = self._embedding[key] = self._tasks.start(work)
-            task.add_done_callback(lambda _: self._embedding.pop(key, None))
-        return task
+        return self._embedding.task(
+            (owner_id, names),
+            lambda: self._candidates.embed_pending(owner_id, names, lambda texts: self._embedder.embed(texts, None)),
+        )
 
 
 def _visible(caller: Caller) -> Visible:
