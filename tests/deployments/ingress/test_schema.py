@@ -11,12 +11,9 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as LegacyParams
 from pydantic import BaseModel
 
-from app.deployments.ingress.http.management_routes import (
-    ConfigureAdapterBody,
-    LoadLoraBody,
-    RegisterAdapterBody,
-    RollbackBody,
-)
+from app.deployments.ingress.http.adapter_routes import ConfigureAdapterBody, RegisterAdapterBody
+from app.deployments.ingress.http.alias_routes import RollbackBody
+from app.deployments.ingress.http.load_routes import LoadLoraBody
 from app.deployments.ingress.schema import (
     MAX_MESSAGES,
     ChatCompletionRequest,

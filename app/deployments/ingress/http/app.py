@@ -33,7 +33,8 @@ from app.deployments.ingress.http.event_stream import EventStream, sse
 from app.deployments.ingress.http.file_routes import add_file_routes
 from app.deployments.ingress.http.formats import answer_format
 from app.deployments.ingress.http.guard import DoorRules, Guard
-from app.deployments.ingress.http.management_routes import ManagedService, add_management_routes
+from app.deployments.ingress.http.managed import ManagedService
+from app.deployments.ingress.http.management_routes import add_management_routes
 from app.deployments.ingress.http.messages_answers import error_body
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.http.bodies import read_bytes
-from app.deployments.ingress.http.management_routes import ManagedService
+from app.deployments.ingress.http.managed import ManagedService
 from app.deployments.ingress.http.openapi import takes_bytes
 from app.deployments.ingress.management_bodies import adapter_body, job_body
 from app.deployments.ingress.tenants import http_caller

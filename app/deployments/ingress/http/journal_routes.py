@@ -1,0 +1,84 @@
+"""The routes that tell what happens: status, jobs, events, audit.
+
+In: `Management`. Out: routes. Rule: a tenant reads what its own calls caused, an operator everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from app.deployments.ingress.http.bodies import int_query, page_body
+from app.deployments.ingress.http.managed import ManagedService
+from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.management_bodies import job_body, record_body
+from app.deployments.ingress.tenants import http_caller
+from app.deployments.registry.entries import AuditRecord, Event
+
+#: Numbers of events and audit records.
+_MAX_ID = 2**53
+
+
+#: Events that a tenant's own calls cause. Others may be caused by whoever has the same contents.
+OWN_EVENTS = frozenset({
+    "requested", "routable", "failed", "registered", "registered unread", "draining", "removed",
+    "put alias", "promote alias", "roll back alias", "remove alias",
+})  # fmt: skip
+
+
+def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
+    """Status, jobs, events and the audit."""
+
+    @routes.get("/v1/status")
+    async def status(request: Request) -> Response:
+        """The service as its operator sees it: replicas, tiers, what failed lately."""
+        return JSONResponse(await service.status(http_caller(request).tenant_id))
+
+    @routes.get("/v1/jobs/{job_id}")
+    async def job(job_id: str, request: Request) -> Response:
+        """A load or an unload: its state and its reason."""
+        tenant_id = http_caller(request).tenant_id
+        return JSONResponse(job_body(await service.management.store.job(job_id, tenant_id=tenant_id)))
+
+    @routes.get("/v1/events", openapi_extra=takes(None, "name", "limit", "before"))
+    async def events(request: Request) -> Response:
+        """What happened, the newest first."""
+        query = _journal_query(request)
+        records = await service.management.store.events(
+            query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
+        )
+        if http_caller(request).kind == "project":  # a page may be shorter than was asked for
+            kept = [record for record in records if record.event in OWN_EVENTS]
+            return JSONResponse(page_body([asdict(each) for each in kept], has_more=len(records) > query.limit))
+        return _journal_page(records, query.limit)
+
+    @routes.get("/v1/audit", openapi_extra=takes(None, "name", "limit", "before"))
+    async def audit(request: Request) -> Response:
+        """Who asked for what, the newest first."""
+        query = _journal_query(request)
+        records = await service.management.store.audit(
+            query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
+        )
+        return _journal_page(records, query.limit)
+
+
+class _JournalQuery(NamedTuple):
+    """`before` is the id of the last record that is known."""
+
+    limit: int
+    name: str | None
+    before: int | None
+
+
+def _journal_query(request: Request) -> _JournalQuery:
+    """`?name=&limit=&before=`: the newest first."""
+    before = int_query(request, "before", 0, _MAX_ID) or None
+    return _JournalQuery(int_query(request, "limit", 100), request.query_params.get("name"), before)
+
+
+def _journal_page(records: Sequence[Event] | Sequence[AuditRecord], limit: int) -> Response:
+    return JSONResponse(page_body([record_body(record) for record in records[:limit]], has_more=len(records) > limit))
