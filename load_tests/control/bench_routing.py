@@ -61,6 +61,10 @@ class BaseInProcess:
         unit: Floats = centred / np.linalg.norm(centred, axis=1, keepdims=True)
         return unit
 
+    def num_tokens(self, text: str) -> int:  # noqa: ARG002
+        """See `TextEmbedder.num_tokens`; nobody pays."""
+        return 0
+
     def _vectors(self, texts: Sequence[str]) -> Floats:
         return np.stack(self._llm.embed(list(texts), None, PoolingParams("mean")))
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from app.config import LimitsConfig
 from app.deployments.ingress.finding import AdapterFinder, Asks, Names, Reads
 from app.deployments.ingress.job import Job, StreamSource
+from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.decision import Decision
-from app.deployments.ingress.routing.router import Router
 from app.deployments.ingress.schema import (
     ChatCompletionRequest,
     ChatMessage,
@@ -104,8 +105,20 @@ class _Ids(NamedTuple):
     unique: str
 
 
-#: Reserves what sequences may take of their caller's limits. Raises LimitReached.
-Admit = Callable[[Caller, Sequence[GenerateRequest]], Awaitable[Reservation]]
+class Admit(Protocol):
+    """Reserves what sequences may take of their caller's limits; see `Tenancy.admit`. Raises LimitReached."""
+
+    async def __call__(
+        self, caller: Caller, requests: Sequence[GenerateRequest], held: Reservation | None = None
+    ) -> Reservation: ...
+
+
+class _Found(NamedTuple):
+    """What a body's names mean. What was chosen has a decision, and `held` of the caller's limits."""
+
+    ref: AdapterRef | None
+    decision: Decision | None = None
+    held: Reservation | None = None
 
 
 class Frontend:
@@ -122,7 +135,7 @@ class Frontend:
         limits: LimitsConfig,
         admit: Admit,
         clock: Callable[[], float],
-        router: Router,
+        chooser: Chooser,
         num_kv_tokens: Callable[[], int],
     ) -> None:
         self._model = model
@@ -133,7 +146,7 @@ class Frontend:
         self.limits = limits
         self._admit = admit
         self._clock = clock
-        self.router = router
+        self.chooser = chooser
         self._num_kv_tokens = num_kv_tokens
 
     @property
@@ -160,22 +173,26 @@ class Frontend:
         """`AdapterFinder.find`."""
         return await self._finder.find(model, caller, lora_path, user, adapters)
 
-    async def _chosen(
+    @asynccontextmanager
+    async def _found(
         self, body: ChatCompletionRequest | CompletionRequest, caller: Caller, question: str
-    ) -> tuple[AdapterRef | None, Decision | None]:
-        """What a body's names mean, or what is chosen for what it asks. Raises what finding and deciding raise."""
+    ) -> AsyncIterator[_Found]:
+        """What a body's names mean, or what is chosen for what it asks. Raises what finding and choosing raise."""
         if body.model != AUTO:
             if body.routing is not None:
                 raise InvalidRequest(f"routing says how to choose, which only model {AUTO!r} does", param="routing")
-            return await self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters), None
+            yield _Found(await self.find_adapter(body.model, caller, body.lora_path, body.user, body.adapters))
+            return
         if body.lora_path is not None or body.adapters is not None:
             raise InvalidRequest(f"model {AUTO!r} chooses the adapter; name none", param="model")
-        decision = await self.router.decide(question, caller, body.routing)
-        if not decision.chosen:
-            return await self.find_adapter(self._base_name, caller), decision
-        if len(decision.chosen) == 1:
-            return await self.find_adapter(decision.chosen[0].name, caller, user=body.user), decision
-        return await self.find_adapter(self._base_name, caller, user=body.user, adapters=decision.adapters), decision
+        async with self.chooser.choosing(question, caller, body.routing) as (decision, held):
+            if not decision.chosen:
+                ref = await self.find_adapter(self._base_name, caller)
+            elif len(decision.chosen) == 1:
+                ref = await self.find_adapter(decision.chosen[0].name, caller, user=body.user)
+            else:
+                ref = await self.find_adapter(self._base_name, caller, user=body.user, adapters=decision.adapters)
+            yield _Found(ref, decision, held)
 
     def combined(
         self,
@@ -192,27 +209,27 @@ class Frontend:
         self._check_generates()
         arrival_s = self._clock()
         question = "" if body.model != AUTO else last_words(body.messages)
-        ref, decision = await self._chosen(body, caller, question)
-        text = "" if ref is None else self._names.text(ref)
-        token_ids = await self.chat_ids(body, text)
-        wanted, tools = chat_grammar(body, self._model, text)
-        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        names = _Fields("messages", body.limit_field, "top_logprobs")
-        return await self._job(
-            _ids("chatcmpl", request_id),
-            caller,
-            arrival_s,
-            body,
-            [token_ids],
-            [ref],
-            body.token_limit,
-            num_logprobs,
-            names,
-            wanted=wanted,
-            tools=tools,
-            decision=decision,
-            prediction=await self._predicted(body),
-        )
+        async with self._found(body, caller, question) as found:
+            text = "" if found.ref is None else self._names.text(found.ref)
+            token_ids = await self.chat_ids(body, text)
+            wanted, tools = chat_grammar(body, self._model, text)
+            num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            names = _Fields("messages", body.limit_field, "top_logprobs")
+            return await self._job(
+                _ids("chatcmpl", request_id),
+                caller,
+                arrival_s,
+                body,
+                [token_ids],
+                [found.ref],
+                body.token_limit,
+                num_logprobs,
+                names,
+                wanted=wanted,
+                tools=tools,
+                found=found,
+                prediction=await self._predicted(body),
+            )
 
     async def _predicted(self, body: ChatCompletionRequest) -> tuple[int, ...]:
         if body.prediction is None:
@@ -249,23 +266,23 @@ class Frontend:
         prompts = body.prompts
         if body.model == AUTO and (len(prompts) != 1 or not isinstance(prompts[0], str)):
             raise InvalidRequest(f"model {AUTO!r} chooses for one prompt of characters", param="prompt")
-        ref, decision = await self._chosen(body, caller, str(prompts[0]) if prompts else "")
-        names = _Fields("prompt", "max_tokens", "logprobs")
-        self._check_sequences(len(prompts), body.n, names)
-        token_ids = await self.prompt_ids(prompts, "prompt")
-        job = await self._job(
-            _ids("cmpl", request_id),
-            caller,
-            arrival_s,
-            body,
-            token_ids,
-            [ref] * len(prompts),
-            body.max_tokens,
-            body.logprobs,
-            names,
-            echoes=[p if isinstance(p, str) else self.text_of(p) for p in prompts] if body.echo else (),
-            decision=decision,
-        )
+        async with self._found(body, caller, str(prompts[0]) if prompts else "") as found:
+            names = _Fields("prompt", "max_tokens", "logprobs")
+            self._check_sequences(len(prompts), body.n, names)
+            token_ids = await self.prompt_ids(prompts, "prompt")
+            job = await self._job(
+                _ids("cmpl", request_id),
+                caller,
+                arrival_s,
+                body,
+                token_ids,
+                [found.ref] * len(prompts),
+                body.max_tokens,
+                body.logprobs,
+                names,
+                echoes=[p if isinstance(p, str) else self.text_of(p) for p in prompts] if body.echo else (),
+                found=found,
+            )
         return in_token_ids(job, body)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -326,7 +343,7 @@ class Frontend:
         wanted: Asked | None = None,
         tools: ToolUse | None = None,
         echoes: Sequence[str] = (),
-        decision: Decision | None = None,
+        found: _Found | None = None,
         prediction: tuple[int, ...] = (),
     ) -> Job:
         wanted = wanted or asked(fields)
@@ -371,7 +388,7 @@ class Frontend:
             for copy in range(fields.n)
         )
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
-        reservation = await self._admit(caller, requests)
+        reservation = await self._admit(caller, requests, None if found is None else found.held)
         return Job(
             ids.shown,
             requests,
@@ -385,7 +402,7 @@ class Frontend:
             self._clock,
             tools=tools,
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),
-            decision=decision,
+            decision=None if found is None else found.decision,
         )
 
     def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Fields) -> int:

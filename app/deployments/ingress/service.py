@@ -26,6 +26,7 @@ from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.management import AdapterDropper, Management
 from app.deployments.ingress.management_bodies import record_body
+from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.routing.router import Router, TextEmbedder
 from app.deployments.ingress.tenancy import Tenancy
@@ -128,7 +129,7 @@ class IngressService:
             config.limits,
             parts.tenancy.admit,
             parts.clock,
-            self._router,
+            Chooser(self._router, parts.tenancy),
             lambda: parts.placer.view.num_kv_tokens,
         )
         self.embedder = Embedder(self.frontend, dispatcher, parts.tenancy.admit, parts.clock)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from app.deployments.ingress.job import Job
+from app.deployments.ingress.routing.choosing import Held
 from app.deployments.ingress.tenants import Caller
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.watched import Follower
@@ -79,15 +80,42 @@ class Tenancy:
         self._rates = rates
         self._used_s: dict[str, float] = {}
 
-    async def admit(self, caller: Caller, requests: Sequence[GenerateRequest]) -> Reservation:
-        """Reserve what these sequences may take at most, and count that a request came. Raises LimitReached."""
+    async def admit(
+        self, caller: Caller, requests: Sequence[GenerateRequest], held: Reservation | None = None
+    ) -> Reservation:
+        """Reserve what these sequences may take at most, and count that a request came. Raises LimitReached.
+
+        `held`: what the request holds already, because its adapter was chosen; the reservation takes it over.
+        """
         reservation = Reservation({}, settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             needs = [self._need(request) for request in requests]
             taken = needs_of(caller.tenant, self._rates.base_name, needs)
-            reservation = await self.limiter.reserve(caller.tenant, taken)
+            reservation = await self.limiter.reserve(caller.tenant, taken, held)
         self.counting.came(requests[0])
         return reservation
+
+    async def admit_choice(self, caller: Caller, num_tokens: int) -> Held:
+        """Reserve one request, and the tokens of choosing its adapter. Raises LimitReached."""
+        reservation = Reservation({}, settled=True)
+        if caller.tenant.limits != _NO_LIMITS:
+            base_name = self._rates.base_name
+            need = Need(base_name, num_tokens, self._rates.prices.at_most(base_name, num_tokens, 0))
+            reservation = await self.limiter.reserve(caller.tenant, needs_of(caller.tenant, base_name, [need]))
+        return Held(*reservation.parted(("tokens", "spend")))
+
+    def end_choice(self, held: Held) -> None:
+        """It is decided: all of its tokens are used."""
+        self.limiter.settle(held.tokens, {})
+
+    def give_up(self, held: Held) -> None:
+        """The request has ended: settle what nothing else has taken over. Tokens are given back: none were computed."""
+        self.limiter.settle(held.tokens, dict.fromkeys(held.tokens.units, 0))
+        self.limiter.settle(held.request, {})
+
+    def came_to_choose(self, caller: Caller) -> None:
+        """`Counting.came_to_choose`."""
+        self.counting.came_to_choose(caller.tenant_id, caller.key_id)
 
     def end(self, job: Job) -> None:
         """A job has ended: settle what it reserved. What its sequences took is counted where they were computed."""

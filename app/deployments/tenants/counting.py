@@ -31,6 +31,11 @@ class Counting:
         """A client's request was admitted; `request` is the first of its sequences."""
         self.metering.add(self._key(request), Charge(num_requests=1))
 
+    def came_to_choose(self, tenant_id: str, key_id: str) -> None:
+        """A client asked which adapter is nearest, and for nothing else."""
+        key = LedgerKey(self._minute(), tenant_id, key_id, _shortened(self._base_name), "", "embeddings")
+        self.metering.add(key, Charge(num_requests=1))
+
     def ended(self, request: GenerateRequest, consumption: Consumption) -> None:
         """A sequence has ended. One of a sender that counts itself (`key_id` None) is not counted here."""
         if request.key_id is None:

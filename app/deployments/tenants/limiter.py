@@ -94,6 +94,12 @@ class Reservation:
     units: Mapping[Meter, int]
     settled: bool = False
 
+    def parted(self, kinds: Collection[MeterKind]) -> tuple[Reservation, Reservation]:
+        """The same in two that are settled apart: all but these kinds, and these."""
+        rest = {meter: amount for meter, amount in self.units.items() if meter.kind not in kinds}
+        part = {meter: amount for meter, amount in self.units.items() if meter.kind in kinds}
+        return Reservation(rest, self.settled), Reservation(part, self.settled)
+
 
 class _Waiter(NamedTuple):
     needs: Mapping[Meter, int]
@@ -114,8 +120,19 @@ class Limiter:
         self._tasks = Tasks()
         self.refused: Counter[Refused] = Counter()
 
-    async def reserve(self, tenant: Tenant, needs: Mapping[Meter, int]) -> Reservation:
-        """Raises LimitReached. Of a tenant whose limits are not enforced nothing is refused."""
+    async def reserve(self, tenant: Tenant, needs: Mapping[Meter, int], held: Reservation | None = None) -> Reservation:
+        """Raises LimitReached. Of a tenant whose limits are not enforced nothing is refused.
+
+        `held` is a part of what is needed that the request has: the reservation takes it over. When this raises, it is
+        still whose it was.
+        """
+        if held is not None and not held.settled:
+            reservation = await self.reserve(tenant, _without(needs, held.units))
+            if not reservation.units and len(needs) > len(held.units):  # not enforced: nothing is held
+                self.settle(held, {})
+                return reservation
+            held.settled = True
+            return Reservation(needs)
         if not needs:
             return Reservation({}, settled=True)
         try:
@@ -349,3 +366,7 @@ class Limiter:
         if not (missing or holding or pool.told_holding or pool.used != pool.told_used):
             return None
         return Want(meter, missing, max(0, least - pool.units), holding=holding, used=pool.used)
+
+
+def _without(needs: Mapping[Meter, int], held: Mapping[Meter, int]) -> dict[Meter, int]:
+    return {meter: amount - held.get(meter, 0) for meter, amount in needs.items() if amount > held.get(meter, 0)}

@@ -191,9 +191,10 @@ def _add_choice_route(app: FastAPI, service: HttpService) -> None:
             raise InvalidRequest("give either messages, a conversation, or prompt", param="prompt")
         asked = body.prompt or "" if body.messages is None else last_words(body.messages)
         caller = inference_caller(request)
-        decision = await while_connected(request, service.frontend.router.decide(asked, caller, body.routing))
+        decision = await while_connected(request, service.frontend.chooser.choose(asked, caller, body.routing))
         service.observe("route", 200, None)
-        return JSONResponse({"object": "route"} | decision.body(), headers={ROUTE_HEADER: decision.header})
+        headers = {ROUTE_HEADER: decision.header} | service.tenancy.headers(caller)
+        return JSONResponse({"object": "route"} | decision.body(), headers=headers)
 
 
 async def _events(job: Job, form: AnswerFormat) -> AsyncGenerator[bytes]:

@@ -87,6 +87,13 @@ class BaseEmbedder:
         unit: Floats = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
         return unit
 
+    def num_tokens(self, text: str) -> int:
+        """See `TextEmbedder.num_tokens`."""
+        return len(self._token_ids(text))
+
+    def _token_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._model.encode(text[:MAX_CHARS]))[: self._model.max_context]
+
     async def _vectors(self, texts: Sequence[str], caller: Caller | None) -> Floats:
         places = asyncio.Semaphore(MAX_OPEN)
         vectors = await asyncio.gather(*(self._vector(text, caller, places) for text in texts))
@@ -94,11 +101,10 @@ class BaseEmbedder:
 
     async def _vector(self, text: str, caller: Caller | None, places: asyncio.Semaphore) -> bytes:
         spec = self._model.spec
-        token_ids = tuple(self._model.encode(text[:MAX_CHARS]))[: self._model.max_context]
         request = GenerateRequest(
             request_id=f"route-{secrets.token_hex(12)}",
             tenant_id=DEFAULT_TENANT if caller is None else caller.tenant_id,
-            token_ids=token_ids,
+            token_ids=self._token_ids(text),
             sampling=SamplingParams(),
             weight=1.0 if caller is None else caller.tenant.weight,
             cache_salt=b"" if caller is None else caller.tenant.salt,
@@ -128,6 +134,10 @@ class EncoderEmbedder:
         """See `TextEmbedder.embed`; nobody pays."""
         shortened = [text[:MAX_CHARS] for text in texts]
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, shortened)
+
+    def num_tokens(self, text: str) -> int:  # noqa: ARG002
+        """See `TextEmbedder.num_tokens`."""
+        return 0
 
     def _compute(self, texts: list[str]) -> Floats:
         if self._embed is None:

@@ -38,6 +38,10 @@ class TextEmbedder(Protocol):
         """[N, H], each of length 1. `caller` pays; None: the service's own work. Raises what computing raises."""
         ...
 
+    def num_tokens(self, text: str) -> int:
+        """What a tenant pays for one text: the tokens that its engine computes for it."""
+        ...
+
 
 class Router:
     """One per ingress, on its event loop."""
@@ -65,6 +69,10 @@ class Router:
             vector = (await self._embedder.embed([text], caller))[0]
             chosen = self._candidates.nearest(vector, visible, caller.tenant.may_use, threshold, top_k)
         return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
+
+    def num_tokens(self, text: str, caller: Caller) -> int:
+        """What deciding will take of the caller's tokens; without candidates nothing is computed."""
+        return self._embedder.num_tokens(text) if self._num_usable(_visible(caller), caller.tenant) else 0
 
     async def close(self) -> None:
         await self._tasks.close()

@@ -15,6 +15,8 @@ from app.deployments.ingress import python_calls
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.tenancy import duration
+from app.deployments.tenants.limiter import Refused
+from app.deployments.tenants.limits import Meter
 from app.deployments.tenants.metering import Charge
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.test_admin_routes import client_with
@@ -29,8 +31,15 @@ GENERATING: dict[str, dict[str, Any]] = {
     "/generate": {"text": ["a", "b"], "lora_path": [None, "sql"], "sampling_params": {"max_new_tokens": 2}},
     "/v1/embeddings": {"model": "sql", "input": ["ab", "cde" * 8]},
     "/v1/responses": {"model": "sql", "input": "abc", "max_output_tokens": 3, "temperature": 0},
+    "/v1/route": {"prompt": "which of them writes queries?"},
     "/v1/messages": {"model": "sql", "messages": CHAT["messages"], "max_tokens": 3, "temperature": 0},
 }
+
+
+async def describe(org: Org) -> None:
+    """Something to choose among. The base's own sentences are embedded now, for nobody."""
+    answer = await org.ask("admin", "PATCH", "/v1/loras/sql", json={"description": "writes queries"})
+    assert answer.status_code == 200, answer.text
 
 
 async def used(service: Service) -> Charge:
@@ -58,12 +67,9 @@ def test_every_route_that_takes_a_body_is_known(service_routes: set[str]) -> Non
     """Whoever adds a route that generates has to say so: it is not managing, so it is metered."""
     managing = ("/v1/organization", "/v1/tenants", "/v1/loras", "/v1/aliases")
     keeping = ("/v1/files", "/v1/batches")  # `test_batches` has the tokens of what is computed for them later
-    deciding = {"/v1/route"}  # `tests/deployments/ingress/routing` has its tokens
     counting = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}  # no engine
     spellings = {"/v1/load_lora", "/v1/unload_lora", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-    asking = (
-        {path for path in service_routes if not path.startswith(managing + keeping)} - spellings - deciding - counting
-    )
+    asking = {path for path in service_routes if not path.startswith(managing + keeping)} - spellings - counting
     assert asking == set(GENERATING)
 
 
@@ -75,6 +81,7 @@ async def service_routes(service: Service) -> set[str]:
 
 @pytest.mark.parametrize("path", sorted(GENERATING))
 async def test_what_a_route_computes_is_in_the_ledger_to_the_token(org: Org, path: str) -> None:
+    await describe(org)
     for _ in range(2):  # the second finds its prompt in the cache
         answer = await org.ask("ada", "POST", path, json=GENERATING[path])
         assert answer.status_code == 200, answer.text
@@ -82,7 +89,73 @@ async def test_what_a_route_computes_is_in_the_ledger_to_the_token(org: Org, pat
     assert total.num_requests == 2
     assert total._replace(num_requests=0, cost_nanos=0) == await engines(org.service)
     assert total.prompt_tokens > 0
-    assert (total.completion_tokens > 0) == (path != "/v1/embeddings")
+    assert (total.completion_tokens > 0) == (path not in ("/v1/embeddings", "/v1/route"))
+
+
+@pytest.mark.parametrize("path", sorted(GENERATING))
+async def test_every_route_is_limited(org: Org, path: str) -> None:
+    owner = org.service.tenancy.owner
+    await describe(org)
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 1, "tokens_per_min": 100_000}, actor="test")
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    first, second = [await org.ask("ada", "POST", path, json=GENERATING[path]) for _ in range(2)]
+    assert (first.status_code, second.status_code) == (200, 429), second.text
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 9, "tokens_per_min": 1}, actor="test")
+    assert (await org.ask("ada", "POST", path, json=GENERATING[path])).status_code == 429
+
+
+AUTO: dict[str, Any] = {"model": "auto", "prompt": "query", "max_tokens": 3, "routing": {"threshold": -1}}
+
+
+async def test_a_chosen_adapter_s_request_is_one_and_pays_for_the_choice(org: Org) -> None:
+    owner = org.service.tenancy.owner
+    await describe(org)
+    assert (await org.ask("bob", "POST", "/v1/route", json={"prompt": "a"})).status_code == 200
+    before = await used(org.service)
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_min": 2}, actor="test")
+    await owner.limit_spend(org.ids["ada"], 100, actor="test")
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    for _ in range(2):
+        answer = await org.ask("ada", "POST", "/v1/completions", json=AUTO)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["X-Polylora-Adapter"].startswith("sql@")
+    refused = await org.ask("ada", "POST", "/v1/completions", json=AUTO)
+    assert refused.status_code == 429
+    after = await used(org.service)
+    assert after.num_requests - before.num_requests == 2
+    assert after.prompt_tokens - before.prompt_tokens == 2 * 2 * len(AUTO["prompt"])
+    spent = org.service.tenancy.limiter._pools[Meter(org.ids["ada"], "spend")].used
+    assert spent == after.cost_nanos - before.cost_nanos > 0
+
+
+@pytest.mark.parametrize("change", [{"max_tokens": 10_000}, {"stop": ["a"] * 99}])
+async def test_what_is_refused_after_the_choice_holds_nothing(org: Org, change: dict[str, Any]) -> None:
+    owner = org.service.tenancy.owner
+    await describe(org)
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    for body in (AUTO | change, AUTO | change, AUTO):
+        answer = await org.ask("ada", "POST", "/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_choice_whose_tokens_are_not_there_is_not_made(org: Org) -> None:
+    await describe(org)
+    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 4}, actor="test")
+    before = (await engines(org.service)).prompt_tokens
+    assert (await org.ask("ada", "POST", "/v1/completions", json=AUTO)).status_code == 429
+    assert (await engines(org.service)).prompt_tokens == before
+
+
+async def test_a_choice_of_a_tenant_whose_limits_are_not_enforced_goes_on(org: Org) -> None:
+    owner = org.service.tenancy.owner
+    await describe(org)
+    await owner.limit_rates(org.ids["ada"], "base", {"tokens_per_min": 6, "requests_per_min": 9}, actor="test")
+    await owner.configure_project(org.ids["ada"], {"enforce": False, "max_concurrent": 1}, actor="test")
+    for _ in range(3):
+        assert (await org.ask("ada", "POST", "/v1/completions", json=AUTO)).status_code == 200
+    assert org.service.tenancy.limiter.refused[Refused("concurrent", is_enforced=False)] == 0, "what was held came back"
+    assert org.service.tenancy.limiter.refused[Refused("tokens", is_enforced=False)] >= 3
 
 
 async def test_python_callers_are_in_the_ledger_too(service: Service) -> None:

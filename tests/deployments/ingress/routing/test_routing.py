@@ -54,6 +54,9 @@ class Bags:
         unit: NDArray[np.float32] = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         return unit
 
+    def num_tokens(self, text: str) -> int:
+        return len(text)
+
 
 def entry(name: str, description: str, tenant_id: str = "ada") -> CatalogEntry:
     digest = hashlib.sha256(f"{tenant_id}/{name}".encode()).hexdigest()
@@ -222,9 +225,7 @@ async def test_the_answer_says_what_was_chosen(described: Service, http: httpx.A
 async def test_several_are_combined_by_their_scores(described: Service, http: httpx.AsyncClient) -> None:
     await register(http, "two", "law")
     await http.patch("/v1/loras/sql", json={"description": "law tone"})
-    decision = await described.frontend.router.decide(
-        "law", Caller("default", "t"), RoutingFields(top_k=2, threshold=0.5)
-    )
+    decision = await described._router.decide("law", Caller("default", "t"), RoutingFields(top_k=2, threshold=0.5))
     assert [one.name for one in decision.chosen] == ["two", "sql"]
     weights = {one.name: one.weight for one in decision.adapters}
     parts = []
