@@ -85,17 +85,26 @@ def _expected(setting: Setting, case: Case, counts: list[int]) -> tuple[Floats, 
         setting.q[:total].reshape(total, case.heads, case.head_dim), keys[LAYER], values[LAYER],
         np.asarray(queries.query_starts)[: len(counts) + 1], np.asarray(queries.seq_lens)[: len(counts)],
         np.asarray(queries.block_tables), case.head_dim**-0.5, case.window,
+        sinks=case.sinks if case.has_sinks else None,
     )  # fmt: skip
     return keys, values, attended.reshape(total, case.heads * case.head_dim)
 
 
-def _in_xla(setting: Setting, scale: jax.Array, window: jax.Array, tile: int) -> tuple[jax.Array, ...]:
+def _in_xla(
+    setting: Setting, scale: jax.Array, window: jax.Array, sinks: jax.Array, tile: int
+) -> tuple[jax.Array, ...]:
     tiles = xla.tiles_of(setting.queries, TOKENS, tile)
-    return xla.store_and_attend(*setting, tiles, jnp.int32(LAYER), scale, window)
+    return xla.store_and_attend(*setting, tiles, jnp.int32(LAYER), scale, window, sinks)
 
 
-def _in_call(setting: Setting, scale: jax.Array, window: jax.Array, tile: int) -> tuple[jax.Array, ...]:  # noqa: ARG001
-    return ffi.store_and_attend(*setting, jnp.int32(LAYER), scale, window)
+def _in_call(
+    setting: Setting,
+    scale: jax.Array,
+    window: jax.Array,
+    sinks: jax.Array,
+    tile: int,  # noqa: ARG001
+) -> tuple[jax.Array, ...]:
+    return ffi.store_and_attend(*setting, jnp.int32(LAYER), scale, window, sinks)
 
 
 @pytest.mark.parametrize("form", ["xla", "ffi"])
@@ -113,7 +122,7 @@ def test_every_form_is_the_definition_and_stores_what_is_new(case: Case, counts:
         wide[..., : case.head_dim], wide_values[..., : case.head_dim] = setting.keys, setting.values
         given = setting._replace(keys=wide.swapaxes(3, 4).copy(), values=wide_values)
     run = jax.jit(partial(_in_xla if form == "xla" else _in_call, tile=tile))
-    out, new_keys, new_values = map(np.asarray, run(given, scale, window))
+    out, new_keys, new_values = map(np.asarray, run(given, scale, window, jnp.array(case.sinks)))
     if form == "ffi":
         new_keys, new_values = new_keys.swapaxes(3, 4)[..., : case.head_dim], new_values[..., : case.head_dim]
     np.testing.assert_array_equal(new_keys, keys)
@@ -128,7 +137,7 @@ def test_a_call_gives_memory_back_where_it_was() -> None:
     places = [array.unsafe_buffer_pointer() for array in (keys, values)]
 
     def program(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
-        return _in_call(setting._replace(keys=keys, values=values), jnp.float32(0.3), jnp.int32(0), 16)
+        return _in_call(setting._replace(keys=keys, values=values), jnp.float32(0.3), jnp.int32(0), jnp.zeros(0), 16)
 
     _, new_keys, new_values = jax.jit(program, donate_argnums=(0, 1))(keys, values)
     assert [array.unsafe_buffer_pointer() for array in (new_keys, new_values)] == places

@@ -21,8 +21,9 @@ class XlaLayers(NamedTuple):
     products: by name, a stack as the form stores it: [L, shards * columns, d_in, ...] of a product that is split on its
     output, [L, columns, shards * d_in, ...] of one that is split on its input, L counting the layers that have it; of
     experts, L is (expert shards) * layers * (experts of a shard). biases: by name, [L, shards * columns] and
-    [L, columns]. Norms: [L, H]; q_norm, k_norm: [L, D], or of all heads together [L, shards * heads * D]. rope,
-    window: [L] int32, index into the rope tables and keys visible (0 is all). scale: [L].
+    [L, columns], of experts with the same L. Norms: [L, H]; q_norm, k_norm: [L, D], or of all heads together
+    [L, shards * heads * D]. rope, window: [L] int32, index into the rope tables and keys visible (0 is all).
+    scale: [L]. sinks: [L, shards * heads].
     """
 
     products: dict[str, Any]
@@ -34,6 +35,7 @@ class XlaLayers(NamedTuple):
     rope: Any
     window: Any
     scale: Any
+    sinks: Any
 
 
 class XlaWeights(NamedTuple):

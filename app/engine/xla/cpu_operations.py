@@ -84,10 +84,10 @@ class CpuOperations:
 
     def store_and_attend(
         self, q: Array, k: Array, v: Array, kv: KvMemory, queries: Queries, plan: None, layer: Array, scale: Array,
-        window: Array,
+        window: Array, sinks: Array,
     ) -> tuple[Array, KvMemory]:  # fmt: skip
         assert plan is None
-        attended, keys, values = store_and_attend(q, k, v, *kv, queries, layer, scale, window)
+        attended, keys, values = store_and_attend(q, k, v, *kv, queries, layer, scale, window, sinks)
         return attended, KvMemory(keys, values)
 
     def step(self) -> AbstractContextManager[None]:

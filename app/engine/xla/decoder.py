@@ -26,6 +26,7 @@ from app.engine.models.products import Product
 from app.engine.xla.arrays import (
     EXPERT_AXIS,
     SHARD_AXES,
+    TENSOR_AXIS,
     AdapterPlaces,
     KvMemory,
     RankTables,
@@ -91,8 +92,9 @@ class _Decoder:
             q, k = self._whole_norm(q, k, q_norm[layer], k_norm[layer])
             q_norm = k_norm = None
         q, k = (self._rotated(rows, norm, layer) for rows, norm in ((q, q_norm), (k, k_norm)))
+        sinks = jnp.zeros(0, jnp.float32) if layers.sinks is None else layers.sinks[layer]
         return self._operations.store_and_attend(
-            q, k, v, kv, step.queries, self._plan, layer, layers.scale[layer], layers.window[layer]
+            q, k, v, kv, step.queries, self._plan, layer, layers.scale[layer], layers.window[layer], sinks
         )
 
     def feed_forward(self, hidden: Array, layer: Array) -> Array:
@@ -158,10 +160,16 @@ class _Decoder:
             y = self._operations.product_by_group(x, products[name], place * count, pairs.starts)
             if runs is not None:
                 y = self._expert_deltas(x, y, name, runs)
+            bias = self._weights.layers.biases[name]
+            if bias is not None:
+                expert = jnp.minimum(pairs.keys // num_slots, count - 1)  # of pairs that are not mine: any
+                # The parts of down's sums are added up over the devices that share an expert: one of them has the bias.
+                is_mine = name == "experts_gate_up" or sizes.tensor_shards == 1 or lax.axis_index(TENSOR_AXIS) == 0
+                y = y + jnp.where(is_mine, bias[place * count + expert], 0)
             return self._columns(y, name)
 
         gate, up = linear(x[pairs.tokens], "experts_gate_up")
-        out = combine(linear(self._activated(gate) * up, "experts_down")[0], pairs)
+        out = combine(linear(self._activated(gate, up), "experts_down")[0], pairs)
         if sizes.num_shards > 1:
             out = lax.psum(out, SHARD_AXES)
         if mixture.shared is None:
@@ -191,13 +199,18 @@ class _Decoder:
         return added
 
     def _gated(self, x: Array, place: Array, gate_up: str, down: str) -> Array:
-        """down(act(gate(x)) * up(x)) of normed rows [T, H]."""
+        """The feed-forward of normed rows [T, H]."""
         gate, up = self.linear(x, place, gate_up)
-        return self.linear(self._activated(gate) * up, place, down)[0]
+        return self.linear(self._activated(gate, up), place, down)[0]
 
-    def _activated(self, gate: Array) -> Array:
-        is_gelu = self._sizes.spec.layers[0].mlp.activation == "gelu_tanh"
-        return jax.nn.gelu(gate, approximate=True) if is_gelu else jax.nn.silu(gate)
+    def _activated(self, gate: Array, up: Array) -> Array:
+        """What down takes; see `MlpSpec`."""
+        mlp = self._sizes.spec.layers[0].mlp
+        if mlp.limit is not None:
+            gate, up = jnp.minimum(gate, mlp.limit), jnp.clip(up, -mlp.limit, mlp.limit)
+            return (up + 1) * gate * jax.nn.sigmoid(mlp.alpha * gate)
+        is_gelu = mlp.activation == "gelu_tanh"
+        return (jax.nn.gelu(gate, approximate=True) if is_gelu else jax.nn.silu(gate)) * up
 
     def _place(self, layers: tuple[int, ...], layer: Array) -> Array:
         """A layer's index among `layers`; 0 where it is none of them."""

@@ -97,7 +97,7 @@ class Operations(Protocol):
 
     def store_and_attend(
         self, q: Array, k: Array, v: Array, kv: KvMemory, queries: Queries, plan: Any, layer: Array, scale: Array,
-        window: Array,
+        window: Array, sinks: Array,
     ) -> tuple[Array, KvMemory]:  # fmt: skip
         """Write k and v, attend; see `app.kernels.paged_attention.xla.store_and_attend`."""
         ...

@@ -47,8 +47,13 @@ def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
         is_output = product.kind.split == "output"
         columns, depth = (_COLUMNS, _DEPTH) if product.num_experts is None else (_EXPERT_COLUMNS, _EXPERT_DEPTH)
         products[product.name] = _each(products[product.name], columns if is_output else depth)
-        biases[product.name] = _each(biases[product.name], _COLUMNS if is_output else REPLICATED)
-    layers = specs.layers._replace(products=products, biases=biases)
+        if product.num_experts is None:
+            bias = _COLUMNS if is_output else REPLICATED
+        else:
+            bias = _EXPERT_COLUMNS if is_output else P(EXPERT_AXIS)
+        biases[product.name] = _each(biases[product.name], bias)
+    sinks = _each(specs.layers.sinks, _COLUMNS)
+    layers = specs.layers._replace(products=products, biases=biases, sinks=sinks)
     if sizes.attention.whole_qk_norm:
         layers = layers._replace(q_norm=_COLUMNS, k_norm=_COLUMNS)
     return specs._replace(head=_each(specs.head, _COLUMNS), layers=layers)

@@ -128,8 +128,6 @@ def _check_served(spec: ModelSpec) -> None:
     for layer in spec.layers:
         refused = {
             "latent attention": layer.attention.latent is not None,
-            "attention sinks": layer.attention.sinks,
-            "clamped activation": layer.mlp.limit is not None,
             "soft caps and norms behind each block": layer.post_norms or layer.attention.softcap is not None,
         }
         for name, is_there in refused.items():

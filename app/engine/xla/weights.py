@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from app.engine.config import WeightStorage
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, LayerNorm, expected_tensors, qk_norm_widths
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, SINKS, LayerNorm, expected_tensors, qk_norm_widths
 from app.engine.models.products import Product
 from app.engine.models.sharding import shard_columns
 from app.engine.models.stacks import log_storage
@@ -66,11 +66,13 @@ class _Filling:
                         for target in product.targets for expert in product.experts}  # fmt: skip
         self._stacks, self._biases = {}, dict[str, Floats | None]()
         for product in sizes.products:
-            layers, width = len(sizes.layers_of(product.name)), sizes.width(product)
-            parts = layers * len(product.experts) * sizes.shards_of(product)
-            self._stacks[product.name] = operations.new_stack((parts, width, product.d_in), storage, team)
-            bias = np.zeros((layers, sizes.total_width(product)), np.float32) if product.has_bias else None
+            matrices = len(sizes.layers_of(product.name)) * len(product.experts)
+            shape = (matrices * sizes.shards_of(product), sizes.width(product), product.d_in)
+            self._stacks[product.name] = operations.new_stack(shape, storage, team)
+            bias = np.zeros((matrices, sizes.total_width(product)), np.float32) if product.has_bias else None
             self._biases[product.name] = bias
+        has_sinks, heads = sizes.attention.sinks, sizes.attention.num_heads
+        self._sinks: Floats | None = np.zeros((count, heads), np.float32) if has_sinks else None
         self._norms: dict[str, Floats | None] = {
             name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")
         }
@@ -98,6 +100,10 @@ class _Filling:
             part = self._norm_parts.get(_NORMS[path])
             norms[layer] = tensor if part is None else tensor[part]
             return
+        if rest == SINKS:
+            assert self._sinks is not None
+            self._sinks[layer] = tensor
+            return
         product, target, expert = self._places[path]
         layer = self._sizes.place(product.name, layer)
         mine, is_output = self._columns[product.name][target], product.kind.split == "output"
@@ -105,10 +111,11 @@ class _Filling:
         if kind == "bias":
             bias = self._biases[product.name]
             assert bias is not None
+            matrix = self._matrix(product, layer, expert)
             if is_output:
-                bias[layer].reshape(self._sizes.shards_of(product), -1)[:, columns] = tensor[mine]
+                bias[matrix].reshape(self._sizes.shards_of(product), -1)[:, columns] = tensor[mine]
             else:
-                bias[layer, columns] = tensor
+                bias[matrix, columns] = tensor
             return
         for shard, part in enumerate(mine):
             w = np.ascontiguousarray(tensor[part] if is_output else tensor[:, part])
@@ -143,6 +150,7 @@ class _Filling:
             rope=np.array([ropes.index(attention.rope) for attention in attentions], np.int32),
             window=np.array([attention.window or 0 for attention in attentions], np.int32),
             scale=np.array([attention.scale for attention in attentions], np.float32),
+            sinks=self._sinks,
         )  # fmt: skip
         return XlaWeights(
             embedding=None if spec.tie_embeddings and shards == 1 else self._top[EMBEDDING],

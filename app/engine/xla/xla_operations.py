@@ -74,9 +74,9 @@ class XlaOperations:
 
     def store_and_attend(
         self, q: Array, k: Array, v: Array, kv: KvMemory, queries: Queries, plan: Tiles, layer: Array, scale: Array,
-        window: Array,
+        window: Array, sinks: Array,
     ) -> tuple[Array, KvMemory]:  # fmt: skip
-        attended, keys, values = store_and_attend(q, k, v, *kv, queries, plan, layer, scale, window)
+        attended, keys, values = store_and_attend(q, k, v, *kv, queries, plan, layer, scale, window, sinks)
         return attended, KvMemory(keys, values)
 
     def step(self) -> AbstractContextManager[None]:

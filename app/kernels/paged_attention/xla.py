@@ -77,13 +77,14 @@ def tiles_of(queries: Queries, num_tokens: int, tile: int) -> Tiles:
 
 def store_and_attend(
     q: Array, k: Array, v: Array, keys: Array, values: Array, queries: Queries, tiles: Tiles, layer: Array,
-    scale: Array, window: Array,
+    scale: Array, window: Array, sinks: Array,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Write k and v to their places; then softmax(scale * q K^T) V over the keys that each query sees.
 
     q: [T, heads * D]; k, v: [T, kv_heads * D]. keys, values: [L, blocks, kv_heads, block_size, D]. layer: scalar int32.
-    scale: scalar; window: scalar int32, how many of the visible keys, the last ones; 0 is all. Returns what was
-    attended [T, heads * D] (padding rows are arbitrary), keys and values.
+    scale: scalar; window: scalar int32, how many of the visible keys, the last ones; 0 is all. sinks: [heads],
+    one more score of each head that has no value, or [0]. Returns what was attended [T, heads * D] (padding rows are
+    arbitrary), keys and values.
     """
     num_kv_heads, head_dim = keys.shape[2], keys.shape[4]
     keys, values = (
@@ -91,7 +92,7 @@ def store_and_attend(
         for memory, new in ((keys, k), (values, v))
     )
     rows = q.reshape(len(q), -1, head_dim)[tiles.rows]
-    attended = _attend(rows, keys, values, layer, tiles, scale, window)
+    attended = _attend(rows, keys, values, layer, tiles, scale, window, sinks)
     return attended.reshape(-1, q.shape[1])[tiles.places], keys, values
 
 
@@ -101,7 +102,9 @@ def _store(memory: Array, rows: Array, layer: Array, kv_slots: Array) -> Array:
     return memory.at[layer, kv_slots // block_size, :, kv_slots % block_size].set(rows, mode="drop")
 
 
-def _attend(q: Array, keys: Array, values: Array, layer: Array, tiles: Tiles, scale: Array, window: Array) -> Array:
+def _attend(
+    q: Array, keys: Array, values: Array, layer: Array, tiles: Tiles, scale: Array, window: Array, sinks: Array
+) -> Array:
     """q: [W, Q, heads, D]. Returns [W, Q, heads, D]; padding rows are zeros."""
     num_tiles, num_queries, num_heads, head_dim = q.shape
     num_layers, num_blocks, num_kv_heads, block_size, _ = keys.shape
@@ -139,10 +142,11 @@ def _attend(q: Array, keys: Array, values: Array, layer: Array, tiles: Tiles, sc
         return new_top, total * keep + p.sum(axis=-1, keepdims=True), weighted * keep + added
 
     shape = (num_tiles, num_kv_heads, rows)
-    start = (
-        jnp.full((*shape, 1), _LOW, jnp.float32), jnp.zeros((*shape, 1), jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
-    )  # fmt: skip
+    top, total = jnp.full((*shape, 1), _LOW, jnp.float32), jnp.zeros((*shape, 1), jnp.float32)
+    if sinks.size:  # as if each head had seen a key of this score, whose value is zero
+        of_row = jnp.tile(sinks.reshape(num_kv_heads, group), (1, num_queries))  # [kv_heads, rows]
+        top, total = jnp.broadcast_to(of_row[None, :, :, None], top.shape), jnp.ones_like(total)
+    start = (top, total, jnp.zeros((*shape, head_dim), jnp.float32))
     _, total, weighted = lax.fori_loop(first_key // num_keys, last_group, step, start)
     out = weighted / jnp.where(total > 0, total, 1.0)
     out = out.reshape(num_tiles, num_kv_heads, num_queries, group, head_dim).transpose(0, 2, 1, 3, 4)

@@ -40,7 +40,15 @@ pytestmark = [
 
 @pytest.fixture(
     scope="module",
-    params=[("mixtral", "cpu"), ("qwen2_moe", "cpu"), ("qwen3_moe", "cpu"), ("olmoe", "cpu"), ("qwen2_moe", "xla")],
+    params=[
+        ("mixtral", "cpu"),
+        ("qwen2_moe", "cpu"),
+        ("qwen3_moe", "cpu"),
+        ("olmoe", "cpu"),
+        ("qwen2_moe", "xla"),
+        ("gpt_oss", "cpu"),
+        ("gpt_oss", "xla"),
+    ],
     ids="-".join,
 )
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
@@ -66,7 +74,8 @@ def test_every_format_and_one_lora_per_expert_in_one_batch(mixture: Any, tmp_pat
         adapters.append(read_adapter(folder, backend.spec))
         expected.append(peft_logits(exact, folder, tokens))
     names = ["the base", *FORMATS]
-    if model.config.model_type != "qwen2_moe":  # whose dense layer and shared expert have such modules, too
+    # Qwen2-MoE's dense layer and shared expert have such modules, too; PEFT has no rule for gpt-oss.
+    if model.config.model_type not in ("qwen2_moe", "gpt_oss"):
         modules = ("gate_proj", "up_proj", "down_proj")
         is_mixtral = model.config.model_type == "mixtral"
         block, modules = ("block_sparse_moe", ("w1", "w3", "w2")) if is_mixtral else ("mlp", modules)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import numpy as np
@@ -51,9 +52,24 @@ def spec(*, is_mixed: bool = False) -> ModelSpec:
     return ModelSpec("tiny", "qwen2_moe", "base", 61, 24, 64, 1e-5, True, layers, 1, (2,))
 
 
-def observe(form: str, experts: int, tensor: int, rank_rows: int, seed: int, is_mixed: bool) -> dict[str, object]:
+def sinks_spec() -> ModelSpec:
+    """Sinks, windows in every other layer, biases everywhere, and clamped experts."""
+    rope = RopeSpec((1.0, 0.1, 0.01, 0.001))
+    whole = AttentionSpec(8, 4, 8, 8**-0.5, rope, qkv_bias=True, o_bias=True, sinks=True)
+    windowed = dataclasses.replace(whole, window=2)
+    router = RouterSpec(8, 2, normalised=True, name="router", has_bias=True)
+    mlp, experts = MlpSpec(48, bias=True, limit=0.5, alpha=1.702), ExpertsSpec(router, alternates=True)
+    layers = (LayerSpec(windowed, mlp, experts), LayerSpec(whole, mlp, experts))
+    return ModelSpec("tiny", "gpt_oss", "base", 61, 24, 64, 1e-5, False, layers, 1, (2,))
+
+
+#: By name.
+MODELS = {"shared": spec, "mixed": partial(spec, is_mixed=True), "sinks": sinks_spec}
+
+
+def observe(form: str, experts: int, tensor: int, rank_rows: int, seed: int, name: str) -> dict[str, object]:
     """Tokens and log-probabilities of a few requests, and the collectives in the program that computed them."""
-    model = spec(is_mixed=is_mixed)
+    model = MODELS[name]()
     xla = XlaConfig.model_validate(
         {"form": form, "tensor_parallel": tensor, "expert_parallel": experts, "skip_precompile": True}
     )
@@ -89,17 +105,19 @@ def test_the_same_tokens_and_no_more_communication_by_experts_columns_and_both()
         "print(json.dumps([observe(*case) for case in json.loads(sys.argv[1])]))"
     )
     seed = any_seed()
-    #: Form, expert parallel, tensor parallel, rank rows, seed, with a dense layer.
-    cases = [("cpu", experts, tensor, 48, seed, False) for experts, tensor in ((1, 1), (2, 1), (1, 4), (4, 2))]
-    cases += [("cpu", 4, 2, 0, seed, False), ("xla", 8, 1, 48, seed, False)]
-    cases += [("cpu", 1, 1, 48, seed, True), ("cpu", 2, 2, 48, seed, True)]
+    #: Form, expert parallel, tensor parallel, rank rows, seed, model.
+    cases = [("cpu", experts, tensor, 48, seed, "shared") for experts, tensor in ((1, 1), (2, 1), (1, 4), (4, 2))]
+    cases += [("cpu", 4, 2, 0, seed, "shared"), ("xla", 8, 1, 48, seed, "shared")]
+    cases += [("cpu", 1, 1, 48, seed, "mixed"), ("cpu", 2, 2, 48, seed, "mixed")]
+    cases += [("cpu", 1, 1, 48, seed, "sinks"), ("cpu", 2, 1, 48, seed, "sinks"), ("cpu", 1, 4, 48, seed, "sinks")]
+    cases += [("xla", 4, 2, 48, seed, "sinks")]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, json.dumps(cases)]
     process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
-    assert found[0]["collectives"] == found[6]["collectives"] == []
-    for whole, splits in ((found[0], [*found[1:4], found[5]]), (found[6], [found[7]])):
+    assert found[0]["collectives"] == found[6]["collectives"] == found[8]["collectives"] == []
+    for whole, splits in ((found[0], [*found[1:4], found[5]]), (found[6], [found[7]]), (found[8], found[9:])):
         assert len(whole["lines"]) == 3
         for split in splits:
             assert split["lines"].keys() == whole["lines"].keys()
@@ -115,6 +133,8 @@ def test_the_same_tokens_and_no_more_communication_by_experts_columns_and_both()
     assert found[3]["collectives"] == found[4]["collectives"]
     mixed = found[7]["collectives"]  # one more after the dense layer's down
     assert mixed in (["all-gather", *["all-reduce"] * 4], ["all-gather", *["all-reduce"] * 5])
+    for split in found[9:]:  # after o, and after the experts
+        assert split["collectives"] == ["all-gather", *["all-reduce"] * 2]
 
 
 def test_what_does_not_divide_is_refused_with_its_numbers() -> None:
