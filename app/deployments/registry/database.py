@@ -27,8 +27,15 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, event, insert, inspect, select, update
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DatabaseError, DataError, NoSuchModuleError, SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy.exc import (
+    ArgumentError,
+    DatabaseError,
+    DataError,
+    DisconnectionError,
+    NoSuchModuleError,
+    SQLAlchemyError,
+)
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from app.deployments.registry.tables import adapters, registries
 from app.engine.errors import ConfigError, InvalidRequest, NotReady
@@ -43,7 +50,7 @@ CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 60
 #: How long bytes may stay unacknowledged before a connection counts as lost; a quiet one is tried after half of it.
 SILENCE_TIMEOUT_S = 20
-#: Connections to PostgreSQL kept open. Calls come from a few threads of one process.
+#: Connections kept open. Calls come from a few threads of one process.
 POOL_SIZE = 4
 #: A reason may quote a file: this much of it is kept.
 MAX_TEXT = 2000
@@ -69,10 +76,13 @@ class Database:
         options: dict[str, Any]
         if self._is_sqlite:
             _make_folder_of(Path(parsed.database or ""))
-            # NullPool: a connection is closed when its transaction ends, so none outlives this object unnoticed.
+            # Connections are kept: to open one takes ten times what most transactions do, and when the last is closed
+            # SQLite writes its log back into the file. No bound on how many there are at a time: nobody waits for one.
             # AUTOCOMMIT: `_transaction` says where one begins, which pysqlite by itself does late.
             options = {
-                "poolclass": NullPool,
+                "pool_size": POOL_SIZE,
+                "max_overflow": -1,
+                "pool_use_lifo": True,
                 "isolation_level": "AUTOCOMMIT",
                 "connect_args": {"timeout": LOCK_TIMEOUT_S},
             }
@@ -91,6 +101,7 @@ class Database:
             ) from error
         if self._is_sqlite:
             event.listen(self._engine, "connect", _write_ahead)
+            event.listen(self._engine, "checkout", _must_be_at(Path(parsed.database or "")))
         try:
             self._upgrade()
             self.origin = self._enter()
@@ -284,6 +295,24 @@ def _make_folder_of(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the registry's folder {file.parent} cannot be made: {error.strerror}") from error
+
+
+def _must_be_at(file: Path) -> Callable[[sqlite3.Connection, ConnectionPoolEntry, object], None]:
+    """Closes a kept connection whose file is no longer the one at this path: a backup was put there, or it was removed.
+
+    Its changes would be in a file that nobody can find any more.
+    """
+
+    def check(_: sqlite3.Connection, entry: ConnectionPoolEntry, __: object) -> None:
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise DisconnectionError(f"{file} cannot be looked at: {error.strerror}") from error
+        place = found.st_dev, found.st_ino
+        if entry.info.setdefault("file", place) != place:
+            raise DisconnectionError(f"{file} is another file than before")
+
+    return check
 
 
 def _write_ahead(connection: sqlite3.Connection, _: object) -> None:

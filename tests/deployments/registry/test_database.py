@@ -168,12 +168,14 @@ def test_a_full_disk_is_said_and_ends_when_there_is_room(tmp_path: Path, caplog:
     def limit(connection: sqlite3.Connection, _: object) -> None:
         connection.execute(f"PRAGMA max_page_count={limits[0]}").close()  # never below what there is
 
+    registry.database.close()  # so that the limit is set on every connection
     event.listen(registry.database._engine, "connect", limit)
     with pytest.raises(NotReady, match=SENTENCE):
         registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
     assert "database or disk is full" in caplog.text
     assert registry.catalog.entries() == []
     del limits[0]
+    registry.database.close()
     registry.catalog.register("big", "u" * 100_000, "d", max_rank=1, size_bytes=1, **ADA)
     assert [entry.name for entry in registry.catalog.entries()] == ["big"]
     registry.close()
@@ -227,6 +229,42 @@ def test_a_database_that_does_not_answer(tmp_path: Path, caplog: pytest.LogCaptu
         Database(f"postgresql://user:secret@/registry?host={tmp_path}", "base")
     assert str(tmp_path) in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_transactions_share_the_connections_that_are_kept(shared_url: str) -> None:
+    """To open one takes longer than most transactions; threads that come at once have one each."""
+    database = Database(shared_url, "base")
+    opened: list[object] = []
+    event.listen(database._engine, "connect", lambda connection, _: opened.append(connection))
+    with database.read() as one, database.read() as two, database.read() as three:
+        assert [connection.scalar(text("SELECT 1")) for connection in (one, two, three)] == [1, 1, 1]
+    num_opened = len(opened)
+    for _ in range(5):
+        with database.read() as connection:
+            assert connection.scalar(text("SELECT 1")) == 1
+    with database.write() as connection:
+        assert next_revision(connection, "base") > 0
+    assert len(opened) == num_opened <= 3
+    database.close()
+
+
+def test_a_file_that_was_replaced_while_it_was_open_is_met_as_it_is_now(tmp_path: Path) -> None:
+    """No kept connection writes into a file that nobody can find any more."""
+    registry, other = (Registry(sqlite_url(tmp_path / f"{name}.sqlite"), "base") for name in ("kept", "other"))
+    registry.catalog.register("old", "/old", "d", max_rank=1, size_bytes=1, **ADA)
+    other.catalog.register("new", "/new", "d", max_rank=1, size_bytes=1, **ADA)
+    other.close()
+    registry_files = [tmp_path / f"kept.sqlite{end}" for end in ("-wal", "-shm")]
+    for file in registry_files:
+        file.unlink()
+    (tmp_path / "other.sqlite").rename(tmp_path / "kept.sqlite")
+    assert [entry.name for entry in registry.catalog.entries()] == ["new"]
+    registry.catalog.register("newer", "/newer", "d", max_rank=1, size_bytes=1, **ADA)
+    registry.close()
+    (tmp_path / "kept.sqlite").unlink()
+    with pytest.raises(NotReady, match=SENTENCE):
+        registry.catalog.entries()
+    registry.close()
 
 
 def test_whatever_the_database_raises_is_not_ready(shared_url: str) -> None:

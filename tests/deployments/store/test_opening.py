@@ -15,6 +15,7 @@ from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, LoadReque
 from app.deployments.store.counts import TierCounts
 from app.deployments.store.opening import OpenedStore
 from app.deployments.store.service import StoreService
+from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge, ConfigError, NotFound
 from tests.deployments.managed import ADA, MINE, fails, wanted
@@ -80,7 +81,7 @@ async def test_a_service_that_starts_tells_the_store_its_settings(process: Proce
     assert isinstance(await fails(service.load(wanted("renamed", "new"))), Exception)
     assert isinstance(await fails(service.load_and_wait(wanted("c", "old"))), NotFound), "under no root any more"
     assert isinstance(await fails(service.configure("a", pinned=True, **ADA)), AdapterTooLarge)
-    assert (await service.fetch(entry.ref)) is not None
+    await fetched(service, entry.ref)
 
 
 async def test_the_next_life_begins_with_what_was_told_last(process: Process) -> None:
@@ -108,6 +109,13 @@ def files_of(folder: Path, name: str) -> tuple[bytes, bytes]:
     return (path / "adapter_config.json").read_bytes(), (path / "adapter_model.safetensors").read_bytes()
 
 
+async def fetched(service: StoreService[PackedAdapter], ref: AdapterRef) -> PackedAdapter:
+    """The adapter, asked for again while it is being read, as a replica does."""
+    while (adapter := await service.fetch(ref)) is None:
+        pass
+    return adapter
+
+
 PUT = LoadRequest(DEFAULT_TENANT, "tuned", UPLOADED, "ada")
 
 
@@ -119,7 +127,7 @@ async def test_bytes_are_the_adapter_that_their_files_are(process: Process, fold
     job, second = await service.upload(PUT, *files_of(folder, "new"))
     assert (second.ref.generation, job.generation) == (first.ref.generation + 1, second.ref.generation)
     assert second.ref.digest != first.ref.digest
-    assert (await service.fetch(second.ref)) is not None
+    await fetched(service, second.ref)
     _, again = await service.upload(PUT, *files_of(folder, "new"))
     assert again.ref == second.ref, "equal contents are no new generation"
 
@@ -128,7 +136,7 @@ async def test_an_upload_is_there_in_the_next_life(process: Process, folder: Pat
     _, entry = await process.service.upload(PUT, *files_of(folder, "old"))
     await process.close()
     process.open(process.config("new"))
-    assert (await process.service.fetch(entry.ref)) is not None
+    await fetched(process.service, entry.ref)
 
 
 async def test_wrong_files_are_refused_and_the_name_means_what_it_meant(process: Process, folder: Path) -> None:
