@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, update
 
 from app.deployments.registry.database import Database
 from app.deployments.tenants.limits import month_start_s
@@ -18,6 +18,13 @@ from app.deployments.tenants.tables import ledger, ledger_writers
 from app.deployments.tenants.usage import Bucket, UsageQuery
 
 _AMOUNTS = Charge._fields
+# Built once: to build one, and to find its compiled form, takes four times as long as to execute it.
+_ADD = (
+    update(ledger)
+    .where(*(ledger.c[name] == bindparam(f"its_{name}") for name in ("base_digest", *LedgerKey._fields)))
+    .values({name: ledger.c[name] + bindparam(f"more_{name}") for name in _AMOUNTS})
+)
+_BEGIN = insert(ledger)
 #: A writer that has been silent for this long sends no batch again.
 _WRITER_LIFE_S = 7 * 86_400.0
 
@@ -90,9 +97,9 @@ class Ledger:
         return Charge(*(int(value or 0) for value in row))
 
     def _add(self, connection: Connection, key: LedgerKey, charge: Charge) -> None:
-        same = (ledger.c[name] == value for name, value in key._asdict().items())
-        place = and_(ledger.c.base_digest == self._base, *same)
+        place = {"base_digest": self._base, **key._asdict()}
         amounts = charge._asdict()
-        more = {name: ledger.c[name] + amount for name, amount in amounts.items()}
-        if not connection.execute(update(ledger).where(place).values(**more)).rowcount:
-            connection.execute(insert(ledger).values(base_digest=self._base, **key._asdict(), **amounts))
+        added = {f"its_{name}": value for name, value in place.items()}
+        added |= {f"more_{name}": amount for name, amount in amounts.items()}
+        if not connection.execute(_ADD, added).rowcount:
+            connection.execute(_BEGIN, {**place, **amounts})
