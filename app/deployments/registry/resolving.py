@@ -11,9 +11,11 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.books import Registry
@@ -24,8 +26,9 @@ from app.engine.errors import AdapterQuarantined, NotFound, Overloaded, Polylora
 
 #: Names that are remembered as not found; beyond them the oldest is forgotten.
 MAX_ABSENT = 10_000
-#: Functions and file systems that are asked at a time.
-MAX_LOOKERS = 8
+#: Functions and file systems that are asked at a time, for all tenants and for one: one whose resolver hangs holds up
+#: itself.
+MAX_LOOKERS, MAX_LOOKERS_PER_TENANT = 32, 4
 
 
 class Resolver(Protocol):
@@ -85,6 +88,7 @@ class NameResolution:
         self._clock = clock
         self._absent_until_s: OrderedDict[Key, float] = OrderedDict()
         self._threads = ThreadPoolExecutor(MAX_LOOKERS, thread_name_prefix="name-resolver")
+        self._lookers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._tasks = Tasks()
         self._pending: OncePerKey[Key, bool] = OncePerKey(self._tasks)
 
@@ -144,10 +148,15 @@ class NameResolution:
         return False
 
     async def _source(self, resolver: Resolver, key: Key) -> str | None:
+        """What one resolver says, as soon as its tenant has one of its threads free."""
         tenant_id, name = key
-        asked = asyncio.get_running_loop().run_in_executor(self._threads, resolver.source, name, tenant_id)
+        lookers = self._lookers.setdefault(tenant_id, asyncio.Semaphore(MAX_LOOKERS_PER_TENANT))
         try:
-            return await asyncio.wait_for(asked, self._places.timeout_s)
+            async with asyncio.timeout(self._places.timeout_s):
+                await lookers.acquire()
+                asked = self._threads.submit(resolver.source, name, tenant_id)
+                asked.add_done_callback(partial(_release, asyncio.get_running_loop(), lookers))
+                return await asyncio.wrap_future(asked)
         except TimeoutError:
             limit = f"adapters.source_timeout_s ({self._places.timeout_s:g} s)"
             raise SourceError(f"a resolver said nothing of {name!r} in {limit}; ask again later") from None
@@ -161,6 +170,12 @@ class NameResolution:
             return False
         last = self._registry.jobs.latest(name, tenant_id=tenant_id)
         return last is None or last.state is State.FAILED
+
+
+def _release(loop: asyncio.AbstractEventLoop, lookers: asyncio.Semaphore, _: Future[str | None]) -> None:
+    """A thread has ended, perhaps long after nobody waited for it any more, or after the loop."""
+    with suppress(RuntimeError):  # the loop is closed: nobody will look again
+        loop.call_soon_threadsafe(lookers.release)
 
 
 def words(key: Key) -> str:

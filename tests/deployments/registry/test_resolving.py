@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import DEFAULT_TENANT
-from app.deployments.registry.resolving import Places
+from app.deployments.registry.resolving import MAX_LOOKERS, MAX_LOOKERS_PER_TENANT, Places
 from app.engine.errors import AdapterFormatError, AdapterQuarantined, NotReady, SourceError
 from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
 
@@ -144,6 +144,32 @@ async def test_a_resolver_that_hangs_is_a_source_error(service: Service) -> None
     gate.set()
     assert isinstance(error, SourceError)
     assert "source_timeout_s" in str(error)
+
+
+async def test_a_tenant_whose_names_hang_takes_its_own_threads_only(service: Service) -> None:
+    gate, hung = threading.Event(), threading.Semaphore(0)
+
+    class HangsForOne(In):
+        def source(self, name: str, tenant_id: str) -> str | None:
+            if tenant_id == "slow":
+                hung.release()
+                gate.wait()
+            return super().source(name, tenant_id)
+
+    place = HangsForOne("hub")
+    service.managed.resolution.use(Places([place], timeout_s=60.0))
+    names = [f"n{index}" for index in range(2 * MAX_LOOKERS)]
+    waiting = [asyncio.ensure_future(service.resolve(name, "slow")) for name in names]
+    try:
+        for _ in range(MAX_LOOKERS_PER_TENANT):
+            await asyncio.to_thread(hung.acquire)
+        service.store.contents["hub/sql"] = "d1"
+        assert await service.resolve("sql")
+        assert not hung.acquire(blocking=False), "no more of its names are looked for at a time"
+    finally:
+        gate.set()
+    assert not any(await asyncio.gather(*waiting))
+    assert sorted(place.asked) == sorted([*names, "sql"]), "and all are, in the end"
 
 
 async def test_what_a_tenant_unloaded_stays_so(service: Service) -> None:
