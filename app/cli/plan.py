@@ -55,6 +55,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         max_adapter_slots=engine.max_adapter_slots,
         kv_tokens=engine.num_kv_blocks * engine.block_size,
         eviction=engine.adapter_eviction,
+        rank_alignment=engine.rank_alignment,
+        max_batch_tokens=engine.max_batch_tokens,
+        prefill_step_s=engine.prefill_step_ms / 1000,
     )
     plan = Plan(1, costs, size, settings.placement, settings.adapters.host_cache_bytes)
     need = plan_fleet(traffic, plan, arguments.slo_ttft, arguments.percentile, arguments.max_replicas)

@@ -23,7 +23,8 @@ class Costs:
     """Seconds, and the size of adapters. `row_bytes`: bytes of an adapter per rank row, on the host.
 
     `host_s`: from the host's memory to the engine; `disk_s`: from disk to there; `source_s`: from the source to disk.
-    `start_s`: from the decision for one more replica to its first request. `machine` says where this was measured.
+    `start_s`: from the decision for one more replica to its first request. `machine`, `source`: where it was measured,
+    and how.
     """
 
     step_s: float
@@ -37,11 +38,12 @@ class Costs:
     source_s: float
     start_s: float
     machine: str = "not said"
+    source: str = "not said"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "machine" and (type(value) not in (int, float) or not 0 <= value < 1e12):
+            if field.name not in ("machine", "source") and (type(value) not in (int, float) or not 0 <= value < 1e12):
                 raise ConfigError(f"costs: {field.name} is {value!r} but must be a number, 0 or more")
         if self.step_s + self.sequence_s == 0:
             raise ConfigError("costs: a step takes no time; give step_s or sequence_s")

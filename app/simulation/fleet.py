@@ -242,7 +242,7 @@ class _Fleet:
         self._at(self._now_s + self._plan.costs.start_s, "start", None)
         for job in [*replica.jobs.values()]:
             self._loads.change(replica.replica_id, -1)
-            job.left_s, job.bypassed = 0.0, 0
+            job.num_pending, job.bypassed = job.num_prompt, 0
             self.result.num_moved += 1
             self._dispatch(job)
 
@@ -339,7 +339,7 @@ class _Fleet:
             rate = max(rate * 0.995, (replica.num_tokens - tokens) / (now_s - then_s))
         self._rates[replica.replica_id] = (now_s, replica.num_tokens, rate)
         work = sum(
-            job.num_pending + job.output_tokens if math.isnan(job.first_s) else job.output_tokens / 2
+            job.num_prompt + job.output_tokens if math.isnan(job.first_s) else job.output_tokens / 2
             for job in replica.jobs.values()
         )
         view = self._books.view

@@ -1,17 +1,16 @@
 """One engine replica on the virtual clock: who waits, who runs, what is in its rows, and when something happens next.
 
-In: jobs, and the time. Out: the time of the next event, and at it the jobs that have had their first token or have
-ended. Whose turn it is and what the rows hold is decided by the engine's own `FairQueue` and `AdapterPool`; a step is
-not computed but lasts what `Costs` says. Rule: between two events nothing changes, so that decoding is one division:
-all that decode have come so many steps further. While prompts wait, they and the decoding streams get half of the time
-each, as the engine's pace of prefill does (`app.engine.scheduling.prefill`).
+In: jobs, and the time. Out: the time at which something changes next, and at it the jobs that have ended. Whose turn it
+is, what the rows hold and how prompts share a step is decided by the engine's own `FairQueue`, `AdapterPool` and
+`split_prefill`; a step is not computed but lasts what `Costs` says. Rule: what arrives waits for the end of the present
+step, as in the engine; steps that decode the same sequences are taken together, so a request costs a few events.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,8 @@ from app.engine.config import EvictionPolicy
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.scheduling.admission import MAX_BLOCK_REFUSALS, MAX_BYPASSES, MAX_URGENT
 from app.engine.scheduling.fair_queue import INPUT_PRICE, OUTPUT_PRICE, RANK_ROW_PRICE, FairQueue
+from app.engine.scheduling.prefill import MIN_SHARE, spend_rest, split_prefill
 from app.simulation.costs import Costs
-
-#: What is left of a job after rounding.
-_NEARLY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +32,16 @@ class ReplicaSize:
     max_adapter_slots: int = 64
     kv_tokens: int = 65536
     eviction: EvictionPolicy = "lru"
+    max_batch_tokens: int = 256
+    prefill_step_s: float = 0.1  # engine.prefill_step_ms
 
 
 class Job:
     """One request. It is a `Sequence` as far as the fair queue looks at one."""
 
     __slots__ = (
-        "adapter", "arrival_s", "bypassed", "digest", "done_s", "first_s", "index", "left_s", "num_blocks",
-        "num_pending", "num_tries", "output_tokens", "rank", "replica", "request_id", "tenant_id", "weight",
+        "adapter", "arrival_s", "bypassed", "digest", "done_s", "first_s", "index", "num_blocks", "num_pending",
+        "num_prompt", "num_tries", "output_tokens", "rank", "replica", "request_id", "tenant_id", "weight",
     )  # fmt: skip
     is_batch = False
 
@@ -56,14 +55,13 @@ class Job:
         self.adapter = adapter
         self.digest = digest
         self.rank = rank
-        self.num_pending = prompt_tokens
+        self.num_prompt = self.num_pending = prompt_tokens  # pending: those that are not computed yet
         self.output_tokens = output_tokens
         self.tenant_id = tenant_id
         self.weight = weight
         self.num_blocks = 0
         self.bypassed = 0
         self.num_tries = 0
-        self.left_s = 0.0
         self.replica: Replica | None = None
         self.first_s = self.done_s = math.nan
 
@@ -74,7 +72,7 @@ class Job:
 
     @property
     def num_kv_tokens(self) -> int:
-        return self.num_pending + self.output_tokens
+        return self.num_prompt + self.output_tokens
 
 
 class Replica:
@@ -94,15 +92,17 @@ class Replica:
         self.jobs: dict[int, Job] = {}  # those that were given to it and have not ended
         self._costs = costs
         self._queue: Any = FairQueue()  # of jobs, which are sequences to it
-        self._prompts: deque[Job] = deque()
-        self._decoding: list[tuple[float, int, Job]] = []  # (step at which it ends, index, job), a heap
+        self._prompts: list[Job] = []  # running, with prompt tokens to compute, oldest first
+        self._decoding: list[tuple[int, int, Job]] = []  # (step after which it ends, index, job), a heap
         self._in_batch: Counter[str] = Counter()
         self._residents: dict[str, int] = {}
         self._residents_at = (0, 0)
         self._num_rows = self._kv_tokens = 0
-        self._now_s = started_s
-        self._steps = 0.0
-        self._step_s = costs.decode_s(0, 0)
+        self._num_done = 0  # steps until the present ones
+        # The present steps: when they began and end, how long one lasts, how many, and prompt tokens in the only one.
+        self._began_s, self._end_s, self._step_s, self._num_steps = started_s, math.inf, 0.0, 0
+        self._chunks: list[tuple[Job, int]] = []
+        self._has_changed = False  # since the queue was last looked at
 
     @property
     def num_running(self) -> int:
@@ -127,54 +127,103 @@ class Replica:
         return self._residents
 
     def next_s(self) -> float:
-        """When the next job gets its first token or ends, if nothing comes before; infinity if there is none."""
-        share = 2.0 if self._prompts and self._decoding else 1.0
-        prompt_s = share * self._prompts[0].left_s if self._prompts else math.inf
-        decode_s = share * (self._decoding[0][0] - self._steps) * self._step_s if self._decoding else math.inf
-        return self._now_s + max(0.0, min(prompt_s, decode_s))
+        """When the present steps end, if nothing comes before; infinity if there are none."""
+        return self._end_s
 
     def enter(self, job: Job, now_s: float) -> list[Job]:
-        """A job whose adapter is on the host. Returns those that ended at this moment."""
+        """A job whose adapter is on the host. Returns those that ended until this moment."""
         ended = self.run(now_s)
         self._queue.push(job)
-        self._admit()
-        self._change()
+        self._has_changed = True
+        if self._end_s == math.inf:
+            self._begin(now_s)
+        elif self._num_steps > 1:  # it is looked at when the present one of them ends
+            num_steps = int((now_s - self._began_s) / self._step_s) + 1
+            if num_steps < self._num_steps:
+                self._num_steps, self._end_s = num_steps, self._began_s + num_steps * self._step_s
+                self.version += 1
         return ended
 
     def run(self, now_s: float) -> list[Job]:
         """Go on to this time. Returns the jobs that have ended."""
-        spent_s, self._now_s = now_s - self._now_s, now_s
-        share = 0.5 if self._prompts and self._decoding else 1.0
-        if self._decoding:
-            self._steps += share * spent_s / self._step_s
-        if self._prompts:
-            self._prompts[0].left_s -= share * spent_s
-        has_changed = False
-        while self._prompts and self._prompts[0].left_s <= _NEARLY:
-            has_changed = True
-            self._first_token(self._prompts.popleft())
-        ended = []
-        while self._decoding and self._decoding[0][0] - self._steps <= _NEARLY / self._step_s:
-            has_changed = True
-            ended.append(self._end(heapq.heappop(self._decoding)[2]))
-        if has_changed:
-            self._admit()
-            self._change()
+        ended: list[Job] = []
+        while self._end_s <= now_s:
+            at_s = self._end_s
+            self._finish(at_s, ended)
+            self._begin(at_s)
         return ended
 
-    def _first_token(self, job: Job) -> None:
+    def _begin(self, now_s: float) -> None:
+        """Plan the next step as the scheduler does; steps that only decode, until the first of the jobs ends."""
+        num_decoding = len(self._decoding)
+        step_s = self._costs.decode_s(num_decoding, self._num_rows)
+        self._chunks, num_written = [], 0
+        if self._prompts or (self._has_changed and len(self._queue)):
+            num_written = self._take_in(self._budget(num_decoding, step_s))
+        self.version += 1
+        self._began_s = now_s
+        if self._chunks:
+            with_adapter = [job for job, _ in self._chunks if job.digest is not None]
+            new = {job.digest: job.rank for job in with_adapter if job.digest not in self._in_batch}
+            step_s = self._costs.decode_s(num_decoding, self._num_rows + sum(new.values()))
+            step_s += self._costs.prompt_token_s * sum(count for _, count in self._chunks)
+            self._step_s, self._num_steps = step_s + self._costs.row_write_s * num_written, 1
+        elif num_decoding:
+            self._step_s, self._num_steps = step_s, self._decoding[0][0] - self._num_done
+        else:
+            self._end_s = math.inf
+            return
+        self._end_s = now_s + self._num_steps * self._step_s
+
+    def _budget(self, num_decoding: int, decode_s: float) -> int:
+        """`PrefillPace.max_tokens`, by what the step would take without prompts."""
+        room = self.size.max_batch_tokens - num_decoding
+        if not num_decoding or not self.size.prefill_step_s or not self._costs.prompt_token_s:
+            return room
+        allowed_s = max(self.size.prefill_step_s - decode_s, decode_s)
+        return min(room, max(int(allowed_s / self._costs.prompt_token_s), num_decoding, MIN_SHARE))
+
+    def _take_in(self, budget: int) -> int:
+        """Fill the step's chunks with so many prompt tokens; returns the rank rows that are to be written for it."""
+        prompts: Any = self._prompts  # they are sequences to `split_prefill`
+        counts = split_prefill(prompts, budget, self._queue.waiting_tenants()) if prompts else []
+        budget -= sum(counts)
+        admitted, num_written = self._admit(budget) if budget > 0 and self._has_changed else ([], 0)
+        for job in admitted:
+            count = min(job.num_pending, budget)
+            if count:
+                self._chunks.append((job, count))
+                budget -= count
+        spend_rest(prompts, counts, budget)
+        self._chunks += [(job, count) for job, count in zip(self._prompts, counts, strict=True) if count]
+        self._prompts += admitted
+        return num_written
+
+    def _finish(self, now_s: float, ended: list[Job]) -> None:
+        """The present steps are computed; those who end by it are appended to `ended`."""
+        self._num_done += self._num_steps
+        self.num_tokens += self._num_steps * len(self._decoding)
+        for job, count in self._chunks:
+            self.num_tokens += count
+            job.num_pending -= count
+            if not job.num_pending:
+                self._first_token(job, now_s)
+        while self._decoding and self._decoding[0][0] <= self._num_done:
+            ended.append(self._end(heapq.heappop(self._decoding)[2], now_s))
+
+    def _first_token(self, job: Job, now_s: float) -> None:
         if math.isnan(job.first_s):
-            job.first_s = self._now_s
-        self.num_tokens += job.num_pending + 1
+            job.first_s = now_s
+        self._prompts.remove(job)
         if job.digest is not None:
             self._in_batch[job.digest] += 1
             if self._in_batch[job.digest] == 1:
                 self._num_rows += job.rank
-        heapq.heappush(self._decoding, (self._steps + job.output_tokens - 1, job.index, job))
+        heapq.heappush(self._decoding, (self._num_done + job.output_tokens - 1, job.index, job))
 
-    def _end(self, job: Job) -> Job:
-        job.done_s = self._now_s
-        self.num_tokens += job.output_tokens - 1
+    def _end(self, job: Job, now_s: float) -> Job:
+        job.done_s = now_s
+        self._has_changed = True
         self._kv_tokens -= job.num_kv_tokens
         del self.jobs[job.index]
         self._queue.charge(job, OUTPUT_PRICE * job.output_tokens)
@@ -186,26 +235,32 @@ class Replica:
                 self._num_rows -= job.rank
         return job
 
-    def _admit(self) -> None:
-        """As `Admission` does: in fair order, past those that have no room, which are put first after a while."""
+    def _admit(self, max_tokens: int) -> tuple[list[Job], int]:
+        """As `Admission` does: in fair order, past those that have no room, which are put first after a while.
+
+        Returns who starts, and the rank rows that are to be written for them.
+        """
         admitted: list[Job] = []
         passed: Job | None = None
-        num_refused = 0
+        num_refused = num_tokens = num_written = 0
         room = self.size.max_batch_sequences - self.num_running
-        if room <= 0 or not len(self._queue):
-            return
-        for job in self._queue.candidates():
-            if len(admitted) == room:
+        self._has_changed = False
+        for job in self._queue.candidates() if room > 0 else ():
+            if len(admitted) == room or num_tokens >= max_tokens:
+                self._has_changed = True
                 break
-            if self._kv_tokens + job.num_kv_tokens > self.size.kv_tokens and (admitted or self.num_running):
+            is_too_long = self._kv_tokens + job.num_kv_tokens > self.size.kv_tokens
+            if is_too_long and (admitted or self.num_running):
                 break
+            num_loads = self.num_loads
             if job.digest is not None and not self._place(job):
                 passed = passed or job
                 num_refused += 1
                 if num_refused == MAX_BLOCK_REFUSALS:
                     break
                 continue
-            job.left_s += job.num_pending * self._costs.prompt_token_s
+            num_written += job.rank * (self.num_loads - num_loads)
+            num_tokens += job.num_pending
             self._kv_tokens += job.num_kv_tokens
             admitted.append(job)
             if passed is not None:
@@ -213,9 +268,10 @@ class Replica:
         for job in admitted:
             self._queue.remove(job)
             self._queue.charge(job, INPUT_PRICE * job.num_pending)
-            self._prompts.append(job)
         if passed is not None and passed.bypassed >= MAX_BYPASSES and self._queue.num_urgent < MAX_URGENT:
             self._queue.mark_urgent(passed)
+            self._has_changed = True
+        return admitted, num_written
 
     def _place(self, job: Job) -> bool:
         assert job.digest is not None
@@ -226,12 +282,7 @@ class Replica:
             return False
         if grant.needs_write:
             self.num_loads += 1
-            job.left_s = job.rank * self._costs.row_write_s
             self._queue.charge(job, RANK_ROW_PRICE * grant.num_rows)
         else:
             self.num_hits += 1
         return True
-
-    def _change(self) -> None:
-        self._step_s = self._costs.decode_s(len(self._decoding), self._num_rows)
-        self.version += 1

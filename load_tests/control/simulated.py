@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from app.config import LimitsConfig, PlacementConfig
 from app.deployments.ingress.assigner import Assigner
@@ -19,6 +20,7 @@ from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.streams import Stream
 from app.deployments.links.published import Changes, Version
+from app.deployments.links.transport import Transport
 from app.deployments.placement.choosing import make_policy
 from app.deployments.placement.placer import WatchedLoads, WatchedPlacement
 from app.deployments.placement.service import PlacementService
@@ -80,11 +82,14 @@ class _AtOnce:
         self._assigner.assign([stream])
 
 
-class SimulatedIngress:
-    """An ingress from the dispatcher down."""
+T = TypeVar("T", bound=Transport)
+
+
+class SimulatedIngress(Generic[T]):
+    """An ingress from the dispatcher down, over any transport."""
 
     def __init__(
-        self, ingress_id: str, service: PlacementService, replicas: InstantReplicas, limits: LimitsConfig, seed: int
+        self, ingress_id: str, service: PlacementService, replicas: T, limits: LimitsConfig, seed: int
     ) -> None:
         clock = asyncio.get_running_loop().time
         self.replicas = replicas

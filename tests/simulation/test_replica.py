@@ -35,38 +35,62 @@ def test_one_request_takes_its_prompt_and_its_steps() -> None:
     replica, one = Replica("r", 0.0, COSTS, ReplicaSize()), job(0)
     given(replica, [one])
     run_all(replica)
-    assert one.first_s == pytest.approx(0.1)
-    assert one.done_s == pytest.approx(0.1 + 4 * 0.12)
+    assert one.first_s == pytest.approx(0.1 + 10 * 0.01)
+    assert one.done_s == pytest.approx(one.first_s + 4 * 0.12)
 
 
 def test_an_adapter_is_written_once_and_makes_steps_longer() -> None:
     replica, one, two = Replica("r", 0.0, COSTS, ReplicaSize()), job(0, 1), job(1, 1)
     given(replica, [one])
     run_all(replica)
-    assert one.first_s == pytest.approx(0.1 + 8 * 0.05)
+    assert one.first_s == pytest.approx(0.1 + 8 * 0.001 + 10 * 0.01 + 8 * 0.05)
     assert one.done_s == pytest.approx(one.first_s + 4 * (0.12 + 8 * 0.001))
     start_s = one.done_s + 1
     given(replica, [two], start_s)
     run_all(replica)
-    assert two.first_s == pytest.approx(start_s + 0.1), "its rows are there"
+    assert two.first_s == pytest.approx(start_s + 0.1 + 8 * 0.001 + 10 * 0.01), "its rows are there"
     assert (replica.num_loads, replica.num_hits) == (1, 1)
 
 
-def test_prompts_take_half_of_the_time_from_streams() -> None:
+def test_what_arrives_waits_for_the_end_of_the_step() -> None:
     replica, one, two = Replica("r", 0.0, COSTS, ReplicaSize()), job(0, output=100), job(1)
     given(replica, [one])
-    replica.run(0.1)
-    given(replica, [two], 0.1)
+    given(replica, [two], 0.2 + 2.5 * 0.12)
     run_all(replica)
-    assert two.first_s == pytest.approx(0.1 + 2 * 0.1)
+    assert two.first_s == pytest.approx(0.2 + 3 * 0.12 + 0.12 + 10 * 0.01)
+
+
+def test_prompts_take_as_much_of_a_step_as_the_pace_allows() -> None:
+    """A step of one stream takes 0.12 s alone, so a step with prompts twice that: 12 tokens, but 16 are the least."""
+    replica, one, two = Replica("r", 0.0, COSTS, ReplicaSize()), job(0, output=100), job(1, prompt=32)
+    given(replica, [one])
+    given(replica, [two], 0.2 + 0.5 * 0.12)
+    run_all(replica)
+    assert two.first_s == pytest.approx(0.2 + 0.12 + 2 * (0.12 + 16 * 0.01))
+    wide = Replica("r", 0.0, COSTS, ReplicaSize(prefill_step_s=0.0))
+    one, two = job(0, output=100), job(1, prompt=32)
+    given(wide, [one])
+    given(wide, [two], 0.2 + 0.5 * 0.12)
+    run_all(wide)
+    assert two.first_s == pytest.approx(0.2 + 0.12 + 0.12 + 32 * 0.01), "without a pace at once"
+
+
+def test_prompts_that_come_during_a_step_share_the_next() -> None:
+    """The first four of 10 tokens, beside one that decodes: 40 tokens are within the pace of one second."""
+    replica, jobs = Replica("r", 0.0, COSTS, ReplicaSize(prefill_step_s=1.0)), [job(index) for index in range(4)]
+    given(replica, [job(4)])
+    given(replica, jobs, 0.1)
+    run_all(replica)
+    assert [each.first_s for each in jobs] == pytest.approx([0.2 + 0.12 + 4 * 10 * 0.01] * 4)
 
 
 def test_requests_without_room_wait_and_adapters_in_use_stay() -> None:
-    size = ReplicaSize(max_batch_sequences=8, adapter_rank_rows=16, rank_alignment=8, max_adapter_slots=3)
+    size = ReplicaSize(8, adapter_rank_rows=16, rank_alignment=8, max_adapter_slots=3, prefill_step_s=0.0)
     replica = Replica("r", 0.0, COSTS, size)
     jobs = [job(index, index % 5) for index in range(40)]
     given(replica, jobs)
-    assert {each.adapter for each in replica.jobs.values() if each.num_kv_tokens and each.left_s} <= {0, 1}
+    assert replica.num_running == 1, "the others came during its step"
+    replica.run(replica.next_s())
     assert replica.num_running == 8, "those of the two adapters that have room, past the others"
     assert replica.num_waiting == 32
     run_all(replica)

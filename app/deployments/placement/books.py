@@ -35,7 +35,7 @@ DWELL_S = 10.0
 #: Missed reports after which one ingress that cannot reach a replica is believed.
 MISSED_REPORTS = 2.5
 #: What a replica carried so long ago counts a third of what it carries now, in the mean of its requests.
-TRAFFIC_S = 30.0
+TRAFFIC_S = 60.0
 
 
 @dataclass(slots=True)

@@ -1,0 +1,115 @@
+"""The simulator beside real replicas: the same traces, and how far it is off.
+
+In: a base model, a number of replicas and of traces. Out: Markdown. Real replicas (`load_tests.simulate.real`) run one
+trace for every comparison, and one more of which every step is written down: from those steps come the times with which
+the same traces are simulated (`load_tests.simulate.measure.fit`). Rule: what is compared was not fitted. Times are CPU
+seconds, so a machine that does other things beside costs patience and little else.
+
+    python -m load_tests.simulate.against --replicas 2 --traces 3 --seconds 120
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.open import load_backend
+from app.simulation.costs import Costs, read_costs
+from app.simulation.fleet import Plan, simulate
+from app.simulation.replica import ReplicaSize
+from app.simulation.result import percentile
+from app.simulation.traffic import Traffic
+from load_tests.simulate.measure import fit
+from load_tests.simulate.real import CONFIG, Measured, make_adapters, run_real, trace
+
+SIZE = ReplicaSize(
+    max_batch_sequences=CONFIG.max_batch_sequences,
+    adapter_rank_rows=CONFIG.adapter_rank_rows,
+    rank_alignment=8,
+    max_adapter_slots=CONFIG.max_adapter_slots,
+    kv_tokens=CONFIG.num_kv_blocks * CONFIG.block_size,
+    max_batch_tokens=CONFIG.max_batch_tokens,
+    prefill_step_s=CONFIG.prefill_step_ms / 1000,
+)
+WHAT = {
+    "tokens_per_s": "tokens/s",
+    "ttft_p50_s": "TTFT p50, s",
+    "ttft_p99_s": "TTFT p99, s",
+    "loads_per_request": "loads / request",
+}
+
+
+def of_real(measured: Measured, traffic: Traffic) -> dict[str, float]:
+    tokens = float((traffic.prompt_tokens + traffic.output_tokens).sum())
+    return {
+        "tokens_per_s": tokens / measured.end_s,
+        "ttft_p50_s": percentile(measured.first_token_s, 50),
+        "ttft_p99_s": percentile(measured.first_token_s, 99),
+        "loads_per_request": measured.num_loads / traffic.num_requests,
+    }
+
+
+def of_simulated(traffic: Traffic, costs: Costs, num_replicas: int, seed: int) -> dict[str, float]:
+    result = simulate(traffic, Plan(num_replicas, costs, SIZE), seed)
+    summary = result.summary()
+    return {
+        "tokens_per_s": summary["tokens_per_s"],
+        "ttft_p50_s": summary["ttft_p50_s"],
+        "ttft_p99_s": summary["ttft_p99_s"],
+        "loads_per_request": result.num_loads / traffic.num_requests,
+    }
+
+
+def table(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> str:
+    """A line per trace and quantity: real, simulated, error; and the mean error of each quantity."""
+    lines = ["| trace | what | real | simulated | error |", "|---:|---|---:|---:|---:|"]
+    for number, (real, simulated) in enumerate(pairs, 1):
+        for key, name in WHAT.items():
+            error = 100 * (simulated[key] / real[key] - 1) if real[key] else float("nan")
+            lines.append(f"| {number} | {name} | {real[key]:.4g} | {simulated[key]:.4g} | {error:+.1f} % |")
+    for key, name in WHAT.items():
+        real_sum = sum(real[key] for real, _ in pairs)
+        error = 100 * (sum(simulated[key] for _, simulated in pairs) / real_sum - 1) if real_sum else float("nan")
+        lines.append(f"| all | {name} | | | {error:+.1f} % |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL_URI)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--traces", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each trace")
+    parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
+    parser.add_argument("--out", type=Path, help="keep steps, times and errors here (JSON)")
+    arguments = parser.parse_args(argv)
+    checkpoint = load_checkpoint(resolve_model(arguments.model))
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = make_adapters(checkpoint.spec, Path(folder))
+    backends = [load_backend(checkpoint, CONFIG) for _ in range(arguments.replicas)]
+    run_real(backends, adapters, trace(1000, arguments.rate, 5.0))  # compiles, and takes memory
+    fitted = run_real(backends, adapters, trace(0, arguments.rate, arguments.seconds))
+    before = replace(read_costs(), host_s=0.0, disk_s=0.0, source_s=0.0)  # adapters lie in host memory here
+    costs = fit(fitted.steps, before)
+    print(f"Times from {len(fitted.steps)} steps of a trace of its own: {asdict(costs)}\n")
+    pairs = []
+    for seed in range(1, arguments.traces + 1):
+        traffic = trace(seed, arguments.rate, arguments.seconds)
+        measured = run_real(backends, adapters, traffic, seed)
+        pairs.append((of_real(measured, traffic), of_simulated(traffic, costs, arguments.replicas, seed)))
+        if arguments.out is not None:
+            kept = {"costs": asdict(costs), "fitted": fitted.steps, "steps": measured.steps, "pairs": pairs,
+                    "first": measured.first_token_s.tolist()}  # fmt: skip
+            arguments.out.with_suffix(f".{seed}.json").write_text(json.dumps(kept))
+        print(table(pairs[-1:]), flush=True)
+    print("\n" + table(pairs))
+
+
+if __name__ == "__main__":
+    main()
