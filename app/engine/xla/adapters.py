@@ -20,13 +20,13 @@ from app.engine.adapters.extras import ExtraPart, plan
 from app.engine.adapters.lora import ACTIVATED, LoraAdapter, LoraKey, LoraPair, widened
 from app.engine.batch import ForwardBatch
 from app.engine.errors import AdapterMismatch
-from app.engine.models.products import product_of
+from app.engine.models.products import LATENT_B, product_of
 from app.engine.models.sharding import shard_columns
 from app.engine.xla.arrays import SHARD_AXES, AdapterPlaces, ExpertPages, RankTables, XlaWeights
 from app.engine.xla.base_values import XlaBaseValues
 from app.engine.xla.expert_rows import XlaExpertRows
 from app.engine.xla.features import SERVED
-from app.engine.xla.operations import Floats, Operations
+from app.engine.xla.operations import Floats, Operations, PackedRows
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import StepAdapters
 from app.kernels.sgmv.xla import RANK_CHUNK
@@ -80,7 +80,8 @@ class XlaAdapters:
         a, b, extras = {}, {}, {}
         for product in sizes.single:
             is_input, count = product.kind.split == "input", len(sizes.layers_of(product.name))
-            extras[product.name] = (count, num_extra_rows, sizes.total_width(product))
+            if product.has_rank_rows:
+                extras[product.name] = (count, num_extra_rows, sizes.total_width(product))
             for target, width in zip(product.targets, product.padded_widths(sizes.column_multiple), strict=True):
                 a[target] = (count, num_rows, product.d_in * (sizes.num_shards if is_input else 1))
                 b[target] = (count, num_rows, width * (1 if is_input else sizes.num_shards))
@@ -95,7 +96,8 @@ class XlaAdapters:
             is_input = product.kind.split == "input"
             for target in product.targets:
                 a[target], b[target] = (split, P()) if is_input else (P(), split)
-            extras[product.name] = P() if is_input else split
+            if product.has_rank_rows:
+                extras[product.name] = P() if is_input else split
         if self._base is None:
             extras = {}
         return RankTables(a, b, extras, dict(extras), self.experts.specs() if self.experts.num_pages else None)
@@ -142,7 +144,8 @@ class XlaAdapters:
                 own_b = wide_b[:, columns] if product.kind.split == "output" else wide_b
                 padded_b = np.zeros((pair.rank, width), np.float32)
                 padded_b[:, : own_b.shape[1]] = own_b
-                packed = self._operations.pack_rows(own_a, padded_b)
+                is_plain = product.kind is LATENT_B  # its rows are read head by head, in plain JAX
+                packed = PackedRows(own_a, padded_b) if is_plain else self._operations.pack_rows(own_a, padded_b)
                 for whole, rows in ((a[target], packed.a), (b[target], packed.b)):
                     whole[place, min(shard, whole.shape[1] - 1), : rows.size] = rows.reshape(-1)
         whole_a, whole_b = (

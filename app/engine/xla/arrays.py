@@ -23,7 +23,8 @@ class XlaLayers(NamedTuple):
     experts, L is (expert shards) * layers * (experts of a shard). biases: by name, [L, shards * columns] and
     [L, columns], of experts with the same L. Norms: [L, H]; q_norm, k_norm: [L, D], or of all heads together
     [L, shards * heads * D]. rope, window: [L] int32, index into the rope tables and keys visible (0 is all).
-    scale: [L]. sinks: [L, shards * heads].
+    scale: [L]. sinks: [L, shards * heads]. query_latent_norm, latent_norm: [L, their widths]. Heads
+    of latents lie like experts: (shards) * layers * (heads of a shard).
     """
 
     products: dict[str, Any]
@@ -36,6 +37,8 @@ class XlaLayers(NamedTuple):
     window: Any
     scale: Any
     sinks: Any
+    query_latent_norm: Any
+    latent_norm: Any
 
 
 class XlaWeights(NamedTuple):
@@ -94,7 +97,8 @@ class AdapterPlaces(NamedTuple):
 
 
 class KvMemory(NamedTuple):
-    """keys, values: [L, blocks, shards * kv_heads, ., .]; the last two axes are the form's."""
+    """keys, values: [L, blocks, shards * kv_heads, ., .]; the last two axes are the form's. Of latent attention keys
+    are [L, blocks, 1, ., .] latents with what is rotated, on every device, and values are None."""
 
     keys: Any
     values: Any

@@ -191,11 +191,16 @@ class JaxBackend:
         return jax.jit(write_pages, donate_argnums=(0,), out_shardings=shardings).lower(shapes, rows, pages).compile()
 
     def _new_kv_memory(self, config: EngineConfig) -> KvMemory:
-        blocks = (self._sizes.num_layers, config.num_kv_blocks, self._sizes.num_shards * self._sizes.kv_heads)
-        shapes = self._operations.memory_shapes(blocks, config.block_size, self._sizes.attention.head_dim)
+        sizes, attention = self._sizes, self._sizes.attention
+        blocks = (sizes.num_layers, config.num_kv_blocks)
+        if attention.latent is not None:
+            shape = self._operations.latent_shape(blocks, config.block_size, attention.latent.width)
+            shapes = KvMemory(shape, None)
+        else:
+            heads = sizes.num_shards * sizes.kv_heads
+            shapes = self._operations.memory_shapes((*blocks, heads), config.block_size, attention.head_dim)
         memory: KvMemory = self._put(
-            KvMemory(*(np.zeros(shape, np.float32) for shape in shapes)),
-            KvMemory(sharding.KV_SPEC, sharding.KV_SPEC),
+            KvMemory(*(shape and np.zeros(shape, np.float32) for shape in shapes)), sharding.kv_specs(sizes)
         )
         return memory
 

@@ -34,9 +34,9 @@ class XlaBaseValues:
 
     def __init__(self, sizes: XlaSizes, operations: Operations, layers: XlaLayers, mesh: Mesh) -> None:
         self._sizes, self._operations, self._layers, self._mesh = sizes, operations, layers, mesh
-        self._whole_products = tuple(product for product in sizes.whole if product.num_experts is None)
+        self._whole_products = tuple(product for product in sizes.whole if product.has_rank_rows)
         self._columns = {product.name: shard_columns(product, sizes.num_shards) for product in self._whole_products}
-        self._programs = {product.name: self._compiled(product) for product in sizes.single}
+        self._programs = {product.name: self._compiled(product) for product in sizes.single if product.has_rank_rows}
 
     def warm_up(self) -> None:
         """Run every program once."""

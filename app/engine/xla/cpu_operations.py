@@ -19,6 +19,7 @@ from app.engine.config import WeightStorage
 from app.engine.models.stacks import StackWriter
 from app.engine.xla.arrays import KvMemory
 from app.engine.xla.operations import Floats, PackedRows
+from app.kernels.latent_attention import ffi as latent_ffi
 from app.kernels.machine.simd import GROUP
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL
@@ -89,6 +90,27 @@ class CpuOperations:
         assert plan is None
         attended, keys, values = store_and_attend(q, k, v, *kv, queries, layer, scale, window, sinks)
         return attended, KvMemory(keys, values)
+
+    def product_by_head(self, x: Array, stack: Any, first: Array, num_rows: Array) -> Array:
+        """By groups of rows: a head's real rows one after the other."""
+        num_tokens, num_heads, _ = x.shape
+        count, row = jnp.maximum(num_rows, 1), jnp.arange(num_tokens * num_heads, dtype=jnp.int32)
+        heads = jnp.arange(num_heads + 1, dtype=jnp.int32)
+        rows = x[row % count, jnp.minimum(row // count, num_heads - 1)]
+        y = multiply_groups(rows, stack, first, heads * num_rows)
+        tokens = jnp.minimum(jnp.arange(num_tokens, dtype=jnp.int32), count - 1)
+        return y[heads[None, :-1] * count + tokens[:, None]]
+
+    def latent_shape(self, num_blocks: tuple[int, ...], block_size: int, width: int) -> tuple[int, ...]:
+        return (*num_blocks, 1, block_size, -(-width // PANEL) * PANEL)
+
+    def store_and_attend_latents(
+        self, absorbed: Array, rotated: Array, rows: Array, kv: KvMemory, queries: Queries, plan: None, layer: Array,
+        scale: Array,
+    ) -> tuple[Array, KvMemory]:  # fmt: skip
+        assert plan is None
+        attended, latents = latent_ffi.store_and_attend(absorbed, rotated, rows, kv.keys, queries, layer, scale)
+        return attended, KvMemory(latents, None)
 
     def step(self) -> AbstractContextManager[None]:
         return self._helpers.step()

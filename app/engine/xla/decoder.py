@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from app.engine.models.products import Product
+from app.engine.models.products import LATENT_B, LATENT_KEYS, LATENT_VALUES, Product, ProductKind
+from app.engine.models.spec import LatentSpec
 from app.engine.xla.arrays import (
     EXPERT_AXIS,
     SHARD_AXES,
@@ -37,6 +38,7 @@ from app.engine.xla.operations import Operations
 from app.engine.xla.routing import PageRuns, combine, page_runs, route, sort_pairs
 from app.engine.xla.sizes import XlaSizes
 from app.engine.xla.step import Bucket, XlaStep, unpack
+from app.kernels.latent_attention.xla import add_deltas
 from app.kernels.sgmv.xla import RANK_CHUNK, Segments
 
 
@@ -86,7 +88,10 @@ class _Decoder:
     def attend(self, hidden: Array, kv: KvMemory, layer: Array) -> tuple[Array, KvMemory]:
         """[T, H] -> what was attended [T, heads * D], and the memory with the rows' keys and values."""
         layers, step = self._weights.layers, self._step
-        q, k, v = self.linear(self._norm(hidden, layers.attention_norm[layer]), layer, "qkv")
+        x, latent = self._norm(hidden, layers.attention_norm[layer]), self._sizes.attention.latent
+        if latent is not None:
+            return self._attend_latents(x, kv, layer, latent)
+        q, k, v = self.linear(x, layer, "qkv")
         q_norm, k_norm = layers.q_norm, layers.k_norm
         if self._sizes.attention.whole_qk_norm:
             q, k = self._whole_norm(q, k, q_norm[layer], k_norm[layer])
@@ -96,6 +101,37 @@ class _Decoder:
         return self._operations.store_and_attend(
             q, k, v, kv, step.queries, self._plan, layer, layers.scale[layer], layers.window[layer], sinks
         )
+
+    def _attend_latents(self, x: Array, kv: KvMemory, layer: Array, latent: LatentSpec) -> tuple[Array, KvMemory]:
+        """Normed rows [T, H] -> values that were attended [T, heads * V] (DeepSeek-AI 2024), and the memory.
+
+        `kv_b_proj` is never applied to a latent: its rows of keys are applied to queries, those of values to sums.
+        """
+        layers, step, rank = self._weights.layers, self._step, latent.kv_rank
+        name, narrow = "query", x
+        if latent.query_rank is not None:
+            name, narrow = "query_b", self.linear(x, layer, "query_a")[0]
+            narrow = self._norm(narrow, layers.query_latent_norm[layer], latent.norm_eps)
+        queries = self.linear(narrow, layer, name)[0].reshape(len(x), -1, self._sizes.attention.head_dim)
+        own, rotated = queries[:, :, : latent.key_size], self._turned(queries[:, :, latent.key_size :], layer)
+        (rows,) = self.linear(x, layer, "latent_a")
+        normed = self._norm(rows[:, :rank], layers.latent_norm[layer], latent.norm_eps)
+        rows = jnp.concatenate([normed, self._turned(rows[:, None, rank:], layer)[:, 0]], axis=1)
+        attended, kv = self._operations.store_and_attend_latents(
+            self._by_head(own, layer, latent, LATENT_KEYS), rotated, rows, kv, step.queries, self._plan, layer,
+            layers.scale[layer],
+        )  # fmt: skip
+        return self._by_head(attended, layer, latent, LATENT_VALUES).reshape(len(x), -1), kv
+
+    def _by_head(self, x: Array, layer: Array, latent: LatentSpec, kind: ProductKind) -> Array:
+        """Rows by head [T, N, D] times each head's part of `kv_b_proj`, with the deltas: [T, N, columns]."""
+        (target,) = LATENT_B.targets
+        first = layer * self._sizes.group_size(self._sizes.absorbed[0])
+        y = self._operations.product_by_head(x, self._weights.layers.products[kind.name], first, self._step.num_tokens)
+        return add_deltas(
+            x, y, self._tables.a[target], self._tables.b[target], layer, self._step.segments, self._places.starts,
+            self._places.ranks[LATENT_B.name], latent.key_size, of_keys=kind is LATENT_KEYS,
+        )  # fmt: skip
 
     def feed_forward(self, hidden: Array, layer: Array) -> Array:
         """[T, H] -> what the layer's feed-forward adds, [T, H]: the one there is, or of experts."""
@@ -248,6 +284,13 @@ class _Decoder:
         first, second = jnp.split(heads, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(rows.shape)
 
+    def _turned(self, x: Array, layer: Array) -> Array:
+        """x [T, heads, E]: neighbours are turned together, not halves."""
+        rope = self._weights.layers.rope[layer]
+        cos, sin = self._cos[rope][:, None], self._sin[rope][:, None]  # [T, 1, E / 2]
+        first, second = x[..., ::2], x[..., 1::2]
+        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+
     def _whole_norm(self, q: Array, k: Array, q_norm: Array, k_norm: Array) -> tuple[Array, Array]:
         """Queries [T, heads * D] and keys normalised over all heads together (OLMoE), of which a shard has some."""
         sizes = self._sizes
@@ -261,6 +304,7 @@ class _Decoder:
         factors = lax.rsqrt(squares / jnp.array(widths, jnp.float32)[:, None] + sizes.spec.norm_eps)
         return q * factors[0][:, None] * q_norm, k * factors[1][:, None] * k_norm
 
-    def _norm(self, x: Array, weight: Array) -> Array:
-        """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019)."""
-        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self._sizes.spec.norm_eps) * weight
+    def _norm(self, x: Array, weight: Array, eps: float | None = None) -> Array:
+        """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019). eps: the model's if None."""
+        eps = self._sizes.spec.norm_eps if eps is None else eps
+        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight

@@ -62,8 +62,6 @@ class XlaExpertRows:
 
     def extra_bytes(self, adapter: LoraAdapter) -> int:
         """What an adapter holds beside its rank rows, its pages included."""
-        if not self._products:
-            return adapter.card.extra_bytes
         others = adapter.card.extra_bytes - expert_bytes(adapter, self._sizes.spec)
         return others + self.page_bytes * sum(_num_pages(pairs.values()) for pairs in _by_expert(adapter).values())
 

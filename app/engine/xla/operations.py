@@ -102,6 +102,21 @@ class Operations(Protocol):
         """Write k and v, attend; see `app.kernels.paged_attention.xla.store_and_attend`."""
         ...
 
+    def product_by_head(self, x: Array, stack: Any, first: Array, num_rows: Array) -> Array:
+        """Head h of x [T, N, D] times the weights at first + h: [T, N, columns]."""
+        ...
+
+    def latent_shape(self, num_blocks: tuple[int, ...], block_size: int, width: int) -> tuple[int, ...]:
+        """Shape of the memory of latents; num_blocks: layers, blocks. width: of a latent and its rotated part."""
+        ...
+
+    def store_and_attend_latents(
+        self, absorbed: Array, rotated: Array, rows: Array, kv: KvMemory, queries: Queries, plan: Any, layer: Array,
+        scale: Array,
+    ) -> tuple[Array, KvMemory]:  # fmt: skip
+        """Write latents, attend; see `app.kernels.latent_attention.xla.store_and_attend`."""
+        ...
+
     def step(self) -> AbstractContextManager[None]:
         """Around the call of a program and the wait for its results."""
         ...

@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from app.engine.errors import ConfigError
+from app.engine.models.products import LATENT_B
 from app.engine.xla.arrays import EXPERT_AXIS, SHARD_AXES, TENSOR_AXIS, KvMemory, RankTables, StepResult, XlaWeights
 from app.engine.xla.sizes import XlaSizes
 
 AXES = ("data", *SHARD_AXES)
 REPLICATED = P()
-KV_SPEC = P(None, None, SHARD_AXES)
 _COLUMNS, _DEPTH = P(None, SHARD_AXES), P(None, None, SHARD_AXES)
 _EXPERT_COLUMNS, _EXPERT_DEPTH = P(EXPERT_AXIS, TENSOR_AXIS), P(EXPERT_AXIS, None, TENSOR_AXIS)
 
@@ -44,6 +44,8 @@ def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
     specs: XlaWeights = jax.tree.map(lambda _: REPLICATED, weights)
     products, biases = dict(specs.layers.products), dict(specs.layers.biases)
     for product in sizes.products:
+        if product.kind is LATENT_B:
+            continue  # `absorbed` stand for it
         is_output = product.kind.split == "output"
         columns, depth = (_COLUMNS, _DEPTH) if product.num_experts is None else (_EXPERT_COLUMNS, _EXPERT_DEPTH)
         products[product.name] = _each(products[product.name], columns if is_output else depth)
@@ -52,11 +54,21 @@ def weight_specs(weights: XlaWeights, sizes: XlaSizes) -> XlaWeights:
         else:
             bias = _EXPERT_COLUMNS if is_output else P(EXPERT_AXIS)
         biases[product.name] = _each(biases[product.name], bias)
+    for product in sizes.absorbed:
+        products[product.name] = _each(products[product.name], P(SHARD_AXES))
     sinks = _each(specs.layers.sinks, _COLUMNS)
     layers = specs.layers._replace(products=products, biases=biases, sinks=sinks)
     if sizes.attention.whole_qk_norm:
         layers = layers._replace(q_norm=_COLUMNS, k_norm=_COLUMNS)
     return specs._replace(head=_each(specs.head, _COLUMNS), layers=layers)
+
+
+def kv_specs(sizes: XlaSizes) -> KvMemory:
+    """Keys and values are divided by their heads; latents, which all heads share, are on every device."""
+    if sizes.attention.latent is not None:
+        return KvMemory(REPLICATED, None)
+    by_head = P(None, None, SHARD_AXES)
+    return KvMemory(by_head, by_head)
 
 
 def _each(field: Any, spec: P) -> Any:
@@ -72,7 +84,7 @@ def over_shards(
     """
     if mesh.size == 1:
         return step
-    kv = KvMemory(KV_SPEC, KV_SPEC)
+    kv = kv_specs(sizes)
     return jax.shard_map(
         step,
         mesh=mesh,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.engine.errors import CheckpointError, ConfigError
-from app.engine.models.products import Product, single_products, stacked_products
+from app.engine.models.products import LATENT_B, Product, absorbed_products, stacked_products
 from app.engine.models.sharding import check_shards, shard_product
 from app.engine.models.spec import AttentionSpec, ExpertsSpec, ModelSpec
 
@@ -20,6 +20,8 @@ from app.engine.models.spec import AttentionSpec, ExpertsSpec, ModelSpec
 class XlaSizes:
     """whole: the products of all layers, each once; products: the same as one shard computes them; layers: by product,
     the layers that have it: an array of a product's counts only these.
+
+    absorbed: what is computed in place of the product of latents, by head; heads are divided over all devices.
 
     column_multiple: what the columns of each target, and the logits of a shard, are rounded up to.
     """
@@ -31,6 +33,7 @@ class XlaSizes:
     whole: tuple[Product, ...]
     products: tuple[Product, ...]
     layers: tuple[tuple[int, ...], ...]
+    absorbed: tuple[Product, ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -73,6 +76,15 @@ class XlaSizes:
         counts = (product.num_experts for product in self.products if product.num_experts is not None)
         return next(counts, 0) // self.expert_shards
 
+    @property
+    def stored(self) -> tuple[Product, ...]:
+        """One shard's, of which there are weights."""
+        return (*(product for product in self.products if product.kind is not LATENT_B), *self.absorbed)
+
+    def group_size(self, product: Product) -> int:
+        """Experts of a layer, or heads of latents, that one device has."""
+        return self.attention.num_heads // self.num_shards if product in self.absorbed else self.experts_per_shard
+
     def product(self, name: str) -> Product:
         """One shard's, by name."""
         return next(product for product in self.products if product.name == name)
@@ -80,7 +92,8 @@ class XlaSizes:
     def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers that have a product, in order; none where there is no such product."""
         found = (layers for product, layers in zip(self.products, self.layers, strict=True) if product.name == name)
-        return next(found, ())
+        is_absorbed = any(product.name == name for product in self.absorbed)
+        return tuple(range(self.num_layers)) if is_absorbed else next(found, ())
 
     def place(self, name: str, layer: int) -> int:
         """A layer's index in the arrays of a product that it has."""
@@ -88,6 +101,8 @@ class XlaSizes:
 
     def shards_of(self, product: Product) -> int:
         """Over how many devices the columns of a product are divided."""
+        if product in self.absorbed:
+            return 1
         return self.num_shards if product.num_experts is None else self.tensor_shards
 
     def width(self, product: Product) -> int:
@@ -114,20 +129,20 @@ def sizes_of(spec: ModelSpec, tensor_shards: int, column_multiple: int, expert_s
                 "choose a divisor"
             )
     setting = "engine.xla.tensor_parallel" + (" times expert_parallel," if expert_shards > 1 else "")
-    check_shards(single_products(stacked), tensor_shards * expert_shards, spec.name, setting)
+    check_shards((one for one in whole if one.num_experts is None), tensor_shards * expert_shards, spec.name, setting)
     check_shards((one for one in whole if one.num_experts is not None), tensor_shards, spec.name)
     products = tuple(
         shard_product(one, tensor_shards * (expert_shards if one.num_experts is None else 1)) for one in whole
     )
     layers = tuple(layers for _, layers in stacked)
-    return XlaSizes(spec, tensor_shards, expert_shards, column_multiple, whole, products, layers)
+    absorbed = absorbed_products(spec.layers[0].attention)
+    return XlaSizes(spec, tensor_shards, expert_shards, column_multiple, whole, products, layers, absorbed)
 
 
 def _check_served(spec: ModelSpec) -> None:
     """CheckpointError for arithmetic that the decoder does not have."""
     for layer in spec.layers:
         refused = {
-            "latent attention": layer.attention.latent is not None,
             "soft caps and norms behind each block": layer.post_norms or layer.attention.softcap is not None,
         }
         for name, is_there in refused.items():

@@ -18,8 +18,19 @@ from numpy.typing import NDArray
 
 from app.engine.config import WeightStorage
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LM_HEAD, SINKS, LayerNorm, expected_tensors, qk_norm_widths
-from app.engine.models.products import Product
+from app.engine.models.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LATENT_NORMS,
+    LM_HEAD,
+    SINKS,
+    LatentNorm,
+    LayerNorm,
+    expected_tensors,
+    latent_norm_widths,
+    qk_norm_widths,
+)
+from app.engine.models.products import LATENT_B, Product
 from app.engine.models.sharding import shard_columns
 from app.engine.models.stacks import log_storage
 from app.engine.xla.arrays import XlaLayers, XlaWeights
@@ -27,11 +38,12 @@ from app.engine.xla.operations import Floats, Operations
 from app.engine.xla.sizes import XlaSizes
 from app.kernels.machine.team import Team
 
-_NORMS: dict[str, LayerNorm] = {
+_NORMS: dict[str, LayerNorm | LatentNorm] = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
     "self_attn.q_norm": "q_norm",
     "self_attn.k_norm": "k_norm",
+    **{path: name for name, path in LATENT_NORMS.items()},
 }
 #: The modules whose outputs they normalise.
 _QK_NORMS: dict[LayerNorm, str] = {"q_norm": "q_proj", "k_norm": "k_proj"}
@@ -63,9 +75,10 @@ class _Filling:
         count, hidden = sizes.num_layers, sizes.spec.hidden_size
         self._columns = {product.name: shard_columns(product, sizes.shards_of(product)) for product in sizes.whole}
         self._places = {product.kind.path(target, expert): (product, target, expert) for product in sizes.products
-                        for target in product.targets for expert in product.experts}  # fmt: skip
+                        for target in product.targets for expert in product.experts
+                        if product.kind is not LATENT_B}  # fmt: skip
         self._stacks, self._biases = {}, dict[str, Floats | None]()
-        for product in sizes.products:
+        for product in sizes.stored:
             matrices = len(sizes.layers_of(product.name)) * len(product.experts)
             shape = (matrices * sizes.shards_of(product), sizes.width(product), product.d_in)
             self._stacks[product.name] = operations.new_stack(shape, storage, team)
@@ -77,13 +90,17 @@ class _Filling:
             name: np.zeros((count, hidden), np.float32) for name in ("attention_norm", "mlp_norm")
         }
         #: Of all heads together a shard has its heads' part, else every shard has the whole of it.
-        self._norm_parts: dict[LayerNorm, NDArray[np.int64]] = {}
+        self._norm_parts: dict[LayerNorm | LatentNorm, NDArray[np.int64]] = {}
         for name, width in qk_norm_widths(sizes.attention).items():
             own = self._columns["qkv"][_QK_NORMS[name]].reshape(-1)
             self._norm_parts[name] = own if sizes.attention.whole_qk_norm else np.arange(width)
         for name in _QK_NORMS:
             part = self._norm_parts.get(name)
             self._norms[name] = None if part is None else np.zeros((count, len(part)), np.float32)
+        widths = latent_norm_widths(sizes.attention)
+        self._norms |= {
+            name: np.zeros((count, widths[name]), np.float32) if name in widths else None for name in LATENT_NORMS
+        }
         self._top: dict[str, Floats] = {}
 
     def place(self, name: str, tensor: Floats) -> None:
@@ -104,6 +121,9 @@ class _Filling:
             assert self._sinks is not None
             self._sinks[layer] = tensor
             return
+        if path == LATENT_B.path(LATENT_B.targets[0]):
+            self._place_heads(layer, tensor)
+            return
         product, target, expert = self._places[path]
         layer = self._sizes.place(product.name, layer)
         mine, is_output = self._columns[product.name][target], product.kind.split == "output"
@@ -121,11 +141,21 @@ class _Filling:
             w = np.ascontiguousarray(tensor[part] if is_output else tensor[:, part])
             self._stacks[product.name].store(self._matrix(product, layer, expert) * len(mine) + shard, columns.start, w)
 
+    def _place_heads(self, layer: int, tensor: Floats) -> None:
+        """kv_b_proj's rows, head by head: those of keys the other way round, those of values as they are."""
+        attention = self._sizes.attention
+        assert attention.latent is not None, "only latent attention has this module"
+        key_size = attention.latent.key_size
+        for head, rows in enumerate(tensor.reshape(attention.num_heads, -1, attention.latent.kv_rank)):
+            parts = (np.ascontiguousarray(rows[:key_size].T), rows[key_size:])
+            for product, part in zip(self._sizes.absorbed, parts, strict=True):
+                self._stacks[product.name].store(self._matrix(product, layer, head), 0, part)
+
     def _matrix(self, product: Product, place: int, expert: int | None) -> int:
-        """A matrix's index in its product's stack: expert shards, then layers, then experts of a shard."""
+        """A matrix's index in its product's stack: expert shards, then layers, then experts of a shard; or heads."""
         if expert is None:
             return place
-        count = self._sizes.experts_per_shard
+        count = self._sizes.group_size(product)
         layers = len(self._sizes.layers_of(product.name))
         return (expert // count * layers + place) * count + expert % count
 
@@ -141,7 +171,7 @@ class _Filling:
             product.name: _joined(
                 self._stacks[product.name].stack, self._sizes.shards_of(product), product.kind.split == "input"
             )
-            for product in self._sizes.products
+            for product in self._sizes.stored
         }
         head = self._head(self._top[EMBEDDING if spec.tie_embeddings else LM_HEAD])
         log_storage(spec.name, {"head": head, **products})

@@ -15,6 +15,7 @@ from app.engine.config import WeightStorage
 from app.engine.errors import ConfigError
 from app.engine.xla.arrays import KvMemory
 from app.engine.xla.operations import Floats, PackedRows
+from app.kernels.latent_attention import xla as latent_xla
 from app.kernels.machine.team import Team
 from app.kernels.moe_lora.xla import multiply_groups
 from app.kernels.paged_attention.xla import Queries, Tiles, store_and_attend, tiles_of
@@ -78,6 +79,19 @@ class XlaOperations:
     ) -> tuple[Array, KvMemory]:  # fmt: skip
         attended, keys, values = store_and_attend(q, k, v, *kv, queries, plan, layer, scale, window, sinks)
         return attended, KvMemory(keys, values)
+
+    def product_by_head(self, x: Array, stack: Array, first: Array, num_rows: Array) -> Array:  # noqa: ARG002
+        return latent_xla.multiply_heads(x, stack, first)
+
+    def latent_shape(self, num_blocks: tuple[int, ...], block_size: int, width: int) -> tuple[int, ...]:
+        return (*num_blocks, 1, block_size, width)
+
+    def store_and_attend_latents(
+        self, absorbed: Array, rotated: Array, rows: Array, kv: KvMemory, queries: Queries, plan: Tiles, layer: Array,
+        scale: Array,
+    ) -> tuple[Array, KvMemory]:  # fmt: skip
+        attended, latents = latent_xla.store_and_attend(absorbed, rotated, rows, kv.keys, queries, plan, layer, scale)
+        return attended, KvMemory(latents, None)
 
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()

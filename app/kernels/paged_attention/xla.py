@@ -88,24 +88,27 @@ def store_and_attend(
     """
     num_kv_heads, head_dim = keys.shape[2], keys.shape[4]
     keys, values = (
-        _store(memory, new.reshape(-1, num_kv_heads, head_dim), layer, queries.kv_slots)
+        store(memory, new.reshape(-1, num_kv_heads, head_dim), layer, queries.kv_slots)
         for memory, new in ((keys, k), (values, v))
     )
     rows = q.reshape(len(q), -1, head_dim)[tiles.rows]
-    attended = _attend(rows, keys, values, layer, tiles, scale, window, sinks)
+    attended = attend(rows, keys, values, layer, tiles, scale, window, sinks)
     return attended.reshape(-1, q.shape[1])[tiles.places], keys, values
 
 
-def _store(memory: Array, rows: Array, layer: Array, kv_slots: Array) -> Array:
+def store(memory: Array, rows: Array, layer: Array, kv_slots: Array) -> Array:
     """Write rows [T, kv_heads, D] into memory; padding lands nowhere."""
     block_size = memory.shape[3]
     return memory.at[layer, kv_slots // block_size, :, kv_slots % block_size].set(rows, mode="drop")
 
 
-def _attend(
-    q: Array, keys: Array, values: Array, layer: Array, tiles: Tiles, scale: Array, window: Array, sinks: Array
+def attend(
+    q: Array, keys: Array, values: Array | int, layer: Array, tiles: Tiles, scale: Array, window: Array, sinks: Array
 ) -> Array:
-    """q: [W, Q, heads, D]. Returns [W, Q, heads, D]; padding rows are zeros."""
+    """q: [W, Q, heads, D]. Returns [W, Q, heads, values' D]; padding rows are zeros.
+
+    values: memory like that of keys, or so many numbers of each key, the first ones, are its value.
+    """
     num_tiles, num_queries, num_heads, head_dim = q.shape
     num_layers, num_blocks, num_kv_heads, block_size, _ = keys.shape
     group = num_heads // num_kv_heads
@@ -116,7 +119,11 @@ def _attend(
     q = q.reshape(num_tiles, num_queries, num_kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(num_tiles, num_kv_heads, rows, head_dim)
     keys = keys.reshape(num_layers * num_blocks * num_kv_heads, block_size, head_dim)
-    values = values.reshape(num_layers * num_blocks * num_kv_heads, block_size, head_dim)
+    if isinstance(values, int):
+        value_dim = values
+    else:
+        value_dim = values.shape[4]
+        values = values.reshape(num_layers * num_blocks * num_kv_heads, block_size, value_dim)
     visible, reach = tiles.visible, jnp.where(window > 0, window, _FAR)
     row_visible = jnp.repeat(visible, group, axis=1)[:, None, :, None]  # [W, 1, rows, 1]
     tile_end = visible.max(axis=1)[:, None, None, None]  # [W, 1, 1, 1]
@@ -128,10 +135,13 @@ def _attend(
         top, total, weighted = state
         blocks = lax.dynamic_slice_in_dim(tiles.tables, index * per_group, per_group, axis=1)  # [W, per_group]
         where = (layer * num_blocks + blocks[:, None, :]) * num_kv_heads + heads  # [W, kv_heads, per_group]
-        k, v = (
-            memory.at[where].get(mode="promise_in_bounds").reshape(num_tiles, num_kv_heads, num_keys, head_dim)
-            for memory in (keys, values)
-        )
+
+        def rows_of(memory: Array) -> Array:
+            blocks = memory.at[where].get(mode="promise_in_bounds")
+            return blocks.reshape(num_tiles, num_kv_heads, num_keys, -1)
+
+        k = rows_of(keys)
+        v = k[..., :value_dim] if isinstance(values, int) else rows_of(values)
         key = index * num_keys + jnp.arange(num_keys, dtype=jnp.int32)
         v = jnp.where(key[:, None] < tile_end, v, 0.0)
         scores = jnp.einsum("wkrd,wknd->wkrn", q, k, precision=lax.Precision.HIGHEST) * scale
@@ -146,8 +156,8 @@ def _attend(
     if sinks.size:  # as if each head had seen a key of this score, whose value is zero
         of_row = jnp.tile(sinks.reshape(num_kv_heads, group), (1, num_queries))  # [kv_heads, rows]
         top, total = jnp.broadcast_to(of_row[None, :, :, None], top.shape), jnp.ones_like(total)
-    start = (top, total, jnp.zeros((*shape, head_dim), jnp.float32))
+    start = (top, total, jnp.zeros((*shape, value_dim), jnp.float32))
     _, total, weighted = lax.fori_loop(first_key // num_keys, last_group, step, start)
     out = weighted / jnp.where(total > 0, total, 1.0)
-    out = out.reshape(num_tiles, num_kv_heads, num_queries, group, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(num_tiles, num_queries, num_heads, head_dim)
+    out = out.reshape(num_tiles, num_kv_heads, num_queries, group, value_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(num_tiles, num_queries, num_heads, value_dim)

@@ -48,6 +48,8 @@ pytestmark = [
         ("qwen2_moe", "xla"),
         ("gpt_oss", "cpu"),
         ("gpt_oss", "xla"),
+        ("deepseek_v2", "cpu"),
+        ("deepseek_v2 query latents", "xla"),
     ],
     ids="-".join,
 )
@@ -74,8 +76,8 @@ def test_every_format_and_one_lora_per_expert_in_one_batch(mixture: Any, tmp_pat
         adapters.append(read_adapter(folder, backend.spec))
         expected.append(peft_logits(exact, folder, tokens))
     names = ["the base", *FORMATS]
-    # Qwen2-MoE's dense layer and shared expert have such modules, too; PEFT has no rule for gpt-oss.
-    if model.config.model_type not in ("qwen2_moe", "gpt_oss"):
+    # Dense layers and shared experts have such modules, too; PEFT has no rule for gpt-oss.
+    if model.config.model_type not in ("qwen2_moe", "gpt_oss", "deepseek_v2"):
         modules = ("gate_proj", "up_proj", "down_proj")
         is_mixtral = model.config.model_type == "mixtral"
         block, modules = ("block_sparse_moe", ("w1", "w3", "w2")) if is_mixtral else ("mlp", modules)
