@@ -41,7 +41,11 @@ LIMITS = BackendLimits(256, 8, adapter_rank_rows=64, rank_alignment=8, max_adapt
 
 
 class PausableBackend(FakeBackend):
-    """Computes `max_steps` steps (None: all), then waits to be resumed: a replica caught in the middle."""
+    """Computes `max_steps` steps (None: all), then waits to be resumed: a replica caught in the middle.
+
+    Who resumes it after a caller has left waits first until the abort has come (`FakeReplica.aborted`): it is sent
+    without waiting, and a backend goes on faster than it arrives.
+    """
 
     def __init__(self, spec: ModelSpec | None = None) -> None:
         super().__init__(LIMITS, spec)
@@ -51,8 +55,8 @@ class PausableBackend(FakeBackend):
         self.fails_over: Callable[[ForwardBatch], bool] = lambda _: False
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        if self.max_steps is not None and self.num_steps >= self.max_steps:
-            self.resumed.wait(120)
+        while self.max_steps is not None and self.num_steps >= self.max_steps and not self.resumed.wait(0.002):
+            pass  # `max_steps` may have been raised meanwhile
         self.num_steps += 1
         if self.fails_over(batch):
             raise RuntimeError("an illegal instruction")
@@ -71,6 +75,7 @@ class FakeReplica:
         self.telling = Telling(ORIGIN)
         self.submitted: list[GenerateRequest] = []
         self.calls: list[int] = []
+        self.aborted: list[str] = []  # attempts that it was told to end
         self.service = EngineService(fleet, time.time, max_waiting=max_waiting, counting=fleet, idle_s=idle_s)
         self.backend = PausableBackend(fleet.spec)
         self.engine = Engine(self.backend, EngineConfig(max_waiting=max_waiting), grammars=fleet.grammars)
@@ -248,7 +253,9 @@ class Fleet:
             self.add()
 
     async def abort(self, replica_id: str, request_ids: Sequence[str]) -> None:
-        self._reach(replica_id).service.abort(request_ids)
+        replica = self._reach(replica_id)
+        replica.service.abort(request_ids)
+        replica.aborted += request_ids
 
     def _reach(self, replica_id: str, *, is_new: bool = False) -> FakeReplica:
         """As the router of the real one: while a replica drains only what ends work reaches it."""

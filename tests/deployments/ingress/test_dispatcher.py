@@ -265,8 +265,7 @@ async def test_a_caller_that_leaves_a_draining_replica_ends_its_request_there(ma
     async with aclosing(dispatcher.stream(make_request("r", [1] * 20, max_tokens=400, ignore_eos=True))) as stream:
         await anext(stream)
         replica.draining = True
-    await asyncio.sleep(0.05)
-    replica.backend.max_steps = None
+    await until(lambda: replica.aborted == ["r/1"])
     replica.backend.resumed.set()
     await until(lambda: not replica.engine.has_work)
     assert replica.thread.stats().num_aborted == 1
@@ -296,7 +295,7 @@ async def test_a_caller_that_leaves_frees_its_blocks(make_fleet: MakeFleet) -> N
     async with aclosing(dispatcher.stream(make_request("r", [1] * 20, adapter, max_tokens=400))) as stream:
         await anext(stream)
         assert replica.thread.stats().num_running == 1
-    await asyncio.sleep(0.01)
+    await until(lambda: replica.aborted == ["r/1"])
     replica.backend.resumed.set()
     await until(lambda: replica.thread.stats().num_running == 0)
     stats = replica.thread.stats()

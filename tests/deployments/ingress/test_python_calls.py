@@ -42,6 +42,7 @@ async def test_a_caller_that_leaves_a_stream_is_counted(service: Service) -> Non
         await anext(pieces)
     assert service.observed == [("handle", 499)]
     assert service.counted[0][1]
+    await until(lambda: len(replica.aborted) == 1)
     replica.backend.resumed.set()
     await until(lambda: not replica.engine.has_work)
     assert replica.thread.stats().num_aborted == 1

@@ -18,9 +18,15 @@ from tests.engine.driving import run, tokens_of
 from tests.seeds import rng
 
 NUM_NEW = 12
-#: Room for few sequences at a time, in chunks that divide nothing.
+#: Room for few sequences at a time, in chunks that divide nothing. Whether a guess is right depends on random weights.
 TIGHT = EngineConfig(
-    num_kv_blocks=12, block_size=16, adapter_rank_rows=8, max_batch_tokens=13, max_batch_sequences=3, prefill_step_ms=0
+    num_kv_blocks=12,
+    block_size=16,
+    adapter_rank_rows=8,
+    max_batch_tokens=13,
+    max_batch_sequences=3,
+    prefill_step_ms=0,
+    speculation="off",
 )
 
 

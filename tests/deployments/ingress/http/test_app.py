@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import re
@@ -28,6 +27,7 @@ from app.deployments.ingress.schema import (
 from app.deployments.ingress.tenants import handle_caller
 from app.deployments.ingress.text import TextDelta
 from tests.deployments.http_service import Service
+from tests.deployments.ingress.test_dispatcher import until
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
 EMPTY = {"role": "user", "content": ""}
@@ -389,16 +389,15 @@ async def test_a_request_that_takes_too_long_is_504_and_aborted(
     (replica,) = service.fleet.replicas.values()
     replica.backend.max_steps = 0
     timeout_s = 0.05
-    while not replica.submitted:  # on a machine so busy that the time is up on the way there, a longer one
+    while len(replica.submitted) < num_answers:  # on a machine so busy that the time is up before, a longer one
         service.frontend.limits = service.frontend.limits.model_copy(update={"request_timeout_s": timeout_s})
         answer = await http.post("/v1/completions", json=LEGACY | {"n": num_answers})
         assert answer.status_code == 504
         timeout_s *= 2
+    await until(lambda: sorted(replica.aborted) == sorted(request.request_id for request in replica.submitted))
     replica.backend.resumed.set()
-    async with asyncio.timeout(120):
-        while replica.thread.stats().num_aborted < num_answers:
-            await asyncio.sleep(0.002)
-    assert not replica.engine.has_work
+    await until(lambda: not replica.engine.has_work)
+    assert replica.thread.stats().num_aborted == len(replica.aborted)
 
 
 def test_derived_seeds_differ_and_the_first_is_the_request_s_own() -> None:

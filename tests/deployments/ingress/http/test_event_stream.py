@@ -75,8 +75,6 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
         client.reads.clear()
         num_events = len(client.events)
         replica.backend.max_steps = 40
-        replica.backend.resumed.set()
-        replica.backend.resumed.clear()
         await until(lambda: len(client.events) > num_events)  # it is being sent
     client.leaves.set()
     await client.answered
@@ -85,6 +83,7 @@ async def test_a_client_that_leaves_a_stream_is_counted_and_frees_its_blocks(
     assert job is not None
     assert job.requests[0].adapter is not None
     assert all(usage is not None and 0 < usage.completion_tokens < 100 for usage in usages), "what it cost is known"
+    await until(lambda: len(replica.aborted) == num_answers)
     replica.backend.resumed.set()
     await until(lambda: not replica.engine.has_work)
     stats = replica.thread.stats()

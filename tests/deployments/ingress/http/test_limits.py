@@ -21,6 +21,7 @@ from app.deployments.tenants.metering import Charge
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.test_admin_routes import client_with
 from tests.deployments.ingress.http.test_door import CHAT, Org, org
+from tests.deployments.ingress.test_dispatcher import until
 
 __all__ = ["org"]
 
@@ -184,24 +185,22 @@ async def test_requests_that_fail_and_streams_that_end_are_settled_once(org: Org
 async def test_a_client_that_leaves_pays_for_what_it_got(org: Org) -> None:
     owner = org.service.tenancy.owner
     await owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
-    backend = org.service.fleet.replicas["replica-0"].backend
-    backend.max_steps = 3
-    asking = asyncio.create_task(
-        org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 50})
-    )
-    while not org.service.num_streams:
-        await asyncio.sleep(0.01)
+    replica = org.service.fleet.replicas["replica-0"]
+    replica.backend.max_steps = 3
+    long = CHAT | {"stream": True, "max_tokens": 50, "ignore_eos": True}
+    asking = asyncio.create_task(org.ask("ada", "POST", "/v1/chat/completions", json=long))
+    await until(lambda: replica.backend.num_steps == 3)
     refused = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
     assert refused.status_code == 429
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    backend.max_steps = None
-    backend.resumed.set()
-    for _ in range(200):
-        answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
-        if answer.status_code == 200:
-            break
-        await asyncio.sleep(0.02)
+    await until(lambda: len(replica.aborted) == 1)
+    replica.backend.max_steps = None
+    await until(lambda: not replica.engine.has_work)
+    assert (await used(org.service)).completion_tokens == replica.thread.stats().num_tokens_generated <= 4
+    async with asyncio.timeout(120):  # its place is given back when it has been counted
+        while (answer := await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 429:
+            await asyncio.sleep(0.002)
     assert answer.status_code == 200
 
 
