@@ -95,11 +95,14 @@ def test_an_idle_engine_takes_no_steps_and_wakes_at_once() -> None:
 
 
 def test_abort_and_stop_end_every_stream() -> None:
-    listener = Listener()
-    thread, _ = start(listener)
+    listener, backend = Listener(), StuckBackend()
+    thread = EngineThread(Engine(backend, EngineConfig()), listener.on_chunks, listener.failures.append)
+    thread.start()
     for name in ("aborted", "running"):
         thread.submit(fake_request(name, [1, 2], sampling=endless()))
+    assert backend.stuck.wait(timeout=120)
     thread.abort("aborted")
+    backend.resumed.set()
     listener.wait(lambda: listener.ended("aborted"))
     assert listener.chunks["aborted"][-1].finish_reason == "abort"
     thread.stop(timeout_s=120)

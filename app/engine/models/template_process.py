@@ -2,7 +2,8 @@
 
 In: a template that came with an adapter, its special tokens and a conversation. Out: the prompt, or the
 `InvalidRequest` that says why there is none. A template is a program: it may loop for hours or fill the memory, so one
-that belongs to a tenant never runs in a process that serves others. One that took too long is refused for a while.
+that belongs to a tenant never runs in a process that serves others. One that took too long is refused for a while. The
+time that the process takes to start is nobody's fault and not counted.
 
 `python -m app.engine.models.template_process` is the process: a line of JSON in, a line out.
 """
@@ -23,10 +24,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from app.engine.errors import CheckpointError, InvalidRequest
+from app.engine.errors import CheckpointError, InvalidRequest, NotReady
 from app.engine.models.chat import ChatTemplate
 
 TIMEOUT_S = 2.0
+#: For the process to start and say `_READY`: some hundred milliseconds where nothing else runs.
+START_TIMEOUT_S = 60.0
+_READY = b"ready\n"
 #: After a template took too long, or ended the process, for this long it is refused at once.
 PAUSE_S = 60.0
 _MEMORY_BYTES = 1 << 30
@@ -50,7 +54,7 @@ class TemplateProcess:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt, up to where the assistant answers. Raises InvalidRequest."""
+        """The prompt, up to where the assistant answers. Raises InvalidRequest, and NotReady if there is no process."""
         key = hashlib.sha256(source.encode()).hexdigest()
         question = json.dumps(
             {"source": source, "special": dict(special_tokens), "messages": list(messages), "tools": tools}
@@ -119,7 +123,7 @@ def _too_much(timeout_s: float) -> InvalidRequest:
 
 def _start() -> subprocess.Popen[bytes]:
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_PROJECT)}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "app.engine.models.template_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -127,6 +131,13 @@ def _start() -> subprocess.Popen[bytes]:
         env=environment,
         start_new_session=True,
     )
+    assert process.stdout is not None
+    can_read, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
+    if not can_read or os.read(process.stdout.fileno(), len(_READY)) != _READY:
+        process.kill()
+        process.communicate()
+        raise NotReady(f"the process for adapters' chat templates has not started within {START_TIMEOUT_S:g} s")
+    return process
 
 
 @lru_cache(maxsize=256)
@@ -161,4 +172,6 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     os.nice(5)
+    sys.stdout.buffer.write(_READY)
+    sys.stdout.buffer.flush()
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -15,6 +15,7 @@ from app.deployments.registry.view import RegistryView
 from app.deployments.tenants.entries import Tenant
 from app.engine.errors import AdapterMismatch, NotReady, QueueFull
 from tests.deployments.http_service import Service
+from tests.deployments.ingress.test_dispatcher import until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -115,8 +116,7 @@ async def test_one_question_per_name_and_few_per_tenant() -> None:
     asking = Unregistered(RegistryView(), store, limits, is_on=True)
     waiting = [asyncio.create_task(asking.ask([f"n{i}"], tenant("a"))) for i in range(MAX_NAMES)]
     waiting += [asyncio.create_task(asking.ask(["n0"], tenant("a"))) for _ in range(2)]
-    await asyncio.sleep(0.01)
-    assert len(store.asked) == MAX_NAMES
+    await until(lambda: len(store.asked) == MAX_NAMES)
     with pytest.raises(QueueFull, match=f"{MAX_NAMES} names"):
         await asking.ask(["more"], tenant("a"))
     waiting.append(asyncio.create_task(asking.ask(["n0"], tenant("a"))))

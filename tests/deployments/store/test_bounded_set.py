@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from app.deployments.store.bounded_set import BoundedSet
 from app.engine.pools.eviction import EvictionPolicy
 from tests.budgets import examples
+from tests.seeds import any_seed
 
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "cost")
 
@@ -117,7 +118,7 @@ def test_cost_keeps_what_is_dear_per_byte() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_skewed_demand_is_served_better_than_by_chance(policy: EvictionPolicy) -> None:
     """1,000 things, Zipf(1), room for 100: LRU finds about half of the requests, chance a tenth."""
-    rng = random.Random()
+    rng = random.Random(any_seed())
     kept = BoundedSet(100, policy)
     names = [str(index) for index in range(1000)]
     wanted = rng.choices(names, [1 / (index + 1) for index in range(1000)], k=6000)

@@ -54,7 +54,9 @@ async def test_fetches_of_what_hangs_are_held_shortly_and_no_more_than_so_many()
     store = Bytes()
     service, calls = make(store)
     hanging = [asyncio.create_task(service.fetch(ref(f"d{index}"))) for index in range(MAX_HELD + 50)]
-    await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while not all(task.done() for task in hanging[MAX_HELD:]):
+            await asyncio.sleep(0)
     assert store.waits_s == [HOLD_S] * MAX_HELD + [0.0] * 50
     assert [task.done() for task in hanging] == [False] * MAX_HELD + [True] * 50
     store.here["good"] = "handle"

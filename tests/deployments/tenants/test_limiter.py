@@ -207,8 +207,9 @@ async def test_who_leaves_while_it_waits_takes_nothing() -> None:
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    await asyncio.sleep(0.01)
-    assert isinstance(await attempt(limiter, owner, {CONCURRENT: 1}), Reservation)
+    async with asyncio.timeout(60):
+        while not isinstance(await attempt(limiter, owner, {CONCURRENT: 1}), Reservation):
+            await asyncio.sleep(0)
 
 
 async def test_what_is_not_enforced_is_counted() -> None:

@@ -85,15 +85,15 @@ def test_replicas_follow_the_work(tmp_path: Path) -> None:
         assert _probe(process) == "asleep"
         assert _num_engines(process) == 0
         crowd.start(24)  # the first of them has a replica started, and all wait for it
-        _wait_until(lambda: _num_engines(process) == 2, 120, process)
+        _wait_until(lambda: _num_engines(process) == 2, 600, process)
         time.sleep(3.0)  # the second one serves, too
         one.start(1)
         crowd.stop()
-        _wait_until(lambda: _num_engines(process) == 1, 120, process)
+        _wait_until(lambda: _num_engines(process) == 1, 600, process)
         num_answers = len(one.answers)
-        _wait_until(lambda: len(one.answers) > num_answers + 3, 120, process)
+        _wait_until(lambda: len(one.answers) > num_answers + 3, 600, process)
         one.stop()
-        _wait_until(lambda: _num_engines(process) == 0 and _probe(process) == "asleep", 120, process)
+        _wait_until(lambda: _num_engines(process) == 0 and _probe(process) == "asleep", 600, process)
         answer = httpx.post(f"{process.url}/v1/completions", json=BODY, timeout=300)
         one.answers.append(answer.json()["choices"][0]["text"])
     finally:

@@ -118,8 +118,9 @@ async def test_a_node_that_falls_silent_and_returns_costs_no_token(cluster: Node
         try:
             await asyncio.sleep(6.5)  # a heartbeat a second, and five that were not heard
             num_before = len(took_s)
-            await asyncio.sleep(2)
-            assert len(took_s) > num_before, "requests are answered without it"
+            async with asyncio.timeout(40):  # requests are answered without it
+                while len(took_s) == num_before:
+                    await asyncio.sleep(0.1)
         finally:
             silent.send(signal.SIGCONT)  # soon: after a minute Ray takes it for dead, and it ends itself when it wakes
         for model, answer in answers:
@@ -137,8 +138,9 @@ async def test_the_head_may_stand_still(cluster: NodesOfOneMachine) -> None:
         try:
             await asyncio.sleep(1)
             num_before = len(took_s)
-            await asyncio.sleep(8)
-            assert len(took_s) > num_before + len(urls) * len(MODELS)
+            async with asyncio.timeout(50):  # one that waits for it answers none of those that begin now
+                while len(took_s) <= num_before + len(urls) * len(MODELS):
+                    await asyncio.sleep(0.1)
         finally:
             os.kill(cluster.gcs, signal.SIGCONT)
     await register(urls[-1], "after", "r16")
@@ -153,7 +155,7 @@ async def test_the_node_of_the_store_may_die(cluster: NodesOfOneMachine) -> None
     async with traffic(urls, expected):
         await asyncio.sleep(0.5)
         victim.send(signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(RETURN_TIMEOUT_S):
             while True:
                 async with httpx.AsyncClient(timeout=60) as http:
                     answer = await http.post(f"{urls[0]}/v1/loras?wait=true", json={"name": "new", "path": "r8"})

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.service.conftest import RANKS, Service
 from tests.e2e.tiny import save_adapter
+from tests.seeds import any_seed
 
 MODELS = ["tiny", *RANKS, "tiny:r8"]
 
@@ -52,7 +53,7 @@ async def run(client: openai.AsyncOpenAI, request: dict[str, Any]) -> tuple[str,
 
 
 async def test_64_concurrent_streams_equal_the_same_requests_alone(service: Service) -> None:
-    rng = random.Random()
+    rng = random.Random(any_seed())
     requests = [random_request(rng) for _ in range(64)]
     async with service.openai() as client:
         together = await asyncio.gather(*(run(client, request) for request in requests))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from app.engine.adapters.isolation.validator import Validator
 from app.engine.adapters.text import AdapterText
 from app.engine.api import LLM
 from app.engine.config import CpuConfig, EngineConfig
-from app.engine.errors import AdapterFormatError, AdapterMismatch, InvalidRequest
+from app.engine.errors import AdapterFormatError, AdapterMismatch, InvalidRequest, NotReady
+from app.engine.models import template_process
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.template_process import PAUSE_S, TemplateProcess
 from app.engine.models.tokenizer import Tokenizer, load_tokenizer
@@ -210,6 +212,21 @@ def test_a_template_that_takes_too_much_is_ended_and_refused_for_a_while(templat
                 process.render(template, {}, CHAT)
     finally:
         process.close()
+
+
+def test_the_time_that_the_process_takes_to_start_is_not_the_templates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nsleep 1.2\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(template_process.sys, "executable", str(python))
+    process = TemplateProcess(timeout_s=1.0)
+    assert process.render(OWN, {"eos_token": "."}, CHAT) == "[user] ab a.>"
+    process.close()
+    monkeypatch.setattr(template_process.sys, "executable", "/bin/false")
+    with pytest.raises(NotReady, match="has not started"):
+        process.render(OWN, {"eos_token": "."}, CHAT)
 
 
 def test_what_a_template_refuses_is_the_requests_error(process: TemplateProcess) -> None:

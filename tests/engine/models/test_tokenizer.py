@@ -98,13 +98,12 @@ def test_a_lone_surrogate_is_the_callers_mistake(demo: Tokenizer) -> None:
 
 def test_a_long_text_lets_other_threads_run(demo: Tokenizer) -> None:
     thread = threading.Thread(target=demo.encode, args=("The quick brown fox jumps over the lazy dog. " * 20_000,))
-    begin_s = last_s = time.monotonic()
+    num_turns = 0
     thread.start()
-    longest_s = 0.0
     while thread.is_alive():
         time.sleep(0.001)
-        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
-    assert longest_s < (last_s - begin_s) / 2
+        num_turns += 1
+    assert num_turns > 10, "one or two, if it stops all others while it takes a second"
 
 
 def streamed(tokenizer: Tokenizer, pieces: Sequence[Sequence[int]], skip_special: bool) -> str:

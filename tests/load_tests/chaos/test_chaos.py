@@ -234,7 +234,7 @@ async def test_a_full_disk_is_one_for_the_store_alone_and_for_a_while(monkeypatc
         deeds = Deeds(store.pid, node, None, nothing, Doors(), random.Random(0))
         monkeypatch.setattr(events_module, "processes", lambda *_: {"store": [store.pid]})
         filling = asyncio.create_task(deeds.deeds["fill the store's disk"]())
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == (0, before[1])
         assert await filling == str([store.pid])
         assert resource.prlimit(store.pid, resource.RLIMIT_FSIZE) == before

@@ -114,9 +114,9 @@ async def test_an_answer_of_no_tokens_is_one() -> None:
 @pytest.mark.parametrize("model", ["held", "reset"])
 async def test_an_answer_ends_with_done(model: str) -> None:
     async with serving() as (url, _):
-        (outcome,) = await open_loop(Endpoint(url, timeout_s=5), [PlannedRequest(0, 0.0, model, "t", "x", 3)])
+        (outcome,) = await open_loop(Endpoint(url, timeout_s=60), [PlannedRequest(0, 0.0, model, "t", "x", 3)])
     assert outcome.error is None
-    assert outcome.chunk_s[-1] <= outcome.done_s < 4
+    assert outcome.chunk_s[-1] <= outcome.done_s < 50
 
 
 async def test_a_connection_is_used_again() -> None:
