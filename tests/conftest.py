@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say at the end, too, how to repeat what failed."""
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.write_line(f"the same random data again: --seed {run_seed()}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """The same for what tests share: it depends on nothing that a test before took from the generator."""
+    if fixturedef.scope != "function":
+        name = (run_seed(), fixturedef.baseid, fixturedef.argname, getattr(request, "param_index", 0))
+        torch.manual_seed(zlib.crc32(repr(name).encode()))
 
 
 @pytest.fixture(autouse=True)

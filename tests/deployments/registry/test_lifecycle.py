@@ -500,6 +500,7 @@ async def test_what_was_cut_short_is_taken_up_although_the_database_was_away_at_
     await managed.kill()
     registry = open_again()
     monkeypatch.setattr(following_module, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(following_module, "BEAT_INTERVAL_S", 0.01)
     beats = []
 
     def beat(revision: int) -> Beat:
