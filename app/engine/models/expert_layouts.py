@@ -2,7 +2,8 @@
 
 In: names with shapes or values. Out: the same under canonical names, one matrix [d_out, d_in] per expert and module:
 "model.layers.0.mlp.experts.3.gate_proj.weight". Stored are either these, or Mixtral's older names of them, or all
-experts of a layer in one tensor, gate's and up's rows one after the other or apart. Other names are left as they are.
+experts of a layer in one tensor, gate's and up's rows one after the other or apart, and biases likewise
+("experts.gate_proj_bias"). Other names are left as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from app.engine.errors import CheckpointError
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(?:experts\.(\d+)\.(w[123])|gate)")
 _MIXTRAL_MODULES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
+_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(_bias)?")
 
 
 def canonical_module(path: str) -> str:
@@ -61,14 +62,18 @@ def _parts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, slice | Non
         module, dot, kind = name.rpartition(".")
         yield f"{canonical_module(module)}{dot}{kind}", None
         return
-    experts, kind = fused.groups()
+    experts, kind, is_bias = fused.groups()
     modules = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-    if len(shape) != 3 or shape[1] % len(modules):
-        raise CheckpointError(f"tensor {name!r} has shape {list(shape)}; [experts, outputs, inputs] is needed")
+    if len(shape) != (2 if is_bias else 3) or shape[1] % len(modules):
+        needed = "[experts, outputs]" if is_bias else "[experts, outputs, inputs]"
+        raise CheckpointError(f"tensor {name!r} has shape {list(shape)}; {needed} is needed")
     size = shape[1] // len(modules)
     for expert in range(shape[0]):
         for index, module in enumerate(modules):
-            yield f"{experts}.{expert}.{module}.weight", slice(index * size, (index + 1) * size)
+            yield (
+                f"{experts}.{expert}.{module}.{'bias' if is_bias else 'weight'}",
+                slice(index * size, (index + 1) * size),
+            )
 
 
 def _expert(canonical: str) -> int:

@@ -1,14 +1,14 @@
 """What a GGUF file means: metadata to `ModelSpec`, tensors to canonical names, layout and float32.
 
 Architectures: llama (Mistral and Mixtral included, which GGUF stores as llama), qwen2, qwen3, gemma2, gemma3, and the
-mixtures qwen2moe, qwen3moe and olmoe. Every key of the architecture's namespace is read, must have the one value given
-here, or is refused by name. The converter interleaves the rows of q and k for llama (adjacent pairs are rotated); the
-rows are put back into the half-split order every backend rotates.
+mixtures qwen2moe, qwen3moe, olmoe, deepseek2 and gpt-oss. Every key of the architecture's namespace is read, must have
+the one value given here, or is refused by name. The converter interleaves the rows of q and k for llama (adjacent pairs
+are rotated); the rows are put back into the half-split order every backend rotates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engine.errors import CheckpointError
-from app.engine.models import gguf_gemma
+from app.engine.models import gguf_gemma, gguf_mixtures
 from app.engine.models.expert_layouts import canonical_shapes, canonical_tensors
 from app.engine.models.gguf_file import GgufFile
+from app.engine.models.hf_config import spec_from_config
 from app.engine.models.names import canonical_gguf_name
 from app.engine.models.rope import rope_spec
 from app.engine.models.spec import (
@@ -45,6 +46,7 @@ ARCHITECTURES = {
     "qwen3moe": "qwen3_moe",
     "olmoe": "olmoe",
     **gguf_gemma.ARCHITECTURES,
+    **gguf_mixtures.ARCHITECTURES,
 }
 #: Architectures with experts whose shares llama.cpp divides by their sum, and those where it does not.
 _NORMALISES = {"llama": True, "qwen3moe": True, "qwen2moe": False, "olmoe": False}
@@ -72,6 +74,8 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
     architecture = _architecture(file)
     is_gemma = architecture in gguf_gemma.ARCHITECTURES
     keys = _namespace(file, architecture)
+    if architecture in gguf_mixtures.ARCHITECTURES:
+        return _in_the_words_of_a_folder(file, architecture, keys, name, digest)
     hidden_size, num_heads = _integer(keys, "embedding_length"), _integer(keys, "attention.head_count")
     num_kv_heads = _integer(keys, "attention.head_count_kv", num_heads)
     head_dim = checked_head_dim(_integer(keys, "attention.key_length", hidden_size // num_heads))
@@ -99,11 +103,10 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
     experts = _experts(keys, architecture)
     if experts is not None:
         mlp = MlpSpec(_integer(keys, "expert_feed_forward_length", mlp.intermediate_size))
-    embedding = file.tensors.get("token_embd.weight")
-    vocab_size = _integer(keys, "vocab_size", embedding.shape[0] if embedding is not None else None)
-    end_ids = [_token_id(file, key, vocab_size) for key in ("eos", "eot", "eom")]
-    if is_gemma:
-        end_ids.append(gguf_gemma.end_of_turn(file.metadata))
+    vocab_size = _vocab_size(file, keys)
+    end_ids = _end_ids(file, vocab_size)
+    if is_gemma and (end_of_turn := gguf_gemma.end_of_turn(file.metadata)) is not None:
+        end_ids.append(end_of_turn)
     spec = ModelSpec(
         name=name,
         family="mixtral" if architecture == "llama" and experts is not None else ARCHITECTURES[architecture],
@@ -115,17 +118,36 @@ def spec_from_gguf(file: GgufFile, name: str, digest: str) -> ModelSpec:
         tie_embeddings="output.weight" not in file.tensors,
         layers=(LayerSpec(attention, mlp, experts),) * checked_num_layers(_integer(keys, "block_count")),
         bos_token_id=_token_id(file, "bos", vocab_size),
-        eos_token_ids=tuple(dict.fromkeys(token_id for token_id in end_ids if token_id is not None)),
+        eos_token_ids=tuple(dict.fromkeys(end_ids)),
     )
     return gguf_gemma.adjusted(spec, architecture, keys) if is_gemma else spec
+
+
+def _in_the_words_of_a_folder(
+    file: GgufFile, architecture: str, keys: dict[str, Any], name: str, digest: str
+) -> ModelSpec:
+    config = gguf_mixtures.config_of(architecture, keys, lambda tensor: f"blk.0.{tensor}.bias" in file.tensors)
+    vocab_size = _vocab_size(file, keys)
+    config |= {
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": _token_id(file, "bos", vocab_size),
+        "eos_token_id": _end_ids(file, vocab_size),
+    }
+    return spec_from_config(config, name, digest)
 
 
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape; a tensor that has no canonical name keeps its own, to be refused by it."""
     own = {name: tensor.shape for name, tensor in file.tensors.items() if name != _ROPE_FACTORS}
-    return canonical_shapes(
-        {canonical_gguf_name(name) or name: _whole_shape(name, shape) for name, shape in own.items()}
-    )
+    names = _names(file)
+    found = {canonical_gguf_name(name, names) or name: _whole_shape(name, shape) for name, shape in own.items()}
+    return canonical_shapes(gguf_mixtures.whole_shapes(found))
+
+
+def _names(file: GgufFile) -> Mapping[str, str]:
+    """Names of a layer's tensors that only this architecture has."""
+    return gguf_mixtures.LAYER_NAMES.get(_architecture(file), {})
 
 
 def _architecture(file: GgufFile) -> str:
@@ -160,12 +182,13 @@ def _experts(keys: dict[str, Any], architecture: str) -> ExpertsSpec | None:
 
 def gguf_tensors(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Every tensor under its canonical name, in float32 and half-split order, one (or a layer's experts) at a time."""
-    return canonical_tensors(_whole_tensors(file, spec))
+    return canonical_tensors(gguf_mixtures.whole_tensors(_whole_tensors(file, spec)))
 
 
 def _whole_tensors(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    names = _names(file)
     for name in file.tensors:
-        canonical = canonical_gguf_name(name)
+        canonical = canonical_gguf_name(name, names)
         if canonical is None:
             continue  # rope_freqs, already part of the spec; anything else was refused by its name
         values = file.dequantised(name)
@@ -187,13 +210,14 @@ def _half_split_rows(values: NDArray[np.float32], num_heads: int) -> NDArray[np.
 def _namespace(file: GgufFile, architecture: str) -> dict[str, Any]:
     prefix = architecture + "."
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    own = gguf_gemma.KEYS if architecture in gguf_gemma.ARCHITECTURES else frozenset[str]()
+    own = gguf_gemma.KEYS if architecture in gguf_gemma.ARCHITECTURES else gguf_mixtures.KEYS.get(architecture, ())
+    fixed = {**_FIXED, **gguf_mixtures.FIXED.get(architecture, {})}
     for key, value in keys.items():
         if key in own:
             continue
-        if key in _FIXED and value not in _FIXED[key]:
-            raise CheckpointError(f"GGUF key {prefix + key!r} is {value!r}; only {_FIXED[key][0]!r} is supported")
-        if key not in _READ.split() and key not in _FIXED:
+        if key in fixed and value not in fixed[key]:
+            raise CheckpointError(f"GGUF key {prefix + key!r} is {value!r}; only {fixed[key][0]!r} is supported")
+        if key not in _READ.split() and key not in fixed:
             raise CheckpointError(f"GGUF key {prefix + key!r} ({value!r}) is not understood")
     return keys
 
@@ -216,6 +240,16 @@ def _rope(file: GgufFile, keys: dict[str, Any], head_dim: int, max_positions: in
     if divisors.shape != (head_dim // 2,) or kind != "none":
         raise CheckpointError(f"{_ROPE_FACTORS} of shape {list(divisors.shape)} does not fit rope scaling {kind!r}")
     return replace(rope, inv_freq=tuple(float(f) for f in np.asarray(rope.inv_freq, dtype=np.float32) / divisors))
+
+
+def _vocab_size(file: GgufFile, keys: dict[str, Any]) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    return _integer(keys, "vocab_size", embedding.shape[0] if embedding is not None else None)
+
+
+def _end_ids(file: GgufFile, vocab_size: int) -> list[int]:
+    found = [_token_id(file, key, vocab_size) for key in ("eos", "eot", "eom")]
+    return [token_id for token_id in found if token_id is not None]
 
 
 def _token_id(file: GgufFile, which: str, vocab_size: int) -> int | None:

@@ -135,16 +135,23 @@ def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]]) -> None
             raise CheckpointError(f"tensor {name!r} has shape {list(found[name])}; the config implies {list(shape)}")
 
 
-def canonical_gguf_name(name: str) -> str | None:
-    """The canonical name of a GGUF tensor, or None if it is none of these models'."""
+def canonical_gguf_name(name: str, own: Mapping[str, str] | None = None) -> str | None:
+    """The canonical name of a GGUF tensor, or None if it is none of these models'.
+
+    own: an architecture's own names within a layer, and the paths they stand for, which go before the usual ones.
+    """
     if name in _GGUF_TOP:
         return _GGUF_TOP[name]
     match = _GGUF_LAYER_NAME.fullmatch(name)
-    if match is not None and match[2] in _GGUF_EXPERTS and match[3] == "weight":
-        return f"model.layers.{match[1]}.{_GGUF_EXPERTS[match[2]]}"
-    if match is None or match[2] not in _GGUF_LAYER:
+    if match is None:
         return None
-    return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+    layer, module, kind = match.groups()
+    if module in _GGUF_EXPERTS:
+        return f"model.layers.{layer}.{_GGUF_EXPERTS[module]}{'_bias' if kind == 'bias' else ''}"
+    path = (own or {}).get(module, _GGUF_LAYER.get(module))
+    if path == SINKS:
+        return f"model.layers.{layer}.{path}" if kind == "weight" else None
+    return None if path is None else f"model.layers.{layer}.{path}.{kind}"
 
 
 def _listed(names: list[str]) -> str:

@@ -20,6 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from app.engine.errors import CheckpointError, InvalidRequest
+from app.engine.models.gguf_file import read_gguf
+from app.engine.models.gguf_tokenizer import tokenizer_from_gguf
 from app.engine.models.tokenizer import Tokenizer, load_tokenizer
 from tests.budgets import examples
 from tests.engine.models.lines import random_lines
@@ -228,6 +230,31 @@ def test_every_pre_tokenizer_splits_as_transformers_does(pre: str, tmp_path: Pat
     for line in [*random_lines(500, seed), "a<think>b</think>", "has space", "<control with space>"]:
         assert ours.encode(line) == wanted.encode(line).ids, (seed, line)
         assert ours.decode(ours.encode(line), skip_special=False) == line
+
+
+def test_gpt_4o_splits_as_openai_publishes_it(tmp_path: Path) -> None:
+    write_gguf_tokenizer(tmp_path / "t.gguf", pre="gpt-4o")
+    backend = tokenizer_from_gguf(read_gguf(tmp_path / "t.gguf"))
+    text = "HelloWORLDs don't GO'LL 12345 a/b//\n  x\u0301y\t!?\r\n"
+    wanted = [
+        "Hello",
+        "WORLDs",
+        " don't",
+        " GO'LL",
+        " ",
+        "123",
+        "45",
+        " a",
+        "/b",
+        "//\n",
+        " ",
+        " x\u0301y",
+        "\t",
+        "!?\r\n",
+    ]
+    assert backend.pre_tokenizer is not None
+    pieces = [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert pieces == wanted
 
 
 @pytest.mark.parametrize(("add_bos", "add_eos"), [(True, False), (False, True), (True, True)])
