@@ -20,6 +20,7 @@ from app.engine.adapters.build import build_adapter
 from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
 from app.engine.adapters.formats.card_rows import LORA, rows_of
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
+from app.engine.adapters.formats.fused_experts import with_one_gate_up
 from app.engine.adapters.formats.quantize import Quantization
 from app.engine.adapters.formats.reading import read_stored
 from app.engine.adapters.lora import FEATURES
@@ -59,6 +60,10 @@ def add_commands(commands: Any) -> None:
     convert.add_argument("--name", help="name in the card; the file's name if not given")
     convert.add_argument(
         "--quantize", choices=sorted(_QUANTIZE), help="round the weights; the error goes into the card"
+    )
+    convert.add_argument(
+        "--base",
+        help="path or source URI of the base model: tells old layouts of experts by its sizes, and writes today's",
     )
     convert.add_argument("--set", action="append", default=[], metavar="KEY=TEXT", help="free metadata of the card")
     convert.set_defaults(run=_convert)
@@ -139,7 +144,8 @@ def parse_metadata(pairs: list[str]) -> Mapping[str, str]:
 
 def _convert(arguments: argparse.Namespace) -> int:
     source, target = arguments.source, arguments.target
-    stored, name, metadata, quantization = _load(source)
+    spec = None if arguments.base is None else _base_spec(arguments.base)
+    stored, name, metadata, quantization = _load(source, spec)
     if arguments.quantize:
         stored, quantization = quantize_adapter(stored, _QUANTIZE[arguments.quantize])
     metadata = {**metadata, **parse_metadata(arguments.set)}
@@ -148,7 +154,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     elif target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise AdapterFormatError(f"'{target}' exists and is not an empty folder; name a new one")
     else:
-        write_peft_folder(target, stored)
+        write_peft_folder(target, stored if spec is None else with_one_gate_up(stored, spec))
     print(f"wrote {target}")
     if quantization is not None:
         print(f"{quantization.dtype}: {_rounding(quantization)}")
@@ -202,13 +208,15 @@ def fits(source: Path, spec: ModelSpec, room: EngineRoom) -> list[str]:
     return [*lines, f"digest {card.digest}"]
 
 
-def _load(source: Path) -> tuple[StoredAdapter, str, Mapping[str, str], Quantization | None]:
+def _load(
+    source: Path, spec: ModelSpec | None = None
+) -> tuple[StoredAdapter, str, Mapping[str, str], Quantization | None]:
     """(as saved, name, free metadata, what rounding cost or None)"""
     _check_there(source)
     if source.name.endswith(CARD_SUFFIX):
         card = read_card(source)
         return card.stored, card.name, card.metadata, card.quantization
-    return read_stored(source, None), source.resolve().name, {}, None
+    return read_stored(source, spec), source.resolve().name, {}, None
 
 
 def _check_there(source: Path) -> None:

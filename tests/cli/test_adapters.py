@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,3 +140,21 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     assert f"2 of them are experts'; beside rank rows it holds {4 * 2 * (8 * 40 + 2 * 32)} bytes" in commands.fits(
         card, mixture, EngineRoom()
     )
+
+
+def test_convert_puts_an_experts_gate_and_up_together_where_the_base_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = replace(SPEC, layers=(replace(SPEC.layers[0], experts=ExpertsSpec(RouterSpec(2, 1, normalised=True))),))
+    monkeypatch.setattr(commands, "_base_spec", {"mixture": mixture}.__getitem__)
+    tensors, names = {}, ["gate_proj", "up_proj"]
+    for expert in range(2):
+        for name in names:
+            path = f"base_model.model.model.layers.0.mlp.experts.{expert}.{name}"
+            tensors |= {f"{path}.lora_A.weight": np.ones((2, 24), np.float32)}
+            tensors |= {f"{path}.lora_B.weight": np.ones((40, 2), np.float32)}
+    write_peft(tmp_path / "old", peft_config(2, names), tensors)
+    assert _run("convert", tmp_path / "old", tmp_path / "new", "--base", "mixture") == 0
+    config = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 4)
+    assert config["target_parameters"] == ["model.layers.0.mlp.experts.gate_up_proj"]

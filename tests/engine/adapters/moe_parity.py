@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,43 +125,65 @@ def edit(folder: Path, *, tensors: Callable[[dict[str, torch.Tensor]], None] | N
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
 
-def per_expert_folder(model: Any, folder: Path, names: tuple[str, str, str], block: str, r: int = 3) -> None:
-    """As PEFT beside transformers 4 saved it: a LoRA per expert and module. names: of gate, up and down."""
+def names_of_old(model: Any) -> tuple[tuple[str, str, str], str]:
+    """What an expert's gate, up and down were called before transformers 5, and the block that they are in."""
+    if model.config.model_type == "mixtral":
+        return ("w1", "w3", "w2"), "block_sparse_moe"
+    return ("gate_proj", "up_proj", "down_proj"), "mlp"
+
+
+def per_expert_folder(
+    model: Any,
+    folder: Path,
+    names: tuple[str, str, str],
+    block: str,
+    r: int = 3,
+    ranks: Mapping[int, int] | None = None,
+) -> None:
+    """As PEFT beside transformers 4 saved it: a LoRA per expert and module. names: of gate, up and down.
+
+    ranks: the experts that have one, each with its rank; all experts at rank `r` if they are not given.
+    """
     folder.mkdir()
     hidden, tensors = model.config.hidden_size, {}
+    chosen = "|".join(map(str, ranks)) if ranks else r"\d+"
     for layer, module in enumerate(model.model.layers):
         if not hasattr(module.mlp, "experts"):
             continue
         experts = module.mlp.experts
         wide = model.config.intermediate_size if is_transposed(model) else experts.down_proj.shape[2]
-        for expert in range(experts.down_proj.shape[0]):
+        for expert, rank in (ranks or dict.fromkeys(range(experts.down_proj.shape[0]), r)).items():
             for name, d_in, d_out in zip(names, (hidden, hidden, wide), (wide, wide, hidden), strict=True):
                 path = f"base_model.model.model.layers.{layer}.{block}.experts.{expert}.{name}"
-                tensors[f"{path}.lora_A.weight"] = torch.randn(r, d_in) * 0.2
-                tensors[f"{path}.lora_B.weight"] = torch.randn(d_out, r) * 0.2
+                tensors[f"{path}.lora_A.weight"] = torch.randn(rank, d_in) * 0.2
+                tensors[f"{path}.lora_B.weight"] = torch.randn(d_out, rank) * 0.2
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": r,
+        "rank_pattern": {rf".*\.experts\.{expert}\..*": rank for expert, rank in (ranks or {}).items()},
         "lora_alpha": 4,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(names),
+        # A dense layer and a shared expert have such modules, too.
+        "target_modules": rf".*\.experts\.({chosen})\.({'|'.join(names)})",
         "peft_version": "0.17.0",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def with_experts_merged(model: Any, folder: Path, names: tuple[str, str, str], block: str, scale: float) -> Any:
+def with_experts_merged(model: Any, folder: Path, names: tuple[str, str, str], block: str) -> Any:
     """A copy of the model whose experts have what `per_expert_folder` wrote added to their weights."""
     merged, tensors = copy.deepcopy(model), load_file(folder / "adapter_model.safetensors")
     for layer, module in enumerate(merged.model.layers):
         for expert in range(module.mlp.experts.down_proj.shape[0] if hasattr(module.mlp, "experts") else 0):
             path = f"base_model.model.model.layers.{layer}.{block}.experts.{expert}"
+            if f"{path}.{names[0]}.lora_A.weight" not in tensors:
+                continue
             pairs = [[tensors[f"{path}.{name}.lora_{half}.weight"] for half in "BA"] for name in names]
-            gate, up, down = (scale * b @ a for b, a in pairs)
+            gate, up, down = (4 / len(a) * b @ a for b, a in pairs)  # lora_alpha is 4
             with torch.no_grad():
                 if is_transposed(model):
                     module.mlp.experts.gate_up_proj[expert] += torch.stack([gate, up], dim=1).flatten(0, 1).T
@@ -203,19 +225,13 @@ def check_every_format(model: Any, backend: BackendWithLogits, folder: Path) -> 
 
 def check_one_lora_per_expert(model: Any, backend: BackendWithLogits, folder: Path) -> None:
     """As PEFT saved them before transformers 5: the logits of merged weights, and PEFT's where it has a rule."""
-    is_mixtral = model.config.model_type == "mixtral"
-    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    names, block = names_of_old(model)
     folder, tokens = folder / "old", random_tokens(model)
-    block = "block_sparse_moe" if is_mixtral else "mlp"
     per_expert_folder(model, folder, names, block)
-    # A dense layer and a shared expert have such modules, too.
-    is_mixed = model.config.model_type in ("qwen2_moe", "deepseek_v2")
-    if is_mixed:
-        edit(folder, target_modules=r".*\.experts\.\d+\.(gate_proj|up_proj|down_proj)")
     (found,) = served_logits(backend, [read_adapter(folder, backend.spec)], tokens)
-    merged = with_experts_merged(model, folder, names, block, scale=4 / 3)
+    merged = with_experts_merged(model, folder, names, block)
     assert np.abs(found - base_logits(in_float64(merged), tokens)).max() <= TOLERANCE
-    if not is_mixed and not is_transposed(
-        model
-    ):  # PEFT 0.21 has no rule for these families, and leaves such experts out in silence
+    # PEFT 0.21 has no rule for these families, and leaves such experts out in silence.
+    if model.config.model_type not in ("qwen2_moe", "deepseek_v2", "gpt_oss"):
+        edit(folder, target_modules=list(names), rank_pattern={})
         assert np.abs(found - peft_logits(in_float64(model), folder, tokens)).max() <= TOLERANCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from app.engine.adapters.formats.arrow import ArrowCard, read_card, read_card_adapter, write_card
 from app.engine.adapters.formats.convert import write_peft_folder
+from app.engine.adapters.formats.fused_experts import with_one_gate_up
 from app.engine.adapters.formats.reading import read_adapter, read_stored
 from app.engine.cpu.backend import CpuBackend
 from app.engine.errors import AdapterFormatError, AdapterMismatch
@@ -22,10 +24,12 @@ from tests.engine.adapters.moe_parity import (
     PARAMETERS,
     PEFT_WARNINGS,
     TOLERANCE,
-    check_every_format,
     check_one_lora_per_expert,
     edit,
+    in_float64,
     is_transposed,
+    names_of_old,
+    per_expert_folder,
     save_random,
     tiny_mixture,
 )
@@ -45,10 +49,6 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     backend = CpuBackend(checkpoint.spec, checkpoint.tensors(), CONFIG)
     yield model, backend
     backend.close()
-
-
-def test_every_format_alone_and_all_in_one_batch(mixture: Any, tmp_path: Path) -> None:
-    check_every_format(*mixture, tmp_path)
 
 
 def test_one_lora_per_expert_as_before_transformers_5(mixture: Any, tmp_path: Path) -> None:
@@ -92,6 +92,33 @@ def test_a_card_and_a_folder_made_of_it_are_the_same_adapter(mixture: Any, tmp_p
     tokens = random_tokens(model)
     again, first = peft_logits(model, tmp_path / "again", tokens), peft_logits(model, folder, tokens)
     assert np.abs(again - first).max() <= TOLERANCE
+
+
+def test_one_lora_per_expert_is_translated_to_what_peft_saves_today(mixture: Any, tmp_path: Path) -> None:
+    model, backend = mixture
+    per_expert_folder(model, tmp_path / "old", *names_of_old(model))
+    use_rslora = model.config.model_type in ("mixtral", "gpt_oss")
+    edit(tmp_path / "old", use_rslora=use_rslora)
+    stored = with_one_gate_up(read_stored(tmp_path / "old", backend.spec), backend.spec)
+    write_peft_folder(tmp_path / "new", stored)
+    config = json.loads((tmp_path / "new" / "adapter_config.json").read_text())
+    assert all(name.endswith(("gate_up_proj", "down_proj")) for name in config["target_parameters"])
+    assert 6 in (config["r"], *config["rank_pattern"].values()), "twice 3"
+    tokens = random_tokens(model)
+    (old,) = served_logits(backend, [read_adapter(tmp_path / "old", backend.spec)], tokens)
+    (new,) = served_logits(backend, [read_adapter(tmp_path / "new", backend.spec)], tokens)
+    assert np.abs(new - old).max() <= (TOLERANCE if use_rslora else 0), "a root of two rounds"
+    assert np.abs(new - peft_logits(in_float64(model), tmp_path / "new", tokens)).max() <= TOLERANCE
+
+
+def test_halves_of_another_rank_stay_what_they_are(tmp_path: Path) -> None:
+    model = tiny_mixture("mixtral")
+    model.save_pretrained(tmp_path / "base")
+    spec = load_checkpoint(tmp_path / "base").spec
+    per_expert_folder(model, tmp_path / "old", *names_of_old(model))
+    edit(tmp_path / "old", alpha_pattern={r".*\.experts\.2\.w3": 9})
+    with pytest.raises(AdapterFormatError, match=r"experts\.2\.gate_up_proj: gate and up differ.*as a card"):
+        with_one_gate_up(read_stored(tmp_path / "old", spec), spec)
 
 
 @pytest.fixture(scope="module")
