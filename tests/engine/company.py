@@ -184,9 +184,12 @@ def _activated(adapter: LoraAdapter, generator: np.random.Generator) -> LoraAdap
     )
 
 
-def _cases(generator: np.random.Generator, spec: ModelSpec, count: int, structured: float) -> list[Case]:
+def _adapters(generator: np.random.Generator, spec: ModelSpec) -> list[LoraAdapter]:
     has_experts = any(layer.experts for layer in spec.layers)
-    plain = (_mixture_adapters if has_experts else _dense_adapters)(generator, spec)
+    return (_mixture_adapters if has_experts else _dense_adapters)(generator, spec)
+
+
+def _cases(generator: np.random.Generator, plain: Sequence[LoraAdapter], count: int, structured: float) -> list[Case]:
     activated = [_activated(plain[int(generator.integers(len(plain)))], generator) for _ in range(4)]
     adapters = [None, None, *plain, *activated]
     prefixes = [tuple(generator.integers(3, 120, n).tolist()) for n in (0, 16, 40, 64)]
@@ -285,6 +288,8 @@ def disturbed(
     device: DeviceConfig,
     *,
     spec: ModelSpec | None = None,
+    tensors: Callable[[], Iterator[tuple[str, np.ndarray]]] | None = None,
+    adapters: Sequence[LoraAdapter] | None = None,
     num_engines: int = 8,
     kv_tokens: Sequence[int] = (160, 192, 240, 1600),
     structured: float = 0.25,
@@ -294,16 +299,18 @@ def disturbed(
     Returns [batches, preemptions, evictions, cached tokens, right guesses, wrong ones].
 
     `device` is the same everywhere but for its threads, the other settings are drawn; KV memory for one of `kv_tokens`.
-    The model is a dense one if no `spec` is given; `structured` is the share of requests with grammars and biases.
+    The model is a dense one if no `spec` is given, its weights and the `adapters` are random if these are not;
+    `structured` is the share of requests with grammars and biases.
     """
     seed = any_seed()
     generator = np.random.default_rng(seed)
     spec = spec or _spec()
-    cases = _cases(generator, spec, 40, structured)
+    weights = tensors or (lambda: _tensors(spec, seed))
+    cases = _cases(generator, adapters or _adapters(generator, spec), 40, structured)
     one_thread = device.model_copy(update={"num_threads": 1}) if isinstance(device, CpuConfig) else device
     roomy = EngineConfig(num_kv_blocks=64, adapter_rank_rows=256, prefix_cache=False, speculation="off").on(one_thread)
     alone: dict[str, Result] = {}
-    backend = make_backend(spec, _tensors(spec, seed), roomy)
+    backend = make_backend(spec, weights(), roomy)
     engine = Engine(backend, roomy, grammars=tiny_vocabulary)
     for case in cases:
         alone |= _run(engine, [case], set(), None)
@@ -315,7 +322,7 @@ def disturbed(
     for _ in range(num_engines):
         largest_extras = max((case.adapter.card.extra_bytes for case in cases if case.adapter is not None), default=0)
         config = _random_config(generator, device, kv_tokens, largest_extras)
-        backend = make_backend(spec, _tensors(spec, seed), config)
+        backend = make_backend(spec, weights(), config)
         engine = Engine(backend, config, grammars=tiny_vocabulary)
         chosen = [cases[i] for i in generator.permutation(len(cases))[: int(generator.integers(5, 41))]]
         aborted = {c.request.request_id for c in chosen if generator.integers(10) == 0}
