@@ -1,18 +1,22 @@
 """Decoding speed of a mixture of experts on the CPU, beside transformers and PEFT, in one run.
 
-In: sizes of a Qwen3-MoE with random weights, numbers of streams. Out: a Markdown table on stdout. Adapters are random,
-over attention and a share of the experts, in PEFT's layout; PEFT runs one of them for all streams, for it mixes none.
-Rounds are interleaved (`measuring.py`), ratios are taken within a round, and first tokens are compared, so that nobody
-is fast by computing something else.
+In: sizes of a Qwen3-MoE with random weights, numbers of streams. Out: Markdown on stdout: tokens per second, CPU time
+per token, and the engine's step over what its bytes cost: those of the experts that the step uses, and of all else that
+every token reads. Adapters are random, over attention and all experts, in PEFT's layout; PEFT runs one of them for all
+streams, for it mixes none. Rounds are interleaved (`measuring.py`), ratios are taken within a round, and tokens are
+compared, so that nobody is fast by computing something else.
 
-    python -m load_tests.engine.bench_moe --hidden 1024 --layers 4 --experts 64 --top-k 6 --streams 1,8,32
+    python -m load_tests.engine.bench_moe --hidden 1024 --layers 2 --experts 64 --top-k 6 --streams 1,8,32
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +33,7 @@ from app.engine.adapters.formats.peft import read_peft
 from app.engine.config import CpuConfig, EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 from app.engine.open import load_backend
 from load_tests.decoding import Decoder, EngineDecoder
@@ -36,6 +41,9 @@ from load_tests.engine.reference import TransformersDecoder, load_transformers
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 
 ENGINE, TRANSFORMERS, PEFT = "engine", "transformers", "PEFT, one adapter"
+#: The rate of torch's sum over so many bytes, the median of a few.
+BANDWIDTH = "bandwidth"
+_READ_BYTES = 256 << 20
 
 
 class Case(NamedTuple):
@@ -60,6 +68,7 @@ class Settings:
     rank: int
     num_prompt_tokens: int
     num_tokens: int
+    num_reference_tokens: int
     num_rounds: int
     num_threads: int
     seed: int
@@ -124,16 +133,50 @@ def decoders(settings: Settings, folder: Path) -> dict[str, Decoder]:
         max_adapter_slots=settings.num_adapters + 1,
         adapter_extra_bytes=sum(adapter.card.extra_bytes for adapter in adapters),
         num_kv_blocks=most * (-(-length // 16) + 1), max_batch_sequences=most, max_context=length, prefix_cache=False,
+        max_batch_tokens=max(256, most * settings.num_prompt_tokens), prefill_step_ms=0,  # all streams start together
         speculation="off",
     ).on(CpuConfig(num_threads=settings.num_threads))  # fmt: skip
     reference: Any = load_transformers(model)
     found: dict[str, Decoder] = {
         ENGINE: EngineDecoder(Engine(load_backend(checkpoint, config), config), adapters),
-        TRANSFORMERS: TransformersDecoder(reference),
+        TRANSFORMERS: _CountingDecoder(reference, checkpoint.spec),
     }
-    if folders:
-        found[PEFT] = _PeftDecoder(load_transformers(model), folders[0])
+    if folders:  # modules of its own over the same weights: PEFT rewrites the modules that it is given
+        weights = {id(parameter): parameter for parameter in reference.parameters()}
+        found[PEFT] = _PeftDecoder(copy.deepcopy(reference, weights), folders[0])
     return found
+
+
+class _CountingDecoder(TransformersDecoder):
+    """Also says how many experts its steps used."""
+
+    def __init__(self, model: Any, spec: ModelSpec) -> None:
+        super().__init__(model)
+        self._routers = [layer.mlp.gate for layer in model.model.layers]
+        self._spec = spec
+
+    def step_bytes(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+        """What a step that decodes these prompts reads, on average: its experts once each, and every other product."""
+        used: list[int] = []
+
+        def count(_module: Any, _inputs: Any, output: Any) -> None:
+            if len(output[2]) == len(prompts):  # one token each: a step, not the prompts
+                used.append(len(output[2].unique()))
+
+        hooks = [router.register_forward_hook(count) for router in self._routers]
+        self.decode(prompts, [None] * len(prompts), num_tokens)
+        for hook in hooks:
+            hook.remove()
+        return _bytes_of(self._spec, float(np.mean(used)))
+
+
+def _bytes_of(spec: ModelSpec, num_experts: float) -> float:
+    """Of one step in float32 with so many experts of each layer, without caches."""
+    total = spec.vocab_size * spec.hidden_size
+    for layer in range(len(spec.layers)):
+        for product in layer_products(spec, layer):
+            total += product.d_in * product.width() * (1 if product.num_experts is None else num_experts)
+    return 4.0 * total
 
 
 class _PeftDecoder(TransformersDecoder):
@@ -146,59 +189,124 @@ class _PeftDecoder(TransformersDecoder):
         return super().decode(prompts, [None] * len(prompts), num_tokens)
 
 
+class Measured(NamedTuple):
+    """Of one case in one round."""
+
+    tokens_per_s: float
+    cpu_ms_per_token: float
+
+
 def run(settings: Settings) -> str:
     """Measure everything; returns the Markdown."""
     torch.set_num_threads(settings.num_threads or torch.get_num_threads())
-    tokens: dict[Case, Any] = {}
+    tokens: dict[Case, list[tuple[int, ...]]] = {}
+    measured: dict[Case, list[Measured]] = {}
     with tempfile.TemporaryDirectory() as folder:
         found = decoders(settings, Path(folder))
         rng = np.random.default_rng(settings.seed)
         prompts = rng.integers(3, 4096, (max(settings.streams), settings.num_prompt_tokens)).tolist()
+        memory = torch.zeros(_READ_BYTES // 4)
 
         def measure(case: Case) -> float:
             n, a = case.num_streams, case.num_adapters
-            decoded = found[case.system].decode(
-                prompts[:n], [i % a if a else None for i in range(n)], settings.num_tokens
-            )
-            tokens[case] = [row[0] for row in decoded.token_ids]
+            count = settings.num_tokens if case.system == ENGINE else settings.num_reference_tokens
+            before = time.process_time()
+            print(case, file=sys.stderr)  # a run takes minutes
+            decoded = found[case.system].decode(prompts[:n], [i % a if a else None for i in range(n)], count)
+            cpu_ms = (time.process_time() - before) * 1e3 / (n * count)
+            tokens[case] = [row[: settings.num_reference_tokens] for row in decoded.token_ids]
+            measured.setdefault(case, []).append(Measured(decoded.tokens_per_s, cpu_ms))
             return decoded.tokens_per_s
 
-        cases = []
-        for n in settings.streams:
-            cases += [Case(ENGINE, 0, n), Case(TRANSFORMERS, 0, n)]
-            if settings.num_adapters:
-                cases += [Case(ENGINE, settings.num_adapters, n), Case(ENGINE, 1, n), Case(PEFT, 1, n)]
-        values = rounds({case: partial(measure, case) for case in dict.fromkeys(cases)}, settings.num_rounds)
+        counting: Any = found[TRANSFORMERS]
+        num_bytes = {n: counting.step_bytes(prompts[:n], settings.num_reference_tokens) for n in settings.streams}
+        cases = _cases(settings)
+        for case in cases:
+            if case.system == ENGINE:  # the others' first forward is the prompts', which is not timed
+                measure(case)
+        measured.clear()
+        values = rounds(
+            {BANDWIDTH: lambda: _bandwidth(memory)} | {case: partial(measure, case) for case in cases},
+            settings.num_rounds,
+        )
+    _check_tokens(settings, tokens)
+    return report(settings, measured, values[BANDWIDTH], num_bytes)
+
+
+def _cases(settings: Settings) -> list[Case]:
+    cases = []
+    for n in settings.streams:
+        cases += [Case(ENGINE, 0, n), Case(TRANSFORMERS, 0, n)]
+        if settings.num_adapters:
+            cases += [Case(ENGINE, settings.num_adapters, n), Case(ENGINE, 1, n), Case(PEFT, 1, n)]
+    return list(dict.fromkeys(cases))
+
+
+def _bandwidth(memory: torch.Tensor) -> float:
+    """Bytes per second."""
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        memory.sum()
+        times.append(time.perf_counter() - started)
+    return memory.nbytes / float(np.median(times))
+
+
+def _check_tokens(settings: Settings, tokens: dict[Case, list[tuple[int, ...]]]) -> None:
+    """SystemExit where a reference has other first tokens."""
     for n in settings.streams:
         for a, system in ((0, TRANSFORMERS), (1, PEFT)):
-            if Case(system, a, n) in tokens and tokens[Case(ENGINE, a, n)] != tokens[Case(system, a, n)]:
+            theirs, ours = tokens.get(Case(system, a, n)), tokens.get(Case(ENGINE, a, n))
+            if theirs is not None and ours is not None and [row[0] for row in theirs] != [row[0] for row in ours]:
                 raise SystemExit(f"{system} and the engine chose other first tokens for {n} streams")
-    return report(settings, values)
 
 
-def report(settings: Settings, values: dict[Case, list[float]]) -> str:
-    """Tokens per second, and ratios within rounds."""
-    lines = ["| streams | who | adapters | tokens/s | ratio |", "|---|---|---|---|---|"]
-    for case, found in values.items():
-        n = case.num_streams
-        against = None
-        if case.system == ENGINE:
-            if case.num_adapters == 0:
-                against = Case(TRANSFORMERS, 0, n)
-            elif case.num_adapters == 1 and Case(PEFT, 1, n) in values:
-                against = Case(PEFT, 1, n)
-            if case.num_adapters > 1:
-                against = Case(ENGINE, 0, n)
-        ratio = f"{ratios(found, values[against])} of {against.system}" if against else ""
-        lines.append(f"| {n} | {case.system} | {case.num_adapters} | {spread(found)} | {ratio} |")
-    return "\n".join([f"{settings}", f"{environment()}", "", *lines])
+def report(
+    settings: Settings,
+    measured: dict[Case, list[Measured]],
+    bandwidth: Sequence[float],
+    num_bytes: dict[int, float],
+) -> str:
+    """Tokens per second and CPU time, and ratios within rounds; then the base's step over its bytes."""
+    lines = [
+        "| streams | who | adapters | tokens/s | ratio | CPU ms/token | CPU ratio |",
+        "|---:|---|---:|---:|---|---:|---:|",
+    ]
+    for case, found in measured.items():
+        against = _reference(case)
+        speed, cpu = [one.tokens_per_s for one in found], [one.cpu_ms_per_token for one in found]
+        cells = ["", ""]
+        if against != case and against in measured:
+            theirs = measured[against]
+            cells = [
+                f"{ratios(speed, [one.tokens_per_s for one in theirs])} of {against.system}",
+                f"{ratios(cpu, [one.cpu_ms_per_token for one in theirs]).median:.2f}",
+            ]
+        lines.append(
+            f"| {case.num_streams} | {case.system} | {case.num_adapters} | {spread(speed).median:.1f} | {cells[0]} | "
+            f"{spread(cpu).median:.1f} | {cells[1]} |"
+        )
+    lines += ["", "| streams | MB of a step | step / its bytes at the memory's rate |", "|---:|---:|---:|"]
+    for n, size in num_bytes.items():
+        steps = [n / one.tokens_per_s for one in measured[Case(ENGINE, 0, n)]]
+        over = spread([step * rate / size for step, rate in zip(steps, bandwidth, strict=True)])
+        lines.append(f"| {n} | {size / 1e6:.0f} | {over} |")
+    rate = f"memory {spread(bandwidth).median / 1e9:.1f} GB/s"
+    return "\n".join([f"{settings}", f"{environment()}, {rate}", "", *lines])
+
+
+def _reference(case: Case) -> Case:
+    """What a case is compared with: with several adapters the base, else the library that does the same."""
+    if case.num_adapters > 1:
+        return Case(ENGINE, 0, case.num_streams)
+    return Case(PEFT if case.num_adapters else TRANSFORMERS, case.num_adapters, case.num_streams)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Decoding speed of a mixture of experts.")
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=6)
     parser.add_argument("--expert-size", type=int, default=704)
@@ -207,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--prompt-tokens", dest="num_prompt_tokens", type=int, default=16)
     parser.add_argument("--tokens", dest="num_tokens", type=int, default=24)
+    parser.add_argument("--reference-tokens", dest="num_reference_tokens", type=int, default=6)
     parser.add_argument("--rounds", dest="num_rounds", type=int, default=3)
     parser.add_argument("--threads", dest="num_threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)

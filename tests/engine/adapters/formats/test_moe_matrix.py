@@ -47,7 +47,7 @@ RANKS = {
 }
 #: Format -> expert -> rank, of adapters with one LoRA per expert.
 OLD = {"one LoRA per expert": dict.fromkeys(range(4), 6), "some experts, each at its own rank": {1: 7, 3: 17}}
-MIN_BATCHES = 40
+MIN_BATCHES = 300
 MIN_BATCHES_NIGHTLY = 2000
 #: What `disturbed` counts.
 KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong guesses")

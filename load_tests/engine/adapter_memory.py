@@ -1,0 +1,137 @@
+"""How many bytes adapters take in an engine on the CPU, beside a table with room for every expert in every slot.
+
+In: nothing; the sizes are those of Llama 3.1 8B, SmolLM2-135M and DeepSeek-V2-Lite. Out: a Markdown table on stdout. An
+adapter's values are never written, so that the largest fits any machine; every number is what the engine's own
+accounting says: rank rows by its runs, the rest by `extra_bytes`.
+
+    python -m load_tests.engine.adapter_memory
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from app.engine.adapters.card import AdapterCard
+from app.engine.adapters.extras import extra_bytes
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
+from app.engine.models.footprint import rank_row_bytes
+from app.engine.models.hf_config import spec_from_config
+from app.engine.models.products import layer_products
+from app.engine.models.spec import ModelSpec
+from app.engine.pools.row_runs import length_of
+from app.kernels.sgmv.cpu import RANK_PANEL
+
+_YARN = {"rope_type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+MODELS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+    },
+    "Llama 3.1 8B": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+    "DeepSeek-V2-Lite": {
+        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "kv_lora_rank": 512,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "max_position_embeddings": 163840, "rope_parameters": {**_YARN, "original_max_position_embeddings": 4096},
+    },
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """Which modules an adapter changes, at rank 16. experts: of how many experts of each layer; 0 of a dense model."""
+
+    model: str
+    name: str
+    targets: tuple[str, ...]  # none: every linear module but the router
+    experts: int = 0
+
+
+CASES = (
+    Case("SmolLM2-135M", "q and v", ("q_proj", "v_proj")),
+    Case("SmolLM2-135M", "every linear module", ()),
+    Case("Llama 3.1 8B", "q and v", ("q_proj", "v_proj")),
+    Case("Llama 3.1 8B", "every linear module", ()),
+    Case("DeepSeek-V2-Lite", "every linear module, all 64 experts", (), 64),
+    Case("DeepSeek-V2-Lite", "every linear module, 8 of 64 experts", (), 8),
+)
+RANK = 16
+
+
+class Sizes(NamedTuple):
+    """Bytes: of the run of rank rows, of these that the adapter's modules use, and of what it holds beside them."""
+
+    rank_rows: int
+    used: int
+    beside: int
+
+
+def sizes(case: Case, spec: ModelSpec, dtype: Any) -> Sizes:
+    """What an adapter of this kind takes, saved as `dtype`. Rank rows are in float32 whatever it was saved in."""
+    adapter = adapter_of(case, spec, dtype)
+    run = length_of(RANK, RANK_PANEL) * RANK_PANEL
+    singles = {
+        (layer, target)
+        for layer in range(len(spec.layers))
+        for product in layer_products(spec, layer)
+        if product.has_rank_rows
+        for target in product.targets
+    }
+    used = sum(pair.a.size + pair.b.size for key, pair in adapter.weights.items() if key[:2] in singles)
+    return Sizes(run * rank_row_bytes(spec, 4), used * 4, extra_bytes(adapter, spec))
+
+
+def adapter_of(case: Case, spec: ModelSpec, dtype: Any) -> LoraAdapter:
+    """One whose values nobody reads: memory that was never touched."""
+    pairs = dict(_pairs(case, spec, dtype))
+    size_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
+    return LoraAdapter(AdapterCard(case.name, "", RANK, case.targets, str(np.dtype(dtype)), size_bytes), pairs)
+
+
+def _pairs(case: Case, spec: ModelSpec, dtype: Any) -> Iterator[tuple[LoraKey, LoraPair]]:
+    for layer in range(len(spec.layers)):
+        for product in layer_products(spec, layer):
+            if product.name == "router":
+                continue
+            experts = product.experts if product.num_experts is None else product.experts[: case.experts]
+            for expert in experts:
+                shared = np.empty((RANK, product.d_in), dtype)  # gate's and up's, as PEFT trains one pair for both
+                for target, width in zip(product.targets, product.widths, strict=True):
+                    if case.targets and target not in case.targets:
+                        continue
+                    a = shared if expert is not None else np.empty((RANK, product.d_in), dtype)
+                    yield LoraKey(layer, target, expert=expert), LoraPair(a, np.empty((RANK, width), dtype))
+
+
+def report() -> str:
+    """The table, in megabytes of 10^6."""
+    lines = [
+        "| base | adapter of rank 16, in bfloat16 | rank rows | of these used | experts and heads | in all |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for case in CASES:
+        spec = spec_from_config(MODELS[case.model], case.model, "")
+        found = sizes(case, spec, ml_dtypes.bfloat16)
+        lines.append(
+            f"| {case.model} | {case.name} | {found.rank_rows / 1e6:.1f} MB | {found.used / found.rank_rows:.0%} | "
+            f"{found.beside / 1e6:.1f} MB | {(found.rank_rows + found.beside) / 1e6:.1f} MB |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    argparse.ArgumentParser(description="What adapters take in an engine on the CPU.").parse_args(argv)
+    print(report())
+
+
+if __name__ == "__main__":
+    main()

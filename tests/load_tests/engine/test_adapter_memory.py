@@ -1,0 +1,27 @@
+"""What the pages say adapters take is what the command prints, and that is what the engine counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from app.engine.models.hf_config import spec_from_config
+from load_tests.engine.adapter_memory import CASES, MODELS, report, sizes
+
+PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
+
+
+def test_the_page_has_the_table() -> None:
+    assert report() in PAGE.read_text()
+
+
+def test_an_adapter_pays_for_its_experts_and_for_whole_rank_rows() -> None:
+    spec = spec_from_config(MODELS["DeepSeek-V2-Lite"], "lite", "")
+    every, some = (sizes(case, spec, np.float32) for case in CASES if case.model == "DeepSeek-V2-Lite")
+    heads = 4 * 27 * 16 * (2 * 512 + 16 * (128 + 128))  # of kv_b_proj, by head: keys and values have its a once each
+    assert every.rank_rows == some.rank_rows
+    assert every.beside - heads == 8 * (some.beside - heads)
+    few, all_modules = (sizes(case, spec_from_config(MODELS[case.model], "", ""), np.float32) for case in CASES[:2])
+    assert few.rank_rows == all_modules.rank_rows == all_modules.used
+    assert few.used < 0.2 * few.rank_rows
