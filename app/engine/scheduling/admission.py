@@ -13,6 +13,7 @@ of the blocks is free. The first of them that has no blocks holds the others of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from app.engine.errors import AdapterKeptOut
@@ -94,10 +95,20 @@ class Admission:
         """Something arrived or something was given back: it is worth looking at the queue again."""
         self._is_open = True
 
-    def admit(self, max_sequences: int, max_tokens: int, num_running: int, max_batches: int = 0) -> Admitted:
+    def admit(
+        self,
+        max_sequences: int,
+        max_tokens: int,
+        num_running: int,
+        max_batches: int = 0,
+        room_of: Mapping[str, int] | None = None,
+        favoured: list[Sequence] | None = None,
+    ) -> Admitted:
         """Sequences in fair order.
 
         At most `max_sequences`, of which `max_batches` may be batches', and none beyond those that fill `max_tokens`.
+        `room_of`: tokens that some tenants may compute in this step at most; no more of theirs counts.
+        `favoured`, for whom places were made, are tried before all others.
         Writes are limited for the sake of those that run: where nothing runs, all that have room start together.
         """
         look = _Pass()
@@ -105,7 +116,8 @@ class Admission:
             return look.result()
         self._is_open = False
         num_tokens = num_block_refusals = num_batches = 0
-        for sequence in self._queue.candidates():
+        left_of = dict(room_of or {})
+        for sequence in _with_first(favoured or [], self._queue.candidates()):
             if len(look.admitted) == max_sequences or num_tokens >= max_tokens:
                 self._is_open = True
                 break
@@ -131,7 +143,10 @@ class Admission:
             self._start(sequence, found)
             look.admit(sequence)
             num_batches += is_batch
-            num_tokens += sequence.num_pending
+            count = min(sequence.num_pending, left_of.get(sequence.tenant_id, max_tokens))
+            num_tokens += count
+            if sequence.tenant_id in left_of:
+                left_of[sequence.tenant_id] -= count
         for sequence in look.admitted:
             self._queue.remove(sequence)
         self._age(look.passed_first)
@@ -237,3 +252,10 @@ class Admission:
         if sequence.order is None:
             sequence.order = self._num_admitted
             self._num_admitted += 1
+
+
+def _with_first(first: list[Sequence], others: Iterator[Sequence]) -> Iterator[Sequence]:
+    yield from first
+    for sequence in others:
+        if sequence not in first:
+            yield sequence

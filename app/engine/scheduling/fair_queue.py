@@ -126,6 +126,20 @@ class FairQueue:
         mine.enter(sequence)
         mine.urgent = {sequence.request_id: sequence, **mine.urgent}
 
+    def push_back(self, sequence: Sequence) -> None:
+        """Queue a sequence that gave its place to another tenant's first of its tenant's."""
+        tenant = self._class(sequence).enter(sequence)
+        tenant.queue = {sequence.request_id: sequence, **tenant.queue}
+
+    def first_of_each(self) -> list[Sequence]:
+        """A waiting sequence of each tenant that waits, batches aside: the one it waits longest with."""
+        firsts = {sequence.tenant_id: sequence for sequence in reversed(self._awaited.urgent.values())}
+        tenants = self._awaited.tenants
+        for tenant_id in self._awaited.waiting_tenants:
+            if tenant_id not in firsts:
+                firsts[tenant_id] = next(iter(tenants[tenant_id].queue.values()))
+        return list(firsts.values())
+
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that was admitted or aborted."""
         self._class(sequence).remove(sequence)
@@ -170,6 +184,11 @@ class FairQueue:
         tenants = self._awaited.tenants.copy()
         counters = [tenants[name].counter for name in self._awaited.waiting_tenants.copy() if name in tenants]
         return max(counters) - min(counters) if counters else 0.0
+
+    def counter_of(self, tenant_id: str) -> float:
+        """Virtual counter of a tenant, batches aside; 0 of one that is not known."""
+        tenant = self._awaited.tenants.get(tenant_id)
+        return tenant.counter if tenant is not None else 0.0
 
     def counters(self) -> dict[str, float]:
         """Virtual counter per known tenant, batches aside."""

@@ -1,6 +1,7 @@
 """How wide a step may be for the tenants that have most sequences running, while others run beside them.
 
-In: how long past steps took, and who runs. Out: how many tokens of the wide tenants a step computes. Rule: a step takes
+In: how long past steps took, who runs and who waits. Out: how many tokens of the wide tenants a step computes, and
+which of them gives its place to a request that would have to wait for one. Rule: a step takes
 at most `slowdown` times as long as it would for the other tenants alone; but a wide tenant never gets fewer tokens, by
 weight, than the widest of the others, so whoever is held back is still served equally. So the bound on what a flood
 does to the steps of a tenant that runs n sequences is max(`slowdown`, t(2n) / t(n)): a step of 2n sequences takes what
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from app.engine.sequence import Sequence
 
@@ -21,6 +24,14 @@ _NUM_STEPS = 9
 _MAX_WIDTH = 256
 #: Sequences whose last turn is remembered; beyond that all begin anew.
 _MAX_TURNS = 4096
+#: Steps for which a tenant that has nothing here any more counts as if it ran: its next request is on its way, and
+#: would find a wide step in progress.
+_LINGER_STEPS = 8
+#: By so much, in the fair queue's prices, tenants may differ before who is behind gets more: then it gets one token
+#: more per step for each `_CATCH_UP` that it is behind.
+_UNEVEN, _CATCH_UP = 256.0, 128.0
+#: Who was served by so much more is given no place: it waits for one in fair order.
+_MAX_LEAD = 4096.0
 
 
 class StepTimes:
@@ -61,6 +72,14 @@ class StepTimes:
         return self._line
 
 
+class _Lately(NamedTuple):
+    """How many sequences a tenant ran, with what weight, and in which step."""
+
+    width: int
+    weight: float
+    step: int
+
+
 class Isolation:
     """One engine's. `slowdown` 0: it has no opinion, and costs nothing."""
 
@@ -69,25 +88,41 @@ class Isolation:
         self._times = StepTimes()
         self._turns: dict[str, int] = {}  # request id of a wide tenant's -> the number of its last turn
         self._num_turns = 0
+        self._num_steps = 0
+        self._lately: dict[str, _Lately] = {}
 
     def observe(self, num_tokens: int, time_s: float) -> None:
         """`StepTimes.observe`."""
         if self._slowdown:
             self._times.observe(num_tokens, time_s)
 
-    def wide(self, running: SequenceOf[Sequence]) -> dict[str, int]:
+    @property
+    def is_on(self) -> bool:
+        return self._slowdown > 0
+
+    def wide(
+        self,
+        running: SequenceOf[Sequence],
+        waiting: Iterable[Sequence] = (),
+        counter_of: Callable[[str], float] = lambda _: 0.0,
+    ) -> dict[str, int]:
         """Tenants that run more than the mean of all that run, by weight, and how many tokens each may compute.
 
-        Empty: nobody is held back.
+        `waiting` has a sequence of each tenant that waits: one that does not run counts as if it ran what it last ran,
+        or this one. `counter_of`: what the fair queue has counted of a tenant; who is behind gets more, so that those
+        who are held back are served equally though the others' prompts are computed whole. Empty: nobody is held back.
+        Once per step.
         """
         if not self._slowdown:
             return {}
         widths = Counter(sequence.tenant_id for sequence in running)
+        weights = {sequence.tenant_id: sequence.request.weight for sequence in running}
+        self._num_steps += 1
+        self._linger(widths, weights, waiting)
         if len(widths) < 2:
             self._turns.clear()
             return {}
-        weights = {sequence.tenant_id: sequence.request.weight for sequence in running}
-        mean = len(running) / sum(weights.values())
+        mean = sum(widths.values()) / sum(weights.values())
         wide = [tenant_id for tenant_id, width in widths.items() if width > mean * weights[tenant_id]]
         others = [tenant_id for tenant_id in widths if tenant_id not in wide]
         if not wide or not others:  # all alike, but for rounding
@@ -96,7 +131,28 @@ class Isolation:
         equal = max(widths[tenant_id] / weights[tenant_id] for tenant_id in others)
         room = self._times.widest(num_others, self._slowdown) - num_others
         share = room / sum(weights[tenant_id] for tenant_id in wide)
-        return {tenant_id: max(1, round(max(share, equal) * weights[tenant_id])) for tenant_id in wide}
+        served = max(counter_of(tenant_id) for tenant_id in others)
+        rooms: dict[str, int] = {}
+        for tenant_id in wide:
+            behind = max(0.0, served - counter_of(tenant_id) - _UNEVEN)
+            rooms[tenant_id] = max(1, round((max(share, equal) + behind / _CATCH_UP) * weights[tenant_id]))
+        return rooms
+
+    def _linger(self, widths: Counter[str], weights: dict[str, float], waiting: Iterable[Sequence]) -> None:
+        """Add those that wait, or ran a moment ago, to those that run; both are written in place."""
+        lately, now = self._lately, self._num_steps
+        for tenant_id, width in widths.items():
+            lately[tenant_id] = _Lately(width, weights[tenant_id], now)
+        for sequence in waiting:
+            if sequence.tenant_id not in widths:
+                before = lately.get(sequence.tenant_id)
+                width = 1 if before is None else before.width
+                lately[sequence.tenant_id] = _Lately(width, sequence.request.weight, now)
+        for tenant_id, (width, weight, last) in list(lately.items()):
+            if now - last > _LINGER_STEPS:
+                del lately[tenant_id]
+            elif tenant_id not in widths:
+                widths[tenant_id], weights[tenant_id] = width, weight
 
     def turn(self, waiting: SequenceOf[Sequence], number: int) -> list[Sequence]:
         """Those of a wide tenant's sequences that are computed in this step: whose last time is longest ago."""
@@ -109,3 +165,27 @@ class Isolation:
             self._num_turns += 1
             self._turns[sequence.request_id] = self._num_turns
         return chosen
+
+    def giver(
+        self,
+        running: SequenceOf[Sequence],
+        asking: Sequence,
+        wide: Container[str],
+        counter_of: Callable[[str], float] = lambda _: 0.0,
+    ) -> Sequence | None:
+        """Whose place goes to a waiting sequence: the youngest of the widest tenant's, if that stays the wider one.
+
+        Nobody's, if the one that asks was served too much more already.
+        """
+        widths = Counter(sequence.tenant_id for sequence in running)
+        weights = {sequence.tenant_id: sequence.request.weight for sequence in running}
+        shares = {tenant_id: (width - 1) / weights[tenant_id] for tenant_id, width in widths.items()}
+        givers = [tenant_id for tenant_id in shares if tenant_id in wide]
+        if asking.tenant_id in wide or not givers:
+            return None
+        widest = max(givers, key=shares.__getitem__)
+        if counter_of(asking.tenant_id) - counter_of(widest) > _MAX_LEAD:
+            return None
+        if shares[widest] < (widths[asking.tenant_id] + 1) / asking.request.weight:
+            return None
+        return next(sequence for sequence in reversed(running) if sequence.tenant_id == widest)

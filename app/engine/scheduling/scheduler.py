@@ -111,10 +111,11 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Plan one step. Blocks for every planned token are held afterwards."""
         items: list[tuple[Sequence, int]] = []
-        preempted: list[Sequence] = []
         prefills: list[Sequence] = []
         block_size = self._blocks.block_size
-        room_of = self._isolation.wide(self._running) if self._has_memory else {}
+        room_of = self._wide() if self._has_memory else {}
+        favoured, displaced = self._make_places(room_of)
+        preempted: list[Sequence] = []
         left_out = self._take_turns(room_of)
         index = 0
         while index < len(self._running):
@@ -130,7 +131,8 @@ class Scheduler:
                 index -= 1  # it is not among them any more
                 continue
             items.append((sequence, 1))
-        budget = self._pace.max_tokens(len(items), self._max_tokens - len(items))
+        num_paced = sum(sequence.tenant_id not in room_of for sequence, _ in items) if room_of else len(items)
+        budget = self._pace.max_tokens(num_paced, self._max_tokens - len(items))  # wide tenants' streams hold up nobody
         prefills = [sequence for sequence in prefills if sequence.status is Status.RUNNING]
         counts = self._split(prefills, budget)
         keep_room(prefills, counts, room_of)
@@ -141,7 +143,9 @@ class Scheduler:
             room = self._max_sequences - len(self._running)
             num_batches = sum(sequence.request.is_batch for sequence in self._running)
             batch_room = max(1, self._max_sequences // 2) - num_batches
-            admitted, writes, refusals = self._admission.admit(room, budget, len(self._running), max(0, batch_room))
+            admitted, writes, refusals = self._admission.admit(
+                room, budget, len(self._running), max(0, batch_room), room_of, favoured
+            )
             for sequence in admitted:
                 count = min(sequence.num_pending, budget, room_of.get(sequence.tenant_id, budget))
                 if not count:
@@ -160,7 +164,7 @@ class Scheduler:
         )
         items = self._speculator.plan(items, len(self._running))
         items.sort(key=_adapter_slot)
-        return Schedule(items, writes, preempted, refusals)
+        return Schedule(items, writes, displaced + preempted, refusals)
 
     def commit(self, plan: Schedule, output: ForwardOutput | None) -> list[TokenChunk]:
         """Book a computed step: tokens, full blocks, charges, ends. One chunk per sequence that drew a token, or was
@@ -277,10 +281,14 @@ class Scheduler:
         return self._running[-1]
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
+        self._queue.push_preempted(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """It does not run any more, and has to be queued."""
         self._give_back(sequence)
         sequence.forget_memory()
         sequence.status = Status.WAITING
-        self._queue.push_preempted(sequence)
         self._meter.num_preemptions += 1
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
@@ -305,6 +313,35 @@ class Scheduler:
             self._num_live_of[digest] -= 1
             if not self._num_live_of[digest]:
                 del self._num_live_of[digest]
+
+    def _wide(self) -> dict[str, int]:
+        """`Isolation.wide` of those that run and wait."""
+        if not self._isolation.is_on:
+            return {}
+        return self._isolation.wide(self._running, self._queue.first_of_each(), self._queue.counter_of)
+
+    def _make_places(self, wide: dict[str, int]) -> tuple[list[Sequence], list[Sequence]]:
+        """Where all places are taken, wide tenants' youngest give theirs to the first request of each other tenant.
+
+        What they had computed mostly stays in the prefix cache, and they go on when a place is free. Returns for whom
+        there is a place now, and who gave it.
+        """
+        favoured: list[Sequence] = []
+        displaced: list[Sequence] = []
+        num_free = self._max_sequences - len(self._running)
+        for asking in self._queue.first_of_each() if wide else ():
+            num_free -= 1
+            if num_free >= 0:
+                continue
+            giver = self._isolation.giver(self._running, asking, wide, self._queue.counter_of)
+            if giver is None:
+                continue
+            self._running.remove(giver)
+            self._stop(giver)
+            self._queue.push_back(giver)
+            displaced.append(giver)
+            favoured.append(asking)
+        return favoured, displaced
 
     def _take_turns(self, room_of: dict[str, int]) -> set[str]:
         """Request ids of wide tenants' streams that wait for another step; what is left of the room goes to prompts.

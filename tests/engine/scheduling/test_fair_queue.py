@@ -215,6 +215,20 @@ def test_the_gap_is_that_of_tenants_that_wait() -> None:
     assert queue.gap() == 30
 
 
+def test_who_gave_its_place_is_first_of_its_tenant_and_of_nobody_else() -> None:
+    queue = FairQueue()
+    items = [sequence(name, name[0]) for name in ("a0", "a1", "b0")]
+    for item in items:
+        queue.push(item)
+    queue.charge(items[0], 100)
+    queue.push_back(sequence("a-gave", "a"))
+    assert names(queue) == ["b0", "a-gave", "a0", "a1"]
+    assert {item.request_id for item in queue.first_of_each()} == {"a-gave", "b0"}
+    queue.mark_urgent(items[1])
+    assert {item.request_id for item in queue.first_of_each()} == {"a1", "b0"}
+    assert (queue.counter_of("a"), queue.counter_of("nobody")) == (100, 0)
+
+
 def test_the_number_of_remembered_tenants_is_bounded() -> None:
     queue = FairQueue()
     limit = fair_queue.MAX_ABSENT_TENANTS

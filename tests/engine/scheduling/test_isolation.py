@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,13 +60,47 @@ def test_who_runs_most_is_held_back_and_never_below_the_others() -> None:
         isolation.observe(width, 0.010 + 0.0005 * width)  # 12 ms for 4, 32 ms for 44
     assert isolation.wide(sequences(one=4, flood=40)) == {"flood": 12}, "18 ms"
     assert isolation.wide(sequences(one=4, flood=4)) == {}
-    assert isolation.wide(sequences(flood=40)) == {}
     for width in (4, 44):
         for _ in range(9):
             isolation.observe(width, 0.001 * width)  # a step is all tokens: 1.5 leaves room for 2
     assert isolation.wide(sequences(one=4, flood=40)) == {"flood": 4}, "served equally all the same"
     assert isolation.wide(sequences(one=1, two=2, flood=9)) == {"flood": 2}
     assert Isolation(0).wide(sequences(one=4, flood=40)) == {}
+
+
+def test_a_tenant_that_comes_back_finds_no_wide_step() -> None:
+    isolation, flood = Isolation(1.5), sequences(flood=40)
+    for width in (4, 44):
+        isolation.observe(width, 0.001 * width)
+    assert isolation.wide(flood) == {}, "it has the engine to itself"
+    assert isolation.wide(flood, sequences(one=1)) == {"flood": 1}, "who waits is about to run"
+    assert isolation.wide([*flood, *sequences(one=4)]) == {"flood": 4}
+    rooms = [isolation.wide(flood).get("flood") for _ in range(20)]
+    num_held = rooms.index(None)
+    assert 0 < num_held < 20
+    assert rooms == [4] * num_held + [None] * (20 - num_held), "for a moment, and then no longer"
+
+
+def test_who_is_held_back_and_behind_gets_more() -> None:
+    isolation = Isolation(1.5)
+    for width in (4, 44):
+        isolation.observe(width, 0.001 * width)
+    running = sequences(one=4, flood=40)
+    rooms = [isolation.wide(running, (), {"one": lead, "flood": 0.0}.__getitem__)["flood"] for lead in (0, 200, 2000)]
+    assert rooms[0] == rooms[1] == 4 < rooms[2]
+
+
+def test_a_place_is_given_by_the_widest_while_it_stays_wider() -> None:
+    isolation, wide = Isolation(1.5), {"flood", "two"}
+    (asking,) = sequences(one=1)
+    giver = isolation.giver(sequences(two=3, flood=9), asking, wide)
+    assert giver is not None
+    assert giver.request_id == "flood8", "its youngest"
+    assert isolation.giver(sequences(one=4, flood=5), asking, {"flood"}) is None, "both would have five and four"
+    assert isolation.giver(sequences(two=3), asking, {"flood"}) is None
+    assert isolation.giver(sequences(flood=9), sequences(flood=1)[0], {"flood"}) is None
+    served = {"one": 10_000.0, "flood": 0.0}
+    assert isolation.giver(sequences(flood=9), asking, {"flood"}, served.__getitem__) is None, "it waits in fair order"
 
 
 def test_turns_go_round() -> None:
@@ -122,3 +159,55 @@ def test_a_flood_moves_the_others_by_no_more_than_it_may() -> None:
     assert sorted(beside)[len(beside) // 2] > 3 * 11.0
     assert max(held[41:80]) <= 1.5 * 11.0 + 1e-9, "once both widths have been seen"
     assert served >= len(held), "it is served at least equally"
+
+
+def first_tokens_ms(slowdown: float, num_flood: int, num_places: int) -> tuple[list[float], dict[str, float]]:
+    """Times to the first token of a tenant that keeps four requests open beside a flood that never ends, and tokens per
+    second of both while it does."""
+    rng = random.Random(7)
+    backend = SteppingBackend(BackendLimits(2048, 8, 0, 8, 1), fake_spec(max_positions=256))
+    config = EngineConfig(tenant_slowdown=slowdown, max_batch_sequences=num_places, speculation="off")
+    engine = Engine(backend, config, clock=lambda: backend.now_s)
+    sent_s: dict[str, float] = {}
+    first_ms: list[float] = []
+    num_tokens = dict.fromkeys(("one", "flood"), 0)
+
+    def send(tenant: str) -> None:
+        name = f"{tenant}-{len(sent_s)}"
+        sent_s[name] = backend.now_s
+        sampling = SamplingParams(max_tokens=rng.randint(16, 48), temperature=0.0, ignore_eos=True)
+        prompt = [rng.randrange(7) for _ in range(48)]
+        engine.submit(fake_request(name, prompt, tenant_id=tenant, sampling=sampling))
+
+    def step() -> None:
+        for chunk in engine.step():
+            tenant = chunk.request_id.split("-")[0]
+            num_tokens[tenant] += len(chunk.token_ids)
+            if tenant == "one" and chunk.usage is not None and chunk.finish_reason is None:
+                first_ms.append(1e3 * (backend.now_s - sent_s[chunk.request_id]))
+            if chunk.finish_reason is not None:
+                send(tenant)
+
+    for _ in range(num_flood):
+        send("flood")
+    for _ in range(120 if num_flood else 0):
+        step()
+    num_tokens["flood"], start_s = 0, backend.now_s
+    for _ in range(4):
+        send("one")
+    while len(first_ms) < 100:
+        step()
+    engine._scheduler.check()
+    return first_ms, {tenant: number / (backend.now_s - start_s) for tenant, number in num_tokens.items()}
+
+
+@pytest.mark.parametrize("num_places", [64, 32])
+def test_a_flood_moves_first_tokens_by_no_more_than_it_may(num_places: int) -> None:
+    """Where there is a place for everybody, and where the flood has taken all of them."""
+    alone, _ = first_tokens_ms(0.0, 0, num_places)
+    beside, _ = first_tokens_ms(0.0, 40, num_places)
+    held, rates = first_tokens_ms(1.5, 40, num_places)
+    for part in (0.5, 0.99):
+        assert np.quantile(held, part) <= 1.5 * np.quantile(alone, part)
+    assert np.quantile(beside, 0.99) > 1.5 * np.quantile(alone, 0.99), "without it, it does"
+    assert rates["flood"] > 0.5 * rates["one"], "the flood goes on"
