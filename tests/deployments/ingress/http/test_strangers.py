@@ -1,0 +1,154 @@
+"""With an attacker's eyes: another project's names, through every route that a name can be given to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+
+from app.deployments.ingress.http.app import make_app
+from app.deployments.ingress.http.batch_answers import BatchAnswers
+from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.openapi import api_routes
+from tests.deployments.ingress.http.test_door import CHAT, Org, org
+
+__all__ = ["org"]
+
+MESSAGES = CHAT["messages"]
+OTHERS = {"adapters": [{"name": "NAME", "weight": 0.5}, {"name": "sql"}]}
+#: What bob asks of a name; `{id}` is his project's id.
+ASKED: list[tuple[str, str, Any]] = [
+    ("POST", "/v1/chat/completions", CHAT | {"model": "NAME", "prediction": {"type": "content", "content": "a"}}),
+    ("POST", "/v1/chat/completions", CHAT | OTHERS),
+    ("POST", "/v1/completions", {"model": "base:NAME", "prompt": "a", "return_token_ids": True}),
+    ("POST", "/v1/completions", {"model": "base", "prompt": "a"} | OTHERS),
+    ("POST", "/generate", {"text": "a"} | OTHERS),
+    ("POST", "/v1/embeddings", {"model": "NAME", "input": "a"}),
+    ("POST", "/v1/embeddings", {"model": "base", "input": "a", "lora_path": "NAME"}),
+    ("POST", "/v1/responses", {"model": "NAME", "input": "a", "store": True}),
+    ("POST", "/v1/responses", {"model": "base:NAME", "input": "a", "stream": True}),
+    ("POST", "/v1/responses/input_tokens", {"model": "NAME", "input": "a"}),
+    ("POST", "/v1/messages", {"model": "NAME", "messages": MESSAGES, "max_tokens": 2}),
+    ("POST", "/v1/messages/count_tokens", {"model": "NAME", "messages": MESSAGES}),
+    ("POST", "/tokenize", {"model": "NAME", "messages": MESSAGES}),
+    ("POST", "/detokenize", {"model": "NAME", "tokens": [1]}),
+    ("POST", "/v1/route", {"prompt": "NAME: the other's description", "routing": {"threshold": -1}}),
+    ("POST", "/v1/loras", {"name": "mine", "compose": OTHERS, "wait": True}),
+    ("POST", "/v1/loras/NAME/read", {}),
+    ("GET", "/v1/loras/NAME", None),
+    ("PATCH", "/v1/loras/NAME", {"description": "x"}),
+    ("DELETE", "/v1/loras/NAME", None),
+    ("GET", "/v1/loras/NAME/generations", None),
+    ("GET", "/v1/models/NAME", None),
+    ("GET", "/v1/aliases/NAME", None),
+    ("GET", "/v1/aliases/NAME/versions", None),
+    ("PUT", "/v1/aliases/mine", {"targets": {"sql": 1, "NAME": 1}}),
+    ("POST", "/v1/aliases/NAME/promote", {"target": "sql"}),
+    ("POST", "/v1/aliases/mine/promote", {"target": "NAME"}),
+    ("POST", "/v1/aliases/NAME/rollback", {}),
+    ("DELETE", "/v1/aliases/NAME", None),
+    ("GET", "/v1/events?name=NAME", None),
+    ("GET", "/v1/audit?name=NAME", None),
+    ("POST", "/v1/loras", {"name": "NAME", "path": "{id}/none", "wait": True}),  # last: the name is bob's from here on
+]
+#: What says nothing of a name that nobody has: lists, and the base as the choice.
+EMPTY = ("/v1/events?name=NAME", "/v1/audit?name=NAME", "/v1/loras/NAME/generations", "/v1/route")
+#: Where a path has an id, other tests compare it with one that nobody has: of files, batches, responses, jobs; or where
+#: whoever asks makes something of this name of its own.
+ELSEWHERE = {
+    "/v1/files/{file_id}",
+    "/v1/files/{file_id}/content",
+    "/v1/batches/{batch_id}",
+    "/v1/batches/{batch_id}/cancel",
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/input_items",
+    "/v1/jobs/{job_id}",
+    "/v1/loras/{name}/weights",
+    "/v1/aliases/{name}",
+}
+
+
+def test_every_route_with_a_name_in_its_path_is_asked(service: Any) -> None:
+    routes: Any = make_app(service, DoorRules()).routes
+    named = {route.path for route in api_routes(routes) if "{" in route.path}
+    managing = {path for path in named if path.startswith(("/v1/organization", "/v1/tenants"))}
+    asked = {path.replace("NAME", "{name}") for _, path, _ in ASKED}
+    assert named - managing - asked == ELSEWHERE - asked
+
+
+async def test_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
+    """The same status, bytes and headers, for an adapter and for an alias."""
+    answer = await org.ask("ada", "PATCH", "/v1/loras/secret", json={"description": "the other's description"})
+    assert answer.status_code == 200, answer.text
+    answer = await org.ask("ada", "PUT", "/v1/aliases/secret-alias", json={"targets": {"secret": 1}})
+    assert answer.status_code == 200, answer.text
+    for method, path, body in ASKED:
+        for names in (("secret", "nobody"), ("secret-alias", "nobody-alias")):
+            seen = []
+            for name in names:
+                text = None if body is None else json.dumps(body).replace("NAME", name).replace("{id}", org.ids["bob"])
+                answer = await org.ask("bob", method, path.replace("NAME", name), content=text)
+                headers = {key: value for key, value in answer.headers.items() if key not in ("content-length", "date")}
+                seen.append((answer.status_code, answer.text.replace(name, "NAME"), headers))
+            assert seen[0] == seen[1], (method, path)
+            assert seen[0][0] in (400, 404) or path in EMPTY, (path, seen[0])
+
+
+async def test_in_a_batch_anothers_name_is_as_one_that_nobody_has(org: Org) -> None:
+    runner = org.service.batch_runner(BatchAnswers(org.service).answer, "here", write_s=0.01)
+    working = asyncio.create_task(runner.run())
+    url, said = "/v1/chat/completions", []
+    for name in ("secret", "nobody"):
+        line = {"custom_id": "c", "method": "POST", "url": url, "body": CHAT | {"model": name}}
+        uploaded = await org.ask(
+            "bob", "POST", "/v1/files", files={"file": ("in.jsonl", json.dumps(line))}, data={"purpose": "batch"}
+        )
+        wanted = {"input_file_id": uploaded.json()["id"], "endpoint": url, "completion_window": "24h"}
+        made = (await org.ask("bob", "POST", "/v1/batches", json=wanted)).json()
+        while (batch := (await org.ask("bob", "GET", f"/v1/batches/{made['id']}")).json())["status"] != "completed":
+            await asyncio.sleep(0.01)
+        errors = (await org.ask("bob", "GET", f"/v1/files/{batch['error_file_id']}/content")).json()
+        said.append((batch["request_counts"], errors["response"]["status_code"], errors["response"]["body"]))
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    assert said[0][1] == 404
+    assert json.dumps(said[0]).replace("secret", "nobody") == json.dumps(said[1])
+
+
+async def test_a_name_that_another_has_is_free(org: Org) -> None:
+    """Uploading, registering and naming what another project has a name for makes one's own, as with any name."""
+    store, bob = org.service.managed.store, org.ids["bob"]
+    store.contents[f"{bob}/two"] = store.contents["two"]
+    before = (await org.ask("ada", "GET", "/v1/loras/secret")).json()
+    seen = []
+    for name in ("secret", "nobody"):
+        unread = {"name": name, "path": f"{bob}/two", "read": False}
+        answers = [
+            await org.ask("bob", "POST", "/v1/loras", json=unread),
+            await org.ask("bob", "POST", "/v1/loras/manifest", json={"adapters": [unread | {"name": f"{name}2"}]}),
+            await org.ask("bob", "POST", f"/v1/loras/{name}/read"),
+            await org.ask("bob", "GET", f"/v1/loras/{name}"),
+            await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | {"model": name}),
+            await org.ask("bob", "DELETE", f"/v1/loras/{name}"),
+            await org.ask("bob", "GET", f"/v1/loras/{name}"),
+        ]
+        seen.append([(each.status_code, sorted(each.json()), _generation(each)) for each in answers])
+    assert seen[0] == seen[1]
+    assert (await org.ask("ada", "GET", "/v1/loras/secret")).json() == before
+
+
+def _generation(answer: httpx.Response) -> Any:
+    return answer.json().get("generation")
+
+
+async def test_anothers_job_is_as_one_that_nobody_has(org: Org) -> None:
+    store, ada = org.service.managed.store, org.ids["ada"]
+    store.contents[f"{ada}/two"] = store.contents["two"]
+    load = {"name": "mine", "path": f"{ada}/two", "wait": True}
+    job_id = str((await org.ask("ada", "POST", "/v1/loras", json=load)).json()["job"]["id"])
+    assert (await org.ask("ada", "GET", f"/v1/jobs/{job_id}")).status_code == 200
+    seen = [await org.ask("bob", "GET", f"/v1/jobs/{each}") for each in (job_id, "987654321")]
+    assert seen[0].status_code == seen[1].status_code == 404
+    assert seen[0].text.replace(job_id, "JOB") == seen[1].text.replace("987654321", "JOB")
