@@ -22,6 +22,7 @@ from app.engine.errors import ConfigError
 from app.engine.models.spec import (
     AttentionSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -63,8 +64,18 @@ def sinks_spec() -> ModelSpec:
     return ModelSpec("tiny", "gpt_oss", "base", 61, 24, 64, 1e-5, False, layers, 1, (2,))
 
 
+def latent_spec() -> ModelSpec:
+    """Latent attention with latents of queries, a dense layer, then experts in groups beside a shared one."""
+    latent = LatentSpec(kv_rank=32, key_size=16, rope_size=6, value_size=16, query_rank=20, norm_eps=1e-6)
+    attention = AttentionSpec(8, 8, 22, 22**-0.5, RopeSpec((1.0, 0.1, 0.01)), latent=latent)
+    router = RouterSpec(8, 2, normalised=False, scale=1.5, num_groups=4, top_groups=2)
+    mixture = ExpertsSpec(router, SharedExpertSpec("shared_experts", MlpSpec(32), is_gated=False))
+    layers = (LayerSpec(attention, MlpSpec(40)), LayerSpec(attention, MlpSpec(48), mixture))
+    return ModelSpec("tiny", "deepseek_v2", "base", 61, 24, 64, 1e-5, False, layers, 1, (2,))
+
+
 #: By name.
-MODELS = {"shared": spec, "mixed": partial(spec, is_mixed=True), "sinks": sinks_spec}
+MODELS = {"shared": spec, "mixed": partial(spec, is_mixed=True), "sinks": sinks_spec, "latent": latent_spec}
 
 
 def observe(form: str, experts: int, tensor: int, rank_rows: int, seed: int, name: str) -> dict[str, object]:
@@ -109,15 +120,17 @@ def test_the_same_tokens_and_no_more_communication_by_experts_columns_and_both()
     cases = [("cpu", experts, tensor, 48, seed, "shared") for experts, tensor in ((1, 1), (2, 1), (1, 4), (4, 2))]
     cases += [("cpu", 4, 2, 0, seed, "shared"), ("xla", 8, 1, 48, seed, "shared")]
     cases += [("cpu", 1, 1, 48, seed, "mixed"), ("cpu", 2, 2, 48, seed, "mixed")]
-    cases += [("cpu", 1, 1, 48, seed, "sinks"), ("cpu", 2, 1, 48, seed, "sinks"), ("cpu", 1, 4, 48, seed, "sinks")]
-    cases += [("xla", 4, 2, 48, seed, "sinks")]
+    cases += [("cpu", 1, 1, 48, seed, "sinks"), ("cpu", 2, 2, 48, seed, "sinks"), ("xla", 4, 2, 48, seed, "sinks")]
+    cases += [("cpu", 1, 1, 48, seed, "latent"), ("cpu", 2, 1, 48, seed, "latent"), ("xla", 2, 4, 48, seed, "latent")]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, json.dumps(cases)]
     process = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
-    assert found[0]["collectives"] == found[6]["collectives"] == found[8]["collectives"] == []
-    for whole, splits in ((found[0], [*found[1:4], found[5]]), (found[6], [found[7]]), (found[8], found[9:])):
+    alone = [0, 6, 8, 11]
+    assert all(found[case]["collectives"] == [] for case in alone)
+    split_cases = [[*found[1:4], found[5]], [found[7]], found[9:11], found[12:]]
+    for whole, splits in zip([found[case] for case in alone], split_cases, strict=True):
         assert len(whole["lines"]) == 3
         for split in splits:
             assert split["lines"].keys() == whole["lines"].keys()
@@ -133,8 +146,10 @@ def test_the_same_tokens_and_no_more_communication_by_experts_columns_and_both()
     assert found[3]["collectives"] == found[4]["collectives"]
     mixed = found[7]["collectives"]  # one more after the dense layer's down
     assert mixed in (["all-gather", *["all-reduce"] * 4], ["all-gather", *["all-reduce"] * 5])
-    for split in found[9:]:  # after o, and after the experts
+    for split in found[9:11]:  # after o, and after the experts
         assert split["collectives"] == ["all-gather", *["all-reduce"] * 2]
+    for split in found[12:]:  # after o, after the dense layer's down, after the shared expert's and after the experts
+        assert split["collectives"] in (["all-gather", *["all-reduce"] * 3], ["all-gather", *["all-reduce"] * 4])
 
 
 def test_what_does_not_divide_is_refused_with_its_numbers() -> None:
