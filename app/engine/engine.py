@@ -47,6 +47,7 @@ from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.speculation.speculator import Speculator
 from app.engine.stats import EngineStats, Meter, ResidentAdapter
+from app.engine.step_split import StepSplit
 from app.engine.structured.compiler import GrammarCompiler, Grammars
 
 
@@ -112,6 +113,7 @@ class Engine:
         self._max_waiting = config.max_waiting
         self._kv_capacity = limits.num_kv_blocks * limits.block_size
         self._meter = Meter()
+        self._split = StepSplit()
         self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.prefix_cache)
         self._adapters = AdapterPool(
             limits.adapter_rank_rows,
@@ -294,6 +296,8 @@ class Engine:
             num_kv_tokens=self._kv_capacity,
             num_guessed=meter.num_guessed,
             num_guessed_right=meter.num_guessed_right,
+            base_s=self._split.base_s,
+            deltas_s=self._split.deltas_s,
         )
 
     def _merged_resident(self) -> tuple[ResidentAdapter, ...]:
@@ -388,11 +392,16 @@ class Engine:
         finally:
             if self._compiler is not None:
                 self._compiler.wait_for_masks()
+        took_s = self._clock() - started_s
+        ranks = {sequence.adapter_slot: sequence.rank for sequence, _ in plan.items}
+        num_tokens = sum(count for _, count in plan.items)
+        self._split.observe(
+            num_tokens, sum(ranks.values()), sum(count * sequence.rank for sequence, count in plan.items), took_s
+        )
         if any(sequence.num_drafted for sequence, _ in plan.items):
             return output  # such a step says nothing about how long one of prompts, or of single tokens, takes
         prompt_counts = [count for _, count in plan.items if count > 1]
         num_decoding = len(plan.items) - len(prompt_counts)
-        took_s = self._clock() - started_s
         self._pace.observe(num_decoding, sum(prompt_counts), took_s)
         self._isolation.observe(num_decoding + sum(prompt_counts), took_s)
         return output

@@ -54,6 +54,7 @@ class EngineStats:
     `service_gap`: how far the service of tenants that wait is apart, by weight and in prompt tokens.
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
+    Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`step_split`).
     """
 
     num_waiting: int
@@ -85,6 +86,8 @@ class EngineStats:
     num_kv_tokens: int = 0
     num_guessed: int = 0
     num_guessed_right: int = 0
+    base_s: float = 0.0
+    deltas_s: float = 0.0
 
 
 class _Tenant:

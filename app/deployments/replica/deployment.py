@@ -84,7 +84,9 @@ class EngineReplica:
 
         checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name)
         self._engine = await asyncio.to_thread(open_engine, checkpoint, config.engine, service.on_step, failed)
+        loaded_s = time.monotonic()
         await asyncio.to_thread(self._engine.warm_up)
+        start_s = {"load": loaded_s - started_s, "warm_up": time.monotonic() - loaded_s}
         service.start(self._engine)
         self._engine.start()
         pinned = Watched(store.watch_pins, replica_id, Pins())
@@ -102,7 +104,7 @@ class EngineReplica:
             service,
             self._placement,
             store,
-            (EngineMetrics(), DeviceMetrics(TierMetrics(), checkpoint.spec)),
+            (EngineMetrics(start_s), DeviceMetrics(TierMetrics(), checkpoint.spec)),
             telling=Telling(origin),
             is_leaving=serve_ends_us,
             interval_s=config.placement.report_interval_s,

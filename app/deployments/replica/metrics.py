@@ -6,6 +6,8 @@ become counts by their difference from the last snapshot.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ray.util.metrics import Counter, Gauge
 
 from app.deployments.store.counts import TierCounts
@@ -17,8 +19,11 @@ from app.engine.stats import EngineStats
 class EngineMetrics:
     """What a replica's engine holds, and what waits for it; set again at every look, so Ray does not forget it."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_s: Mapping[str, float] | None = None) -> None:
+        """`start_s`: seconds that the parts of the replica's start took, by name."""
         tags = ("state",)
+        self._start = Gauge("polylora_start_seconds", "Seconds that a replica's start took.", tag_keys=("part",))
+        self._start_s = start_s or {}
         self._requests = Gauge("polylora_engine_requests", "Requests in the engine.", tag_keys=tags)
         self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be had.", tag_keys=tags)
         self._rows = Gauge("polylora_rank_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags)
@@ -28,6 +33,8 @@ class EngineMetrics:
             "polylora_guessed_tokens", "Tokens verified ahead of their turn.", tag_keys=("outcome",)
         )
         self._num_guessed = {"right": 0, "wrong": 0}
+        self._seconds = Counter("polylora_step_seconds", "Seconds that steps took, by part.", tag_keys=("part",))
+        self._num_seconds = {"base": 0.0, "deltas": 0.0, "writes": 0.0}
         self._gap = Gauge("polylora_service_gap", "How far waiting tenants' weighted service is apart, in tokens.")
 
     def update(self, stats: EngineStats) -> None:
@@ -51,9 +58,17 @@ class EngineMetrics:
             for state, value in values.items():
                 gauge.set(value, tags={"state": state})
         self._gap.set(stats.service_gap, tags={})
+        for part, seconds in self._start_s.items():
+            self._start.set(seconds, tags={"part": part})
         if stats.num_preemptions > self._num_preemptions:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions
+        for part, seconds in (
+            ("base", stats.base_s), ("deltas", stats.deltas_s), ("writes", stats.adapter_write_s)
+        ):  # fmt: skip
+            if seconds > self._num_seconds[part]:
+                self._seconds.inc(seconds - self._num_seconds[part], tags={"part": part})
+                self._num_seconds[part] = seconds
         num_wrong = stats.num_guessed - stats.num_guessed_right
         for outcome, count in {"right": stats.num_guessed_right, "wrong": num_wrong}.items():
             if count > self._num_guessed[outcome]:

@@ -63,16 +63,17 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
             self._name = name
 
         def set(self, value: float, tags: Mapping[str, str]) -> None:
-            told[self._name, tags.get("state", "")] = value
+            told[self._name, tags.get("state", tags.get("part", ""))] = value
 
-        def inc(self, value: float) -> None:
-            told[self._name, ""] = told.get((self._name, ""), 0) + value
+        def inc(self, value: float, tags: Mapping[str, str] | None = None) -> None:
+            key = self._name, (tags or {}).get("part", "")
+            told[key] = told.get(key, 0) + value
 
     for kind in ("Gauge", "Counter"):
         monkeypatch.setattr(exported, kind, Recorded)
     limits = BackendLimits(num_kv_blocks=6, block_size=8, adapter_rank_rows=32, rank_alignment=8, max_adapter_slots=8)
     engine = Engine(FakeBackend(limits), EngineConfig(max_batch_sequences=2, max_context=40))
-    metrics, adapter = EngineMetrics(), fake_adapter("a", 16)
+    metrics, adapter = EngineMetrics({"load": 2.0, "warm_up": 1.5}), fake_adapter("a", 16)
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     for index in range(3):
         engine.submit(fake_request(f"r{index}", [1, 2, index], adapter, sampling=sampling), adapter)
@@ -87,3 +88,8 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         assert blocks[0] == stats.num_blocks - stats.num_blocks_free
         assert (told["polylora_rank_rows", "held"], told["polylora_rank_rows", "free"]) == (16, 16)
     assert told["polylora_preemptions", ""] == engine.stats().num_preemptions > 0
+    assert (told["polylora_start_seconds", "load"], told["polylora_start_seconds", "warm_up"]) == (2.0, 1.5)
+    stats = engine.stats()
+    assert told["polylora_step_seconds", "base"] == pytest.approx(stats.base_s)
+    assert told["polylora_step_seconds", "writes"] == pytest.approx(stats.adapter_write_s)
+    assert told.get(("polylora_step_seconds", "deltas"), 0.0) == pytest.approx(stats.deltas_s)
