@@ -126,6 +126,7 @@ async def run(world: World, url: str, options: argparse.Namespace) -> dict[str, 
         "registrations": dict(registrations.ended),
         "before": before.told(),
         "after": after.told(),
+        "more open files": dict((after.kinds - before.kinds).most_common(8)),
         "wrong": [*traffic.wrongs, *registrations.wrongs, *grown(before, after), *staged(world.service.folder)],
     }
 

@@ -5,8 +5,8 @@ The rows are written to the database at once, with an event for each; then the r
 ingress copies it, as both do at start. Pages and single adapters are asked through the HTTP routes in this process, so
 that their times are the routes' and JSON's, without a socket and without Ray (an adapter's own page adds one call to
 the registry's process, 1 to 2 ms). A page is asked somewhere in the list, not at its beginning. Lines of the database
-are single calls of the registry's methods, each a transaction of its own and in a thread, as in its process. At last a
-store's disk tier takes stock of 100,000 objects, or of as many as there are adapters if those are fewer.
+are single calls of the registry's methods, each a transaction of its own and in a thread, as in its process. At last up
+to 100,000 more names are registered unread. What a store's start takes is for `bench_store_start` to say.
 
     python -m load_tests.control.bench_registry --adapters 100000
     python -m load_tests.control.bench_registry --adapters 1000000 --database postgresql://user@host/empty
@@ -21,14 +21,14 @@ import resource
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
-from sqlalchemy import insert
+from sqlalchemy import Connection, Table, insert
 
 from app.cli.register import BATCH
 from app.deployments.ingress.adapter_activity import AdapterActivity
@@ -40,8 +40,8 @@ from app.deployments.links.published import Version
 from app.deployments.placement.table import Residency
 from app.deployments.placement.view import PlacementView
 from app.deployments.registry.books import Registry
-from app.deployments.registry.database import next_revision, sqlite_url
-from app.deployments.registry.entries import DEFAULT_TENANT, ReadAdapter, State
+from app.deployments.registry.database import sqlite_url
+from app.deployments.registry.entries import DEFAULT_TENANT, State
 from app.deployments.registry.lifecycle import Lifecycle
 from app.deployments.registry.tables import adapters, events
 from app.deployments.registry.tier_events import TierEvents
@@ -49,7 +49,6 @@ from app.deployments.registry.unread import UnreadNames
 from app.deployments.registry.view import RegistryView
 from app.deployments.store.client import StoreClient
 from app.deployments.store.counts import TierCounts
-from app.deployments.store.disk_tier import DiskTier
 from app.deployments.store.quarantine import Quarantine
 from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.tenants.activity import Activity, ActivityKey, Seen
@@ -57,31 +56,13 @@ from app.deployments.tenants.adapter_book import AdapterBook
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView
-from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.card import AdapterRef
+from load_tests.control.bench_store_start import InstantStore
 
 #: Rows written by one statement.
 _BATCH = 10_000
-#: Objects on the store's disk.
-MAX_OBJECTS = 100_000
-
-
-class _Store:
-    """Reading costs nothing here: it is not what is measured."""
-
-    cached_digests: frozenset[str] = frozenset()
-
-    async def load(self, source: str, tenant_id: str) -> ReadAdapter:  # noqa: ARG002
-        card = AdapterCard(secrets.token_hex(32), "base", 16, ("q_proj",), "float32", 1 << 20)
-        return ReadAdapter(f"/adapters/{source}", card)
-
-    def host(self, source: str) -> str:  # noqa: ARG002
-        return "local"
-
-    def forget(self, digest: str) -> None:
-        pass
-
-    def pin(self, digests: Collection[str]) -> None:
-        pass
+#: Names that are registered unread.
+MAX_UNREAD = 100_000
 
 
 class _NoBytes:
@@ -154,18 +135,29 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "text": "",
     }
     with registry.database.write() as connection:
-        revision = next_revision(connection, registry.database.base_digest)
+        revision = registry.database.next_revision(connection)
         for start in range(0, num_adapters, _BATCH):
             names = [f"a{index:06d}" for index in range(start, min(start + _BATCH, num_adapters))]
-            rows = [
+            rows: list[dict[str, Any]] = [
                 common
                 | {"name": name, "source": name, "uri": f"/adapters/{name}", "digest": secrets.token_hex(32)}
                 | {"revision": revision}
                 for name in names
             ]
-            connection.execute(insert(adapters), rows)
+            _insert(connection, adapters, rows)
             happened = {"base_digest": registry.database.base_digest, "tenant_id": "default", "time_s": time.time()}
-            connection.execute(insert(events), [happened | {"name": name, "event": "registered"} for name in names])
+            _insert(connection, events, [happened | {"name": name, "event": "registered"} for name in names])
+
+
+def _insert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of one shape, as fast as the database takes them: this is not what is measured."""
+    if connection.dialect.name != "postgresql":
+        connection.execute(insert(table), rows)
+        return
+    driver: Any = connection.connection.driver_connection
+    with driver.cursor() as cursor, cursor.copy(f"COPY {table.name} ({', '.join(rows[0])}) FROM STDIN") as copy:
+        for row in rows:
+            copy.write_row(tuple(row.values()))
 
 
 async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[str, str]]:
@@ -174,7 +166,7 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started_s = time.perf_counter()
     registry = Registry(url, "base")
-    lifecycle = Lifecycle(registry, _Store(), TierEvents())
+    lifecycle = Lifecycle(registry, InstantStore(), TierEvents())
     results.append(("the registry's process opens the database", _ms(time.perf_counter() - started_s)))
     started_s = time.perf_counter()
     view, held, slowest_s = RegistryView(), None, 0.0
@@ -245,13 +237,16 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
         results.append(("POST /v1/loras, wait (without reading)", await _timed(register, max(5, num_samples // 10))))
         results.append(("  of that, an ingress takes over the name", f"{sorted(apply_us)[len(apply_us) // 2]:.0f} µs"))
         started_s = time.perf_counter()
-        for start in range(0, num_adapters, BATCH):
-            numbers = range(start, min(start + BATCH, num_adapters))
+        num_unread = min(num_adapters, MAX_UNREAD)
+        for start in range(0, num_unread, BATCH):
+            numbers = range(start, min(start + BATCH, num_unread))
             adapters = [{"name": f"unread{number:06d}", "path": f"s3://bucket/{number:06d}"} for number in numbers]
             (await http.post("/v1/loras/manifest", json={"adapters": adapters})).raise_for_status()
         seconds = time.perf_counter() - started_s
-        assert view.adapter(f"unread{num_adapters - 1:06d}", DEFAULT_TENANT) is not None, "every ingress knows them"
-        results.append((f"POST /v1/loras/manifest: as many names, unread, {BATCH:,} a call", f"{seconds:.2f} s"))
+        assert view.adapter(f"unread{num_unread - 1:06d}", DEFAULT_TENANT) is not None, "every ingress knows them"
+        results.append(
+            (f"POST /v1/loras/manifest: {num_unread:,} more names, unread, {BATCH:,} a call", f"{seconds:.2f} s")
+        )
         following.cancel()
     registry.close()
     return results
@@ -304,29 +299,8 @@ def run(num_adapters: int, num_samples: int, folder: Path, url: str | None = Non
     fill(registry, num_adapters)
     registry.close()
     results = asyncio.run(measure(url, num_adapters, num_samples))
-    num_objects = min(num_adapters, MAX_OBJECTS)
-    stock_s = take_stock(folder / "disk", num_objects)
-    results.append((f"a store's disk tier of {num_objects:,} objects starts", _ms(stock_s)))
     lines = [f"| {num_adapters:,} adapters registered | |", "|---|---|", *(f"| {a} | {b} |" for a, b in results)]
     return "\n".join(lines)
-
-
-def take_stock(folder: Path, num_objects: int) -> float:
-    """Seconds that a store's start takes for what is on its disk: objects of two empty files each."""
-    for index in range(num_objects):
-        each = folder / "objects" / f"{index:064x}"
-        each.mkdir(parents=True)
-        (each / "entry.json").write_text(
-            '{"files": {"adapter_config.json": 0, "adapter_model.safetensors": 0}, "load_s": 0.1}'
-        )
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            (each / file).touch()
-    started_s = time.perf_counter()
-    tier = DiskTier(folder, 1 << 50, "lru", TierCounts(), TierEvents())
-    took_s = time.perf_counter() - started_s
-    assert len(tier.digests) == num_objects
-    tier.close()
-    return took_s
 
 
 def main() -> None:

@@ -165,6 +165,10 @@ class PublishedTable(_Owner, Generic[K, V]):
         """A row as it is now; None if there is none."""
         return self._rows.get(key, (0, None))[1]
 
+    def present(self) -> list[K]:
+        """The keys of the rows that there are now."""
+        return [key for key, (_, value) in self._rows.items() if value is not None]
+
     def publish(self, changes: Mapping[K, V | None]) -> None:
         if not changes:
             return

@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, and_, insert, select, update
 
-from app.deployments.registry.database import Database, next_revision
+from app.deployments.registry.database import Database
 from app.deployments.registry.entries import MEANT_STATES, AliasEntry, AliasTarget, AliasVersion
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import adapters, alias_targets, aliases, named
@@ -153,7 +153,7 @@ class Aliases:
 
     def _change(self, connection: Connection) -> dict[str, float]:
         """What every change writes into its row."""
-        return {"updated_s": self._database.clock(), "revision": next_revision(connection, self._base)}
+        return {"updated_s": self._database.clock(), "revision": self._database.next_revision(connection)}
 
     def _entry(self, connection: Connection, tenant_id: str, name: str) -> AliasEntry:
         row = connection.execute(select(aliases).where(*named(aliases, self._base, tenant_id, name))).mappings().one()

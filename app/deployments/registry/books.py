@@ -33,13 +33,16 @@ class Registry:
         *,
         actor: str = "",
         base_names: Collection[str] = (),
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """base_names: what clients call the base model. `actor` names this process over restarts (`Stores`).
+
+        `clock` gives the Unix times that are written down, `monotonic` seconds that no change of the time moves.
 
         Raises ConfigError, NotReady.
         """
         self.database = Database(url, base_digest, clock)
-        self.stores = Stores(self.database, actor)
+        self.stores = Stores(self.database, actor, monotonic)
         self.revisions = Revisions(self.database)
         self.catalog = Catalog(self.database, pin_limits)
         self.aliases = Aliases(self.database, base_names)

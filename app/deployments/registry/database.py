@@ -48,6 +48,8 @@ LOCK_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5
 #: How long one statement may take, and how long the server keeps a transaction whose client says nothing.
 STATEMENT_TIMEOUT_S = 60
+#: So much longer than a statement may take we wait for the server to say that it took too long.
+GRACE_S = 10.0
 #: How long bytes may stay unacknowledged before a connection counts as lost; a quiet one is tried after half of it.
 SILENCE_TIMEOUT_S = 20
 #: Connections kept open. Calls come from a few threads of one process.
@@ -69,6 +71,7 @@ class Database:
         """
         self.base_digest = base_digest
         self.clock = clock
+        self.known_revision = 0  # of the newest change that this process has seen; the caller's to set
         parsed = _checked(url)
         self.address = parsed.render_as_string(hide_password=True)
         self._num_open, self._idle = 0, threading.Condition()
@@ -95,6 +98,10 @@ class Database:
             }
         try:
             self._engine = create_engine(parsed, **options)
+            if not self._is_sqlite:
+                from app.deployments.registry.patient import Patience  # psycopg: only where it is asked for
+
+                self._patience = Patience(self._engine, idle_s=CONNECT_TIMEOUT_S, busy_s=STATEMENT_TIMEOUT_S + GRACE_S)
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"adapters.registry_url needs {error.name}, which is not installed; pip install 'polylora[postgres]'"
@@ -125,6 +132,19 @@ class Database:
         """Nobody else writes to this base model's registry meanwhile. Raises as `read`."""
         with self._transaction(lock=self.base_digest) as connection:
             yield connection
+
+    def next_revision(self, connection: Connection) -> int:
+        """The number of a change that the caller's transaction makes (`revisions`).
+
+        Raises NotReady, so that the transaction is undone, for a number that has been another change's: the database is
+        an older copy of what it was.
+        """
+        mine = update(registries).where(registries.c.base_digest == self.base_digest)
+        raised = mine.values(revision=registries.c.revision + 1).returning(registries.c.revision)
+        revision: int = connection.execute(raised).scalar_one()
+        if revision <= self.known_revision:
+            raise older(self.known_revision)
+        return revision
 
     def close(self) -> None:
         """Blocks until transactions in other threads have ended, for as long as one may take."""
@@ -216,12 +236,12 @@ class Database:
             connection.rollback()
 
 
-def next_revision(connection: Connection, base_digest: str) -> int:
-    """The number of a change that the caller's transaction makes (`revisions`)."""
-    mine = update(registries).where(registries.c.base_digest == base_digest)
-    raised = mine.values(revision=registries.c.revision + 1).returning(registries.c.revision)
-    revision: int = connection.execute(raised).scalar_one()
-    return revision
+def older(known_revision: int) -> NotReady:
+    """What everybody is told while the database is older than what is known of it."""
+    return NotReady(
+        f"the registry's database is older than change {known_revision}, which is served; nothing is changed: restore "
+        "the newer one, or restart the service to have it take the older", retry_after_s=5,
+    )  # fmt: skip
 
 
 class _Damaged(NotReady):
@@ -261,7 +281,10 @@ def _checked(url: str) -> URL:
 
 
 def _limits(url: URL) -> dict[str, Any]:
-    """libpq's arguments: no call waits without end for a server that is gone, or for another's transaction."""
+    """libpq's arguments: no call waits without end for a server that is gone, or for another's transaction.
+
+    For one that stands still see `patient`.
+    """
     milliseconds = {
         "lock_timeout": LOCK_TIMEOUT_S,
         "statement_timeout": STATEMENT_TIMEOUT_S,

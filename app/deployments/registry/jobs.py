@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from app.deployments.registry.database import Database, next_revision, storable
+from app.deployments.registry.database import Database, storable
 from app.deployments.registry.entries import FINAL_STATES, LoadRequest, RegistryJob, State
 from app.deployments.registry.journal import NewEvent, record_audit, record_events
 from app.deployments.registry.tables import jobs, named
@@ -59,7 +59,7 @@ class Jobs:
             job = RegistryJob(
                 uuid.uuid4().hex, name, "load", source, State.REQUESTED, who, now_s, now_s, request.pinned,
                 request.traffic_weight, tenant_id=tenant_id, owner=self._owner,
-                number=next_revision(connection, self._base), description=request.description,
+                number=self._database.next_revision(connection), description=request.description,
             )  # fmt: skip
             insert_job(connection, self._database, job)
             record_audit(connection, self._database, who, "request load", name, tenant_id, {"source": shown})

@@ -50,7 +50,7 @@ MAX_LOADS = 10_000
 #: and thousands of them are a garbage collection that stops the event loop for 0.1 s and more.
 TAKEN_UP_AT_ONCE = 64
 #: Loads that are taken up before other work of the event loop gets its turn.
-_NOTED_AT_ONCE = 200
+_NOTED_AT_ONCE = 50
 
 
 class Reader(Protocol):

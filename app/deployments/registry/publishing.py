@@ -4,7 +4,8 @@ In: changes of the database, whoever makes them. Out: the table of names, the pi
 the order in which the database took the changes: those made through this object at once, those of other processes
 within `POLL_INTERVAL_S`. A change returns when every living ingress holds it, those of other stores included, so that
 "loaded" means routable everywhere. What watchers hold is never replaced by an older registry or another one: that is
-`NotReady`.
+`NotReady`, and so is every change while the database is older than what is published. Once it has caught up (it was a
+copy that lagged behind) everything is compared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TypeVar
 from app.deployments.links.published import Published, PublishedTable, Version
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
+from app.deployments.registry.database import older
 from app.deployments.registry.entries import CatalogEntry
 from app.deployments.registry.pins import PinBook, Pins
 from app.deployments.registry.revisions import News
@@ -50,6 +52,7 @@ class PublishedRegistry:
         self._next: asyncio.Task[bool] | None = None  # the look at the database that has not begun
         origin, news = registry.database.origin, registry.revisions.since(0)
         self._revision = news.revision
+        self._was_older = False  # the database than what is published, when it was last looked at
         entries = [entry for _, entry in news.rows if entry is not None]
         adapters = [entry for entry in entries if isinstance(entry, CatalogEntry)]
         grace_s = FOLLOWERS_COME_S if registry.stores.follows_another else 0.0
@@ -105,9 +108,24 @@ class PublishedRegistry:
     async def _look(self) -> bool:
         async with self._taking:
             self._next = None
-            news = await asyncio.to_thread(self._registry.revisions.since, self._revision)
+            news = await self._news(self._revision)
+            if self._was_older:  # some of what is published may never have been in this database
+                news = await self._news(0)
+                meant = {key for key, _ in news.rows}
+                news = news._replace(
+                    rows=[*((key, None) for key in self.table.present() if key not in meant), *news.rows]
+                )
+                self._was_older = False
             self._publish(news)
             return bool(news.rows)
+
+    async def _news(self, after: int) -> News:
+        """Raises NotReady if the database is older than what is published."""
+        news = await asyncio.to_thread(self._registry.revisions.since, after)
+        if news.revision < self._revision:
+            self._was_older = True
+            raise older(self._revision)
+        return news
 
     async def _make_known(self) -> None:
         """Return when every ingress holds what has just been written; after a while, with a line in the log, anyway."""
@@ -139,6 +157,6 @@ class PublishedRegistry:
         self.shares.publish(shares)
 
     def _stamp(self, revision: int) -> None:
-        self._revision = revision
+        self._revision = self._registry.database.known_revision = revision
         for published in (self.table, self.pins, self.shares):
             published.revision = revision

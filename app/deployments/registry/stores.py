@@ -1,15 +1,18 @@
 """Which processes serve a registry: exactly one of them works on each load, and all of them tell their ingresses.
 
 In: a beat of each process every few seconds, with the newest revision that all its ingresses hold. Out: the others that
-live, and the loads whose process has died, which are this one's now. A process that has not said for `LEASE_S` that it
-lives is dead to the others; should it live after all, what it writes about those loads is refused (`jobs`). One that
-Ray has restarted takes over from itself at once: its actor is the same.
+live, and the loads whose process has died, which are this one's now. A process whose row has not changed for `LEASE_S`
+is dead to the others; should it live after all, what it writes about those loads is refused (`jobs`). One that Ray has
+restarted takes over from itself at once: its actor is the same. Rule: each process measures that time with a clock of
+its own that is never set; only of rows that it has never seen it believes the time that stands in them.
 """
 
 from __future__ import annotations
 
+import math
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
@@ -43,9 +46,12 @@ class Stores:
     that.
     """
 
-    def __init__(self, database: Database, actor: str = "") -> None:
+    def __init__(self, database: Database, actor: str = "", monotonic: Callable[[], float] = time.monotonic) -> None:
         self._database = database
         self._actor = actor
+        self._monotonic = monotonic
+        #: Of each other process: when it said last that it lives, by its clock, and until when that counts, by ours.
+        self._seen: dict[str, tuple[float, float]] = {}
         self.id = uuid.uuid4().hex
         self._has_entered = False
         self.follows_another = (
@@ -74,8 +80,9 @@ class Stores:
             mine = update(stores).where(self._ours(), stores.c.id == self.id)
             if not connection.execute(mine.values(beat_s=now_s, revision=revision)).rowcount:
                 self._insert(connection, now_s, revision)  # a process of the same name took this one for dead
-            connection.execute(delete(stores).where(self._ours(), stores.c.beat_s < now_s - _KEPT_S))
             others = self._others(connection, now_s)
+            is_dead = stores.c.id.not_in([self.id, *others])
+            connection.execute(delete(stores).where(self._ours(), is_dead, stores.c.beat_s < now_s - _KEPT_S))
             return Beat(others, adopt_loads(connection, self._database, self.id, {self.id, *others}))
 
     def others(self) -> Mapping[str, int]:
@@ -107,10 +114,18 @@ class Stores:
         )
 
     def _others(self, connection: Connection, now_s: float) -> Mapping[str, int]:
-        living = select(stores.c.id, stores.c.revision).where(
-            self._ours(), stores.c.id != self.id, stores.c.beat_s >= now_s - LEASE_S
-        )
-        return {row.id: row.revision for row in connection.execute(living)}
+        query = select(stores.c.id, stores.c.revision, stores.c.beat_s).where(self._ours(), stores.c.id != self.id)
+        rows, before = connection.execute(query).all(), self._seen
+        self._seen = {row.id: self._lease(row.beat_s, before.get(row.id), now_s) for row in rows}
+        return {row.id: row.revision for row in rows if self._seen[row.id][1] >= self._monotonic()}
+
+    def _lease(self, beat_s: float, seen: tuple[float, float] | None, now_s: float) -> tuple[float, float]:
+        """`beat_s`, and until when it counts. A row's first look may be of a process that died long ago."""
+        if seen is not None and seen[0] == beat_s:
+            return seen
+        has_left = beat_s == 0.0
+        age_s = max(0.0, now_s - beat_s) if seen is None else 0.0
+        return beat_s, -math.inf if has_left else self._monotonic() + LEASE_S - age_s
 
     def _ours(self) -> ColumnElement[bool]:
         return stores.c.base_digest == self._database.base_digest

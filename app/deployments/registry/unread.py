@@ -21,7 +21,7 @@ from sqlalchemy import Connection, bindparam, insert, select, update
 from app.deployments.links.tasks import OncePerKey, Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import not_registered
-from app.deployments.registry.database import Database, next_revision
+from app.deployments.registry.database import Database
 from app.deployments.registry.entries import (
     MAX_REGISTRATIONS,
     MEANT_STATES,
@@ -153,7 +153,7 @@ def _write(
     mine = (adapters.c.base_digest == database.base_digest, adapters.c.tenant_id == tenant_id)
     query = select(adapters).where(*mine, adapters.c.name.in_(names))
     present = {row["name"]: row for row in connection.execute(query).mappings()}
-    common = place | {"revision": next_revision(connection, database.base_digest), "registered_s": database.clock()}
+    common = place | {"revision": database.next_revision(connection), "registered_s": database.clock()}
     new: list[dict[str, Any]] = []
     again: list[dict[str, Any]] = []
     for item in registrations:

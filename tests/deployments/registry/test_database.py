@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from sqlalchemy.dialects import postgresql
 from app.deployments.kept.tables import metadata as kept_metadata
 from app.deployments.registry import database as database_module
 from app.deployments.registry.books import Registry
-from app.deployments.registry.database import Database, next_revision, sqlite_url
+from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.tenants.tables import metadata
 from app.engine.errors import ConfigError, NotReady
 from tests.deployments.managed import ADA, MINE
+from tests.postgres import PostgresServer
 
 ROOT = Path(__file__).parents[3]
 #: All that a client is told of a database that is in trouble.
@@ -243,7 +246,7 @@ def test_transactions_share_the_connections_that_are_kept(shared_url: str) -> No
         with database.read() as connection:
             assert connection.scalar(text("SELECT 1")) == 1
     with database.write() as connection:
-        assert next_revision(connection, "base") > 0
+        assert database.next_revision(connection) > 0
     assert len(opened) == num_opened <= 3
     database.close()
 
@@ -283,7 +286,7 @@ def test_a_view_is_of_one_moment(shared_url: str) -> None:
     with database.read() as reading:
         before = reading.scalar(query)
         with database.write() as writing:
-            assert next_revision(writing, database.base_digest) == before + 1
+            assert database.next_revision(writing) == before + 1
         assert reading.scalar(query) == before
     with database.read() as reading:
         assert reading.scalar(query) == before + 1
@@ -300,11 +303,51 @@ def test_a_writer_that_holds_the_lock_is_waited_for_no_longer_than_this(
             raise AssertionError("two wrote at once")
         if not shared_url.startswith("sqlite"):  # which has one lock for all
             with other.write() as connection:
-                assert next_revision(connection, "other") > 0
+                assert other.next_revision(connection) > 0
     with two.write() as connection:
-        assert next_revision(connection, "base") > 0
+        assert two.next_revision(connection) > 0
     for database in (one, two, other):
         database.close()
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_server_that_stands_still_is_waited_for_no_longer_than_this(
+    shared_url: str, request: pytest.FixtureRequest, is_busy: bool
+) -> None:
+    """It looks alive: its kernel takes what is sent, and its own limits stand still with it."""
+    if shared_url.startswith("sqlite"):
+        return  # it has no server
+    server: PostgresServer = request.getfixturevalue("postgres")
+    database = Database(shared_url, "base")
+
+    def read() -> object:
+        with database.read() as connection:
+            return connection.scalar(text("SELECT 1"))
+
+    def read_while_it_stands() -> None:
+        with database.read() if is_busy else nullcontext() as connection:
+            if connection is not None:
+                driver: Any = connection.connection.dbapi_connection
+                driver.patience_s = 0.1
+            server.send(signal.SIGSTOP)
+            read() if connection is None else connection.execute(text("SELECT 1"))
+
+    def connect_soon(_: object, __: object, ___: object, options: dict[str, Any]) -> None:
+        options["connect_timeout"] = 2  # the least there is
+
+    usual = database._patience.idle_s
+    database._patience.idle_s = 0.1
+    assert read() == 1, "and the connection is idle from here on"
+    database._patience.idle_s = usual
+    event.listen(database._engine, "do_connect", connect_soon, insert=True)
+    try:
+        with pytest.raises(NotReady, match=SENTENCE):
+            read_while_it_stands()
+    finally:
+        server.send(signal.SIGCONT)
+        event.remove(database._engine, "do_connect", connect_soon)
+    assert read() == 1
+    database.close()
 
 
 def test_postgresql_is_asked_with_limits_for_everything(shared_url: str) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from sqlalchemy import text
 
 from app.deployments.links.published import Version
 from app.deployments.registry import following, loading, publishing
 from app.deployments.registry.books import Registry
-from app.deployments.registry.entries import DEFAULT_TENANT, RegistryJob, State
+from app.deployments.registry.entries import DEFAULT_TENANT, Registration, RegistryJob, State
 from app.deployments.registry.stores import LEASE_S
 from app.engine.errors import AdapterUnloaded, NotReady
 from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
@@ -21,17 +22,20 @@ CONTENTS = {"one": "d1", "two": "d2", "three": "d3"}
 
 
 class Stores:
-    """Opens stores on one database. `clock_s` is what all of them read; it goes on by itself only in `pass_time`."""
+    """Opens stores on one database. `now_s` is what passes for all of them; some machines' clocks are set wrong."""
 
     def __init__(self, open_again: Callable[..., Registry]) -> None:
         self._open = open_again
         self._opened: list[ManagedStore] = []
         self.now_s = 1_000_000.0
 
-    def open(self, actor: str = "") -> ManagedStore:
+    def open(self, actor: str = "", wrong_by_s: Callable[[], float] = lambda: 0.0) -> ManagedStore:
         store = FakeStore()
         store.contents |= CONTENTS
-        self._opened.append(ManagedStore(self._open(clock=lambda: self.now_s, actor=actor), store))
+        registry = self._open(
+            clock=lambda: self.now_s + wrong_by_s(), monotonic=lambda: self.now_s - 1_000_000.0, actor=actor
+        )
+        self._opened.append(ManagedStore(registry, store))
         return self._opened[-1]
 
     async def close(self) -> None:
@@ -120,6 +124,8 @@ async def test_a_load_is_one_stores_and_a_dead_ones_is_taken_up_by_one(stores: S
         assert beat.adopted == []
         assert a.registry.stores.id in beat.others
     await a.lifecycle._tasks.close()  # it hangs, or its machine does: it says nothing any more, but works on
+    for managed in (b, c):
+        assert a.registry.stores.id in managed.registry.stores.beat(0).others, "its last beat counts from here"
     stores.now_s += LEASE_S + 1
     assert (await end_of(b, job)).state is State.LOADED
     assert sorted([*b.store.loads, *c.store.loads]) == ["one"], "by one of them"
@@ -131,6 +137,28 @@ async def test_a_load_is_one_stores_and_a_dead_ones_is_taken_up_by_one(stores: S
     assert (entry.ref.digest, entry.ref.generation) == ("d2", 2), "what comes back late changes nothing"
     assert (await end_of(b, job)).state is State.LOADED
     a.lifecycle.start()
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0, 90_000.0])
+async def test_a_clock_that_is_set_kills_nobody_and_keeps_no_dead_one_alive(stores: Stores, step_s: float) -> None:
+    wrong_by_s = [0.0]
+    a, b = stores.open(), stores.open(wrong_by_s=lambda: wrong_by_s[0])
+    gate = a.store.gates["one"] = asyncio.Event()
+    job = await a.client.load(wanted("sql", "one"))
+    for managed in (a, b):
+        managed.registry.stores.beat(0)
+    wrong_by_s[0] = step_s
+    for one, other in ((a, b), (b, a), (a, b)):
+        beat = one.registry.stores.beat(0)
+        assert (set(beat.others), beat.adopted) == ({other.registry.stores.id}, [])
+    await b.lifecycle._tasks.close()  # its machine is gone
+    assert a.registry.stores.beat(0).others, "its last beat counts from when it was seen"
+    stores.now_s += LEASE_S + 1
+    assert not a.registry.stores.beat(0).others
+    gate.set()
+    assert (await end_of(a, job)).state is State.LOADED
+    assert (a.store.loads, b.store.loads) == (["one"], [])
+    b.lifecycle.start()
 
 
 async def test_a_store_that_was_restarted_takes_up_its_own_loads_at_once(stores: Stores) -> None:
@@ -253,6 +281,48 @@ async def test_a_registry_that_is_empty_or_older_than_what_is_held_is_no_news(
                 await watch(other, "ingress", 0.0)
     assert await a.client.watch(held._replace(epoch="x"), "ingress", 0.0) is not None, "a restart is news"
     assert await a.client.watch(Version("of before", 7), "ingress", 0.0) is not None
+
+
+async def test_a_database_that_falls_back_is_not_ready_until_it_has_caught_up(stores: Stores) -> None:
+    """As after a failover to a standby that lagged behind: what is served stays so, and is not mixed with what it says.
+
+    Had it only lagged, it catches up; then whatever it says counts.
+    """
+    a = stores.open()
+    base = a.registry.database.base_digest
+    await a.client.load_and_wait(wanted("sql", "one"))
+    await a.client.load_and_wait(wanted("lost", "two"))
+
+    def write(statement: str) -> None:
+        with a.registry.database.write() as connection:
+            connection.execute(text(statement).bindparams(base=base))
+
+    def revision() -> int:
+        with a.registry.database.read() as connection:
+            query = text("SELECT revision FROM registries WHERE base_digest = :base").bindparams(base=base)
+            return int(connection.execute(query).scalar_one())
+
+    newest = revision()
+    for table in ("adapters", "generations"):
+        write(f"DELETE FROM {table} WHERE base_digest = :base AND name = 'lost'")
+    write("UPDATE registries SET revision = revision - 3 WHERE base_digest = :base")
+    for change in (
+        a.client.load(wanted("new", "three")),
+        a.client.begin_unload("sql", **ADA),
+        a.client.put_alias("prod", {"sql": 1.0}, **ADA),
+        a.client.register([Registration("unread", "/unread")], **ADA),
+        a.client.configure("sql", pinned=True, **ADA),
+    ):
+        assert "is older than change" in str(await fails(change))
+    assert revision() == newest - 3, "no number is given twice"
+    with pytest.raises(NotReady, match=r"is older than change .* restart the service to have it take the older"):
+        await a.lifecycle.published.take_newer()
+    assert [name for name in ("sql", "lost") if a.view.find(name, DEFAULT_TENANT)] == ["sql", "lost"]
+    write("UPDATE registries SET revision = revision + 4 WHERE base_digest = :base")
+    await until(lambda: a.view.find("lost", DEFAULT_TENANT) is None)
+    assert a.view.find("sql", DEFAULT_TENANT) is not None
+    await a.client.load_and_wait(wanted("lost", "three"))
+    assert a.view.find("lost", DEFAULT_TENANT) is not None
 
 
 async def test_a_database_that_is_away_costs_a_turn_and_nothing_else(
