@@ -251,7 +251,8 @@ class PlacementBooks:
             others,
             lambda other: (loads[other] > little, -self._replicas[other].started_s, loads[other], other),
         )
-        nearest.sort(key=lambda other: (loads[other] > little, self._is_full(other, digest)))
+        # Room in the rows first: an adapter that drives another one out makes two of them wait.
+        nearest.sort(key=lambda other: (loads[other] > bound, self._is_full(other, digest), loads[other] > little))
         more = nearest[:num_more]
         for other in more:
             loads[other] += num_active / (len(homes) + num_more)
