@@ -23,6 +23,7 @@ from app.deployments.tenants.entries import (
     TenantRow,
 )
 from app.deployments.tenants.lending import Grant, Want
+from app.deployments.tenants.limits import Meter
 from app.deployments.tenants.metering import Row
 from app.deployments.tenants.service import TenantsService as _Service
 from app.deployments.tenants.usage import Bucket, UsageQuery
@@ -130,6 +131,10 @@ class TenantsClient:
     async def lend(self, holder: str, wants: Sequence[Want]) -> list[Grant]:
         """Tell what an ingress holds of limits, and get what the owner lends it: a grant for each want."""
         return await self._owner.call(_Service.lend, holder, wants)
+
+    async def left(self, project_id: str) -> list[tuple[Meter, int, int]]:
+        """Each limit of a project, and how much of it is neither used nor lent to an ingress."""
+        return await self._owner.call(_Service.left, project_id)
 
     async def remaining_spend(self, project_id: str) -> int | None:
         """Nanos that a project has left this month; None if nobody has asked for any since the owner began."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.deployments.tenants.entries import Tenant
-from app.deployments.tenants.limits import PERIOD_S, CountCounter, Meter, RateCounter, limit_of, month_of
+from app.deployments.tenants.limits import PERIOD_S, CountCounter, Meter, RateCounter, limit_of, meters_of, month_of
 from app.engine.message import message
 
 #: Of what is left after a need is met, this part is lent ahead.
@@ -80,6 +80,18 @@ class Lender:
             self._month = month
             self._counts = {meter: each for meter, each in self._counts.items() if meter.kind != "spend"}
         return [self._one(holder, want, now_s) for want in wants]
+
+    def left(self, tenant_id: str, now_s: float) -> list[tuple[Meter, int, int]]:
+        """Each limit of a tenant, and how much of it is neither used nor lent to an ingress."""
+        tenant = self._tenant(tenant_id)
+        if tenant is None:
+            return []
+        grants = self.lend("", [Want(meter) for meter in meters_of(tenant)], now_s)
+        limits = [limit_of(tenant.limits, meter) or 0 for meter in meters_of(tenant)]
+        return [
+            (meter, limit, grant.remaining)
+            for meter, limit, grant in zip(meters_of(tenant), limits, grants, strict=True)
+        ]
 
     def remaining_spend(self, tenant_id: str) -> int | None:
         """Nanos that a tenant has left this month, as far as anybody has asked."""

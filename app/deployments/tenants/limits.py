@@ -84,6 +84,14 @@ def limit_of(limits: TenantLimits, meter: Meter) -> int | None:
     return {"requests": rate.requests_per_min, "tokens": rate.tokens_per_min, "day": rate.requests_per_day}[meter.kind]
 
 
+def meters_of(tenant: Tenant) -> list[Meter]:
+    """All that a tenant has limits of."""
+    kinds: tuple[MeterKind, ...] = ("requests", "tokens", "day")
+    rates = [Meter(tenant.id, kind, model) for model in sorted(tenant.limits.rates) for kind in kinds]
+    all_ = [*rates, Meter(tenant.id, "concurrent"), Meter(tenant.id, "spend")]
+    return [meter for meter in all_ if limit_of(tenant.limits, meter) is not None]
+
+
 def needs_of(tenant: Tenant, base_name: str, needs: Sequence[Need]) -> dict[Meter, int]:
     """What a request takes of each of its tenant's meters; without limits, nothing.
 

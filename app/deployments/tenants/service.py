@@ -28,7 +28,7 @@ from app.deployments.tenants.entries import (
     TenantRow,
 )
 from app.deployments.tenants.lending import Grant, Lender, Place, Want
-from app.deployments.tenants.limits import month_of
+from app.deployments.tenants.limits import Meter, month_of
 from app.deployments.tenants.metering import Row
 from app.deployments.tenants.usage import Bucket, UsageQuery
 from app.engine.adapters.card import AdapterRef
@@ -195,10 +195,18 @@ class TenantsService:
     async def lend(self, holder: str, wants: Sequence[Want]) -> list[Grant]:
         now_s = self._clock()
         for meter in (want.meter for want in wants if want.meter.kind == "spend"):
-            place = (meter.tenant_id, month_of(now_s))
-            if place not in self._spent:
-                self._spent[place] = await asyncio.to_thread(self._books.ledger.spent, meter.tenant_id, now_s)
+            await self._look_up_spent(meter.tenant_id, now_s)
         return self._lender.lend(holder, wants, now_s)
+
+    async def left(self, project_id: str) -> list[tuple[Meter, int, int]]:
+        now_s = self._clock()
+        await self._look_up_spent(project_id, now_s)
+        return self._lender.left(project_id, now_s)
+
+    async def _look_up_spent(self, tenant_id: str, now_s: float) -> None:
+        place = (tenant_id, month_of(now_s))
+        if place not in self._spent:
+            self._spent[place] = await asyncio.to_thread(self._books.ledger.spent, tenant_id, now_s)
 
     async def remaining_spend(self, project_id: str) -> int | None:
         return self._lender.remaining_spend(project_id)

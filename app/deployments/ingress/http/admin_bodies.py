@@ -7,6 +7,7 @@ checked bodies. Rule: a key's value is in the answer that made it, and nowhere e
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -20,6 +21,7 @@ from app.deployments.tenants.entries import (
     Tenant,
     TenantChange,
 )
+from app.deployments.tenants.limits import Meter
 
 #: OpenAI's objects have no way to say "as much as you like": this number does.
 NO_LIMIT = 2**31 - 1
@@ -199,7 +201,12 @@ def spend_limit_body(cents: int, *, is_reached: bool) -> dict[str, Any]:
     }
 
 
-def tenant_body(tenant: Tenant, shares: dict[str, list[str]]) -> dict[str, Any]:
+def tenant_body(tenant: Tenant, shares: dict[str, list[str]], left: Sequence[tuple[Meter, int, int]]) -> dict[str, Any]:
+    """`limits`: each with what is left of it; the rest is used, or reserved by requests and ingresses."""
+    limits = [
+        {"kind": meter.kind, "model": meter.model or None, "limit": limit, "remaining": remaining}
+        for meter, limit, remaining in left
+    ]
     return {
         "object": "polylora.tenant",
         "id": tenant.id,
@@ -210,6 +217,7 @@ def tenant_body(tenant: Tenant, shares: dict[str, list[str]]) -> dict[str, Any]:
         "max_adapters": tenant.limits.max_adapters,
         "max_adapter_bytes": tenant.limits.max_adapter_bytes,
         "shares": shares,
+        "limits": limits,
     }
 
 

@@ -322,7 +322,7 @@ def _add_tenant_routes(routes: APIRouter, service: AdministeredService) -> None:
     owner = service.tenancy.owner
 
     async def answer(tenant: Tenant) -> Response:
-        return JSONResponse(bodies.tenant_body(tenant, await owner.shares(tenant.id)))
+        return JSONResponse(bodies.tenant_body(tenant, await owner.shares(tenant.id), await owner.left(tenant.id)))
 
     @routes.get("/{tenant_id}")
     async def tenant(tenant_id: str) -> Response:

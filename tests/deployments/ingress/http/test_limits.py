@@ -16,7 +16,7 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.tenancy import duration
 from app.deployments.tenants.limiter import Refused
-from app.deployments.tenants.limits import Meter
+from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
 from app.deployments.tenants.metering import Charge
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.test_admin_routes import client_with
@@ -220,6 +220,29 @@ async def test_headers_and_refusals_of_rates(org: Org) -> None:
     assert 28 <= int(third.headers["Retry-After"]) <= 30
     assert abs(int(third.headers["retry-after-ms"]) / 1000 - int(third.headers["Retry-After"])) <= 1
     assert (await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_operators_see_what_is_left(org: Org) -> None:
+    owner, url = org.service.tenancy.owner, f"/v1/tenants/{org.ids['ada']}"
+    assert (await org.ask("admin", "GET", url)).json()["limits"] == []
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_day": 9}, actor="test")
+    await owner.limit_spend(org.ids["ada"], 1, actor="test")
+    await owner.configure_project(org.ids["ada"], {"max_concurrent": 3}, actor="test")
+    backend = org.service.fleet.replicas["replica-0"].backend
+    backend.max_steps = 0
+    asking = asyncio.create_task(org.ask("ada", "POST", "/v1/chat/completions", json=CHAT))
+    while not org.service.num_streams:
+        await asyncio.sleep(0.001)
+    limits = {each["kind"]: each for each in (await org.ask("admin", "GET", url)).json()["limits"]}
+    assert limits["day"] == {"kind": "day", "model": "base", "limit": 9, "remaining": 8}
+    assert limits["concurrent"] == {"kind": "concurrent", "model": None, "limit": 3, "remaining": 2}
+    assert limits["spend"]["remaining"] < limits["spend"]["limit"] == NANOS_PER_CENT
+    backend.max_steps = None
+    backend.resumed.set()
+    assert (await asking).status_code == 200
+    await org.service.tenancy.limiter.tell()
+    limits = {each["kind"]: each for each in (await org.ask("admin", "GET", url)).json()["limits"]}
+    assert (limits["day"]["remaining"], limits["concurrent"]["remaining"]) == (8, 3)
 
 
 async def test_a_request_beyond_the_tokens_of_a_minute_is_told_not_to_try_again(org: Org) -> None:
