@@ -45,7 +45,8 @@ from app.engine.request import GenerateRequest, SamplingParams
 
 T = TypeVar("T")
 
-#: Text of a request longer than this is tokenized in a thread: it would hold up every stream of this process.
+#: What a request has more characters or token ids of than this is worked on in a thread: it would hold up every stream
+#: of this process.
 MAX_INLINE_CHARS = 20_000
 #: A message without text takes as long as so many characters: its role is written by the template and tokenized too.
 CHARS_PER_MESSAGE = 32
@@ -235,7 +236,7 @@ class Frontend:
         if body.prediction is None:
             return ()
         text, max_context = body.prediction.text, self._model.max_context
-        token_ids = await _tokenized(len(text), lambda: self._model.encode_answer(text))
+        token_ids = await beside_if_long(len(text), lambda: self._model.encode_answer(text))
         if len(token_ids) > max_context:
             raise InvalidRequest(
                 f"the prediction has {len(token_ids)} tokens but the context holds {max_context}; shorten it",
@@ -250,7 +251,7 @@ class Frontend:
         num_chars += len(json.dumps(tools)) if tools else 0
         if text:  # an adapter's own template may take its time
             return await asyncio.to_thread(self._model.encode_chat, messages, text, tools)
-        return await _tokenized(num_chars, lambda: self._model.encode_chat(messages, "", tools))
+        return await beside_if_long(num_chars, lambda: self._model.encode_chat(messages, "", tools))
 
     async def conversation_ids(
         self, body: ChatFields, caller: Caller, model: str, lora_path: str | None = None
@@ -280,10 +281,14 @@ class Frontend:
                 body.max_tokens,
                 body.logprobs,
                 names,
-                echoes=[p if isinstance(p, str) else self.text_of(p) for p in prompts] if body.echo else (),
+                echoes=await self._echoes(prompts) if body.echo else (),
                 found=found,
             )
         return in_token_ids(job, body)
+
+    async def _echoes(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        length = sum(map(len, prompts))
+        return await beside_if_long(length, lambda: [p if isinstance(p, str) else self.text_of(p) for p in prompts])
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
@@ -314,8 +319,8 @@ class Frontend:
 
     async def prompt_ids(self, prompts: Sequence[str | list[int]], param: str) -> list[Sequence[int]]:
         """Token ids of texts; ids stay as they are. `param` is what the client calls them. Raises InvalidRequest."""
-        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await _tokenized(num_chars, lambda: [self._ids_of(prompt, param) for prompt in prompts])
+        length = sum(map(len, prompts))  # ids are looked at one by one, as characters are
+        return await beside_if_long(length, lambda: [self._ids_of(prompt, param) for prompt in prompts])
 
     def _ids_of(self, prompt: str | list[int], param: str) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -482,8 +487,9 @@ def _ids(prefix: str, given: str | None) -> _Ids:
     return _Ids(f"{prefix}-{given}", f"{prefix}-{given}.{secrets.token_hex(8)}")
 
 
-async def _tokenized(num_chars: int, encode: Callable[[], T]) -> T:
-    return await asyncio.to_thread(encode) if num_chars > MAX_INLINE_CHARS else encode()
+async def beside_if_long(length: int, work: Callable[[], T]) -> T:
+    """What is done for each of so many characters or token ids, in a thread where they are many."""
+    return await asyncio.to_thread(work) if length > MAX_INLINE_CHARS else work()
 
 
 def derived_seed(seed: int, copy: int) -> int:

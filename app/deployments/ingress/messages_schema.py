@@ -75,6 +75,17 @@ class NoThinking(Body):
     type: Literal["disabled"]
 
 
+class OutputSchema(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """`format`: what the answer follows."""
+
+    format: OutputSchema | None = None
+
+
 class CountTokensRequest(Body):
     """What a conversation is made of."""
 
@@ -84,6 +95,7 @@ class CountTokensRequest(Body):
     tools: Items[MessagesTool] | None = Field(default=None, max_length=128)
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None
+    output_config: OutputConfig | None = None
 
     def chat(self) -> ChatCompletionRequest:
         """The same request in OpenAI's words. Raises InvalidRequest."""
@@ -96,6 +108,9 @@ class CountTokensRequest(Body):
         fields: dict[str, Any] = {"messages": messages}
         if self.tools:
             fields["tools"] = [_tool(tool) for tool in self.tools]
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = {"name": "answer", "schema": self.output_config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         choice = self.tool_choice
         if choice is not None:
             named = {"type": "function", "function": {"name": choice.name}}

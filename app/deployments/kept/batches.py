@@ -23,6 +23,7 @@ from app.deployments.kept.entries import (
     KeptQuotaReached,
     LeaseLost,
     LineAnswer,
+    NewBatch,
     absent,
     no_purpose,
 )
@@ -46,27 +47,16 @@ class BatchBooks:
         self._database = database
         self._files = file_books
 
-    def create(
-        self,
-        endpoint: str,
-        input_file_id: str,
-        *,
-        tenant_id: str,
-        key_id: str,
-        window_s: float,
-        output_life_s: float,
-        note: str,
-        max_open: int,
-    ) -> Batch:
-        """Raises KeptQuotaReached while the tenant has `max_open` batches that have not ended."""
+    def create(self, wanted: NewBatch) -> Batch:
+        """Raises KeptQuotaReached while the tenant has `wanted.max_open` batches that have not ended."""
         now_s = self._database.clock()
         with self._database.write() as connection:
-            row = self._files.row(connection, input_file_id, tenant_id)
+            row = self._files.row(connection, wanted.input_file_id, wanted.tenant_id)
             if row["purpose"] != "batch":
                 raise no_purpose(row["purpose"])
-            mine = (*self._ours(), batches.c.tenant_id == tenant_id, batches.c.status.in_(OPEN))
+            mine = (*self._ours(), batches.c.tenant_id == wanted.tenant_id, batches.c.status.in_(OPEN))
             num_open = connection.scalar(select(func.count()).select_from(batches).where(*mine)) or 0
-            if num_open >= max_open:
+            if num_open >= wanted.max_open:
                 raise KeptQuotaReached(
                     f"{num_open} batches have not ended, as many as kept.max_open_batches allows; wait for one, or "
                     "cancel one"
@@ -76,24 +66,24 @@ class BatchBooks:
                 insert(batches).values(
                     base_digest=self._database.base_digest,
                     id=batch_id,
-                    tenant_id=tenant_id,
-                    key_id=key_id,
-                    endpoint=endpoint,
-                    input_file_id=input_file_id,
+                    tenant_id=wanted.tenant_id,
+                    key_id=wanted.key_id,
+                    endpoint=wanted.endpoint,
+                    input_file_id=wanted.input_file_id,
                     status="validating",
                     created_s=now_s,
-                    expires_s=now_s + window_s,
-                    output_life_s=output_life_s,
+                    expires_s=now_s + wanted.window_s,
+                    output_life_s=wanted.output_life_s,
                     num_lines=0,
                     num_completed=0,
                     num_failed=0,
-                    note=note,
+                    note=wanted.note,
                     errors="[]",
                     owner="",
                     lease_s=0.0,
                 )
             )
-            return _batch(self._row(connection, batch_id, tenant_id))
+            return _batch(self._row(connection, batch_id, wanted.tenant_id))
 
     def get(self, batch_id: str, *, tenant_id: str) -> Batch:
         with self._database.read() as connection:

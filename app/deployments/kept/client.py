@@ -17,6 +17,7 @@ from app.deployments.kept.entries import (
     KeptFile,
     KeptResponse,
     LineAnswer,
+    NewBatch,
 )
 from app.deployments.kept.service import KeptService as _Service
 from app.deployments.links.ray_calls import Callee
@@ -64,30 +65,9 @@ class KeptClient:
         """A part of the contents; None behind the last. Raises NotFound."""
         return await self._keeper.call(_Service.file_part, file_id, number, tenant_id=tenant_id)
 
-    async def create_batch(
-        self,
-        endpoint: str,
-        input_file_id: str,
-        *,
-        tenant_id: str,
-        key_id: str,
-        window_s: float,
-        output_life_s: float,
-        note: str,
-        max_open: int,
-    ) -> Batch:
+    async def create_batch(self, wanted: NewBatch) -> Batch:
         """Raises NotFound for its file, InvalidRequest, KeptQuotaReached."""
-        return await self._keeper.call(
-            _Service.create_batch,
-            endpoint,
-            input_file_id,
-            tenant_id=tenant_id,
-            key_id=key_id,
-            window_s=window_s,
-            output_life_s=output_life_s,
-            note=note,
-            max_open=max_open,
-        )
+        return await self._keeper.call(_Service.create_batch, wanted)
 
     async def batch(self, batch_id: str, *, tenant_id: str) -> Batch:
         """Raises NotFound."""

@@ -44,6 +44,22 @@ class KeptFile:
 
 @message
 @dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What is asked for. `window_s`: for how long it may run; `output_life_s`: for how long its answers are kept;
+    `max_open`: how many of the tenant's may run at once. `key_id` pays for it; `note` is the client's own JSON."""
+
+    tenant_id: str
+    key_id: str
+    endpoint: str
+    input_file_id: str
+    window_s: float
+    output_life_s: float
+    max_open: int
+    note: str = "{}"
+
+
+@message
+@dataclass(frozen=True, slots=True)
 class Batch:
     """`began_s` and `ended_s`: when its first line could run, and when its last had. `key_id` pays for it."""
 

@@ -19,6 +19,7 @@ from app.deployments.kept.entries import (
     KeptFile,
     KeptResponse,
     LineAnswer,
+    NewBatch,
 )
 
 if TYPE_CHECKING:  # a database: a process that only calls starts without
@@ -75,30 +76,8 @@ class KeptService:
 
     # -- batches ----------------------------------------------------------------------------------
 
-    async def create_batch(
-        self,
-        endpoint: str,
-        input_file_id: str,
-        *,
-        tenant_id: str,
-        key_id: str,
-        window_s: float,
-        output_life_s: float,
-        note: str,
-        max_open: int,
-    ) -> Batch:
-        return await asyncio.to_thread(
-            lambda: self._books.batches.create(
-                endpoint,
-                input_file_id,
-                tenant_id=tenant_id,
-                key_id=key_id,
-                window_s=window_s,
-                output_life_s=output_life_s,
-                note=note,
-                max_open=max_open,
-            )
-        )
+    async def create_batch(self, wanted: NewBatch) -> Batch:
+        return await asyncio.to_thread(self._books.batches.create, wanted)
 
     async def batch(self, batch_id: str, *, tenant_id: str) -> Batch:
         return await asyncio.to_thread(self._books.batches.get, batch_id, tenant_id=tenant_id)

@@ -1,14 +1,14 @@
 """The lines of a batch's file: what clients send, and what they get back.
 
-In: the bytes of a JSONL file. Out: its requests, or what is wrong with which line; and lines of answers. Rule: a file
-is taken whole or not at all; what a request's body may say is left to its route.
+In: a JSONL file, part by part. Out: its requests, or what is wrong with which line; and lines of answers. Rule: a file
+is taken whole or not at all, and is never whole in memory; what a request's body may say is left to its route.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from app.deployments.ingress.status import error_answer
@@ -19,6 +19,13 @@ MAX_ERRORS = 100
 _FIELDS = frozenset(("custom_id", "method", "url", "body"))
 #: For a line that was not answered in time.
 EXPIRED = ("batch_expired", "the batch expired before this request was answered")
+
+
+class NumberedLine(NamedTuple):
+    """A line as it stands in the file."""
+
+    number: int
+    text: bytes
 
 
 class Line(NamedTuple):
@@ -38,37 +45,75 @@ class FileError(NamedTuple):
     param: str | None = None
 
 
-def parsed(content: bytes, endpoint: str, max_lines: int, max_line_bytes: int) -> tuple[list[Line], list[FileError]]:
-    """All requests of a file, and what is wrong with it."""
-    lines: list[Line] = []
-    errors: list[FileError] = []
-    known: set[str] = set()
-    for number, text in enumerate(content.split(b"\n")):
-        if not text.strip():
-            continue
-        found = _line(number, text, endpoint, max_line_bytes)
-        if isinstance(found, Line) and found.custom_id in known:
-            found = FileError("duplicate_custom_id", f"custom_id {found.custom_id[:80]!r} is there twice", number + 1)
-        if isinstance(found, Line):
-            known.add(found.custom_id)
-            lines.append(found)
-        elif len(errors) < MAX_ERRORS:
-            errors.append(found)
-    if not lines and not errors:
-        errors.append(FileError("empty_file", "the file has no requests"))
-    if len(lines) > max_lines:
-        errors.append(
-            FileError("too_many_tasks", f"the file has {len(lines)} requests; kept.max_batch_lines is {max_lines}")
-        )
-    return lines, errors
+class Splitter:
+    """The lines of a file that comes in parts, numbered from 0. Of one longer than `max_bytes` no more is kept than
+    shows that it is."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._most = max_bytes + 1
+        self._begun = b""
+        self._number = 0
+
+    def push(self, part: bytes) -> list[NumberedLine]:
+        """The lines that this part ends."""
+        first, *others = part.split(b"\n")
+        self._begun += first[: self._most - len(self._begun)]
+        if not others:
+            return []
+        *whole, begun = others
+        lines = [self._begun, *(text[: self._most] for text in whole)]
+        found = [NumberedLine(self._number + index, text) for index, text in enumerate(lines)]
+        self._number += len(lines)
+        self._begun = begun[: self._most]
+        return found
+
+    def end(self) -> list[NumberedLine]:
+        """The last line, which nothing ends."""
+        return [NumberedLine(self._number, self._begun)]
 
 
-def _line(number: int, text: bytes, endpoint: str, max_bytes: int) -> Line | FileError:
+class FileCheck:
+    """Whether a file is taken: `num_lines` of requests so far, and what is wrong with it."""
+
+    def __init__(self, endpoint: str, max_lines: int, max_line_bytes: int) -> None:
+        self._endpoint, self._max_lines, self._max_line_bytes = endpoint, max_lines, max_line_bytes
+        self._errors: list[FileError] = []
+        self._known: set[str] = set()
+        self.num_lines = 0
+
+    def add(self, lines: Sequence[NumberedLine]) -> None:
+        """Some lines more; empty ones are none."""
+        for number, text in lines:
+            if not text.strip():
+                continue
+            found = parsed(number, text, self._endpoint, self._max_line_bytes)
+            if isinstance(found, Line) and found.custom_id in self._known:
+                told = f"custom_id {found.custom_id[:80]!r} is there twice"
+                found = FileError("duplicate_custom_id", told, number + 1)
+            if isinstance(found, Line):
+                self._known.add(found.custom_id)
+                self.num_lines += 1
+            elif len(self._errors) < MAX_ERRORS:
+                self._errors.append(found)
+
+    def errors(self) -> list[FileError]:
+        """All of them, once all lines have been added."""
+        if not self.num_lines and not self._errors:
+            return [FileError("empty_file", "the file has no requests")]
+        if self.num_lines <= self._max_lines:
+            return self._errors
+        told = f"the file has {self.num_lines} requests; kept.max_batch_lines is {self._max_lines}"
+        return [*self._errors, FileError("too_many_tasks", told)]
+
+
+def parsed(number: int, text: bytes, endpoint: str, max_bytes: int) -> Line | FileError:
+    """The request in a line, or what is wrong with it."""
+
     def wrong(code: str, message: str, param: str | None = None) -> FileError:
         return FileError(code, message, number + 1, param)
 
     if len(text) > max_bytes:
-        return wrong("line_too_long", f"the line has {len(text)} bytes; limits.max_body_bytes is {max_bytes}")
+        return wrong("line_too_long", f"the line is longer than limits.max_body_bytes {max_bytes}")
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

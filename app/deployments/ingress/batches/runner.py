@@ -11,11 +11,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from app.config import AppConfig
-from app.deployments.ingress.batches.lines import EXPIRED, FileError, Line, answered, failed, parsed, unanswered
+from app.deployments.ingress.batches.lines import (
+    EXPIRED,
+    FileCheck,
+    FileError,
+    Line,
+    NumberedLine,
+    Splitter,
+    answered,
+    failed,
+    parsed,
+    unanswered,
+)
 from app.deployments.ingress.tenants import Caller
 from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch, BatchStatus, LeaseLost, LineAnswer
@@ -42,6 +53,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 #: Tries of a request whose adapter cannot be read.
 MAX_TRIES = 6
 _LINES_AT_ONCE = 256
+#: A longer line is decoded in a thread: it would hold up every stream of this process.
+MAX_INLINE_BYTES = 20_000
 
 #: One request: the endpoint, its body, who asks, and its id. Raises what the endpoint answers with an error for.
 AnswerLine = Callable[[str, Mapping[str, Any], Caller, str], Awaitable[Mapping[str, Any]]]
@@ -64,6 +77,7 @@ class BatchRunner:
         self.write_s = write_s
         self.places = asyncio.Semaphore(config.kept.batch_streams)
         self.num_streams = config.kept.batch_streams
+        self.max_line_bytes = config.limits.max_body_bytes
         self._config = config
         self._caller_of = caller_of
         self._tasks = Tasks()
@@ -106,26 +120,33 @@ class BatchRunner:
             await self._refuse(batch, [FileError("project_archived", "the batch's project is archived")])
             return
         try:
-            content = await self._content(batch)
+            check = FileCheck(batch.endpoint, self._config.kept.max_batch_lines, self.max_line_bytes)
+            async for lines in self.file_lines(batch):
+                await asyncio.to_thread(check.add, lines)
+            if errors := check.errors():
+                await self._refuse(batch, errors)
+                return
+            batch = await self.kept.begin_batch(batch.id, self.holder, check.num_lines)
+            known = set(await self.kept.answered(batch.id))
+            await _Work(self, batch, caller, known, min(self.num_streams, check.num_lines)).run()
         except NotFound:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])
-            return
-        limits = self._config.kept.max_batch_lines, self._config.limits.max_body_bytes
-        lines, errors = await asyncio.to_thread(parsed, content, batch.endpoint, *limits)
-        if errors:
-            await self._refuse(batch, errors)
-            return
-        batch = await self.kept.begin_batch(batch.id, self.holder, len(lines))
-        known = set(await self.kept.answered(batch.id))
-        todo = [line for line in lines if line.number not in known]
-        await _Work(self, batch, caller, todo).run()
 
-    async def _content(self, batch: Batch) -> bytes:
-        content, number = bytearray(), 0
-        while (part := await self.kept.file_part(batch.input_file_id, number, tenant_id=batch.tenant_id)) is not None:
-            content += part
+    async def file_lines(self, batch: Batch) -> AsyncGenerator[list[NumberedLine]]:
+        """The lines of a batch's file as its parts come. Raises NotFound."""
+        splitter, number = Splitter(self.max_line_bytes), 0
+        while (part := await self._part(batch, number)) is not None:
+            yield splitter.push(part)
             number += 1
-        return bytes(content)
+        yield splitter.end()
+
+    async def _part(self, batch: Batch, number: int) -> bytes | None:
+        while True:
+            try:
+                return await self.kept.file_part(batch.input_file_id, number, tenant_id=batch.tenant_id)
+            except NotReady as error:
+                logger.info("the file of batch %s is read on later: %s", batch.id, error)
+                await asyncio.sleep(self.write_s)
 
     async def _refuse(self, batch: Batch, errors: list[FileError]) -> None:
         await self.kept.finish(batch.id, self.holder, "failed", json.dumps([error._asdict() for error in errors]))
@@ -134,27 +155,44 @@ class BatchRunner:
 class _Work:
     """One batch, as long as this process works on it."""
 
-    def __init__(self, runner: BatchRunner, batch: Batch, caller: Caller, lines: list[Line]) -> None:
+    def __init__(self, runner: BatchRunner, batch: Batch, caller: Caller, written: set[int], num_workers: int) -> None:
+        """`written`: numbers of the lines that have an answer; they become more."""
         self._runner, self._batch, self._caller = runner, batch, caller
-        self._lines = lines
-        self._next: Iterator[Line] = iter(lines)
-        self._written: set[int] = set()
+        self._written, self._num_workers = written, num_workers
+        self._lines = self._unwritten()
+        self._turn = asyncio.Lock()  # of whoever takes the next line
         self._answers: list[LineAnswer] = []
 
     async def run(self) -> None:
-        workers = [asyncio.create_task(self._worker()) for _ in range(min(self._runner.num_streams, len(self._lines)))]
+        """Raises NotFound if the file goes away meanwhile, LeaseLost, NotReady."""
+        workers = [asyncio.create_task(self._worker()) for _ in range(self._num_workers)]
         try:
             status = await self._until_ended(workers)
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+            await self._lines.aclose()
         if status == "expired":
-            done = self._written | {answer.number for answer in self._answers}
-            self._answers += [unanswered(line, EXPIRED) for line in self._lines if line.number not in done]
+            while self._answers:
+                await self._write()
+            async for line in self._unwritten():
+                self._answers.append(unanswered(line, EXPIRED))
         while self._answers:
             await self._write()
         await self._runner.kept.finish(self._batch.id, self._runner.holder, status)
+
+    async def _unwritten(self) -> AsyncGenerator[Line]:
+        """The lines that had no answer when the part that they are in was read."""
+        batch, max_bytes = self._batch, self._runner.max_line_bytes
+        async for lines in self._runner.file_lines(batch):
+            for number, text in [line for line in lines if line.text.strip() and line.number not in self._written]:
+                if len(text) > MAX_INLINE_BYTES:
+                    found = await asyncio.to_thread(parsed, number, text, batch.endpoint, max_bytes)
+                else:
+                    found = parsed(number, text, batch.endpoint, max_bytes)
+                assert isinstance(found, Line), "the file was checked, and files do not change"
+                yield found
 
     async def _until_ended(self, workers: list[asyncio.Task[None]]) -> BatchStatus:
         open_workers: set[asyncio.Task[None]] = set(workers)
@@ -166,10 +204,16 @@ class _Work:
                 return "expired"
             if not open_workers:
                 return "completed"
-            _, open_workers = await asyncio.wait(open_workers, timeout=self._runner.write_s)
+            ended, open_workers = await asyncio.wait(open_workers, timeout=self._runner.write_s)
+            for worker in ended:
+                worker.result()
 
     async def _worker(self) -> None:
-        for line in self._next:
+        while True:
+            async with self._turn:
+                line = await anext(self._lines, None)
+            if line is None:
+                return
             self._answers.append(await self._answer(line))
 
     async def _answer(self, line: Line) -> LineAnswer:

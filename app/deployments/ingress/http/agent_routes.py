@@ -6,12 +6,12 @@ frontend, and is let in, limited, counted and metered as one.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI, Request
+from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.blocks import finished
+from app.deployments.ingress.frontend import beside_if_long
 from app.deployments.ingress.http.batch_routes import KeepingService
 from app.deployments.ingress.http.bodies import read_json
 from app.deployments.ingress.http.conversations import answered, begun, streamed
@@ -64,14 +64,14 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
         else:
             await frontend.find_adapter(body.model, caller, body.lora_path)
             (token_ids,) = await frontend.prompt_ids([body.prompt], "prompt")
-        model = frontend.text_model
-        strings = [model.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
-        told: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": frontend.max_context,
-            "tokens": list(token_ids),
-        }
-        return JSONResponse(told | {"token_strs": strings})
+
+        def told() -> bytes:
+            text_of = frontend.text_model.token_text
+            strings = [text_of(token_id) for token_id in token_ids] if body.return_token_strs else None
+            fields = {"count": len(token_ids), "max_model_len": frontend.max_context, "tokens": list(token_ids)}
+            return to_json(fields | {"token_strs": strings})
+
+        return _json(await beside_if_long(len(token_ids), told))
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -79,4 +79,9 @@ def _add_tokens(app: FastAPI, service: RunningService) -> None:
         body = parse_body(DetokenizeRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         await service.frontend.find_adapter(body.model, inference_caller(request))
         (token_ids,) = await service.frontend.prompt_ids([body.tokens], "tokens")
-        return JSONResponse({"prompt": service.frontend.text_of(token_ids)})
+        text_of = service.frontend.text_of
+        return _json(await beside_if_long(len(token_ids), lambda: to_json({"prompt": text_of(token_ids)})))
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

@@ -35,7 +35,7 @@ from app.deployments.ingress.http.formats import answer_format
 from app.deployments.ingress.http.guard import DoorRules, Guard
 from app.deployments.ingress.http.managed import ManagedService
 from app.deployments.ingress.http.management_routes import add_management_routes
-from app.deployments.ingress.http.messages_answers import error_body
+from app.deployments.ingress.http.messages_answers import body_told
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of
 from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, while_connected
@@ -50,7 +50,7 @@ from app.deployments.ingress.schema import (
     RouteBody,
     parse_body,
 )
-from app.deployments.ingress.status import error_answer
+from app.deployments.ingress.status import ErrorAnswer, error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
 from app.deployments.registry.entries import AliasEntry
@@ -93,7 +93,7 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
         route = path.removeprefix("/v1").split("/")[1]
         service.observe(route, answer.status, getattr(request.state, "job", None))
         headers = service.tenancy.headers(http_caller(request)) if isinstance(error, LimitReached) else {}
-        body = error_body(answer) if route == "messages" else answer.body
+        body = body_told(answer, request.scope["path"])
         return JSONResponse(body, status_code=answer.status, headers=headers | answer.headers)
 
     app.add_exception_handler(HTTPException, _http_exception)
@@ -332,7 +332,7 @@ class _HeadAsGet:
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (no such route, wrong method) in OpenAI's shape."""
+    """Starlette's own refusals (no such route, wrong method) in the shape of every other error."""
     assert isinstance(error, HTTPException), "registered for it"
     path = request.url.path[:80]
     message = {
@@ -341,4 +341,5 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         405: f"{path!r} does not take {request.method}, only {(error.headers or {}).get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    told = body_told(ErrorAnswer(error.status_code, body, {}), request.scope["path"])
+    return JSONResponse(told, status_code=error.status_code, headers=error.headers)

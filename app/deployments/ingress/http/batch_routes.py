@@ -20,7 +20,7 @@ from app.deployments.ingress.http.running import RunningService
 from app.deployments.ingress.schema import Body, parse_body
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.client import KeptClient
-from app.deployments.kept.entries import Batch
+from app.deployments.kept.entries import Batch, NewBatch
 
 DAY_S = 86_400.0
 #: From an hour to 30 days, as OpenAI has it.
@@ -67,16 +67,17 @@ def add_batch_routes(app: FastAPI, service: KeepingService) -> None:
         life_s = config.days * DAY_S
         if body.output_expires_after is not None:
             life_s = min(life_s, body.output_expires_after.seconds)
-        batch = await service.kept.create_batch(
-            body.endpoint,
-            body.input_file_id,
+        wanted = NewBatch(
             tenant_id=caller.tenant_id,
             key_id=caller.key_id,
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
             window_s=DAY_S,
             output_life_s=life_s,
-            note=json.dumps(body.metadata or {}),
             max_open=config.max_open_batches,
+            note=json.dumps(body.metadata or {}),
         )
+        batch = await service.kept.create_batch(wanted)
         service.wake_batches()
         return JSONResponse(batch_body(batch))
 

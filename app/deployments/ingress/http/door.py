@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.deployments.ingress.http.guard import DoorRules
-from app.deployments.ingress.http.messages_answers import error_body
+from app.deployments.ingress.http.messages_answers import body_told, is_messages
 from app.deployments.ingress.status import InvalidApiKey, error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import STATE, Caller, address_of
@@ -26,8 +26,6 @@ from app.engine.errors import PolyloraError
 
 #: What anybody may ask: whether the service lives.
 FREE_PATHS = frozenset({"/health", "/readyz", "/livez"})
-#: Anthropic's routes: their clients send the key as `x-api-key`, which is none anywhere else.
-MESSAGES_PATH = "/v1/messages"
 #: The id of the admin key that comes from the environment.
 ENVIRONMENT_KEY = "key_environment"
 
@@ -99,15 +97,11 @@ class Gate:
         return Caller(tenant.id, who, tenant, key_id, "admin")
 
 
-def is_messages(path: str) -> bool:
-    """Whether a route is one of Anthropic's."""
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
-
-
 def _given_key(request: HTTPConnection) -> str:
     """What a request gives for its key; empty where it gives none. Of two, the one in Authorization."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     value = value.strip() if kind.lower() == "bearer" else ""
+    # Anthropic's clients send the key as `x-api-key`, which is none anywhere else.
     if not value and is_messages(request.scope["path"]):
         value = request.headers.get("x-api-key", "").strip()
     return value
@@ -130,8 +124,9 @@ class Door:
                 caller = self._gate.caller(HTTPConnection(scope))
             except PolyloraError as error:
                 answer = error_answer(error)
-                body = error_body(answer) if is_messages(scope["path"]) else answer.body
-                refusal = JSONResponse(body, status_code=answer.status, headers=answer.headers)
+                refusal = JSONResponse(
+                    body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
+                )
                 await refusal(scope, receive, send)
                 return
             scope.setdefault("state", {})[STATE] = caller

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.config import ADMIN_KEY, MANAGEMENT_TOKEN, AuthMode, HttpConfig, ManagementAccess
+from app.deployments.ingress.http.messages_answers import body_told
 from app.deployments.ingress.status import (
     CrossSite,
     ManagementRefused,
@@ -146,7 +147,9 @@ class Guard:
                 self._rules.check_site(scope)
             except PolyloraError as error:
                 answer = error_answer(error)
-                refusal = JSONResponse(answer.body, status_code=answer.status, headers=answer.headers)
+                refusal = JSONResponse(
+                    body_told(answer, scope["path"]), status_code=answer.status, headers=answer.headers
+                )
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)

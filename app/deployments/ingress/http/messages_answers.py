@@ -17,6 +17,8 @@ from app.deployments.ingress.job import Job
 from app.deployments.ingress.status import ErrorAnswer
 from app.engine.request import Usage
 
+#: Anthropic's routes.
+MESSAGES_PATH = "/v1/messages"
 #: Anthropic's words for errors, by status.
 _ERRORS = {
     400: "invalid_request_error",
@@ -34,9 +36,19 @@ def named_event(kind: str, fields: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **fields}))
 
 
+def is_messages(path: str) -> bool:
+    """Whether a route is one of Anthropic's."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def body_told(answer: ErrorAnswer, path: str) -> dict[str, Any]:
+    """An error as the clients of a route understand it."""
+    return error_body(answer) if is_messages(path) else answer.body
+
+
 def error_body(answer: ErrorAnswer) -> dict[str, Any]:
     """An error as Anthropic tells it."""
-    kind = _ERRORS.get(answer.status, "api_error")
+    kind = _ERRORS.get(answer.status, "invalid_request_error" if answer.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": answer.body["error"]["message"]}}
 
 

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute, APIRouter
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
-from app.deployments.ingress.http.door import is_messages
+from app.deployments.ingress.http.messages_answers import is_messages
 from app.deployments.ingress.schema import Body, accepted_in_vain
 from app.release import version
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from app.deployments.ingress import frontend
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from tests.deployments.http_service import Service
@@ -77,6 +79,19 @@ async def test_messages_with_tools_and_their_results(claude: anthropic.AsyncAnth
     assert answer.usage.output_tokens > 0
 
 
+async def test_messages_follow_a_schema(claude: anthropic.AsyncAnthropic) -> None:
+    format_: Any = {"type": "json_schema", "schema": CITY}
+    message = await claude.messages.create(**CLAUDE, output_config={"format": format_})
+    assert message.content[0].type == "text"
+    jsonschema.validate(json.loads(message.content[0].text), CITY)
+    with pytest.raises(anthropic.BadRequestError, match="contains"):
+        await claude.messages.create(
+            **CLAUDE, output_config={"format": format_ | {"schema": {"type": "array", "contains": {}}}}
+        )
+    with pytest.raises(anthropic.BadRequestError, match="effort"):
+        await claude.messages.create(**CLAUDE, output_config={"effort": "low"})
+
+
 async def test_a_stop_sequence_is_told(claude: anthropic.AsyncAnthropic) -> None:
     fields: Any = CLAUDE | {"max_tokens": 12, "extra_body": {"temperature": 0}}
     (block,) = (await claude.messages.create(**fields)).content
@@ -120,8 +135,18 @@ async def test_errors_are_anthropics(claude: anthropic.AsyncAnthropic, wire: htt
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     with pytest.raises(anthropic.BadRequestError, match="messages"):
         await claude.messages.create(**CLAUDE | {"messages": [{"role": "user", "content": [image]}]})
-    body = (await wire.post("/v1/messages", json=CLAUDE | {"model": "nobody"})).json()
-    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    refused = {
+        "not_found_error": await wire.post("/v1/messages", json=CLAUDE | {"model": "nobody"}),
+        "permission_error": await wire.post("/v1/messages", json=CLAUDE, headers={"Origin": "https://evil.example"}),
+        "invalid_request_error": await wire.post("/v1/messages", content="{"),
+    }
+    for kind, answer in refused.items():
+        body = answer.json()
+        assert (body["type"], body["error"]["type"], set(body["error"])) == ("error", kind, {"type", "message"})
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await claude.messages.batches.list()
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["error"]["type"] == "not_found_error"
 
 
 async def test_responses_with_words_and_schemas(gpt: openai.AsyncOpenAI) -> None:
@@ -195,6 +220,41 @@ async def test_answers_are_counted_and_metered_as_completions_are(writing: Servi
             assert job is not None
             assert usage is not None
             assert usage.completion_tokens > 0
+
+
+async def test_many_tokens_hold_nobody_up(
+    writing: Service, writer: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes as long as a text or a list of ids is long is done in a thread, and answers what it does inline."""
+    threads: set[int] = set()
+    model = writing.frontend.text_model
+
+    def watched(name: str) -> None:
+        method = getattr(model, name)
+
+        def call(*given: Any) -> Any:
+            threads.add(threading.get_ident())
+            return method(*given)
+
+        monkeypatch.setattr(model, name, call)
+
+    few = (await writer.post("/tokenize", json={"model": "base", "prompt": "Hello you"})).json()["tokens"]
+    copies = 1100 // len(few) + 1  # more than the context holds
+    monkeypatch.setattr(frontend, "MAX_INLINE_CHARS", 1000)
+    for name in ("encode", "decoder", "token_text"):
+        watched(name)
+    asked = {"model": "base", "prompt": "Hello you" * copies, "return_token_strs": True}
+    found = (await writer.post("/tokenize", json=asked)).json()
+    assert (found["tokens"], found["count"]) == (few * copies, len(few) * copies)
+    assert "".join(found["token_strs"]) == asked["prompt"]
+    back = await writer.post("/detokenize", json={"model": "base", "tokens": few * copies})
+    assert back.json() == {"prompt": asked["prompt"]}
+    refused = await writer.post("/detokenize", json={"model": "base", "tokens": [*few * copies, 999]})
+    assert "token id 999" in refused.json()["error"]["message"]
+    echo = {"model": "base", "prompt": few * copies, "echo": True, "max_tokens": 1}
+    assert (await writer.post("/v1/completions", json=echo)).json()["error"]["code"] == "context_length_exceeded"
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_tokens_of_texts_and_back(writer: httpx.AsyncClient) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,13 @@ import httpx2
 import openai
 import pytest
 import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.config import AppConfig
+from app.deployments.ingress.batches.lines import NumberedLine, Splitter
 from app.deployments.ingress.batches.runner import BatchRunner
+from app.deployments.ingress.http import file_routes
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_answers import BatchAnswers
 from app.deployments.ingress.http.guard import DoorRules
@@ -74,6 +79,51 @@ async def lines_of(gpt: openai.AsyncOpenAI, file_id: str | None) -> list[dict[st
     if file_id is None:
         return []
     return [json.loads(line) for line in (await gpt.files.content(file_id)).text.splitlines()]
+
+
+@given(content=st.lists(st.sampled_from([b"\n", b"a", b"bc", b"  "]), max_size=40).map(b"".join), data=st.data())
+def test_lines_are_the_same_whatever_parts_a_file_comes_in(content: bytes, data: st.DataObject) -> None:
+    places = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=6)))
+    splitter, found = Splitter(4), list[NumberedLine]()
+    for begin, end in itertools.pairwise([0, *places, len(content)]):
+        found += splitter.push(content[begin:end])
+    whole = [NumberedLine(number, text[:5]) for number, text in enumerate(content.split(b"\n"))]
+    assert found + splitter.end() == whole
+
+
+async def test_a_file_is_read_as_its_lines_are_wanted(
+    writing: Service, gpt: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once part by part to check it, and once more no further than requests have come."""
+    monkeypatch.setattr(file_routes, "PART_BYTES", 300)
+    content = jsonl([BODIES[CHAT]] * 120)
+    num_parts, line_bytes = -(-len(content) // 300), len(content) // 120
+    reads: list[int] = []
+    file_part = writing.kept.file_part
+
+    async def read(file_id: str, number: int, *, tenant_id: str) -> bytes | None:
+        reads.append(number)
+        return await file_part(file_id, number, tenant_id=tenant_id)
+
+    async def answer(*given: Any) -> Mapping[str, Any]:
+        wanted = int(given[3].rpartition("-")[2]) + runner.num_streams
+        ahead.append(reads[num_parts + 1 :][-1] * 300 - (wanted + 1) * (line_bytes + 8))
+        return {}
+
+    ahead: list[int] = []
+    fields: Any = {"endpoint": CHAT, "input_file_id": await upload(gpt, content), "completion_window": "24h"}
+    batch = await gpt.batches.create(**fields)
+    monkeypatch.setattr(writing.kept, "file_part", read)
+    runner = writing.batch_runner(answer, "here", write_s=0.01)
+    task = asyncio.create_task(runner.run())
+    batch = await ended(gpt, batch.id)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    told = await lines_of(gpt, batch.output_file_id)
+    assert [one["custom_id"] for one in told] == [f"c{i}" for i in range(120)]
+    assert reads[: num_parts + 1] == list(range(num_parts + 1))
+    assert len(ahead) == 120
+    assert max(ahead) <= 0, "bytes beyond what the requests that have come and their workers can have asked for"
 
 
 @pytest.mark.usefixtures("works")
