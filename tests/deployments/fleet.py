@@ -47,8 +47,8 @@ class PausableBackend(FakeBackend):
     without waiting, and a backend goes on faster than it arrives.
     """
 
-    def __init__(self, spec: ModelSpec | None = None) -> None:
-        super().__init__(LIMITS, spec)
+    def __init__(self, spec: ModelSpec | None = None, num_guesses: int = 0) -> None:
+        super().__init__(replace(LIMITS, num_draft_rows=num_guesses), spec)
         self.max_steps: int | None = None
         self.num_steps = 0
         self.resumed = threading.Event()
@@ -77,8 +77,9 @@ class FakeReplica:
         self.calls: list[int] = []
         self.aborted: list[str] = []  # attempts that it was told to end
         self.service = EngineService(fleet, time.time, max_waiting=max_waiting, counting=fleet, idle_s=idle_s)
-        self.backend = PausableBackend(fleet.spec)
-        self.engine = Engine(self.backend, EngineConfig(max_waiting=max_waiting), grammars=fleet.grammars)
+        self.backend = PausableBackend(fleet.spec, fleet.num_guesses)
+        config = EngineConfig(max_waiting=max_waiting, speculation=fleet.num_guesses or "off")
+        self.engine = Engine(self.backend, config, grammars=fleet.grammars)
         self.thread = EngineThread(self.engine, self.service.on_step)
         self.service.start(self.thread)
         self.thread.start()
@@ -125,9 +126,10 @@ class Fleet:
         idle_s: float = 5.0,
         spec: ModelSpec | None = None,
         grammars: Callable[[], Grammars] | None = None,
+        num_guesses: int = 0,
     ) -> None:
         self._options = (max_waiting, idle_s)
-        self.spec, self.grammars = spec, grammars
+        self.spec, self.grammars, self.num_guesses = spec, grammars, num_guesses
         self.replicas: dict[str, FakeReplica] = {}
         self.adapters: dict[str, LoraAdapter] = {}
         self.fetches: list[str] = []
