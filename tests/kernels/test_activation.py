@@ -46,6 +46,18 @@ def test_a_clamped_activation_equals_the_definition_on_both_sides_of_its_limit()
     np.testing.assert_allclose(out, expected, rtol=3e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("form", "dtype"), [case for case in FORMS if case[0] != "cpu"], ids=str)
+def test_a_clamped_activation_of_tensors_is_the_definition_too(form: str, dtype: torch.dtype) -> None:
+    device, kernel = device_of(form), plain if form == "torch" else triton
+    rows = np.concatenate([normal(rng(), 5, 74) * 3, np.full((1, 74), 1e4), np.full((1, 74), -1e4)])
+    gate_up = tensor(rows, dtype, device)
+    memory, out = poisoned(7, 37, dtype, device)
+    kernel.gated(gate_up, out, "silu", 2.0, 1.702)
+    expected = reference.gated_and_clamped(np.maximum(numpy(gate_up), -200), 2.0, 1.702)
+    assert error(out, expected, np.ones_like(expected)) < TOLERANCE[dtype]
+    assert_poison_left(memory, 7, 37)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)

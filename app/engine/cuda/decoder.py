@@ -137,7 +137,7 @@ class CudaDecoder:
 
     def _gated(self, gate_up: Tensor, mlp: MlpSpec) -> Tensor:
         gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._kernels.gated(gate_up, gated, mlp.activation)
+        self._kernels.gated(gate_up, gated, mlp.activation, mlp.limit, mlp.alpha)
         return gated
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, step: Step, extras: ExtraRows | None) -> Tensor:
@@ -179,6 +179,7 @@ class CudaDecoder:
             max_query_len=step.max_query_len,
             max_seq_len=self._max_seq_len,
             window=attention.window,
+            sinks=layer.sinks,
             deterministic=self._deterministic,
         )
         return attended.flatten(1)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, expected_tensors
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, SINKS, expected_tensors
 from app.engine.models.products import layer_products
 from app.engine.models.spec import LayerSpec, ModelSpec
 
@@ -26,7 +26,8 @@ from app.engine.models.spec import LayerSpec, ModelSpec
 @dataclass(slots=True)
 class LayerWeights:
     """One layer. products: weights [d_out, d_in] by the product's name, of experts [E, d_out, d_in]; biases: [d_out] or
-    [E, d_out] of those that have one. Norms: [H], [head_dim] or that of all heads, float32."""
+    [E, d_out] of those that have one. Norms: [H], [head_dim] or that of all heads, float32;
+    sinks: [heads], float32."""
 
     spec: LayerSpec
     attention_norm: Tensor
@@ -37,6 +38,7 @@ class LayerWeights:
     k_norm: Tensor | None
     cos: Tensor
     sin: Tensor
+    sinks: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def norm(name: str) -> Tensor | None:
+    def floats(name: str) -> Tensor | None:
         return torch.empty(shapes[name], dtype=torch.float32, device=device) if name in shapes else None
 
     layers = []
@@ -103,11 +105,12 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
         layers.append(
             LayerWeights(
                 spec=layer,
-                **{name: norm(f"{prefix}{path}.weight") for name, path in LAYER_NORMS.items()},  # type: ignore[arg-type]
+                **{name: floats(f"{prefix}{path}.weight") for name, path in LAYER_NORMS.items()},  # type: ignore[arg-type]
                 cos=cos,
                 sin=sin,
                 products=products,
                 biases=biases,
+                sinks=floats(f"{prefix}{SINKS}"),
             )
         )
     embedding = empty(spec.vocab_size, spec.hidden_size)
@@ -130,6 +133,8 @@ def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor]:
                 places[f"{name}.weight"] = (weight if expert is None else weight[expert])[columns]
                 if bias is not None:
                     places[f"{name}.bias"] = (bias if expert is None else bias[expert])[columns]
+        if layer.sinks is not None:
+            places[f"{prefix}{SINKS}"] = layer.sinks
         for norm, path in LAYER_NORMS.items():
             if getattr(layer, norm) is not None:
                 places[f"{prefix}{path}.weight"] = getattr(layer, norm)

@@ -28,12 +28,14 @@ def paged_attention(
     max_seq_len: int,  # noqa: ARG001
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     deterministic: bool = False,
 ) -> None:
     """As `reference.paged_attention`, into out [T, heads, D].
 
-    q: [T, heads, D]; caches: [blocks, kv_heads, block_size, D].
+    q: [T, heads, D]; caches: [blocks, kv_heads, block_size, D]; sinks: [heads] float32.
     """
+    of_group = None if sinks is None else sinks.view(k_cache.shape[1], -1)  # [kv_heads, group]
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
     block_size, kv_heads, dim = k_cache.shape[2], k_cache.shape[1], k_cache.shape[3]
     for b, seq_len in enumerate(lengths):
@@ -54,21 +56,31 @@ def paged_attention(
                 visible &= places >= last - window
             queries = q[at:until].float().reshape(until - at, kv_heads, -1, dim) * scale  # [Q, kv_heads, group, D]
             attend = _attend_in_order if deterministic else _attend
-            out[at:until] = attend(queries, keys, values, visible, softcap).flatten(1, 2).to(out.dtype)
+            out[at:until] = attend(queries, keys, values, visible, softcap, of_group).flatten(1, 2).to(out.dtype)
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
-    """[Q, kv_heads, group, D] of scaled queries of that shape; keys, values: [n, kv_heads, D]; visible: [Q, n]."""
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """[Q, kv_heads, group, D] of scaled queries of that shape; keys, values: [n, kv_heads, D]; visible: [Q, n].
+
+    sinks: [kv_heads, group].
+    """
     # A key that no query sees may be anything, and 0 * NaN is not 0.
     values = torch.where(visible.any(0)[:, None, None], values, 0.0)
     scores = torch.einsum("qkgd,nkd->kgqn", queries, keys)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : len(keys)]
     return torch.einsum("kgqn,nkd->qkgd", weights, values)
 
 
-def _attend_in_order(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
+def _attend_in_order(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """As `_attend`, every sum in one order."""
     seen = visible.T[:, :, None, None]  # [n, Q, 1, 1]
     by_dim = keys.permute(2, 0, 1)[:, :, None, :, None]  # [D, n, 1, kv_heads, 1]
@@ -76,6 +88,12 @@ def _attend_in_order(queries: Tensor, keys: Tensor, values: Tensor, visible: Ten
     if softcap is not None:
         scores = (softcap * (1 - 2 / (1 + exponential(2 * scores / softcap)))).float()  # softcap * tanh(...)
     scores = torch.where(seen, scores, float("-inf"))
-    weights = exponential(scores - scores.amax(0)).float()
+    top = scores.amax(0)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    weights = exponential(scores - top).float()
     terms = torch.where(seen[..., None], weights[..., None] * values[:, None, :, None], 0.0)
-    return folded_sum(terms) / folded_sum(weights)[..., None]
+    total = folded_sum(weights)
+    if sinks is not None:
+        total = total + exponential(sinks - top).float()
+    return folded_sum(terms) / total[..., None]

@@ -89,6 +89,7 @@ def paged_attention(
     max_seq_len: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     deterministic: bool = False,
     config: Configuration | None = None,
 ) -> None:
@@ -96,13 +97,16 @@ def paged_attention(
 
     q, out: [T, heads, D]. k_cache, v_cache: [blocks, kv_heads, block_size, D], any strides but D's. query_starts:
     [B+1], seq_lens: [B], block_tables: [B, M] int32. With a softcap, scores become softcap * tanh(score / softcap)
-    (Gemma 2). max_query_len, max_seq_len: at least the largest of the batch. Rows no sequence covers are not written.
-    Raises ValueError for operands that do not fit.
+    (Gemma 2). sinks: [heads] float32, one more score of each head that has no value. max_query_len, max_seq_len: at
+    least the largest of the batch. Rows no sequence covers are not written. Raises ValueError for operands that do not
+    fit.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     num_sequences = seq_lens.shape[0]
     _check(q, k_cache, v_cache, query_starts, block_tables, out, num_sequences)
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32):
+        raise ValueError(f"attention operands do not fit: {tuple(sinks.shape)} sinks for {num_heads} heads, float32")
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; a query sees at least itself, so give 1 or more, or None for all keys")
     if num_tokens == 0 or num_sequences == 0:
@@ -114,7 +118,8 @@ def paged_attention(
     fixed_keys = ceil_div(_SPLIT_KEYS, c.block_keys) * c.block_keys if deterministic else 0
     num_splits = ceil_div(max_seq_len, fixed_keys) if deterministic else c.num_programs
     has_parts = c.num_programs > 1
-    parts, states = out, out  # never touched unless there are parts
+    parts, states = out, out  # never touched unless there are parts, and so of sinks
+    of_heads = out if sinks is None else sinks
     if has_parts:
         # Per split, token and head: the weighted sum of values, then its maximum and its sum of weights.
         parts = torch.empty((num_splits, num_tokens, num_heads, head_dim), dtype=torch.float32, device=q.device)
@@ -128,22 +133,24 @@ def paged_attention(
         "BLOCK_ROWS": c.block_rows,
         "BLOCK_KEYS": c.block_keys,
         "WINDOW": window or 0,
+        "HAS_SINKS": sinks is not None,
         "FIXED_KEYS": fixed_keys,
         "NUM_PROGRAMS": c.num_programs,
         "num_warps": c.num_warps,
         "enable_fp_fusion": not deterministic,
     }
     _attend[(num_tiles, num_kv_heads, c.num_programs)](
-        q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, num_tokens, num_sequences,
-        scale, softcap or 0.0, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), block_tables.stride(0), out.stride(0), out.stride(1),
-        BLOCK_SIZE=block_size, HAS_SOFTCAP=softcap is not None, HAS_PARTS=has_parts,
+        q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, of_heads, num_tokens,
+        num_sequences, scale, softcap or 0.0, q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1),
+        k_cache.stride(2), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), block_tables.stride(0),
+        out.stride(0), out.stride(1), BLOCK_SIZE=block_size, HAS_SOFTCAP=softcap is not None, HAS_PARTS=has_parts,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_stages=c.num_stages, **arguments,
     )  # fmt: skip
     if has_parts:
         _merge_parts[(num_tiles, num_kv_heads)](
             parts,
             states,
+            of_heads,
             query_starts,
             seq_lens,
             out,
@@ -183,12 +190,12 @@ def _check(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences"])  # or each new batch size would compile anew
 def _attend(
-    q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, num_tokens, num_sequences, scale,
-    softcap, q_row, q_head, k_block, k_head, k_key, v_block, v_head, v_key, table_row, out_row, out_head,
+    q, k_cache, v_cache, query_starts, seq_lens, block_tables, out, parts, states, sinks, num_tokens, num_sequences,
+    scale, softcap, q_row, q_head, k_block, k_head, k_key, v_block, v_head, v_key, table_row, out_row, out_head,
     BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_PARTS: tl.constexpr, PRECISION: tl.constexpr,
     IS_DECODE: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, FIXED_KEYS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, FIXED_KEYS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (query tiles, key heads, NUM_PROGRAMS). Program z takes splits z, z + NUM_PROGRAMS, … of its sequence."""
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -260,15 +267,15 @@ def _attend(
         else:
             all_sums, all_weight, all_top = sums, weight, top
     if not HAS_PARTS:
-        _write(out, all_sums, all_weight, token, head, d, live, out_row, out_head, DIM)
+        _write(out, all_sums, all_weight, all_top, sinks, token, head, d, live, out_row, out_head, DIM, HAS_SINKS)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
 def _merge_parts(
-    parts, states, query_starts, seq_lens, out, num_tokens, num_sequences, out_row, out_head,
+    parts, states, sinks, query_starts, seq_lens, out, num_tokens, num_sequences, out_row, out_head,
     IS_DECODE: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, FIXED_KEYS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, FIXED_KEYS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """The splits of `_attend`, merged in order. Grid: (query tiles, key heads)."""
     kv_head = tl.program_id(1).to(tl.int64)
@@ -296,7 +303,7 @@ def _merge_parts(
         part_top = tl.load(states + at * 2, mask=live, other=float("-inf"))
         part_weight = tl.load(states + at * 2 + 1, mask=live, other=0.0)
         sums, weight, top = _merged(sums, weight, top, part, part_weight, part_top)
-    _write(out, sums, weight, token, head, d, live, out_row, out_head, DIM)
+    _write(out, sums, weight, top, sinks, token, head, d, live, out_row, out_head, DIM, HAS_SINKS)
 
 
 @triton.jit
@@ -350,7 +357,13 @@ def _merged(sums, weight, top, more_sums, more_weight, more_top):
 
 
 @triton.jit
-def _write(out, sums, weight, token, head, d, live, out_row, out_head, DIM: tl.constexpr):
+def _write(
+    out, sums, weight, top, sinks, token, head, d, live, out_row, out_head, DIM: tl.constexpr, HAS_SINKS: tl.constexpr
+):
+    """Sums divided by their weights; a sink is merged like a split that saw one key, whose value is zero."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        sums, weight, top = _merged(sums, weight, top, tl.zeros_like(sums), tl.zeros_like(weight) + 1.0, sink)
     result = sums / tl.where(weight == 0.0, 1.0, weight)[:, None]
     at = out + token[:, None] * out_row + head[:, None] * out_head + d[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=live[:, None] & (d[None, :] < DIM))

@@ -17,6 +17,7 @@ from app.engine.cuda import adapters as gpu_adapters
 from app.engine.cuda.backend import CudaBackend
 from app.engine.errors import AdapterMismatch, AdapterTooLarge
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.spec import ModelSpec
 from load_tests.engine.steps import Piece, forward_batch
 from tests.engine.adapters.making import random_mixture_adapter, random_tensors
 from tests.engine.adapters.moe_parity import (
@@ -25,14 +26,14 @@ from tests.engine.adapters.moe_parity import (
     check_one_lora_per_expert,
     tiny_mixture,
 )
-from tests.engine.company import mixture_spec
+from tests.engine.company import mixture_spec, sinks_spec
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.engine.cuda.gpu import FORM, gpu_backend, gpu_backend_of_checkpoint, gpu_config
 from tests.engine.cuda.simulated_cuda import DEVICE, simulated_cuda
 from tests.seeds import rng
 
 SPEC = mixture_spec()
-SERVED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+SERVED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -71,14 +72,16 @@ def _answers(backend: CudaBackend, slots: list[int], ends: tuple[int, ...] = (5,
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sequence_has_the_same_bits_alone_and_in_company(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "dtype"), [(SPEC, "float32"), (SPEC, "bfloat16"), (sinks_spec(), "float32"), (sinks_spec(), "bfloat16")]
+)
+def test_a_sequence_has_the_same_bits_alone_and_in_company(spec: ModelSpec, dtype: str) -> None:
     """Prompts, and captured steps of another size; without a GPU no order of sums is a library's, either."""
     generator = rng()
     config = gpu_config(adapter_rank_rows=96, deterministic=True, dtype=dtype, max_batch_sequences=4)
-    backend = gpu_backend(SPEC, random_tensors(SPEC), config)
+    backend = gpu_backend(spec, random_tensors(spec), config)
     for slot, rank in ((1, 5), (2, 20), (3, 16)):
-        backend.write_adapter(slot, 32 * (slot - 1), random_mixture_adapter(SPEC, rank, generator))
+        backend.write_adapter(slot, 32 * (slot - 1), random_mixture_adapter(spec, rank, generator))
     with ExactOperations() if FORM == "torch" else nullcontext():
         together = _answers(backend, [0, 1, 2, 3])
         alone = [_answers(backend, [slot]) for slot in range(4)]
@@ -90,8 +93,9 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(dtype: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # padding rows hold anything
 @pytest.mark.skipif(FORM == "triton", reason="compares the plain form, which is for the host")
-def test_both_forms_of_the_kernels_give_the_same_logits() -> None:
-    spec, generator = replace(SPEC, layers=SPEC.layers[1:2]), rng()
+@pytest.mark.parametrize("whole", [SPEC, sinks_spec()], ids=lambda spec: spec.family)
+def test_both_forms_of_the_kernels_give_the_same_logits(whole: ModelSpec) -> None:
+    spec, generator = replace(whole, layers=whole.layers[-2:-1]), rng()
     tensors, adapters = random_tensors(spec), [random_mixture_adapter(spec, rank, generator) for rank in (3, 20)]
     logits = []
     for form in ("torch", "triton"):
@@ -105,14 +109,15 @@ def test_both_forms_of_the_kernels_give_the_same_logits() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_a_captured_step_reads_the_adapter_that_its_slot_has_now() -> None:
+@pytest.mark.parametrize("spec", [SPEC, sinks_spec()], ids=lambda spec: spec.family)
+def test_a_captured_step_reads_the_adapter_that_its_slot_has_now(spec: ModelSpec) -> None:
     """Captured at the start; slots are written anew and released, and memory is another's then."""
-    generator, tensors = rng(), random_tensors(SPEC)
-    adapters = [random_mixture_adapter(SPEC, 8, generator) for _ in range(3)]
+    generator, tensors = rng(), random_tensors(spec)
+    adapters = [random_mixture_adapter(spec, 8, generator) for _ in range(3)]
     config = gpu_config(
         skip_precompile=False, max_batch_sequences=2, adapter_rank_rows=32, deterministic=True, max_batch_tokens=16
     )
-    backend = gpu_backend(SPEC, tensors, config)
+    backend = gpu_backend(spec, tensors, config)
     captured = backend.graphs.num_captures
     seen: dict[int, list[np.ndarray]] = {}
     for n in (0, 1, 2, 1, 0):

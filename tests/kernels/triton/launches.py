@@ -37,8 +37,8 @@ def launches() -> Iterator[tuple[str, Launch]]:
     yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), deterministic=True, with_order=True)
     yield "sgmv, prefill", partial(_sgmv, 2048, QKV)
     yield "attention, decode", partial(_attention, 16, 1)
-    yield "attention, deterministic", partial(_attention, 4, 1, deterministic=True)
-    yield "attention, prefill", partial(_attention, 2, 512, window=1024, softcap=30.0)
+    yield "attention, deterministic", partial(_attention, 4, 1, deterministic=True, has_sinks=True)
+    yield "attention, prefill", partial(_attention, 2, 512, window=1024, softcap=30.0, has_sinks=True)
     yield "rows", _rows
     yield "matmul", _matmul
     yield "experts", partial(_experts, 16)
@@ -73,6 +73,7 @@ def _attention(
     window: int | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
+    has_sinks: bool = False,
 ) -> None:
     q = torch.empty(num_sequences * num_queries, HEADS, DIM, dtype=BF16)
     cache = torch.empty(8, KV_HEADS, BLOCK_SIZE, DIM, dtype=BF16)
@@ -80,14 +81,16 @@ def _attention(
     paged_attention.paged_attention(
         q, cache, cache, integers(num_sequences + 1), integers(num_sequences), integers(num_sequences, 512), q,
         scale=0.1, max_query_len=num_queries, max_seq_len=8192, window=window, softcap=softcap,
-        deterministic=deterministic,
+        sinks=torch.empty(HEADS) if has_sinks else None, deterministic=deterministic,
     )  # fmt: skip
 
 
 def _rows() -> None:
     x = torch.empty(64, HIDDEN, dtype=BF16)
     norms.rms_norm(x, torch.empty(HIDDEN), 1e-5, x, x)
-    activations.gated(torch.empty(64, 2 * INNER, dtype=BF16), torch.empty(64, INNER, dtype=BF16), "silu")
+    gate_up, gated = torch.empty(64, 2 * INNER, dtype=BF16), torch.empty(64, INNER, dtype=BF16)
+    activations.gated(gate_up, gated, "silu")
+    activations.gated(gate_up, gated, "silu", 7.0, 1.702)
     cache, angles = torch.empty(8, KV_HEADS, BLOCK_SIZE, DIM, dtype=BF16), torch.empty(8192, DIM // 2)
     places = torch.empty(64, dtype=torch.int64)
     norm = torch.empty(DIM)

@@ -31,15 +31,21 @@ class Case(NamedTuple):
     block_size: int
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """Of each head, from far below its scores to far above them."""
+        return torch.linspace(-5, 9, self.heads).to(DEVICE) if self.has_sinks else None
 
 
 CASES = [
     Case(9, 3, 64, 16),
-    Case(4, 4, 16, 32),
+    Case(4, 4, 16, 32, has_sinks=True),
     Case(8, 1, 24, 16, softcap=3.0),
     Case(2, 1, 128, 48),
     Case(6, 2, 32, 16, window=1),
-    Case(6, 2, 32, 16, window=37, softcap=5.0),
+    Case(6, 2, 32, 16, window=37, softcap=5.0, has_sinks=True),
 ]
 
 
@@ -93,7 +99,7 @@ def run(
     form.paged_attention(
         q, s.keys, s.values, tensor(starts), tensor(lens), tensor(tables), out, scale=case.head_dim**-0.5,
         max_query_len=int(counts.max()), max_seq_len=max(max_seq_len, int(lens.max())), window=case.window,
-        softcap=case.softcap, deterministic=deterministic,
+        softcap=case.softcap, sinks=case.sinks, deterministic=deterministic,
     )  # fmt: skip
     assert torch.isnan(out[len(s.q) :]).all()
     return out[: len(s.q)]
@@ -110,7 +116,15 @@ def test_equals_the_definition(form: ModuleType, case: Case, counts: list[int], 
     out = run(case, s, form, deterministic=deterministic, max_seq_len=2 * longest)
     clean = (np.nan_to_num(numpy(t)) for t in (s.keys, s.values))
     expected = reference.paged_attention(
-        numpy(s.q), *clean, s.starts, s.lens, s.tables, case.head_dim**-0.5, case.window, case.softcap
+        numpy(s.q),
+        *clean,
+        s.starts,
+        s.lens,
+        s.tables,
+        case.head_dim**-0.5,
+        case.window,
+        case.softcap,
+        None if case.sinks is None else numpy(case.sinks),
     )
     assert error(out, expected) < TOLERANCE[dtype], dtype
 
@@ -161,5 +175,10 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="do not fit"):
             run(case, wrong)
+    with pytest.raises(ValueError, match=r"\(3,\) sinks for 9 heads"):
+        triton.paged_attention(
+            s.q, s.keys, s.values, tensor(s.starts), tensor(s.lens), tensor(s.tables), s.q.clone(), scale=1.0,
+            max_query_len=1, max_seq_len=20, sinks=torch.zeros(3, device=DEVICE),
+        )  # fmt: skip
     with pytest.raises(ValueError, match="window is 0"):
         run(case._replace(window=0), s)
