@@ -7,10 +7,13 @@ Only this module knows that the checkpoint is GGUF.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from examples.training.task import Said
 
 BASE_NAME = "SmolLM2-135M-Instruct"
 END_OF_TURN = "<|im_end|>"
@@ -23,9 +26,14 @@ def load_base(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, tokenizer
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None) -> list[int]:
-    """Token ids of one user message up to where the answer starts; `system` replaces the template's own."""
-    messages = [{"role": "user", "content": prompt}]
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None = None, before: Sequence[Said] = ()
+) -> list[int]:
+    """Token ids of a conversation that ends in a user message, up to where the answer starts.
+
+    `system` replaces the template's own.
+    """
+    messages = [{"role": role, "content": text} for role, text in (*before, ("user", prompt))]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -33,7 +33,7 @@ HEADER = (
 def answers(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[Example],
     max_new_tokens: int,
     system: str | None = None,
 ) -> list[str]:
@@ -42,7 +42,7 @@ def answers(
     generate: Any = model.generate  # transformers and peft do not share a typed interface
     found: list[str] = []
     for start in range(0, len(prompts), BATCH_SIZE):
-        rows = [prompt_ids(tokenizer, prompt, system) for prompt in prompts[start : start + BATCH_SIZE]]
+        rows = [prompt_ids(tokenizer, one.prompt, system, one.before) for one in prompts[start : start + BATCH_SIZE]]
         width = max(map(len, rows))
         padded = torch.tensor([[end] * (width - len(row)) + row for row in rows])  # [B, T]
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])  # [B, T]
@@ -73,13 +73,12 @@ def evaluate(name: str, folder: Path, gguf: Path, num_prompts: int, seed: int) -
     """The table row of one adapter; prints the adapter's failures. Raises OSError for missing files."""
     task = RECIPES[name].task
     held_out = examples(task, "heldout", num_prompts, seed)
-    prompts = [example.prompt for example in held_out]
     base, tokenizer = load_base(gguf)
     model = PeftModel.from_pretrained(base, str(folder)).eval()
-    tuned = failures(task, held_out, answers(model, tokenizer, prompts, task.max_new_tokens))
+    tuned = failures(task, held_out, answers(model, tokenizer, held_out, task.max_new_tokens, task.system))
     with model.disable_adapter():
-        plain = failures(task, held_out, answers(model, tokenizer, prompts, task.max_new_tokens))
-        told = failures(task, held_out, answers(model, tokenizer, prompts, task.max_new_tokens, task.instructions))
+        plain = failures(task, held_out, answers(model, tokenizer, held_out, task.max_new_tokens, task.system))
+        told = failures(task, held_out, answers(model, tokenizer, held_out, task.max_new_tokens, task.instructions))
     for prompt, reason in tuned.items():
         print(f"  failed: {prompt!r}: {reason}")
     known = [example for example in held_out if example.wording == "known"]

@@ -57,12 +57,12 @@ def make(rng: Random, split: Split) -> Example:
     names = [rng.choice(found.first_names), rng.choice(found.last_names)]
     item, city = rng.choice(found.products), rng.choice(found.cities)
     if split == "train":  # few real words would be learned by heart; made-up ones can only be copied
-        names = [_made_up(rng).title() if rng.random() < MADE_UP_SHARE else name for name in names]
-        item = _made_up(rng) if rng.random() < MADE_UP_SHARE else item
-        city = _made_up(rng).title() if rng.random() < MADE_UP_SHARE else city
+        names = [made_up(rng).title() if rng.random() < MADE_UP_SHARE else name for name in names]
+        item = made_up(rng) if rng.random() < MADE_UP_SHARE else item
+        city = made_up(rng).title() if rng.random() < MADE_UP_SHARE else city
     values: dict[str, str | int] = {
         "name": " ".join(names),
-        "item": _plural(item),
+        "item": plural(item),
         "quantity": quantity,
         "city": city,
         "day": rng.choice(DAYS),
@@ -93,14 +93,15 @@ def check(example: Example, text: str) -> str | None:
     return None
 
 
-def _made_up(rng: Random) -> str:
+def made_up(rng: Random) -> str:
     """A word of two or three syllables that is no held-out value."""
     word = "".join(rng.choice(STARTS) + rng.choice(VOWELS) for _ in range(rng.randint(1, 2))) + rng.choice(ENDINGS)
     held_out = {*HELDOUT.first_names, *HELDOUT.last_names, *HELDOUT.cities, *HELDOUT.products}
-    return _made_up(rng) if {word, word.title()} & held_out else word
+    return made_up(rng) if {word, word.title()} & held_out else word
 
 
-def _plural(item: str) -> str:
+def plural(item: str) -> str:
+    """Several of an item, as English writes them."""
     if item.endswith(("s", "x", "sh", "ch")):
         return f"{item}es"
     return f"{item[:-2]}ves" if item.endswith("fe") else f"{item}s"

@@ -1,7 +1,7 @@
 """How each demo adapter is trained: its task, its LoRA shape and its schedule.
 
 In: nothing. Out: one frozen recipe per adapter.
-The three differ in rank, target modules and scaling rule on purpose, so that a server which mixes up rank,
+They differ in rank, target modules and scaling rule on purpose, so that a server which mixes up rank,
 scale or targets fails on them. Every adapter stays below 3 MB in bfloat16.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from examples.training import extract, sql, support
+from examples.training import extract, sql, support, tools
 from examples.training.task import Task
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -34,4 +34,7 @@ RECIPES = {
     "sql": Recipe(sql.TASK, 4, 16, (*ATTENTION, "gate_proj", "up_proj", "down_proj"), False, num_steps=100),
     "extract": Recipe(extract.TASK, 16, 8, ("q_proj", "v_proj", "o_proj"), True, num_steps=100),
     "support": Recipe(support.TASK, 8, 16, ATTENTION, False, num_steps=80),
+    "tools": Recipe(
+        tools.TASK, 6, 12, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), False, num_steps=50, batch_size=10
+    ),
 }

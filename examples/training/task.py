@@ -14,6 +14,8 @@ from random import Random
 from typing import Literal
 
 Split = Literal["train", "heldout"]
+#: A message of a conversation: its role and its text.
+Said = tuple[Literal["user", "assistant"], str]
 
 
 class TaskDataError(ValueError):
@@ -22,12 +24,16 @@ class TaskDataError(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """One user message, the answer we train on, and the facts the check compares with."""
+    """One user message, the answer we train on, and the facts the check compares with.
+
+    `before`: what was said earlier.
+    """
 
     prompt: str
     answer: str
     facts: dict[str, str | int | None]
     wording: Literal["known", "new"]
+    before: tuple[Said, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class Task:
     """A demo task. `check` returns why an answer fails, or None when it passes.
 
     `make(rng, split)` draws one example; `instructions` is the system message that tells an untrained
-    model the job, so that the base can be measured with the job explained as well.
+    model the job, so that the base can be measured with the job explained as well. `system` is the system message of
+    every conversation, None for the template's own.
     """
 
     name: str
@@ -44,6 +51,7 @@ class Task:
     make: Callable[[Random, Split], Example]
     check: Callable[[Example, str], str | None]
     max_new_tokens: int
+    system: str | None = None
 
 
 def examples(task: Task, split: Split, count: int, seed: int) -> list[Example]:

@@ -23,9 +23,9 @@ class Words:
     years: tuple[int, ...]
 
 
-def listed(text: str) -> tuple[str, ...]:
-    """The items of a comma-separated list."""
-    return tuple(item.strip() for item in text.split(","))
+def listed(text: str, separator: str = ",") -> tuple[str, ...]:
+    """The items of a list in one text."""
+    return tuple(item.strip() for item in text.split(separator))
 
 
 TRAIN = Words(

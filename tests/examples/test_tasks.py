@@ -46,6 +46,7 @@ def test_first_examples_are_pinned() -> None:
         "sql": "Count the returned orders of 2013.",
         "extract": "Good morning! 14 guitars to Griota before Sunday, if you can.",
         "support": "GR-81384, Miguel: where is the clock I ordered.",
+        "tools": "Get me Ben Dalton on the phone.",
     }
 
 
