@@ -12,7 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from app.deployments.ingress.schema import Body, ChatCompletionRequest, Count, FunctionName, Items, parse_body
+from app.deployments.ingress.body import Body, Items, parse_body
+from app.deployments.ingress.schema import ChatCompletionRequest, Count, FunctionName
 
 
 class CacheMark(Body):

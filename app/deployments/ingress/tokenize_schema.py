@@ -6,7 +6,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from app.deployments.ingress.schema import Body, ChatMessage, Items, TokenId, ToolBody
+from app.deployments.ingress.body import Body, Items
+from app.deployments.ingress.schema import ChatMessage, TokenId, ToolBody
 
 
 class TokenizeRequest(Body):

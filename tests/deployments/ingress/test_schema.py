@@ -11,6 +11,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsNon
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as LegacyParams
 from pydantic import BaseModel
 
+from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.http.adapter_routes import ConfigureAdapterBody, RegisterAdapterBody
 from app.deployments.ingress.http.alias_routes import RollbackBody
 from app.deployments.ingress.http.load_routes import LoadLoraBody
@@ -21,7 +22,6 @@ from app.deployments.ingress.schema import (
     GenerateBody,
     GenerateSampling,
     StreamOptions,
-    parse_body,
 )
 from app.engine.errors import InvalidRequest, UnsupportedField
 

@@ -10,13 +10,13 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from app.config import TrafficWeight
+from app.deployments.ingress.body import Body, Items
 from app.deployments.ingress.compositions import ComposeBody
 from app.deployments.ingress.describing import described
 from app.deployments.ingress.http.bodies import page_body
 from app.deployments.ingress.http.managed import ManagedService, body_of, page_of, unloaded_answer, wants_to_wait
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.management_bodies import adapter_body, description_body, job_body
-from app.deployments.ingress.schema import Body, Items
 from app.deployments.ingress.tenants import Caller, check_settings, compose_request, http_caller, load_request
 from app.deployments.registry.entries import MAX_REGISTRATIONS, CatalogEntry, LoadRequest, Registration, cannot_pin
 from app.engine.adapters.composing.composition import shown_source

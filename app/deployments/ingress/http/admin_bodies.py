@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from app.deployments.ingress.schema import Body, Count
+from app.deployments.ingress.body import Body
+from app.deployments.ingress.schema import Count
 from app.deployments.tenants.entries import (
     ApiKey,
     IssuedKey,

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.body import BodyT, parse_body
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http import admin_bodies as bodies
 from app.deployments.ingress.http.admin_usage import add_spend_routes, add_usage_routes
 from app.deployments.ingress.http.bodies import int_query, page_body, read_json
 from app.deployments.ingress.http.openapi import takes
-from app.deployments.ingress.schema import BodyT, parse_body
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
 from app.deployments.tenants.client import TenantsClient

@@ -13,10 +13,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.http import admin_bodies as bodies
 from app.deployments.ingress.http.bodies import read_json
 from app.deployments.ingress.http.openapi import takes
-from app.deployments.ingress.schema import parse_body
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
 from app.deployments.tenants.limits import NANOS_PER_CENT

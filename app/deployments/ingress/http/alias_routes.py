@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from app.deployments.ingress.body import Body
 from app.deployments.ingress.http.bodies import page_body
 from app.deployments.ingress.http.managed import ManagedService, body_of, page_of
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.management_bodies import alias_body, alias_version_body
-from app.deployments.ingress.schema import Body
 from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import AliasEntry
 from app.engine.errors import NotFound

@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
 from app.deployments.ingress.frontend import last_words
 from app.deployments.ingress.http.about_routes import AboutService, add_about_routes
@@ -43,13 +44,7 @@ from app.deployments.ingress.http.upload_routes import add_upload_route
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import generate_result
 from app.deployments.ingress.routing.decision import ROUTE_HEADER
-from app.deployments.ingress.schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerateBody,
-    RouteBody,
-    parse_body,
-)
+from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, GenerateBody, RouteBody
 from app.deployments.ingress.status import ErrorAnswer, error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page

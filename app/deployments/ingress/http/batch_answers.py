@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from app.deployments.ingress.blocks import finished
+from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
 from app.deployments.ingress.http.formats import answer_format
 from app.deployments.ingress.http.responses_answers import response_body
 from app.deployments.ingress.http.running import RunningService, counted_if_cancelled
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.responses_schema import ResponsesRequest
-from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest, parse_body
+from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequest
 from app.deployments.ingress.status import error_answer
 from app.deployments.ingress.tenants import Caller
 from app.engine.errors import InvalidRequest

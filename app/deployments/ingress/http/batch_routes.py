@@ -14,10 +14,10 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from app.config import KeptConfig
+from app.deployments.ingress.body import Body, parse_body
 from app.deployments.ingress.http.bodies import page_body, page_query, read_json
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.running import RunningService
-from app.deployments.ingress.schema import Body, parse_body
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch, NewBatch

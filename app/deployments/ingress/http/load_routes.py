@@ -11,10 +11,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.config import TrafficWeight
+from app.deployments.ingress.body import Body
 from app.deployments.ingress.http.managed import ManagedService, body_of, unloaded_answer
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.management_bodies import adapter_body, job_body
-from app.deployments.ingress.schema import Body
 from app.deployments.ingress.tenants import Caller, http_caller, load_request
 from app.engine.errors import InvalidRequest, NotFound
 

@@ -14,11 +14,11 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.adapter_activity import AdapterActivity
+from app.deployments.ingress.body import BodyT, parse_body
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.bodies import page_body, page_query, read_json
 from app.deployments.ingress.management import Management
 from app.deployments.ingress.management_bodies import unloaded_body
-from app.deployments.ingress.schema import BodyT, parse_body
 from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import RegistryView

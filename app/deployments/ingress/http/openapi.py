@@ -14,8 +14,8 @@ from fastapi.routing import APIRoute, APIRouter
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
+from app.deployments.ingress.body import Body, accepted_in_vain
 from app.deployments.ingress.http.messages_answers import is_messages
-from app.deployments.ingress.schema import Body, accepted_in_vain
 from app.release import version
 
 _BODY, _QUERY, _MEDIA = "x-body", "x-query", "x-media"

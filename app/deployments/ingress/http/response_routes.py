@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.blocks import finished
+from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.http.batch_routes import DAY_S, KeepingService
 from app.deployments.ingress.http.bodies import page_body, page_query, read_json
 from app.deployments.ingress.http.conversations import answered, begun, streamed
@@ -23,7 +24,6 @@ from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.responses_answers import Keep, response_body, response_events
 from app.deployments.ingress.http.running import counted_if_cancelled, while_connected
 from app.deployments.ingress.responses_schema import InputTokensRequest, ResponsesRequest
-from app.deployments.ingress.schema import parse_body
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.entries import KeptResponse, absent
 from app.engine.errors import InvalidRequest

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from app.deployments.ingress.body import INERT, NEUTRAL
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.http.openapi import api_routes, body_of, openapi, says_its_body
-from app.deployments.ingress.schema import INERT, NEUTRAL
 from app.deployments.store.quarantine import Failure
 from app.release import version
 from tests.cli.test_status import STATUS
