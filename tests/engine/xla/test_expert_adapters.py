@@ -23,7 +23,15 @@ from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from app.engine.xla.xla_operations import XlaOperations
 from tests.engine.adapters.making import random_mixture_adapter
-from tests.engine.adapters.moe_parity import FORMATS, in_float64, per_expert_folder, save_random, tiny_mixture
+from tests.engine.adapters.moe_parity import (
+    FORMATS,
+    edit,
+    in_float64,
+    names_of_old,
+    per_expert_folder,
+    save_random,
+    tiny_mixture,
+)
 from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
 from tests.engine.company import mixture_spec
 from tests.engine.served import CONFIG, served_logits
@@ -78,11 +86,10 @@ def test_every_format_and_one_lora_per_expert_in_one_batch(mixture: Any, tmp_pat
     names = ["the base", *FORMATS]
     # Dense layers and shared experts have such modules, too; PEFT has no rule for gpt-oss.
     if model.config.model_type not in ("qwen2_moe", "gpt_oss", "deepseek_v2"):
-        modules = ("gate_proj", "up_proj", "down_proj")
-        is_mixtral = model.config.model_type == "mixtral"
-        block, modules = ("block_sparse_moe", ("w1", "w3", "w2")) if is_mixtral else ("mlp", modules)
+        modules, block = names_of_old(model)
         per_expert_folder(model, tmp_path / "old", modules, block, r=11)
         adapters.append(read_adapter(tmp_path / "old", backend.spec))
+        edit(tmp_path / "old", target_modules=list(modules), rank_pattern={})  # as PEFT's rule finds them
         expected.append(peft_logits(exact, tmp_path / "old", tokens))
         names.append("one per expert")
     together = served_logits(backend, [None, *adapters], tokens)
