@@ -113,7 +113,8 @@ class FrameHub:
         yield []
         while True:
             try:
-                await asyncio.wait_for(reader.news.wait(), min(HEARTBEAT_S, idle_from_s + idle_s - now_s()))
+                async with asyncio.timeout(min(HEARTBEAT_S, idle_from_s + idle_s - now_s())):
+                    await reader.news.wait()
             except TimeoutError:
                 if reader.request_ids or reader.chunks:
                     idle_from_s = now_s()

@@ -102,7 +102,8 @@ class _Owner:
             self._held[watcher_id] = (held, self._now_s() + timeout_s + LATE_S)
         if held is not None and (held.epoch, held.number) == (self._version.epoch, self._version.number):
             try:
-                await asyncio.wait_for(self._news.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
             except TimeoutError:
                 return False
         if self._floor_s:

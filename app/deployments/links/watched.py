@@ -77,7 +77,8 @@ class Watched(Follower[T]):
 
     async def changed(self, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(self._news.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
         except TimeoutError:
             return
 

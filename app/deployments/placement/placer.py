@@ -58,7 +58,8 @@ class WatchedPlacement(Follower[Changes[Key, Row]]):
     async def changed(self, timeout_s: float) -> None:
         """Wait for news, at most this long."""
         try:
-            await asyncio.wait_for(self._news.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
         except TimeoutError:
             return
 

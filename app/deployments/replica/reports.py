@@ -111,7 +111,8 @@ class Reports:
     async def _has_changed(self, timeout_s: float) -> bool:
         """Whether adapters may have moved; waits for it, at most this long."""
         try:
-            await asyncio.wait_for(self._service.changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._service.changed.wait()
         except TimeoutError:
             return False
         await asyncio.sleep(MIN_REPORT_INTERVAL_S)

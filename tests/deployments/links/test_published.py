@@ -32,6 +32,17 @@ async def test_watchers_get_news_at_once_and_the_owner_knows_when_all_have_it() 
     assert not await published.settled(0.05), "a living watcher that does not ask holds it up"
 
 
+async def test_a_watcher_that_is_cancelled_as_news_come_is_cancelled() -> None:
+    published = Published("zero", stopped)
+    version, _ = published.current
+    waiting = asyncio.create_task(published.newer(version, "w", 60))
+    await asyncio.sleep(0)
+    published.publish("one")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 def stopped() -> float:
     """A clock by which no watcher is ever late, however busy the machine is."""
     return 0.0

@@ -94,7 +94,8 @@ class BatchRunner:
             while len(self._tasks) < MAX_BATCHES and (batch := await self.kept.claim(self.holder)) is not None:
                 self._tasks.start(self._work(batch))
             try:
-                await asyncio.wait_for(self._wanted.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._wanted.wait()
             except TimeoutError:
                 continue
 
