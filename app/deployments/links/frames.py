@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from app.deployments.links.transport import ReplicaUnreachable
+from app.deployments.links.waiting import comes
 from app.engine.request import TokenChunk
 
 T = TypeVar("T")
@@ -112,10 +113,7 @@ class FrameHub:
         idle_from_s = now_s()
         yield []
         while True:
-            try:
-                async with asyncio.timeout(min(HEARTBEAT_S, idle_from_s + idle_s - now_s())):
-                    await reader.news.wait()
-            except TimeoutError:
+            if not await comes(reader.news, min(HEARTBEAT_S, idle_from_s + idle_s - now_s())):
                 if reader.request_ids or reader.chunks:
                     idle_from_s = now_s()
                 elif now_s() - idle_from_s >= idle_s:

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
+from app.deployments.links.waiting import comes
 from app.engine.message import message
 
 T = TypeVar("T")
@@ -100,12 +101,9 @@ class _Owner:
         """Whether there is something that the watcher does not hold."""
         if held is not None:
             self._held[watcher_id] = (held, self._now_s() + timeout_s + LATE_S)
-        if held is not None and (held.epoch, held.number) == (self._version.epoch, self._version.number):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
-            except TimeoutError:
-                return False
+        is_current = held is not None and (held.epoch, held.number) == (self._version.epoch, self._version.number)
+        if is_current and not await comes(self._news, timeout_s):
+            return False
         if self._floor_s:
             await asyncio.sleep(self._answered_s.get(watcher_id, -math.inf) + self._floor_s - self._now_s())
             self._answered_s[watcher_id] = self._now_s()

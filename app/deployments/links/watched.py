@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from app.deployments.links.published import Version
 from app.deployments.links.tasks import Troubles
+from app.deployments.links.waiting import comes
 
 T = TypeVar("T")
 
@@ -76,11 +77,7 @@ class Watched(Follower[T]):
         self._news = asyncio.Event()
 
     async def changed(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        except TimeoutError:
-            return
+        await comes(self._news, timeout_s)
 
     def _take(self, version: Version, news: T) -> None:
         self.take(version, news)

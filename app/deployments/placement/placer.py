@@ -13,6 +13,7 @@ from typing import Protocol
 
 from app.deployments.links.published import Changes, Version
 from app.deployments.links.tasks import Troubles
+from app.deployments.links.waiting import comes
 from app.deployments.links.watched import Follower, Watch
 from app.deployments.placement.client import PlacementClient
 from app.deployments.placement.table import Key, LoadNews, ReplicaLoad, Residency, Row
@@ -57,11 +58,7 @@ class WatchedPlacement(Follower[Changes[Key, Row]]):
 
     async def changed(self, timeout_s: float) -> None:
         """Wait for news, at most this long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        except TimeoutError:
-            return
+        await comes(self._news, timeout_s)
 
     def _take(self, version: Version, news: Changes[Key, Row]) -> None:
         self._held = version

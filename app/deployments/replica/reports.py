@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from app.deployments.links.tasks import Tasks, Troubles
+from app.deployments.links.waiting import comes
 from app.deployments.placement.table import ReplicaNews
 from app.deployments.placement.telling import Telling
 from app.deployments.replica.service import EngineService
@@ -110,10 +111,7 @@ class Reports:
 
     async def _has_changed(self, timeout_s: float) -> bool:
         """Whether adapters may have moved; waits for it, at most this long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._service.changed.wait()
-        except TimeoutError:
+        if not await comes(self._service.changed, timeout_s):
             return False
         await asyncio.sleep(MIN_REPORT_INTERVAL_S)
         self._service.changed.clear()

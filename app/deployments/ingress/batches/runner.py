@@ -31,6 +31,7 @@ from app.deployments.ingress.tenants import Caller
 from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch, BatchStatus, LeaseLost, LineAnswer
 from app.deployments.links.tasks import Tasks
+from app.deployments.links.waiting import comes
 from app.deployments.tenants.limits import LimitReached
 from app.engine.errors import (
     AdapterQuarantined,
@@ -93,11 +94,7 @@ class BatchRunner:
             self._wanted.clear()
             while len(self._tasks) < MAX_BATCHES and (batch := await self.kept.claim(self.holder)) is not None:
                 self._tasks.start(self._work(batch))
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self._wanted.wait()
-            except TimeoutError:
-                continue
+            await comes(self._wanted, POLL_S)
 
     async def close(self) -> None:
         """Leave what is not done to others."""
