@@ -23,7 +23,7 @@ from app.deployments.store.metrics import TierMetrics
 from app.deployments.store.service import StoreService
 from app.deployments.store.shared import SharedAdapter
 from app.deployments.tenants.adapter_book import AdapterBook
-from app.deployments.tenants.lending import Place
+from app.deployments.tenants.lending import Owners
 from app.deployments.tenants.service import TenantsService
 from app.engine.adapters.isolation.packing import PackedAdapter
 from app.logs import start_log
@@ -52,11 +52,12 @@ class AdapterStoreActor(StoreService[SharedAdapter]):
         super().__init__(parts, self._stay)
         stores = parts.registry.stores
 
-        def place() -> Place:
-            living = sorted({stores.id, *stores.others()})
-            return Place(living.index(stores.id), len(living))
+        def owners() -> Owners:
+            return Owners(stores.id, frozenset({stores.id, *stores.others()}))
 
-        self._tenants = TenantsService(TenantBooks(parts.registry.database), self._stay, place=place, adapters=adapters)
+        self._tenants = TenantsService(
+            TenantBooks(parts.registry.database), self._stay, owners=owners, adapters=adapters
+        )
         self._kept = KeptService(lambda: KeptBooks(parts.registry.database))
         self._attendance = Attendance(leave)
         self._gauges = (*counts.gauges, TenantGauges(self._tenants.attained), AdapterGauges(adapters))

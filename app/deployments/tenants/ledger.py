@@ -80,14 +80,18 @@ class Ledger:
 
     def spent(self, project_id: str, now_s: float) -> int:
         """What a project has spent since the month of that time began, in nanos."""
+        with self._database.read() as connection:
+            return self.spent_in(connection, project_id, now_s)
+
+    def spent_in(self, connection: Connection, project_id: str, now_s: float) -> int:
+        """The same in the caller's transaction."""
         first = int(month_start_s(now_s)) // 60
         place = (
             ledger.c.base_digest == self._base,
             ledger.c.project_id == project_id,
             ledger.c.minute >= first,
         )
-        with self._database.read() as connection:
-            return int(connection.scalar(select(func.sum(ledger.c.cost_nanos)).where(*place)) or 0)
+        return int(connection.scalar(select(func.sum(ledger.c.cost_nanos)).where(*place)) or 0)
 
     def total(self) -> Charge:
         """Everything that was ever used."""

@@ -3,18 +3,19 @@
 In: what ingresses need, give back and have used. Out: what each gets. Units are lent in small lots, somewhat more than
 are needed now while much is left and exactly as many when little is, so that few requests wait for an answer and none
 is refused while another ingress sits on units. Rule: what all ingresses hold and have used is never above a limit.
-Where several processes own the limits of one database (services with a registry process each), each lends its part.
+Where several processes own the limits of one database they count there instead (`shared_limits`), by the same rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from app.deployments.tenants.entries import Tenant
 from app.deployments.tenants.limits import PERIOD_S, CountCounter, Meter, RateCounter, limit_of, meters_of, month_of
 from app.engine.message import message
+
+Counter = RateCounter | CountCounter
 
 #: Of what is left after a need is met, this part is lent ahead.
 AHEAD = 1 / 64
@@ -48,16 +49,19 @@ class Grant(NamedTuple):
     remaining: int
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which of how many owners of the same limits this one is, from 0."""
+class Owners(NamedTuple):
+    """This process, and all that live and own the limits of this registry, this one among them."""
 
-    index: int = 0
-    count: int = 1
+    mine: str = ""
+    living: frozenset[str] = frozenset({""})
 
-    def part(self, limit: int) -> int:
-        """This owner's part of a limit: all parts together are the limit."""
-        return (limit + self.index) // self.count
+
+class Asked(NamedTuple):
+    """What an ingress wants of meters that have limits: the limits, in the same order."""
+
+    holder: str
+    wants: Sequence[Want]
+    limits: Sequence[int]
 
 
 class Lender:
@@ -66,79 +70,112 @@ class Lender:
     def __init__(self, tenant: Callable[[str], Tenant | None], spent: Callable[[str, str], int]) -> None:
         self._tenant = tenant
         self._spent = spent
-        self._rates: dict[Meter, RateCounter] = {}
-        self._counts: dict[Meter, CountCounter] = {}
+        self._counters: dict[Meter, Counter] = {}
         self._heard_s: dict[str, float] = {}
         self._month = ""
-        self.place = Place()
 
     def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
         """Take what comes back, then give what is needed, meter by meter. An empty list of wants says: still here."""
-        self._bury(now_s)
-        self._heard_s[holder] = now_s
-        if self._month != (month := month_of(now_s)):
-            self._month = month
-            self._counts = {meter: each for meter, each in self._counts.items() if meter.kind != "spend"}
-        return [self._one(holder, want, now_s) for want in wants]
+        self.bury(now_s)
+        self.hear(holder, now_s)
+        self._turn_month(now_s)
+        return [
+            Grant(want.need, 0)
+            if (limit := self.limit(want.meter)) is None
+            else lend(self._counter(want.meter, limit), holder, want, limit, now_s)
+            for want in wants
+        ]
 
     def left(self, tenant_id: str, now_s: float) -> list[tuple[Meter, int, int]]:
         """Each limit of a tenant, and how much of it is neither used nor lent to an ingress."""
-        tenant = self._tenant(tenant_id)
-        if tenant is None:
-            return []
-        grants = self.lend("", [Want(meter) for meter in meters_of(tenant)], now_s)
-        limits = [limit_of(tenant.limits, meter) or 0 for meter in meters_of(tenant)]
-        return [
-            (meter, limit, grant.remaining)
-            for meter, limit, grant in zip(meters_of(tenant), limits, grants, strict=True)
-        ]
+        meters = self.meters(tenant_id)
+        grants = self.lend("", [Want(meter) for meter in meters], now_s)
+        return [(meter, self.limit(meter) or 0, grant.remaining) for meter, grant in zip(meters, grants, strict=True)]
 
     def remaining_spend(self, tenant_id: str) -> int | None:
         """Nanos that a tenant has left this month, as far as anybody has asked."""
-        counter = self._counts.get(Meter(tenant_id, "spend"))
-        return None if counter is None else counter.remaining()
+        counter = self._counters.get(Meter(tenant_id, "spend"))
+        return counter.remaining() if isinstance(counter, CountCounter) else None
 
-    def _one(self, holder: str, want: Want, now_s: float) -> Grant:
-        tenant = self._tenant(want.meter.tenant_id)
-        limit = None if tenant is None else limit_of(tenant.limits, want.meter)
-        if limit is None:
-            return Grant(want.need, 0)
-        if want.meter.kind in PERIOD_S:
-            return self._rate(want, self.place.part(limit), now_s)
-        return self._count(holder, want, limit)
+    def limit(self, meter: Meter) -> int | None:
+        """The limit that a meter is for; None: there is none."""
+        tenant = self._tenant(meter.tenant_id)
+        return None if tenant is None else limit_of(tenant.limits, meter)
 
-    def _rate(self, want: Want, limit: int, now_s: float) -> Grant:
-        counter = self._rates.get(want.meter)
-        if counter is None:
-            counter = self._rates[want.meter] = RateCounter(limit, PERIOD_S[want.meter.kind])
-        counter.set_limit(limit, now_s)
-        counter.give_back(want.returned, now_s)
-        counter.charge(want.unasked, now_s)
-        granted = 0
-        if want.need and counter.remaining(now_s) >= want.least:
-            ahead = int((counter.remaining(now_s) - want.need) * AHEAD)
-            granted = counter.take(want.need + max(0, ahead), now_s)
-        return Grant(granted, counter.remaining(now_s))
+    def meters(self, tenant_id: str) -> list[Meter]:
+        """All that a tenant has limits of."""
+        tenant = self._tenant(tenant_id)
+        return [] if tenant is None else meters_of(tenant)
 
-    def _count(self, holder: str, want: Want, limit: int) -> Grant:
-        counter = self._counts.get(want.meter)
-        if counter is None:
-            used = self._spent(want.meter.tenant_id, self._month) if want.meter.kind == "spend" else 0
-            counter = self._counts[want.meter] = CountCounter(limit, used)
-        spent_before = counter.spent_before if want.meter.kind == "spend" else 0
-        counter.limit = spent_before + self.place.part(max(0, limit - spent_before))
-        counter.report(holder, want.holding, want.used)
-        granted = 0
-        if want.need and counter.remaining() >= want.least:
-            # Concurrent requests are few: none is lent ahead, or it would be missed elsewhere.
-            ahead = int((counter.remaining() - want.need) * AHEAD) if want.meter.kind == "spend" else 0
-            granted = counter.take(holder, want.need + max(0, ahead))
-        return Grant(granted, counter.remaining())
+    def hear(self, holder: str, now_s: float) -> None:
+        """An ingress lives."""
+        self._heard_s[holder] = now_s
 
-    def _bury(self, now_s: float) -> None:
+    def bury(self, now_s: float) -> list[str]:
+        """Ingresses that have not been heard of for too long hold nothing any more; returns which those are."""
         gone = [holder for holder, heard_s in self._heard_s.items() if now_s - heard_s > HOLDER_SILENCE_S]
         for holder in gone:
             del self._heard_s[holder]
         if gone:
-            for counter in self._counts.values():
-                counter.forget(gone)
+            for counter in self._counters.values():
+                if isinstance(counter, CountCounter):
+                    counter.forget(gone)
+        return gone
+
+    def hand_over(self, now_s: float) -> dict[Meter, Counter]:
+        """All that was counted here; from here on nothing is."""
+        self._turn_month(now_s)
+        counters, self._counters = self._counters, {}
+        return counters
+
+    def take_over(self, counters: Mapping[Meter, Counter], now_s: float) -> None:
+        """Count on from there. Spend is of the month of that time."""
+        self._turn_month(now_s)
+        for meter, counter in counters.items():
+            if (limit := self.limit(meter)) is not None:
+                if isinstance(counter, CountCounter):
+                    counter.limit = limit
+                self._counters[meter] = counter
+
+    def _turn_month(self, now_s: float) -> None:
+        if self._month != (month := month_of(now_s)):
+            self._month = month
+            self._counters = {meter: each for meter, each in self._counters.items() if meter.kind != "spend"}
+
+    def _counter(self, meter: Meter, limit: int) -> Counter:
+        counter = self._counters.get(meter)
+        if counter is None:
+            used = self._spent(meter.tenant_id, self._month) if meter.kind == "spend" else 0
+            counter = self._counters[meter] = new_counter(meter, limit, used)
+        return counter
+
+
+def new_counter(meter: Meter, limit: int, used: int = 0) -> Counter:
+    """Of a meter that nobody has taken of; `used`: what of its money is gone."""
+    period_s = PERIOD_S.get(meter.kind)
+    return CountCounter(limit, used) if period_s is None else RateCounter(limit, period_s)
+
+
+def lend(counter: Counter, holder: str, want: Want, limit: int, now_s: float) -> Grant:
+    """Take what comes back to one meter, then give what is needed."""
+    if isinstance(counter, RateCounter):
+        return _lend_rate(counter, want, limit, now_s)
+    counter.limit = limit
+    counter.report(holder, want.holding, want.used)
+    granted = 0
+    if want.need and counter.remaining() >= want.least:
+        # Concurrent requests are few: none is lent ahead, or it would be missed elsewhere.
+        ahead = int((counter.remaining() - want.need) * AHEAD) if want.meter.kind == "spend" else 0
+        granted = counter.take(holder, want.need + max(0, ahead))
+    return Grant(granted, counter.remaining())
+
+
+def _lend_rate(counter: RateCounter, want: Want, limit: int, now_s: float) -> Grant:
+    counter.set_limit(limit, now_s)
+    counter.give_back(want.returned, now_s)
+    counter.charge(want.unasked, now_s)
+    granted = 0
+    if want.need and counter.remaining(now_s) >= want.least:
+        ahead = int((counter.remaining(now_s) - want.need) * AHEAD)
+        granted = counter.take(want.need + max(0, ahead), now_s)
+    return Grant(granted, counter.remaining(now_s))

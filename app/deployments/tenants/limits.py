@@ -136,14 +136,14 @@ def refusal(meter: Meter, amount: int, limit: int, wait_s: float) -> LimitReache
 class RateCounter:
     """A GCRA: `limit` units in `period_s`, refilled evenly, and all of them at once after a time without use."""
 
-    def __init__(self, limit: int, period_s: float) -> None:
+    def __init__(self, limit: int, period_s: float, paid_s: float = -math.inf) -> None:
         self.limit = limit
         self._period_s = period_s
-        self._paid_s = -math.inf  # when all that was taken is paid for (the "theoretical arrival time")
+        self.paid_s = paid_s  # when all that was taken is paid for (the "theoretical arrival time")
 
     def remaining(self, now_s: float) -> int:
         """What may be taken now."""
-        return max(0, math.floor(self.limit - self._owed(now_s) + 1e-6))
+        return max(0, math.floor(self.limit - self.owed(now_s) + 1e-6))
 
     def take(self, amount: int, now_s: float) -> int:
         """Take up to so much; returns how much it was."""
@@ -153,65 +153,66 @@ class RateCounter:
 
     def give_back(self, amount: int, now_s: float) -> None:
         """What was taken is not needed."""
-        self._owe(max(0.0, self._owed(now_s) - amount), now_s)
+        self._owe(max(0.0, self.owed(now_s) - amount), now_s)
 
-    def charge(self, amount: int, now_s: float) -> None:
+    def charge(self, amount: float, now_s: float) -> None:
         """So much was used, whether or not it was there."""
-        self._owe(self._owed(now_s) + amount, now_s)
+        self._owe(self.owed(now_s) + amount, now_s)
 
     def wait_s(self, amount: int, now_s: float) -> float:
         """Until so much could be taken, if nobody else takes; infinite for more than the limit."""
         if amount > self.limit:
             return math.inf
-        return max(0.0, (self._owed(now_s) + amount - self.limit) * self._period_s / self.limit) if amount else 0.0
+        return max(0.0, (self.owed(now_s) + amount - self.limit) * self._period_s / self.limit) if amount else 0.0
 
     def set_limit(self, limit: int, now_s: float) -> None:
         """What is used stays used, up to the new limit."""
         if limit != self.limit:
-            owed = self._owed(now_s)
+            owed = self.owed(now_s)
             self.limit = limit
             self._owe(min(owed, float(limit)), now_s)
 
-    def _owed(self, now_s: float) -> float:
+    def owed(self, now_s: float) -> float:
         """Units that are not paid for yet."""
-        return max(0.0, self._paid_s - now_s) * self.limit / self._period_s
+        return max(0.0, self.paid_s - now_s) * self.limit / self._period_s
 
     def _owe(self, units: float, now_s: float) -> None:
-        self._paid_s = now_s + (units * self._period_s / self.limit if self.limit else 0.0)
+        self.paid_s = now_s + (units * self._period_s / self.limit if self.limit else 0.0)
 
 
 class CountCounter:
-    """At most `limit` in all: what is used up (`spent_before` when this began), and what holders may give back.
+    """At most `limit` in all: what is used up (`used` when this began), and what holders may give back (`held`).
 
-    Holders report totals, not changes: one that is heard twice, or not at all, changes nothing for good.
+    Holders report totals, not changes: one that is heard twice, or not at all, changes nothing for good. `used_by` is
+    what each has reported so far.
     """
 
     def __init__(self, limit: int, used: int = 0) -> None:
         self.limit = limit
-        self.used = self.spent_before = used
-        self._held: dict[str, int] = {}
-        self._used_by: dict[str, int] = {}
+        self.used = used
+        self.held: dict[str, int] = {}
+        self.used_by: dict[str, int] = {}
 
     def remaining(self) -> int:
         """What may be taken now."""
-        return max(0, self.limit - self.used - sum(self._held.values()))
+        return max(0, self.limit - self.used - sum(self.held.values()))
 
     def report(self, holder: str, holding: int, used: int) -> None:
         """A holder holds so much now, and has used up so much since it began (before it was first heard: unknown)."""
-        self.used += used - self._used_by.get(holder, used)
-        self._used_by[holder] = used
-        self._held[holder] = holding
+        self.used += used - self.used_by.get(holder, used)
+        self.used_by[holder] = used
+        self.held[holder] = holding
 
     def take(self, holder: str, amount: int) -> int:
         """Take up to so much; returns how much it was."""
         amount = min(amount, self.remaining())
-        self._held[holder] = self._held.get(holder, 0) + amount
+        self.held[holder] = self.held.get(holder, 0) + amount
         return amount
 
     def forget(self, holders: Iterable[str]) -> None:
         """These are not heard any more: what they held is free; what they used, also what they tell later, is used."""
         for holder in holders:
-            self._held.pop(holder, None)
+            self.held.pop(holder, None)
 
 
 def month_of(now_s: float) -> str:

@@ -27,9 +27,10 @@ from app.deployments.tenants.entries import (
     TenantKey,
     TenantRow,
 )
-from app.deployments.tenants.lending import Grant, Lender, Place, Want
-from app.deployments.tenants.limits import Meter, month_of
+from app.deployments.tenants.lending import Grant, Owners, Want
+from app.deployments.tenants.limits import Meter
 from app.deployments.tenants.metering import Row
+from app.deployments.tenants.owning import LimitOwner
 from app.deployments.tenants.usage import Bucket, UsageQuery
 from app.engine.adapters.card import AdapterRef
 from app.engine.errors import NotReady
@@ -49,8 +50,8 @@ LOOK_INTERVAL_S = 2.0
 class TenantsService:
     """One event loop; the database is called in threads.
 
-    `watched` is called whenever a process asks for the table; `clock` gives Unix time. `place` says which of how many
-    owners of this registry's limits this one is. `adapters`: where more than requests is told of adapters, if so.
+    `watched` is called whenever a process asks for the table; `clock` gives Unix time. `owners` says which
+    processes own the limits of this registry. `adapters`: where more than requests is told of adapters, if so.
     """
 
     def __init__(
@@ -58,16 +59,14 @@ class TenantsService:
         books: TenantBooks,
         watched: Callable[[], None],
         clock: Callable[[], float] = time.time,
-        place: Callable[[], Place] = Place,
+        owners: Callable[[], Owners] = Owners,
         adapters: AdapterBook | None = None,
     ) -> None:
         self._adapters = adapters or AdapterBook(clock)
         self.attained = Attained(self._weight, clock)
-        self._place = place
         self._books = books
         self._clock = clock
-        self._spent: dict[tuple[str, str], int] = {}  # by tenant and month: as the ledger said when it was first asked
-        self._lender = Lender(self._tenant, lambda tenant_id, month: self._spent[tenant_id, month])
+        self._limits = LimitOwner(self._tenant, books.ledger, books.shared_limits, owners)
         self._watched = watched
         self._changing = asyncio.Lock()  # the database and the table change in the same order
         self._revision = -1
@@ -82,7 +81,7 @@ class TenantsService:
         if self._revision < 0:
             async with self._changing:
                 await self._look()
-            self._lender.place = await asyncio.to_thread(self._place)
+            await self._limits.follow(self._clock())
         if not len(self._tasks):
             self._tasks.start(self._keep_looking())
         return await self.table.newer(held, watcher_id, timeout_s)
@@ -193,23 +192,13 @@ class TenantsService:
     # -- limits and usage -------------------------------------------------------------------------------
 
     async def lend(self, holder: str, wants: Sequence[Want]) -> list[Grant]:
-        now_s = self._clock()
-        for meter in (want.meter for want in wants if want.meter.kind == "spend"):
-            await self._look_up_spent(meter.tenant_id, now_s)
-        return self._lender.lend(holder, wants, now_s)
+        return await self._limits.lend(holder, wants, self._clock())
 
     async def left(self, project_id: str) -> list[tuple[Meter, int, int]]:
-        now_s = self._clock()
-        await self._look_up_spent(project_id, now_s)
-        return self._lender.left(project_id, now_s)
-
-    async def _look_up_spent(self, tenant_id: str, now_s: float) -> None:
-        place = (tenant_id, month_of(now_s))
-        if place not in self._spent:
-            self._spent[place] = await asyncio.to_thread(self._books.ledger.spent, tenant_id, now_s)
+        return await self._limits.left(project_id, self._clock())
 
     async def remaining_spend(self, project_id: str) -> int | None:
-        return self._lender.remaining_spend(project_id)
+        return await self._limits.remaining_spend(project_id, self._clock())
 
     async def record(self, writer_id: str, number: int, rows: Sequence[Row]) -> None:
         if await asyncio.to_thread(self._books.ledger.record, writer_id, number, rows):
@@ -291,7 +280,7 @@ class TenantsService:
             try:
                 async with self._changing:
                     await self._look()
-                self._lender.place = await asyncio.to_thread(self._place)
+                await self._limits.follow(self._clock())
             except NotReady as error:
                 logger.warning("%s; tenants stay as they were", error)
 

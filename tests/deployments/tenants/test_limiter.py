@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from app.deployments.tenants.entries import RateLimit, Tenant, TenantLimits
-from app.deployments.tenants.lending import HOLDER_SILENCE_S, Grant, Lender, Place, Want
+from app.deployments.tenants.lending import HOLDER_SILENCE_S, Grant, Lender, Want
 from app.deployments.tenants.limiter import TELL_INTERVAL_S, Limiter, Reservation
-from app.deployments.tenants.limits import NANOS_PER_CENT, LimitReached, Meter, SpendReached
+from app.deployments.tenants.limits import LimitReached, Meter, SpendReached
 from app.engine.errors import NotReady
 
 REQUESTS, TOKENS = Meter("t", "requests", "base"), Meter("t", "tokens", "base")
@@ -267,39 +267,6 @@ async def test_few_requests_ask_the_owner_while_much_is_left() -> None:
         limiter.settle(await limiter.reserve(owner.tenant, {REQUESTS: 1, TOKENS: 500}), {TOKENS: 400})
     assert owner.num_calls < 40
     assert limiter.allowance(TOKENS) is not None
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("limit", [1, 2, 10, 1000])
-def test_owners_of_one_database_lend_one_limit_together(count: int, limit: int) -> None:
-    """Each is asked for more than there is, of every kind of limit."""
-    rates = {"base": RateLimit(requests_per_min=limit)}
-    cents = limit
-    tenant = Tenant("p", "p", 0.0, limits=TenantLimits(rates=rates, max_concurrent=limit, spend_cents=cents))
-    lenders = [Lender(lambda _: tenant, lambda *_: 0) for _ in range(count)]
-    for index, lender in enumerate(lenders):
-        lender.place = Place(index, count)
-    for meter, total in (
-        (Meter("p", "requests", "base"), limit),
-        (Meter("p", "concurrent"), limit),
-        (Meter("p", "spend"), limit * NANOS_PER_CENT),
-    ):
-        granted = [lender.lend("ingress", [Want(meter, total)], 1000.0)[0].granted for lender in lenders]
-        assert sum(granted) == total
-
-
-def test_money_that_was_spent_before_another_owner_came_is_spent() -> None:
-    tenant = Tenant("p", "p", 0.0, limits=TenantLimits(spend_cents=100))
-    meter, spent, total = Meter("p", "spend"), {"nanos": 0}, 100 * NANOS_PER_CENT
-    first, second = (Lender(lambda _: tenant, lambda *_: spent["nanos"]) for _ in range(2))
-    half = first.lend("a", [Want(meter, total // 2)], 1000.0)[0].granted
-    spent["nanos"] = total // 2
-    first.place, second.place = Place(0, 2), Place(1, 2)
-    more = [
-        first.lend("a", [Want(meter, total, holding=0, used=half)], 1000.0)[0].granted,
-        second.lend("b", [Want(meter, total)], 1000.0)[0].granted,
-    ]
-    assert half + sum(more) <= total
 
 
 async def test_a_question_is_about_what_is_needed_however_many_tenants_there_are() -> None:

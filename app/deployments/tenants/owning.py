@@ -1,0 +1,161 @@
+"""Who counts what is taken of limits: this process in its memory, or all owners of one registry in its database.
+
+In: what ingresses want, and who else owns these limits now. Out: grants. One owner counts by itself and asks no
+database. As soon as it sees another, it adds what it has counted to the database, where all of them count from then
+on; one that has seen no other for `ALONE_S` takes the counts back. Rule: calls to the database take turns, and a call
+that has taken longer than an ingress waits is NotReady and has changed nothing: the ingress then goes on by itself,
+within the bounds of `limiter`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from app.deployments.links.tasks import Tasks
+from app.deployments.tenants.entries import Tenant
+from app.deployments.tenants.lending import Asked, Counter, Grant, Lender, Owners, Want
+from app.deployments.tenants.limits import Meter, month_of
+from app.engine.errors import NotReady
+
+if TYPE_CHECKING:  # a database: a process that only calls the owner starts without
+    from app.deployments.tenants.ledger import Ledger
+    from app.deployments.tenants.shared_limits import SharedLimits
+
+T = TypeVar("T")
+
+#: An owner counts by itself again when it has seen no other for so long: longer than a database restarts.
+ALONE_S = 60.0
+#: How long a call waits for the database: less than an ingress waits for its owner (`limiter.OWNER_TIMEOUT_S`).
+DATABASE_PATIENCE_S = 0.5
+
+
+class LimitOwner:
+    """One event loop. `tenant` finds a tenant; `owners` (called in a thread, may raise NotReady) says who lives."""
+
+    def __init__(
+        self,
+        tenant: Callable[[str], Tenant | None],
+        ledger: Ledger,
+        shared: SharedLimits,
+        owners: Callable[[], Owners],
+        patience_s: float = DATABASE_PATIENCE_S,
+    ) -> None:
+        self._lender = Lender(tenant, lambda tenant_id, month: self._spent[tenant_id, month])
+        self._ledger = ledger
+        self._shared = shared
+        self._look = owners
+        self.patience_s = patience_s
+        self._spent: dict[tuple[str, str], int] = {}  # by tenant and month: as the ledger said when it was first asked
+        self._owners = Owners()
+        self._is_shared = False
+        self._seen_s = 0.0  # when another owner was there
+        self._brought: dict[Meter, Counter] = {}  # counted here, and not in the database yet
+        self._gone: set[str] = set()  # ingresses that the database does not know to be gone
+        self._turn = asyncio.Lock()  # of calls to the database, and of what changes where is counted
+        self._tasks = Tasks()
+
+    async def follow(self, now_s: float) -> None:
+        """See who else lives; called every few seconds. Raises NotReady, and then everything stays as it was."""
+        self._owners = await asyncio.to_thread(self._look)
+        if len(self._owners.living) > 1:
+            self._seen_s = now_s
+            if not self._is_shared:
+                await self._in_turn(lambda deadline_s: self._share(now_s, deadline_s))
+        elif self._is_shared and now_s - self._seen_s >= ALONE_S:
+            await self._in_turn(lambda deadline_s: self._count_alone(now_s, deadline_s))
+        if self._is_shared:
+            self._gone.update(self._lender.bury(now_s))
+            await self._in_turn(lambda deadline_s: self._tell(now_s, deadline_s))
+
+    async def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
+        """As `Lender.lend`. Raises NotReady while what all owners count together cannot be had."""
+        if not self._is_shared:
+            await self._look_up_spent(wants, now_s)
+        if not self._is_shared:
+            return self._lender.lend(holder, wants, now_s)
+        self._lender.hear(holder, now_s)
+        if not wants:
+            return []
+        return await self._in_turn(lambda deadline_s: self._lend(holder, wants, now_s, deadline_s))
+
+    async def left(self, tenant_id: str, now_s: float) -> list[tuple[Meter, int, int]]:
+        """As `Lender.left`."""
+        meters = self._lender.meters(tenant_id)
+        if not self._is_shared:
+            await self._look_up_spent([Want(meter) for meter in meters], now_s)
+        if not self._is_shared:
+            return self._lender.left(tenant_id, now_s)
+        limits = {meter: self._lender.limit(meter) or 0 for meter in meters}
+        left = await asyncio.to_thread(self._shared.left, self._owners, limits, now_s)
+        return [(meter, limits[meter], remaining) for meter, remaining in zip(meters, left, strict=True)]
+
+    async def remaining_spend(self, tenant_id: str, now_s: float) -> int | None:
+        """As `Lender.remaining_spend`."""
+        if not self._is_shared:
+            return self._lender.remaining_spend(tenant_id)
+        left = await self.left(tenant_id, now_s)
+        return next((remaining for meter, _, remaining in left if meter.kind == "spend"), None)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _look_up_spent(self, wants: Sequence[Want], now_s: float) -> None:
+        for meter in (want.meter for want in wants if want.meter.kind == "spend"):
+            place = (meter.tenant_id, month_of(now_s))
+            if place not in self._spent:
+                self._spent[place] = await asyncio.to_thread(self._ledger.spent, meter.tenant_id, now_s)
+
+    # -- in turn ------------------------------------------------------------------------------------------
+
+    async def _in_turn(self, work: Callable[[float], Awaitable[T]]) -> T:
+        """Do work when everything before it is done. It is done to its end, also when nobody waits for it any more."""
+        deadline_s = self._shared.monotonic() + self.patience_s
+
+        async def work_and_leave() -> T:
+            try:
+                return await work(deadline_s)
+            finally:
+                self._turn.release()
+
+        try:
+            async with asyncio.timeout(self.patience_s):
+                await self._turn.acquire()
+                return await asyncio.shield(self._tasks.start(work_and_leave()))
+        except TimeoutError as error:
+            raise NotReady("the registry's database has not answered in time for limits; ask again") from error
+
+    async def _share(self, now_s: float, deadline_s: float) -> None:
+        self._is_shared = True
+        self._brought |= self._lender.hand_over(now_s)
+        await self._tell(now_s, deadline_s)
+
+    async def _tell(self, now_s: float, deadline_s: float) -> None:
+        """What the database does not know yet."""
+        if self._brought:
+            await asyncio.to_thread(self._shared.bring, self._owners, self._brought, now_s, deadline_s)
+            self._brought = {}
+        if gone := list(self._gone):
+            await asyncio.to_thread(self._shared.forget, self._owners, gone, deadline_s)
+            self._gone.difference_update(gone)
+
+    async def _count_alone(self, now_s: float, deadline_s: float) -> None:
+        await self._tell(now_s, deadline_s)
+        counters = await asyncio.to_thread(self._shared.take, self._owners, now_s, deadline_s)
+        self._spent.clear()  # of what others have spent since
+        self._lender.take_over(counters, now_s)
+        self._is_shared = False
+
+    async def _lend(self, holder: str, wants: Sequence[Want], now_s: float, deadline_s: float) -> list[Grant]:
+        if not self._is_shared:  # since it waits
+            await self._look_up_spent(wants, now_s)
+            return self._lender.lend(holder, wants, now_s)
+        await self._tell(now_s, deadline_s)
+        limits = [self._lender.limit(want.meter) for want in wants]
+        asked = [(want, limit) for want, limit in zip(wants, limits, strict=True) if limit is not None]
+        its = Asked(holder, [want for want, _ in asked], [limit for _, limit in asked])
+        grants = iter(await asyncio.to_thread(self._shared.lend, self._owners, its, now_s, deadline_s) if asked else [])
+        return [
+            Grant(want.need, 0) if limit is None else next(grants) for want, limit in zip(wants, limits, strict=True)
+        ]

@@ -1,0 +1,196 @@
+"""What is taken of limits where several processes lend them: in the registry's database, a row per meter.
+
+In: what one owner's ingresses want. Out: what each gets, by the rules of `lending`. Owners of several services cannot
+reach each other, but all of them have the database. Rule: each call is one transaction and writers take turns, so what
+all owners together have lent is never above a limit. What an owner's ingresses hold counts while that owner lives.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, and_, bindparam, delete, insert, select, update
+
+from app.deployments.registry.database import Database
+from app.deployments.tenants.lending import Asked, Counter, Grant, Owners, Want, lend, new_counter
+from app.deployments.tenants.limits import PERIOD_S, CountCounter, Meter, RateCounter, month_of
+from app.deployments.tenants.tables import shared_limits
+from app.engine.errors import NotReady
+
+_PLACE = and_(*(column == bindparam(f"its_{column.name}") for column in shared_limits.primary_key))
+_CHANGE = update(shared_limits).where(_PLACE).values(state=bindparam("new_state"))
+_BEGIN = insert(shared_limits)
+#: Of more projects than this all rows are read: databases bound how many values a statement has.
+_MAX_NAMED = 1000
+
+
+@dataclass(slots=True)
+class _Row:
+    """`owner_of`: to which owner each holder belongs. `state`: as it is in the database; empty if it is not there."""
+
+    counter: Counter
+    owner_of: dict[str, str] = field(default_factory=dict)
+    month: str = ""
+    state: str = ""
+
+
+class SharedLimits:
+    """Called in threads. `spent` tells what a tenant has spent in a time's month so far, as the ledger has it.
+
+    Each call raises NotReady, and changes nothing, when the database does not answer, or only after `deadline_s` of
+    `monotonic`, when nobody waits for the answer any more.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        spent: Callable[[Connection, str, float], int],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database = database
+        self._spent = spent
+        self.monotonic = monotonic
+
+    def lend(self, owners: Owners, asked: Asked, now_s: float, deadline_s: float) -> list[Grant]:
+        """As `Lender.lend`."""
+        with self._database.write() as connection:
+            rows = self._rows(connection, owners, dict(zip(_meters(asked.wants), asked.limits, strict=True)), now_s)
+            grants = self._lend(rows, owners, asked, now_s)
+            self._write(connection, rows)
+            self._check(deadline_s)
+            return grants
+
+    def left(self, owners: Owners, limits: Mapping[Meter, int], now_s: float) -> list[int]:
+        """How much of each limit is neither used nor lent to an ingress."""
+        with self._database.read() as connection:
+            rows = self._rows(connection, owners, limits, now_s)
+        asked = Asked("", [Want(meter) for meter in limits], list(limits.values()))
+        return [grant.remaining for grant in self._lend(rows, owners, asked, now_s)]
+
+    def bring(self, owners: Owners, counters: Mapping[Meter, Counter], now_s: float, deadline_s: float) -> None:
+        """Add what an owner has counted by itself, up to now, to what all count from now on."""
+        limits = {meter: counter.limit for meter, counter in counters.items()}
+        with self._database.write() as connection:
+            rows = self._rows(connection, owners, limits, now_s)
+            for meter, brought in counters.items():
+                row = rows[meter]
+                if isinstance(row.counter, RateCounter):
+                    assert isinstance(brought, RateCounter), "its kind says what a meter counts"
+                    row.counter.charge(brought.owed(now_s), now_s)
+                    continue
+                assert isinstance(brought, CountCounter), "its kind says what a meter counts"
+                spent = self._spent(connection, meter.tenant_id, now_s) if meter.kind == "spend" else 0
+                row.counter.used = max(row.counter.used, brought.used, spent)
+                row.counter.used_by |= brought.used_by
+                row.counter.held |= brought.held
+                row.owner_of |= dict.fromkeys(brought.held, owners.mine)
+            self._write(connection, rows)
+            self._check(deadline_s)
+
+    def forget(self, owners: Owners, holders: Collection[str], deadline_s: float) -> None:
+        """These ingresses of this owner are gone: what they held is free."""
+        with self._database.write() as connection:
+            rows = self._all(connection, owners)
+            for row in rows.values():
+                if isinstance(row.counter, CountCounter):
+                    row.counter.forget(holders)
+            self._write(connection, rows)
+            self._check(deadline_s)
+
+    def take(self, owners: Owners, now_s: float, deadline_s: float) -> dict[Meter, Counter]:
+        """All that is counted here, for the last owner that lives to count on by itself; from here on nothing is."""
+        with self._database.write() as connection:
+            rows = self._all(connection, owners)
+            connection.execute(delete(shared_limits).where(shared_limits.c.base_digest == self._database.base_digest))
+            self._check(deadline_s)
+        return {meter: row.counter for meter, row in rows.items() if row.month in ("", month_of(now_s))}
+
+    def _check(self, deadline_s: float) -> None:
+        """Raises NotReady, which undoes the transaction: units that nobody hears of would be lost."""
+        if self.monotonic() > deadline_s:
+            raise NotReady("the registry's database answered too late for limits; ask again")
+
+    @staticmethod
+    def _lend(rows: Mapping[Meter, _Row], owners: Owners, asked: Asked, now_s: float) -> list[Grant]:
+        grants = []
+        for want, limit in zip(asked.wants, asked.limits, strict=True):
+            row = rows[want.meter]
+            grants.append(lend(row.counter, asked.holder, want, limit, now_s))
+            row.owner_of[asked.holder] = owners.mine
+        return grants
+
+    # -- rows -------------------------------------------------------------------------------------------
+
+    def _rows(
+        self, connection: Connection, owners: Owners, limits: Mapping[Meter, int], now_s: float
+    ) -> dict[Meter, _Row]:
+        """Those of these meters, new ones for what nobody has asked for yet."""
+        kept = self._kept(connection, sorted({meter.tenant_id for meter in limits}))
+        rows = {}
+        for meter, limit in limits.items():
+            row = _read(meter, kept[meter], owners, limit) if meter in kept else _Row(new_counter(meter, limit))
+            if meter.kind == "spend" and row.month < (month := month_of(now_s)):
+                spent = self._spent(connection, meter.tenant_id, now_s)
+                row = _Row(new_counter(meter, limit, spent), month=month, state=row.state)
+            rows[meter] = row
+        return rows
+
+    def _all(self, connection: Connection, owners: Owners) -> dict[Meter, _Row]:
+        return {meter: _read(meter, state, owners, 0) for meter, state in self._kept(connection, None).items()}
+
+    def _kept(self, connection: Connection, tenant_ids: Sequence[str] | None) -> dict[Meter, str]:
+        columns = shared_limits.c
+        query = select(columns.project_id, columns.kind, columns.model, columns.state)
+        query = query.where(columns.base_digest == self._database.base_digest)
+        if tenant_ids is not None and len(tenant_ids) <= _MAX_NAMED:
+            query = query.where(columns.project_id.in_(tenant_ids))
+        return {Meter(*place): state for *place, state in connection.execute(query)}
+
+    def _write(self, connection: Connection, rows: Mapping[Meter, _Row]) -> None:
+        new, changed = [], []
+        for meter, row in rows.items():
+            if (state := _state(row)) == row.state:
+                continue
+            place = {"base_digest": self._database.base_digest, "project_id": meter.tenant_id}
+            place |= {"kind": meter.kind, "model": meter.model}
+            if row.state:
+                changed.append({f"its_{name}": value for name, value in place.items()} | {"new_state": state})
+            else:
+                new.append({**place, "state": state})
+        if changed:
+            connection.execute(_CHANGE, changed)
+        if new:
+            connection.execute(_BEGIN, new)
+
+
+def _meters(wants: Sequence[Want]) -> list[Meter]:
+    return [want.meter for want in wants]
+
+
+def _read(meter: Meter, state: str, owners: Owners, limit: int) -> _Row:
+    """A row without what dead owners' ingresses held."""
+    kept: dict[str, Any] = json.loads(state)
+    if meter.kind in PERIOD_S:
+        return _Row(RateCounter(kept["limit"], PERIOD_S[meter.kind], kept["paid_s"]), state=state)
+    counter = CountCounter(limit, kept["used"])
+    counter.used_by = kept["used_by"]
+    held = {holder: place for holder, place in kept["held"].items() if place[0] in owners.living}
+    counter.held = {holder: units for holder, (_, units) in held.items()}
+    return _Row(counter, {holder: owner for holder, (owner, _) in held.items()}, kept["month"], state)
+
+
+def _state(row: _Row) -> str:
+    counter = row.counter
+    kept: dict[str, Any]
+    if isinstance(counter, RateCounter):
+        kept = {"limit": counter.limit, "paid_s": max(0.0, counter.paid_s)}
+    else:
+        held = {holder: [row.owner_of[holder], units] for holder, units in counter.held.items() if units}
+        # Of money also who has used none is kept: what the first report says counts as known.
+        used_by = counter.used_by if row.month else {}
+        kept = {"month": row.month, "used": counter.used, "used_by": used_by, "held": held}
+    return json.dumps(kept, sort_keys=True)

@@ -1,0 +1,351 @@
+"""Several processes own the limits of one registry: one count of all of them, bounded while their database is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection
+
+from app.deployments.registry.database import Database, sqlite_url
+from app.deployments.tenants import limiter
+from app.deployments.tenants.books import TenantBooks
+from app.deployments.tenants.entries import RateLimit, Tenant, TenantLimits
+from app.deployments.tenants.lending import HOLDER_SILENCE_S, Grant, Owners, Want
+from app.deployments.tenants.limiter import Limiter, Reservation
+from app.deployments.tenants.limits import LimitReached, Meter, SpendReached
+from app.deployments.tenants.metering import Charge, LedgerKey
+from app.deployments.tenants.owning import ALONE_S, LimitOwner
+from app.engine.errors import NotReady
+from tests.deployments.tenants.test_limiter import CONCURRENT, REQUESTS, SPEND, TOKENS, tenant
+
+#: Nothing here is about how long a real database takes.
+PATIENCE_S = 60.0
+DAY = Meter("t", "day", "base")
+
+
+class Services:
+    """Services on one database, each an owner with one ingress. All times are `now_s`."""
+
+    def __init__(self, database: Database, **limits: int) -> None:
+        self.now_s = 1_000_000_000.0
+        self.tenant = tenant(**limits)
+        self.database = database
+        self.books = TenantBooks(database)
+        self.is_away = False
+        self.num_calls = 0
+        self.living: set[str] = set()
+        self.owners: dict[str, LimitOwner] = {}
+        self.ingresses: dict[str, Limiter] = {}
+
+    async def start(self, *names: str) -> list[Limiter]:
+        """Each lives when the first of them looks who does."""
+        self.living.update(names)
+        for name in names:
+            self.owners[name] = self._owner(name)
+            self.ingresses[name] = Limiter(self._lend(name), f"ingress of {name}", lambda: self.now_s)
+        await self.look()
+        return [self.ingresses[name] for name in names]
+
+    async def restart(self, name: str, life: str) -> None:
+        """Its owner, which has another id in another life; the ingress stays."""
+        self.living = self.living - {name} | {life}
+        self.owners[name] = self._owner(life)
+        await self.look()
+
+    def stop(self, name: str) -> None:
+        """Owner and ingress."""
+        self.living.remove(name)
+        del self.owners[name], self.ingresses[name]
+
+    async def look(self) -> None:
+        for owner in self.owners.values():
+            await owner.follow(self.now_s)
+
+    async def tell(self) -> None:
+        for ingress in self.ingresses.values():
+            await ingress.tell()
+
+    def spend(self, cost_nanos: int, number: int) -> None:
+        """In the ledger."""
+        key = LedgerKey(int(self.now_s) // 60, "t", "k", "base", "", "completions")
+        self.books.ledger.record("writer", number, [(key, Charge(1, 1, 0, 1, cost_nanos=cost_nanos))])
+
+    def _owner(self, life: str) -> LimitOwner:
+        def find(_: str) -> Tenant:
+            return self.tenant
+
+        return LimitOwner(
+            find,
+            self.books.ledger,
+            self.books.shared_limits,
+            lambda: Owners(life, frozenset(self.living)),
+            PATIENCE_S,
+        )
+
+    def _lend(self, name: str) -> limiter.Lend:
+        async def lend(holder: str, wants: Sequence[Want]) -> list[Grant]:
+            self.num_calls += 1
+            if self.is_away:
+                raise NotReady("the registry's database does not answer")
+            return await self.owners[name].lend(holder, wants, self.now_s)
+
+        return lend
+
+
+@pytest.fixture
+def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    monkeypatch.setattr(limiter, "OWNER_TIMEOUT_S", PATIENCE_S)
+    database = Database(sqlite_url(tmp_path / "registry.sqlite"), "base", lambda: 1_000_000_000.0)
+    yield database
+    database.close()
+
+
+@contextmanager
+def transactions() -> Iterator[list[str | None]]:
+    """What is opened meanwhile: of each transaction what it locks."""
+    opened: list[str | None] = []
+    open_one = Database._transaction
+
+    def noting(database: Database, *, lock: str | None) -> AbstractContextManager[Connection]:
+        opened.append(lock)
+        return open_one(database, lock=lock)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Database, "_transaction", noting)
+        yield opened
+
+
+async def is_admitted(services: Services, name: str, needs: Mapping[Meter, int]) -> Reservation | None:
+    try:
+        return await services.ingresses[name].reserve(services.tenant, needs)
+    except LimitReached:
+        return None
+
+
+async def num_admitted(services: Services, name: str, needs: Mapping[Meter, int], asks: int) -> int:
+    return sum([await is_admitted(services, name, needs) is not None for _ in range(asks)])
+
+
+@pytest.mark.parametrize("meter", [REQUESTS, CONCURRENT, DAY])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+async def test_a_limit_of_one_is_every_ingress_s_and_one_in_all(database: Database, meter: Meter, name: str) -> None:
+    services = Services(database, requests=1, max_concurrent=1, day=1)
+    await services.start("a", "b", "c")
+    held = await is_admitted(services, name, {meter: 1})
+    assert held is not None
+    assert [await is_admitted(services, other, {meter: 1}) for other in "abc"] == [None] * 3
+    services.ingresses[name].settle(held, {})
+    await services.tell()
+    services.now_s += 86_400.0
+    others = [await is_admitted(services, other, {meter: 1}) for other in "abc"]
+    assert sum(each is not None for each in others) == 1
+
+
+@pytest.mark.parametrize("needs", [{TOKENS: 1000}, {SPEND: 10_000_000}])
+async def test_a_request_that_needs_the_whole_limit_is_admitted_anywhere(
+    database: Database, needs: dict[Meter, int]
+) -> None:
+    services = Services(database, tokens=1000, spend_cents=1)
+    ingresses = await services.start("a", "b", "c")
+    for name, ingress in zip("abc", ingresses, strict=True):
+        held = await is_admitted(services, name, needs)
+        assert held is not None
+        assert [await is_admitted(services, other, needs) for other in "abc"] == [None] * 3
+        ingress.settle(held, dict.fromkeys(needs, 0))
+        services.now_s += 2.0
+        await services.tell()
+
+
+@pytest.mark.parametrize(
+    ("limits", "meter", "amount"),
+    [
+        ({"requests": 10}, REQUESTS, 1),
+        ({"day": 10}, DAY, 1),
+        ({"tokens": 10}, TOKENS, 1),
+        ({"max_concurrent": 10}, CONCURRENT, 1),
+        ({"spend_cents": 1}, SPEND, 1_000_000),
+    ],
+)
+async def test_a_thousand_requests_over_three_owners_admit_exactly_the_limit(
+    database: Database, limits: dict[str, int], meter: Meter, amount: int
+) -> None:
+    services = Services(database, **limits)
+    await services.start("a", "b", "c")
+    asks = [is_admitted(services, "abc"[index % 3], {meter: amount}) for index in range(1000)]
+    results = await asyncio.gather(*asks)
+    assert sum(result is not None for result in results) == 10
+    assert services.num_calls < 30, "those who wait are asked for together"
+
+
+async def test_one_owner_asks_no_database(database: Database) -> None:
+    services = Services(database, requests=10, max_concurrent=10)
+    await services.start("a")
+    with transactions() as opened:
+        assert await num_admitted(services, "a", {REQUESTS: 1, CONCURRENT: 1}, 20) == 10
+        await services.tell()
+    assert opened == []
+
+
+async def test_what_one_owner_admitted_before_others_came_is_known_to_them(database: Database) -> None:
+    services = Services(database, requests=10, max_concurrent=10, spend_cents=1)
+    await services.start("a")
+    needs = {REQUESTS: 1, CONCURRENT: 1, SPEND: 1_000_000}
+    assert await num_admitted(services, "a", needs, 7) == 7
+    services.now_s += 2.0  # units that were lent ahead go back
+    await services.tell()
+    await services.start("b")
+    for meter, amount in needs.items():
+        assert await num_admitted(services, "b", {meter: amount}, 5) == 3, meter
+
+
+async def test_the_last_owner_counts_on_by_itself(database: Database) -> None:
+    services = Services(database, day=10, max_concurrent=10, spend_cents=1)
+    await services.start("a", "b")
+    needs = {DAY: 1, CONCURRENT: 1, SPEND: 1_000_000}
+    for name in "ab":
+        held = [await is_admitted(services, name, needs) for _ in range(3)]
+        for reservation in held:
+            assert reservation is not None
+            services.ingresses[name].settle(reservation, needs)
+    await services.tell()
+    services.stop("b")
+    await services.look()
+    services.now_s += ALONE_S
+    await services.tell()
+    await services.look()
+    with transactions() as opened:
+        assert await num_admitted(services, "a", {SPEND: 1_000_000}, 9) == 4
+        assert await num_admitted(services, "a", {DAY: 1}, 9) == 4
+    assert len(opened) == 1, "the ledger is asked what was spent, once a month and project"
+    await services.start("c")
+    assert await num_admitted(services, "c", {SPEND: 1_000_000}, 9) == 0
+
+
+async def test_an_owner_that_died_holds_nothing(database: Database) -> None:
+    services = Services(database, max_concurrent=2, spend_cents=1)
+    await services.start("a", "b", "c")
+    assert await num_admitted(services, "a", {CONCURRENT: 1, SPEND: 5_000_000}, 2) == 2
+    assert await num_admitted(services, "b", {CONCURRENT: 1}, 1) == 0
+    services.stop("a")  # as the registry's rows of processes say
+    await services.look()
+    assert await num_admitted(services, "b", {CONCURRENT: 1, SPEND: 5_000_000}, 3) == 2
+
+
+async def test_an_ingress_that_died_holds_nothing_whosever_it_was(database: Database) -> None:
+    services = Services(database, max_concurrent=2)
+    await services.start("a", "b")
+    assert await num_admitted(services, "a", {CONCURRENT: 1}, 2) == 2
+    await services.look()
+    assert await num_admitted(services, "b", {CONCURRENT: 1}, 1) == 0
+    services.now_s += HOLDER_SILENCE_S + 1
+    await services.ingresses["b"].tell()
+    await services.look()
+    assert await num_admitted(services, "b", {CONCURRENT: 1}, 3) == 2
+
+
+async def test_an_owner_that_restarts_forgets_nothing(database: Database) -> None:
+    services = Services(database, day=10, max_concurrent=4, spend_cents=1)
+    await services.start("a", "b")
+    needs = {DAY: 1, CONCURRENT: 1, SPEND: 2_500_000}
+    held = [await is_admitted(services, "a", needs) for _ in range(3)]
+    for reservation in held[1:]:
+        assert reservation is not None
+        services.ingresses["a"].settle(reservation, {SPEND: 2_500_000})
+    await services.restart("a", "a again")
+    services.now_s += 2.0  # units that were lent ahead go back
+    await services.tell()
+    assert await num_admitted(services, "b", {CONCURRENT: 1}, 9) == 3
+    assert await num_admitted(services, "b", {DAY: 1}, 9) == 7
+    assert await num_admitted(services, "b", {SPEND: 2_500_000}, 9) == 1
+
+
+async def test_the_ledger_says_what_was_spent_before_and_a_new_month_has_new_money(database: Database) -> None:
+    services = Services(database, spend_cents=1)
+    services.spend(8_000_000, 1)
+    await services.start("a", "b")
+    assert await num_admitted(services, "b", {SPEND: 1_000_000}, 9) == 2
+    with pytest.raises(SpendReached):
+        await services.ingresses["a"].reserve(services.tenant, {SPEND: 1_000_000})
+    assert await services.owners["a"].remaining_spend("t", services.now_s) == 0
+    services.now_s += 31 * 86_400
+    assert await num_admitted(services, "a", {SPEND: 1_000_000}, 11) == 10
+
+
+async def test_while_the_database_is_away_each_ingress_admits_the_limit_once_more(database: Database) -> None:
+    services = Services(database, requests=10, spend_cents=1)
+    await services.start("a", "b")
+    services.is_away = True
+    assert [await num_admitted(services, name, {REQUESTS: 1}, 30) for name in "ab"] == [10, 10]
+    assert [await num_admitted(services, name, {SPEND: 500_000}, 30) for name in "ab"] == [2, 2]
+    services.is_away = False
+    await services.tell()
+    services.now_s += 30.0  # of the 20 five are paid for
+    assert [await num_admitted(services, name, {REQUESTS: 1}, 30) for name in "ab"] == [0, 0]
+    services.now_s += 60.0
+    assert sum([await num_admitted(services, name, {REQUESTS: 1}, 30) for name in "ab"]) in (4, 5)
+
+
+async def test_an_answer_that_comes_too_late_has_taken_nothing(database: Database) -> None:
+    services = Services(database, requests=10)
+    await services.start("a", "b")
+    shared = services.books.shared_limits
+    times_s = iter([0.0, 1000.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "monotonic", lambda: next(times_s))
+        with pytest.raises(NotReady):
+            await services.owners["a"].lend("i", [Want(REQUESTS, 10)], services.now_s)
+    assert await num_admitted(services, "b", {REQUESTS: 1}, 20) == 10
+
+
+async def test_a_database_that_hangs_keeps_nobody_waiting(database: Database) -> None:
+    """Whoever asks is told in time, also those behind it, and what it did in the end is undone."""
+    services = Services(database, requests=10)
+    await services.start("a", "b")
+    owner = services.owners["a"]
+    owner.patience_s = 0.01
+    with database.write():
+        for _ in range(3):
+            with pytest.raises(NotReady):
+                await owner.lend("i", [Want(REQUESTS, 10)], services.now_s)
+    await owner.close()
+    assert await num_admitted(services, "b", {REQUESTS: 1}, 20) == 10
+
+
+async def test_what_could_not_be_brought_is_brought_later(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    services = Services(database, requests=10)
+    await services.start("a")
+    assert await num_admitted(services, "a", {REQUESTS: 1}, 7) == 7
+
+    def refuse(*_: object) -> None:
+        raise NotReady("the registry's database does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(services.books.shared_limits, "bring", refuse)
+        with pytest.raises(NotReady):
+            await services.start("b")
+    for _ in range(2):
+        await services.look()
+    assert await num_admitted(services, "b", {REQUESTS: 1}, 9) == 3
+
+
+async def test_what_is_left_is_what_all_owners_say(database: Database) -> None:
+    services = Services(database, requests=10, max_concurrent=5)
+    await services.start("a", "b")
+    assert await num_admitted(services, "a", {REQUESTS: 1, CONCURRENT: 1}, 3) == 3
+    left = {meter: remaining for meter, _, remaining in await services.owners["b"].left("t", services.now_s)}
+    assert left == {REQUESTS: 7, CONCURRENT: 2}
+
+
+async def test_a_limit_that_is_changed_holds_for_all(database: Database) -> None:
+    services = Services(database, requests=10)
+    await services.start("a", "b")
+    assert await num_admitted(services, "a", {REQUESTS: 1}, 10) == 10
+    services.tenant = Tenant("t", "t", 0.0, limits=TenantLimits({"base": RateLimit(12)}))
+    assert await num_admitted(services, "b", {REQUESTS: 1}, 10) == 2
+    services.tenant = Tenant("t", "t", 0.0)
+    grants = await services.owners["b"].lend("i", [Want(REQUESTS, 5)], services.now_s)
+    assert grants == [Grant(5, 0)]
