@@ -136,7 +136,8 @@ class ManagedStore:
         self.clock = clock
         self.books = TenantBooks(registry.database)
         self.tenants_client = TenantsClient(Here(TenantsService(self.books, lambda: None, clock)))
-        self.kept = KeptClient(Here(KeptService(lambda: KeptBooks(registry.database))))
+        self.monotonic: Callable[[], float] = time.monotonic  # asked for when something is first kept
+        self.kept = KeptClient(Here(KeptService(lambda: KeptBooks(registry.database, self.monotonic))))
         self.tenants = TenantView()
         self.followers = [asyncio.create_task(work) for work in (self._follow(), self._follow_tenants())]
         self.dropped: list[tuple[str, str]] = []

@@ -1,17 +1,20 @@
 """Batches in the database: asked for, worked on by one process at a time, answered line by line.
 
 In: calls of clients for one tenant, and of processes that work. Out: `Batch`es. A process that works on a batch holds a
-lease, which each of its calls renews; when it dies the lease runs out, and another goes on with the lines that have no
-answer yet. Rule: every call is one transaction; a line has one answer, the first that is written; what a process writes
-without the lease is refused with LeaseLost.
+lease, which each of its answers renews; when it dies the lease runs out, and another goes on with the lines that have
+no answer yet. A lease has run out when its row has not changed for `LEASE_S`, which whoever looks measures with a clock
+of its own that is never set: clocks of different machines are not compared. Rule: every call is one transaction; a line
+has one answer, the first that is written; what a process writes without the lease is refused with LeaseLost.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, case, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, case, delete, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
 
 from app.deployments.kept.entries import (
@@ -40,12 +43,24 @@ _FIELDS = (
 )  # fmt: skip
 
 
-class BatchBooks:
-    """Raises NotFound for what the tenant does not have."""
+class _Seen(NamedTuple):
+    """What the row of a batch that is worked on says, and since when, by the clock of whoever looks."""
 
-    def __init__(self, database: Database, file_books: FileBooks) -> None:
+    owner: str
+    lease_s: float
+    since_s: float
+
+
+class BatchBooks:
+    """Raises NotFound for what the tenant does not have. `monotonic` gives seconds that no change of the time moves."""
+
+    def __init__(
+        self, database: Database, file_books: FileBooks, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         self._database = database
         self._files = file_books
+        self._monotonic = monotonic
+        self._seen: dict[str, _Seen] = {}  # batches that were worked on at the last look
 
     def create(self, wanted: NewBatch) -> Batch:
         """Raises KeptQuotaReached while the tenant has `wanted.max_open` batches that have not ended."""
@@ -113,12 +128,12 @@ class BatchBooks:
 
     def claim(self, holder: str) -> Batch | None:
         """A batch that nobody works on: the oldest of the tenant of whose batches the fewest are worked on."""
-        now_s = self._database.clock()
-        free = batches.c.lease_s <= now_s
         with self._database.read() as connection:  # nearly always there is none
+            free = self._free(self._run_out(connection))
             if connection.scalar(select(batches.c.id).where(*self._open(), free).limit(1)) is None:
                 return None
         with self._database.write() as connection:
+            free = self._free(self._run_out(connection))
             worked = (
                 select(batches.c.tenant_id, func.sum(case((free, 0), else_=1)).label("num"))
                 .where(*self._open())
@@ -134,7 +149,7 @@ class BatchBooks:
             row = connection.execute(query.limit(1)).mappings().first()
             if row is None:
                 return None
-            self._set(connection, row["id"], owner=holder, lease_s=now_s + LEASE_S)
+            self._set(connection, row["id"], owner=holder, lease_s=self._renewed())
             return _batch(row)
 
     def begin(self, batch_id: str, holder: str, num_lines: int) -> Batch:
@@ -167,7 +182,7 @@ class BatchBooks:
             self._set(
                 connection,
                 batch_id,
-                lease_s=self._database.clock() + LEASE_S,
+                lease_s=self._renewed(),
                 num_failed=row["num_failed"] + num_failed,
                 num_completed=row["num_completed"] + len(new) - num_failed,
             )
@@ -211,6 +226,23 @@ class BatchBooks:
         connection.execute(delete(files).where(files.c.base_digest == base_digest, files.c.batch_id.in_(ids)))
         connection.execute(delete(batches).where(*self._ours(), batches.c.id.in_(ids)))
 
+    def _run_out(self, connection: Connection) -> list[str]:
+        """Batches whose rows say the same as `LEASE_S` ago: nothing was heard of their processes since."""
+        query = select(batches.c.id, batches.c.owner, batches.c.lease_s).where(*self._open(), batches.c.lease_s > 0.0)
+        asked_s, rows, before = self._monotonic(), connection.execute(query).all(), self._seen
+        told_s = self._monotonic()
+        seen: dict[str, _Seen] = {}
+        for batch_id, owner, lease_s in rows:
+            new = _Seen(owner, lease_s, told_s)
+            old = before.get(batch_id, new)
+            seen[batch_id] = old if old[:2] == new[:2] else new
+        self._seen = seen
+        return [batch_id for batch_id, row in seen.items() if asked_s - row.since_s >= LEASE_S]
+
+    def _renewed(self) -> float:
+        """Other than before, which is all that counts; to processes of older releases, when the lease runs out."""
+        return self._database.clock() + LEASE_S
+
     def _held(self, connection: Connection, batch_id: str, holder: str) -> RowMapping:
         query = select(batches).where(*self._ours(), batches.c.id == batch_id, batches.c.owner == holder)
         row = connection.execute(query).mappings().first()
@@ -233,6 +265,9 @@ class BatchBooks:
 
     def _open(self) -> tuple[ColumnElement[bool], ...]:
         return (*self._ours(), batches.c.status.in_(OPEN))
+
+    def _free(self, run_out: Collection[str]) -> ColumnElement[bool]:
+        return or_(batches.c.lease_s == 0.0, batches.c.id.in_(run_out))
 
     def _lines(self, batch_id: str) -> tuple[ColumnElement[bool], ...]:
         return (batch_lines.c.base_digest == self._database.base_digest, batch_lines.c.batch_id == batch_id)

@@ -5,6 +5,9 @@ In: the registry's database. Out: the parts, which share it and nothing else, an
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from app.deployments.kept.batches import BatchBooks
 from app.deployments.kept.files import FileBooks
 from app.deployments.kept.responses import ResponseBooks
@@ -15,12 +18,12 @@ BATCH_LIFE_S = 45 * 86_400.0
 
 
 class KeptBooks:
-    """Calls may come from several threads; each is one transaction."""
+    """Calls may come from several threads; each is one transaction. `monotonic`: `BatchBooks`'s."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._database = database
         self.files = FileBooks(database)
-        self.batches = BatchBooks(database, self.files)
+        self.batches = BatchBooks(database, self.files, monotonic)
         self.responses = ResponseBooks(database)
 
     def sweep(self) -> None:

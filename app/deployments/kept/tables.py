@@ -47,8 +47,8 @@ file_parts = Table(
     Column("content", LargeBinary, nullable=False),
 )
 
-#: `owner` is the process that works on it until `lease_s`; `key_id` pays; `note` (JSON) is the client's metadata,
-#: `errors` (JSON) what was wrong with its file.
+#: `owner` is the process that works on it; `lease_s` changes with all that it writes, and is 0 while there is none.
+#: `key_id` pays; `note` (JSON) is the client's metadata, `errors` (JSON) what was wrong with its file.
 batches = Table(
     "batches",
     metadata,

@@ -265,7 +265,7 @@ class Held:
 
 
 def runner_of(service: Service, held: Held, holder: str, now_s: list[float]) -> BatchRunner:
-    service.managed.registry.database.clock = lambda: now_s[0]
+    service.managed.registry.database.clock = service.managed.monotonic = lambda: now_s[0]
     return BatchRunner(
         service.kept, held.answer, service._caller_of, holder, service._config, lambda: now_s[0], write_s=0.005
     )
@@ -310,6 +310,7 @@ async def test_what_two_write_is_kept_once(gpt: openai.AsyncOpenAI, writing: Ser
     kept = writing.kept
     assert await kept.claim("slow") is not None
     await kept.begin_batch(batch.id, "slow", 1)
+    assert await kept.claim("fast") is None, "its lease holds"
     now_s[0] += LEASE_S
     assert await kept.claim("fast") is not None
     with pytest.raises(LeaseLost):
