@@ -43,3 +43,24 @@ async def test_the_client_repeats_what_may_help(
             await client.completions.create(model="base", prompt="hi")
     assert caught.value.status_code == status
     assert num_requests == (3 if is_repeated else 1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.AdapterReadFailed("its reader was killed for memory"),
+        errors.AdapterWriteFailed("its rows did not reach the device"),
+        errors.AdapterUnreadable("its files are gone", retry_after_s=30.0),
+        errors.AdapterQuarantined("it failed a moment ago", retry_after_s=30.0),
+        errors.AdapterKeptOut("pinned adapters have all rows"),
+        errors.Overloaded("no room"),
+        errors.NotReady("no replica"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_trouble_of_the_machine_is_not_told_as_the_client_s_fault(error: errors.PolyloraError) -> None:
+    said = error_answer(error)
+    assert said.status == 503
+    assert said.body["error"]["type"] == "server_error"
+    assert int(said.headers["Retry-After"]) >= 1
+    assert "X-Should-Retry" not in said.headers

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import text
 
+from app.deployments.registry import catalog as catalog_module
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Catalog, Move
 from app.deployments.registry.entries import CatalogEntry, State
@@ -24,6 +29,35 @@ from tests.deployments.managed import ADA, MINE
 
 def add(registry: Registry, name: str, digest: str = "d", **options: object) -> CatalogEntry:
     return registry.catalog.register(name, f"/{name}", digest, max_rank=8, size_bytes=5_000_000_000, **(ADA | options))  # type: ignore[arg-type]
+
+
+def test_a_view_is_read_in_pages_and_its_transaction_is_never_idle_for_long(
+    open_again: Callable[..., Registry], shared_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server ends transactions whose client says nothing for a minute: so long it makes entries of a million rows."""
+    monkeypatch.setattr(catalog_module, "_READ_AT_ONCE", 2)
+    registry, names = open_again(), [f"name-{index}" for index in range(7)]
+    for name in names:
+        add(registry, name)
+    asked: list[datetime] = []  # when the reader last asked the server for something, at each entry that is made
+    entry_of = catalog_module.entry_of
+
+    def observed(row: Mapping[str, Any]) -> CatalogEntry:
+        if not shared_url.startswith("sqlite"):  # which has no server
+            with registry.database.read() as connection:
+                query = "SELECT query_start FROM pg_stat_activity WHERE state = 'idle in transaction' AND pid = :pid"
+                asked.append(connection.execute(text(query).bindparams(pid=reader)).scalar_one())
+        return entry_of(row)
+
+    monkeypatch.setattr(catalog_module, "entry_of", observed)
+    with registry.database.read() as connection:
+        driver: Any = connection.connection.dbapi_connection
+        reader = None if shared_url.startswith("sqlite") else driver.info.backend_pid
+        rows = catalog_module.changed_adapters(connection, registry.database.base_digest, 0)
+    assert [key for _, key, _ in rows] == [("default", name) for name in names]
+    assert [entry.ref.name for _, _, entry in rows if isinstance(entry, CatalogEntry)] == names
+    assert len(asked) in (0, len(names))
+    assert all(number <= 2 for number in Counter(asked).values()), "no more than a page between two questions"
 
 
 @given(events=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y", None])), max_size=20))
