@@ -80,8 +80,8 @@ def main() -> None:
 
 
 class Operated:
-    """What happens to machines: the GCS, or the head with all that runs there, dies and is started again; two processes
-    of one node read an adapter."""
+    """What happens to machines: the GCS, or the head with all that runs there, dies and is started again; another takes
+    the place of a dead one; two processes of one node read an adapter."""
 
     def __init__(self, cluster: Cluster, nodes: list[Node], head: dict[str, Any], settings: dict[str, Any]) -> None:
         ray.shutdown()  # a process that is connected through a node ends with it
@@ -115,6 +115,10 @@ class Operated:
             self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
         elif what == "start head":
             self._nodes.insert(0, self._cluster.add_node(**self._head))
+        elif what.startswith("replace "):  # a node whose processes are dead
+            place = int(what.split()[1])
+            self._cluster.remove_node(self._nodes[place], allow_graceful=False)
+            self._nodes[place] = self._cluster.add_node(wait=False, **_node(place))
         else:
             raise ValueError(what)
         return self.tell()
