@@ -89,16 +89,17 @@ class _Pool:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """What a request holds until it ends."""
+    """What a request holds until it ends. `is_beyond`: nothing, because it was beyond a limit that is not enforced."""
 
     units: Mapping[Meter, int]
     settled: bool = False
+    is_beyond: bool = False
 
     def parted(self, kinds: Collection[MeterKind]) -> tuple[Reservation, Reservation]:
         """The same in two that are settled apart: all but these kinds, and these."""
         rest = {meter: amount for meter, amount in self.units.items() if meter.kind not in kinds}
         part = {meter: amount for meter, amount in self.units.items() if meter.kind in kinds}
-        return Reservation(rest, self.settled), Reservation(part, self.settled)
+        return Reservation(rest, self.settled, self.is_beyond), Reservation(part, self.settled, self.is_beyond)
 
 
 class _Waiter(NamedTuple):
@@ -124,11 +125,13 @@ class Limiter:
         """Raises LimitReached. Of a tenant whose limits are not enforced nothing is refused.
 
         `held` is a part of what is needed that the request has: the reservation takes it over. When this raises, it is
-        still whose it was.
+        still whose it was. A request that was counted as refused for that part already is not counted again.
         """
+        if held is not None and held.is_beyond:
+            return held
         if held is not None and not held.settled:
             reservation = await self.reserve(tenant, _without(needs, held.units))
-            if not reservation.units and len(needs) > len(held.units):  # not enforced: nothing is held
+            if reservation.is_beyond:
                 self.settle(held, {})
                 return reservation
             held.settled = True
@@ -147,7 +150,7 @@ class Limiter:
             self.refused[Refused(error.kind, tenant.enforce)] += 1
             if tenant.enforce:
                 raise
-            return Reservation({}, settled=True)
+            return Reservation({}, settled=True, is_beyond=True)
         return Reservation(needs)
 
     def settle(self, reservation: Reservation, actual: Mapping[Meter, int]) -> None:

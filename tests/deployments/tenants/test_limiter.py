@@ -251,6 +251,20 @@ async def test_what_is_not_enforced_is_counted() -> None:
     assert limiter.refused == {("requests", False): 7}
 
 
+async def test_what_is_not_enforced_is_counted_once_for_a_request_in_two_parts() -> None:
+    owner = Owner(tenant(tokens=10, max_concurrent=1, enforce=False))
+    limiter = owner.limiter("a")
+    for first, second in ((4, 7), (7, 7), (11, 7)):  # beyond with both parts, and twice with the first one already
+        held, tokens = (await limiter.reserve(owner.tenant, {CONCURRENT: 1, TOKENS: first})).parted(("tokens",))
+        limiter.settle(tokens, {})
+        reservation = await limiter.reserve(owner.tenant, {CONCURRENT: 1, TOKENS: second}, held)
+        assert reservation.is_beyond
+        assert not reservation.units
+    assert limiter.refused == {("tokens", False): 3}
+    owner.now_s += 120.0
+    assert (await limiter.reserve(owner.tenant, {CONCURRENT: 1, TOKENS: 10})).units, "nothing was held on"
+
+
 async def test_the_month_s_money_is_new_with_the_month() -> None:
     owner = Owner(tenant(spend_cents=1), spent=9_000_000)
     limiter = owner.limiter("a")
