@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
+from typing import NamedTuple
 
 import httpx
 import openai
 import pytest
 
 from app.config import ADMIN_KEY
+from app.deployments.tenants.attained import MAX_NAMED, OTHER
 from app.deployments.tenants.key_material import new_key
 from tests.e2e.service.conftest import ENGINES, Service, running_service
 
@@ -54,6 +57,92 @@ async def test_a_thousand_first_requests_over_two_ingresses_admit_ten_and_the_le
             total = [sum(getattr(each, name) for each in results) for name in names]
             await asyncio.sleep(0.2)
     assert total == used
+
+
+async def test_gauges_of_tenants_and_refusals_are_on_the_port_of_metrics(keyed: Service) -> None:
+    """More projects than are named are served until Ray has gathered what there is to say of them, and one is refused.
+
+    Those of `much` are always the largest, so that it is settled who is named.
+    """
+    async with client(keyed) as administering:
+        much = [await _project(administering, f"much-{index}") for index in range(MAX_NAMED)]
+        little = [await _project(administering, f"little-{index}") for index in range(3)]
+        limited = await _project(administering, "limited")
+        rates = administering.admin.organization.projects.rate_limits
+        await rates.update_rate_limit("rl-tiny", project_id=limited.id, max_requests_per_1_day=1)
+        await _ask(administering, limited, 1)
+        for _ in range(2):
+            with pytest.raises(openai.RateLimitError):
+                await _ask(administering, limited, 1)
+        deadline_s = time.monotonic() + 600
+        while True:
+            await asyncio.gather(*(_ask(administering, project, 8) for project in much))
+            await asyncio.gather(*(_ask(administering, project, 1) for project in little))
+            told = Told(await asyncio.to_thread(_metrics, keyed))
+            if told.is_whole({OTHER, *(project.id for project in much)}):
+                break
+            assert time.monotonic() < deadline_s, f"last seen: {told.lines}"
+            await asyncio.sleep(0.2)
+    assert all(1 / (MAX_NAMED + len(little)) < index <= 1 for index in told.values("tenant_fairness"))
+    assert min(told.values("service_gap")) >= 0
+
+
+class Project(NamedTuple):
+    """A project, and a key of it."""
+
+    id: str
+    key: str
+
+
+class Told:
+    """This project's series on the ports of metrics."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = [line.removeprefix("ray_polylora_") for line in lines if line.startswith("ray_polylora_")]
+
+    def values(self, name: str, label: str = "") -> list[float]:
+        """Of every process; `label` is part of the labels."""
+        return [float(line.split()[-1]) for line in self._of(name) if label in line]
+
+    def labels(self, name: str, label: str) -> set[str]:
+        """All values of one label."""
+        return {found for line in self._of(name) for found in re.findall(rf'[{{,]{label}="([^"]*)"', line)}
+
+    def is_whole(self, tenants: Set[str]) -> bool:
+        """Whether it names these and nobody else, and has two refusals, the fairness index and both engines' gaps."""
+        named = self.labels("tenant_tokens_per_second", "tenant")
+        num_refused = sum(self.values("refusals_total", 'reason="day"'))
+        has_gauges = bool(self.values("tenant_fairness")) and len(self.values("service_gap")) == 2
+        return named == tenants and num_refused >= 2 and has_gauges
+
+    def _of(self, name: str) -> list[str]:
+        return [line for line in self.lines if line.partition("{")[0].split()[0] == name]
+
+
+def _metrics(service: Service) -> list[str]:
+    """The lines of every node's port, which Ray writes into a file."""
+    files = service.process.folder.rglob("metrics_export_port_*")
+    ports = {port for path in files if (port := path.read_text().strip())}
+    return [
+        line
+        for port in sorted(ports)
+        for line in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text.splitlines()
+    ]
+
+
+async def _project(administering: openai.AsyncOpenAI, name: str) -> Project:
+    projects = administering.admin.organization.projects
+    project = await projects.create(name=name)
+    account = await projects.service_accounts.create(project.id, name="app")
+    assert account.api_key is not None
+    return Project(project.id, account.api_key.value)
+
+
+async def _ask(asking: openai.AsyncOpenAI, project: Project, max_tokens: int) -> None:
+    as_project = asking.with_options(api_key=project.key)
+    await as_project.completions.create(
+        model="tiny", prompt="hello there", max_tokens=max_tokens, extra_body={"ignore_eos": True}
+    )
 
 
 async def _ask_a_thousand_times(service: Service, api_key: str) -> list[tuple[int, int]]:
