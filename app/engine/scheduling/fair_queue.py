@@ -5,7 +5,9 @@ was served least, priced and divided by its weight, goes first; within a tenant,
 served. A tenant that returns is lifted to the least counter of those waiting, so idling saves up no
 credit. Bound (VTC's fairness theorem): while two tenants both wait and what they wait for is a turn,
 their weighted service differs by at most twice the larger of one longest prompt's price, with its
-adapter's load, and the price of everything running at once, with what it holds. A sequence marked as urgent (it was
+adapter's load, and the price of everything running at once, with what it holds. With `engine.tenant_slowdown` it is
+`MAX_LEAD` more: a tenant may be given the place of another's stream, ahead of this order, until it was served by so
+much more than any tenant that waits. A sequence marked as urgent (it was
 preempted, or could not be placed while others passed it) is offered first. What fits, and when, is
 for admission to decide.
 
@@ -16,9 +18,10 @@ others. The bound holds within a class.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Set
 
-from app.engine.sequence import Sequence
+from app.engine.sequence import Sequence, Status
 
 #: Prices in prompt tokens. Output tokens are computed one by one (VTC uses 1 and 2); an adapter load
 #: occupies the device about as long as a prefill of one token per rank row.
@@ -29,6 +32,9 @@ RANK_ROW_PRICE = 1.0
 #: the sequence gets. A context of 1,000 tokens and an adapter of rank 64 each add one to a token's price of two.
 HELD_BLOCK_PRICE = 1 / 64
 HELD_ROW_PRICE = 1 / 64
+
+#: By how much more a tenant may have been served, in these prices and by weight, and still be given another's place.
+MAX_LEAD = 4096.0
 
 #: Counters of absent tenants that are remembered; beyond it the lowest are forgotten, which favours
 #: a returning tenant by at most the difference to the queue's least counter.
@@ -53,7 +59,7 @@ class _Class:
         self.tenants: dict[str, _Tenant] = {}
         self.urgent: dict[str, Sequence] = {}
         self.num_waiting = 0
-        self.waiting_tenants: set[str] = set()
+        self.waiting_tenants: dict[str, None] = {}  # in the order in which they began to wait
         self.last_left = 0.0  # counter of the tenant that emptied the class
 
     def enter(self, sequence: Sequence) -> _Tenant:
@@ -63,7 +69,7 @@ class _Class:
         if tenant.num_waiting == 0:
             waiting = [self.tenants[other].counter for other in self.waiting_tenants]
             tenant.counter = max(tenant.counter, min(waiting) if waiting else self.last_left)
-            self.waiting_tenants.add(sequence.tenant_id)
+            self.waiting_tenants[sequence.tenant_id] = None
         tenant.num_waiting += 1
         self.num_waiting += 1
         return tenant
@@ -74,18 +80,15 @@ class _Class:
             del tenant.queue[sequence.request_id]
         tenant.num_waiting -= 1
         if not tenant.num_waiting:
-            self.waiting_tenants.discard(sequence.tenant_id)
+            del self.waiting_tenants[sequence.tenant_id]
         self.num_waiting -= 1
         if self.num_waiting == 0:
             self.last_left = tenant.counter
 
     def candidates(self) -> Iterator[Sequence]:
         yield from self.urgent.values()
-        heap = [
-            (tenant.counter, index, iter(tenant.queue.values()))
-            for index, tenant in enumerate(self.tenants.values())
-            if tenant.queue
-        ]
+        tenants = [tenant for tenant in self.tenants.values() if tenant.queue]
+        heap = [(tenant.counter, index, iter(tenant.queue.values())) for index, tenant in enumerate(tenants)]
         heapq.heapify(heap)
         while heap:
             counter, index, queue = heap[0]
@@ -93,8 +96,11 @@ class _Class:
             if sequence is None:
                 heapq.heappop(heap)
                 continue
+            before = tenants[index].counter
             yield sequence
-            cost = INPUT_PRICE * sequence.num_pending / sequence.request.weight
+            is_admitted = sequence.status is Status.RUNNING
+            charged = tenants[index].counter - before
+            cost = charged if is_admitted else INPUT_PRICE * sequence.num_pending / sequence.request.weight
             heapq.heapreplace(heap, (counter + cost, index, queue))
 
     def forget_absent(self, present: set[str]) -> None:
@@ -146,7 +152,7 @@ class FairQueue:
 
     def waiting_tenants(self) -> Set[str]:
         """Tenants with a waiting sequence that is no batch's, as a live view."""
-        return self._awaited.waiting_tenants
+        return self._awaited.waiting_tenants.keys()
 
     def mark_urgent(self, sequence: Sequence) -> None:
         """Offer this sequence before all others from now on, in the order of marking. Not for batches'."""
@@ -165,7 +171,8 @@ class FairQueue:
     def candidates(self) -> Iterator[Sequence]:
         """All waiting sequences in the order they should be tried. The queue must not change meanwhile.
 
-        Each one offered counts as if it were admitted, so one tenant's backlog does not hide the others.
+        Each one offered counts as what it was charged, or as if it were admitted if it was not, so one tenant's backlog
+        does not hide the others.
         """
         yield from self._awaited.candidates()
         yield from self._batches.candidates()
@@ -184,6 +191,10 @@ class FairQueue:
         tenants = self._awaited.tenants.copy()
         counters = [tenants[name].counter for name in self._awaited.waiting_tenants.copy() if name in tenants]
         return max(counters) - min(counters) if counters else 0.0
+
+    def least_waiting(self) -> float:
+        """Virtual counter of the tenant that was served least of those that wait, batches aside; infinite of none."""
+        return min((self._awaited.tenants[name].counter for name in self._awaited.waiting_tenants), default=math.inf)
 
     def counter_of(self, tenant_id: str) -> float:
         """Virtual counter of a tenant, batches aside; 0 of one that is not known."""

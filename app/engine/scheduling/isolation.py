@@ -10,12 +10,14 @@ it takes. Which sequences of a wide tenant are computed goes round; what each of
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+from app.engine.scheduling.fair_queue import MAX_LEAD
 from app.engine.sequence import Sequence
 
 #: The median of so many steps of one width is what such a step takes.
@@ -30,8 +32,6 @@ _LINGER_STEPS = 8
 #: By so much, in the fair queue's prices, tenants may differ before who is behind gets more: then it gets one token
 #: more per step for each `_CATCH_UP` that it is behind.
 _UNEVEN, _CATCH_UP = 256.0, 128.0
-#: Who was served by so much more is given no place: it waits for one in fair order.
-_MAX_LEAD = 4096.0
 
 
 class StepTimes:
@@ -172,10 +172,12 @@ class Isolation:
         asking: Sequence,
         wide: Container[str],
         counter_of: Callable[[str], float] = lambda _: 0.0,
+        least_waiting: float = math.inf,
     ) -> Sequence | None:
         """Whose place goes to a waiting sequence: the youngest of the widest tenant's, if that stays the wider one.
 
-        Nobody's, if the one that asks was served too much more already.
+        Nobody's, if the one that asks was served `MAX_LEAD` more already than the widest tenant, or than the least
+        served of those that wait (`FairQueue.least_waiting`): it waits for a place in fair order.
         """
         widths = Counter(sequence.tenant_id for sequence in running)
         weights = {sequence.tenant_id: sequence.request.weight for sequence in running}
@@ -184,7 +186,7 @@ class Isolation:
         if asking.tenant_id in wide or not givers:
             return None
         widest = max(givers, key=shares.__getitem__)
-        if counter_of(asking.tenant_id) - counter_of(widest) > _MAX_LEAD:
+        if counter_of(asking.tenant_id) - min(counter_of(widest), least_waiting) > MAX_LEAD:
             return None
         if shares[widest] < (widths[asking.tenant_id] + 1) / asking.request.weight:
             return None

@@ -329,11 +329,12 @@ class Scheduler:
         favoured: list[Sequence] = []
         displaced: list[Sequence] = []
         num_free = self._max_sequences - len(self._running)
+        least = self._queue.least_waiting() if wide else 0.0
         for asking in self._queue.first_of_each() if wide else ():
             num_free -= 1
             if num_free >= 0:
                 continue
-            giver = self._isolation.giver(self._running, asking, wide, self._queue.counter_of)
+            giver = self._isolation.giver(self._running, asking, wide, self._queue.counter_of, least)
             if giver is None:
                 continue
             self._running.remove(giver)

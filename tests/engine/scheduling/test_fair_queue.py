@@ -15,7 +15,7 @@ from app.engine.scheduling.fair_queue import (
     RANK_ROW_PRICE,
     FairQueue,
 )
-from app.engine.sequence import Sequence
+from app.engine.sequence import Sequence, Status
 from tests.budgets import examples
 from tests.fakes import fake_request, fake_spec
 
@@ -51,6 +51,22 @@ def test_a_flood_does_not_hide_another_tenant() -> None:
         queue.push(sequence(f"flood{index}", "a"))
     queue.push(sequence("single", "b"))
     assert "single" in names(queue)[:2]
+
+
+def test_what_is_charged_while_many_start_at_once_counts_for_whose_turn_is_next() -> None:
+    """With an adapter's load, which the length of its prompt does not tell; what had started before costs nothing."""
+    queue = FairQueue()
+    for index in range(4):
+        queue.push(sequence(f"a{index}", "a", prompt=1))
+        queue.push(sequence(f"b{index}", "b", prompt=20))
+        queue.push(sequence(f"c{index}", "c", prompt=20))
+    prices = {"a": 64.0, "b": 20.0, "c": 0.0}
+    order = []
+    for item in queue.candidates():
+        queue.charge(item, prices[item.tenant_id])
+        item.status = Status.RUNNING
+        order.append(item.tenant_id)
+    assert "".join(order) == "abccccbbbaaa"
 
 
 def test_weights_divide_service() -> None:
