@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection
@@ -96,10 +96,16 @@ class Services:
         return lend
 
 
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests; each has a base model of its own in it."""
+    return sqlite_url(tmp_path_factory.mktemp("registry") / "registry.sqlite")
+
+
 @pytest.fixture
-def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+def database(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     monkeypatch.setattr(limiter, "OWNER_TIMEOUT_S", PATIENCE_S)
-    database = Database(sqlite_url(tmp_path / "registry.sqlite"), "base", lambda: 1_000_000_000.0)
+    database = Database(url, secrets.token_hex(32), lambda: 1_000_000_000.0)
     yield database
     database.close()
 
