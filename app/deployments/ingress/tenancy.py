@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -60,7 +61,8 @@ class Rates(NamedTuple):
 
 
 class Tenancy:
-    """One per ingress. `clock` gives Unix time; `holder` is this process's id, which no other process ever has."""
+    """One per ingress. `clock` gives Unix time, `monotonic` seconds that no change of the time moves; `holder` is this
+    process's id, which no other process ever has."""
 
     def __init__(
         self,
@@ -70,11 +72,12 @@ class Tenancy:
         holder: str,
         clock: Callable[[], float],
         journal: Journal | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.view = view
         self.owner = owner
         self.clock = clock
-        self.limiter = Limiter(owner.lend, holder, clock)
+        self.limiter = Limiter(owner.lend, holder, monotonic)
         self.metering = Metering(owner.record, holder, journal)
         self.counting = Counting(self.metering, rates.prices, rates.base_name, clock)
         self._rates = rates

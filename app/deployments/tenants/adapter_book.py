@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,17 +54,19 @@ class _Contents:
 
 
 class AdapterBook:
-    """Any thread. `clock` gives Unix time."""
+    """Any thread. `clock` gives Unix time, `monotonic` seconds that no change of the time moves."""
 
-    def __init__(self, clock: Callable[[], float], max_kept: int = MAX_KEPT) -> None:
+    def __init__(
+        self, clock: Callable[[], float], max_kept: int = MAX_KEPT, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
         self._max_kept = max_kept
         self._lock = threading.Lock()
         self._since_s = clock()  # of contents that are not here: nothing happened to them since then
         self._contents: OrderedDict[str, _Contents] = OrderedDict()  # the longest ago asked for is the first
         self._num_kept = 0
-        self._recent: RecentSums[Adapter, Activity] = RecentSums(clock, Activity.plus)
-        self._recent_loads: RecentSums[tuple[str, str], int] = RecentSums(clock, operator.add)
+        self._recent: RecentSums[Adapter, Activity] = RecentSums(monotonic, Activity.plus)
+        self._recent_loads: RecentSums[tuple[str, str], int] = RecentSums(monotonic, operator.add)
 
     def add(self, rows: Iterable[tuple[ActivityKey, Activity]]) -> None:
         """Requests have ended."""

@@ -108,7 +108,7 @@ class _Waiter(NamedTuple):
 
 
 class Limiter:
-    """One per ingress, on its event loop. `clock` gives seconds; `holder` is this ingress's id."""
+    """One per ingress, on its event loop. `clock` gives seconds that never go back; `holder` is this ingress's id."""
 
     def __init__(self, lend: Lend, holder: str, clock: Callable[[], float]) -> None:
         self._lend = lend

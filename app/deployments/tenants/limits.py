@@ -8,7 +8,7 @@ long run. Rule: what is admitted was taken before; nothing is checked now and co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
@@ -213,6 +213,16 @@ class CountCounter:
         """These are not heard any more: what they held is free; what they used, also what they tell later, is used."""
         for holder in holders:
             self.held.pop(holder, None)
+
+
+def steadied(clock: Callable[[], float], monotonic: Callable[[], float]) -> Callable[[], float]:
+    """Unix time as it was when this was made, and then as many seconds more as have passed: setting it changes nothing.
+
+    A rate that is measured by what may be set refuses everybody for as long as it is set back, and lends all it has
+    again when it is set forward.
+    """
+    began_s, passed_s = clock(), monotonic()
+    return lambda: began_s + (monotonic() - passed_s)
 
 
 def month_of(now_s: float) -> str:

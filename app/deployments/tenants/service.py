@@ -28,7 +28,7 @@ from app.deployments.tenants.entries import (
     TenantRow,
 )
 from app.deployments.tenants.lending import Grant, Owners, Want
-from app.deployments.tenants.limits import Meter
+from app.deployments.tenants.limits import Meter, steadied
 from app.deployments.tenants.metering import Row
 from app.deployments.tenants.owning import LimitOwner
 from app.deployments.tenants.usage import Bucket, UsageQuery
@@ -50,8 +50,9 @@ LOOK_INTERVAL_S = 2.0
 class TenantsService:
     """One event loop; the database is called in threads.
 
-    `watched` is called whenever a process asks for the table; `clock` gives Unix time. `owners` says which
-    processes own the limits of this registry. `adapters`: where more than requests is told of adapters, if so.
+    `watched` is called whenever a process asks for the table; `clock` gives Unix time, `monotonic` seconds that no
+    change of the time moves. `owners` says which processes own the limits of this registry. `adapters`: where more than
+    requests is told of adapters, if so.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class TenantsService:
         clock: Callable[[], float] = time.time,
         owners: Callable[[], Owners] = Owners,
         adapters: AdapterBook | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._adapters = adapters or AdapterBook(clock)
-        self.attained = Attained(self._weight, clock)
+        self.attained = Attained(self._weight, monotonic)
         self._books = books
-        self._clock = clock
+        self._clock = steadied(clock, monotonic)
         self._limits = LimitOwner(self._tenant, books.ledger, books.shared_limits, owners)
         self._watched = watched
         self._changing = asyncio.Lock()  # the database and the table change in the same order

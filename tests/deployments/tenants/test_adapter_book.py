@@ -57,7 +57,7 @@ def test_times_beyond_all_bounds_are_counted() -> None:
 
 def test_a_tenant_s_view_has_its_own_requests_for_its_own_name() -> None:
     clock = Clock()
-    book = AdapterBook(clock)
+    book = AdapterBook(clock, monotonic=clock)
     clock.now_s += 7
     book.add([
         (of("sql"), Activity(2, 1, 10, 4, 6)),
@@ -114,7 +114,7 @@ def test_named_and_other_adapters_are_all_of_them(tokens: list[int], loads: list
 
 def test_what_was_busy_long_ago_is_named_no_more_and_is_known_still() -> None:
     clock = Clock()
-    book = AdapterBook(clock)
+    book = AdapterBook(clock, monotonic=clock)
     book.add([(of("sql"), Activity(1))])
     assert [busy.adapter for busy in book.busiest()] == [Adapter("ada", "sql", SQL.digest)]
     clock.now_s += WINDOW_S + 1

@@ -8,14 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.links.published import Changes, Version
 from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.tenants.books import TenantBooks
+from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.entries import ApiKey, Tenant, TenantKey, TenantRow
 from app.deployments.tenants.key_material import derived_salt, is_key, key_digest, new_key
+from app.deployments.tenants.lending import Want
+from app.deployments.tenants.limiter import KEEP_S
+from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
+from app.deployments.tenants.metering import Charge, LedgerKey, Row
+from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.view import TenantView
 from app.engine.errors import InvalidRequest
+from tests.deployments.managed import Here
 
 
 class Clock:
@@ -73,6 +81,86 @@ async def test_what_another_process_changes_is_seen(database: Database) -> None:
     assert known is not None
     assert known.key.is_admin
     assert view.tenant(project.id) is not None
+
+
+async def owner_of_a_project(database: Database, wall: Clock, passed: Clock) -> tuple[TenantsService, str]:
+    """The owner with a project in its table. `wall` may be set; `passed` goes on."""
+    service = TenantsService(TenantBooks(database), lambda: None, wall, monotonic=passed)
+    await caught_up(service, TenantView())
+    return service, (await service.create_project("acme", actor="test")).id
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+async def test_a_clock_that_is_set_neither_refuses_for_long_nor_lends_a_limit_twice(
+    database: Database, step_s: float
+) -> None:
+    wall, passed = Clock(), Clock()
+    service, project_id = await owner_of_a_project(database, wall, passed)
+    await service.limit_rates(project_id, "base", {"requests_per_min": 10}, actor="test")
+    wants = [Want(Meter(project_id, "requests", "base"), 1, 1)]
+
+    async def num_lent() -> int:
+        return sum([(await service.lend("ingress", wants))[0].granted for _ in range(30)])
+
+    assert await num_lent() == 10
+    wall.now_s += step_s
+    assert await num_lent() == 0, "nothing is refilled by that"
+    for clock in (wall, passed):
+        clock.now_s += 30.0
+    assert await num_lent() == 5
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+async def test_what_an_ingress_does_not_need_goes_back_though_its_clock_is_set(
+    database: Database, step_s: float
+) -> None:
+    wall, passed = Clock(), Clock()
+    service, project_id = await owner_of_a_project(database, wall, passed)
+    tenant = await service.limit_rates(project_id, "base", {"requests_per_day": 1000}, actor="test")
+    owner, rates = TenantsClient(Here(service)), Rates(Prices({}, "base"), "base")
+    tenancy = Tenancy(TenantView(), owner, rates, "ingress", wall, monotonic=passed)
+    await tenancy.limiter.reserve(tenant, {Meter(project_id, "day", "base"): 1})
+    assert (await service.left(project_id))[0][2] < 999, "it holds some more than it needs"
+    wall.now_s += step_s
+    await tenancy.limiter.tell()
+    assert (await service.left(project_id))[0][2] < 999, "no time has passed"
+    passed.now_s += KEEP_S
+    await tenancy.limiter.tell()
+    assert (await service.left(project_id))[0][2] == 999
+    await tenancy.close()
+
+
+def spent(project_id: str, nanos: int) -> list[Row]:
+    return [(LedgerKey(1, project_id, "k", "base", "", "completions"), Charge(cost_nanos=nanos))]
+
+
+async def test_a_clock_that_is_set_to_another_month_and_back_lends_no_money_twice(database: Database) -> None:
+    wall, passed = Clock(), Clock()
+    service, project_id = await owner_of_a_project(database, wall, passed)
+    await service.limit_spend(project_id, 1, actor="test")
+    most = NANOS_PER_CENT - 1_000_000
+
+    async def num_lent(used: int) -> int:
+        want = Want(Meter(project_id, "spend"), most, most, used=used)
+        return (await service.lend("ingress", [want]))[0].granted
+
+    assert await num_lent(0) >= most
+    await service.record("ingress", 1, spent(project_id, most))
+    assert await num_lent(most) == 0
+    for step_s in (40 * 86_400.0, -40 * 86_400.0):
+        wall.now_s += step_s
+        assert await num_lent(most) == 0
+    for clock in (wall, passed):
+        clock.now_s += 40 * 86_400.0
+    assert await num_lent(most) >= most, "a month has passed"
+
+
+async def test_money_counts_what_was_spent_before_its_limit_came(database: Database) -> None:
+    service, project_id = await owner_of_a_project(database, Clock(), Clock())
+    assert await service.left(project_id) == []
+    await service.record("ingress", 1, spent(project_id, NANOS_PER_CENT - 1))
+    await service.limit_spend(project_id, 1, actor="test")
+    assert await service.left(project_id) == [(Meter(project_id, "spend"), NANOS_PER_CENT, 1)]
 
 
 def test_a_new_copy_forgets_what_is_no_more() -> None:
