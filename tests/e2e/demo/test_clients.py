@@ -16,16 +16,19 @@ import pytest
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict, SecretStr
-from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai import Agent, NativeOutput, Tool, ToolOutput
+from pydantic_ai.messages import ToolReturnPart
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from examples.training import tools
 from tests.e2e.process import ServiceProcess
 
 pytestmark = pytest.mark.e2e
 
 BASE, ADAPTER = "smollm2-135m-instruct", "extract"
 MODELS = (BASE, ADAPTER)
+QUESTION, RESULT = "What are 570 euros worth in USD?", "524.17 USD"
 ORDER = "Hello, my name is Clara Sato. I would like nine desk lamps sent to Cork on Friday."
 
 
@@ -132,6 +135,33 @@ async def test_pydantic_ai(demo: ServiceProcess, name: str) -> None:
             async with Agent(model, model_settings={"max_tokens": 8}).run_stream(ORDER) as answer:
                 pieces = [piece async for piece in answer.stream_text(delta=True, debounce_by=None)]
             assert "".join(pieces)
+
+
+async def test_a_tool_is_called_and_what_it_answers_is_passed_on(demo: ServiceProcess) -> None:
+    """The adapter for tools chooses one of six by itself, and pydantic-ai calls it.
+
+    It was not trained with this number. Each token that it chooses, of the call and of what it says at last, is 5.5
+    nats ahead of the next: no rounding changes that.
+    """
+    called: list[tuple[str, dict[str, Any]]] = []
+
+    def tool(function: dict[str, Any]) -> Tool[None]:
+        def call(**arguments: Any) -> str:
+            called.append((function["name"], arguments))
+            return RESULT
+
+        return Tool.from_schema(call, function["name"], function["description"], function["parameters"])
+
+    async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        model = OpenAIChatModel("tools", provider=OpenAIProvider(openai_client=client))
+        given = [tool(each["function"]) for each in tools.TOOLS]
+        agent = Agent(model, tools=given, retries=0, model_settings={"temperature": 0, "max_tokens": 64})
+        answer = await agent.run(QUESTION)
+    assert [name for name, _ in called] == ["convert_euros"]
+    assert type(called[0][1]["amount"]) is int
+    returned = [part for said in answer.all_messages() for part in said.parts if isinstance(part, ToolReturnPart)]
+    assert [(part.tool_name, part.content) for part in returned] == [("convert_euros", RESULT)]
+    assert answer.output
 
 
 @pytest.mark.parametrize("model", MODELS)
