@@ -35,7 +35,7 @@ class RankRows(NamedTuple):
         return self.a.shape[2]
 
 
-def check_operands(x: torch.Tensor, y: torch.Tensor, rows: RankRows, num_rows: int, x_divisor: int) -> None:
+def check_operands(x: torch.Tensor, y: torch.Tensor, rows: RankRows, num_rows: int) -> None:
     """Raises ValueError, naming both sides, for operands the kernels would read or write out of bounds."""
     num_slices, num_rank_rows, depth = rows.a.shape
     width = sum(rows.widths)
@@ -46,8 +46,8 @@ def check_operands(x: torch.Tensor, y: torch.Tensor, rows: RankRows, num_rows: i
         wrong = f"b is {tuple(rows.b.shape)}, expected {(num_rank_rows, width)} from a and the widths"
     elif rows.ranks.shape[-1] != num_slices or not rows.ranks.is_contiguous():
         wrong = f"ranks are {tuple(rows.ranks.shape)}, expected contiguous [S, {num_slices}]"
-    elif x.shape[1] != depth or x.shape[0] * x_divisor < num_rows:
-        wrong = f"x is {tuple(x.shape)}, expected at least {num_rows} / {x_divisor} rows of {depth}"
+    elif x.shape[1] != depth or x.shape[0] < num_rows:
+        wrong = f"x is {tuple(x.shape)}, expected at least {num_rows} rows of {depth}"
     elif y.shape[0] < num_rows or y.shape[1] != width:
         wrong = f"y is {tuple(y.shape)}, expected at least {num_rows} rows of {width}"
     elif len({t.dtype for t in (x, y, rows.a, rows.b)}) != 1:

@@ -20,12 +20,11 @@ def add_lora(
     slots: Integers,
     row_starts: Integers,
     ranks: Integers,
-    x_divisor: int = 1,
 ) -> NDArray[np.float64]:
     """A module's output with its adapters (Hu et al. 2021), row by row.
 
-    x: [ceil(T / x_divisor), d_in]. y: [T, W], the base product. a: [N, R, d_in]. b: [R, W], scale folded in. widths: of
-    the N slices. slots: [T]. row_starts: [S]. ranks: [S, N].
+    x: [T, d_in]. y: [T, W], the base product. a: [N, R, d_in]. b: [R, W], scale folded in. widths: of the N slices.
+    slots: [T]. row_starts: [S]. ranks: [S, N].
     Returns [T, W] float64; rows whose adapter has no rank are y's.
     """
     out = y.astype(np.float64)
@@ -34,6 +33,6 @@ def add_lora(
         for n in range(len(widths)):
             rows = slice(int(row_starts[s]), int(row_starts[s]) + int(ranks[s, n]))
             columns = slice(int(bounds[n]), int(bounds[n + 1]))
-            shrunk = a[n, rows].astype(np.float64) @ x[t // x_divisor].astype(np.float64)
+            shrunk = a[n, rows].astype(np.float64) @ x[t].astype(np.float64)
             out[t, columns] += shrunk @ b[rows, columns].astype(np.float64)
     return out

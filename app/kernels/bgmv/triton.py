@@ -73,16 +73,15 @@ def add_lora(
     slots: torch.Tensor,
     *,
     max_rank: int,
-    x_divisor: int = 1,
     config: Configuration | None = None,
 ) -> None:
-    """y[t] += B (A x[t // x_divisor]) for the adapter of slots[t], in place (Hu et al. 2021; Chen et al. 2023).
+    """y[t] += B (A x[t]) for the adapter of slots[t], in place (Hu et al. 2021; Chen et al. 2023).
 
-    x: [T / x_divisor, d_in]. y: [T, W]. slots: [T] int32 or int64, 0 for the base. max_rank: at least every rank in
+    x: [T, d_in]. y: [T, W]. slots: [T] int32 or int64, 0 for the base. max_rank: at least every rank in
     `rows.ranks`; it sizes the workspace. Raises ValueError for operands that do not fit.
     """
     num_rows = slots.shape[0]
-    check_operands(x, y, rows, num_rows, x_divisor)
+    check_operands(x, y, rows, num_rows)
     if num_rows == 0:
         return
     c = config or configuration(num_rows, rows, max_rank)
@@ -91,9 +90,8 @@ def add_lora(
     h = torch.empty((c.num_splits, num_slices, num_rows, capacity), dtype=torch.float32, device=x.device)
     _shrink_rows[(num_rows, num_slices, c.num_splits * c.num_parts)](
         x, rows.a, h, slots, rows.row_starts, rows.ranks, x.stride(0), rows.a.stride(0), rows.a.stride(1),
-        num_rows, CAPACITY=capacity, DEPTH=depth, NUM_SLICES=num_slices, X_DIVISOR=x_divisor,
-        BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k, NUM_SPLITS=c.num_splits, NUM_PARTS=c.num_parts,
-        num_warps=c.shrink_warps, enable_fp_fusion=True,
+        num_rows, CAPACITY=capacity, DEPTH=depth, NUM_SLICES=num_slices, BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k,
+        NUM_SPLITS=c.num_splits, NUM_PARTS=c.num_parts, num_warps=c.shrink_warps, enable_fp_fusion=True,
     )  # fmt: skip
     tiles = [ceil_div(w, c.block_columns) for w in rows.widths] + [0, 0]
     starts = [sum(rows.widths[:n]) for n in range(num_slices)] + [width, width]
@@ -108,7 +106,7 @@ def add_lora(
 @triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could compile anew
 def _shrink_rows(
     x, a, h, slots, row_starts, ranks, x_row, a_slice, a_row, num_rows,
-    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, X_DIVISOR: tl.constexpr,
+    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr,
     BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
     """h[split, n, t, :rank] = A_n[:, k range of split] @ x[t]. Grid: (T, N, NUM_SPLITS * NUM_PARTS)."""
@@ -125,7 +123,7 @@ def _shrink_rows(
     first_row = tl.load(row_starts + adapter).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     r = tl.arange(0, BLOCK_RANK)
-    x_start = x + (t // X_DIVISOR) * x_row + split * SPAN
+    x_start = x + t * x_row + split * SPAN
     for r0 in range(part * BLOCK_RANK, rank, NUM_PARTS * BLOCK_RANK):
         live = r0 + r < rank
         a_start = a + n * a_slice + (first_row + r0 + r.to(tl.int64)) * a_row + split * SPAN  # [BLOCK_RANK]

@@ -121,19 +121,17 @@ def add_lora(
     *,
     max_rank: int,
     block_tokens: int,
-    order: torch.Tensor | None = None,
-    x_divisor: int = 1,
     deterministic: bool = False,
     config: Configuration | None = None,
 ) -> None:
-    """y[t] += B (A x[t // x_divisor]) for the rows of every segment, in place (Hu et al. 2021; Chen et al. 2023).
+    """y[t] += B (A x[t]) for the rows of every segment, in place (Hu et al. 2021; Chen et al. 2023).
 
-    x: [T / x_divisor, d_in]. y: [T, W]. segments: [G, 3] int32, see `segments`; unused ones have no rows. order: [T]
-    int32, the row at each place that segments speak of; without it they speak of rows. block_tokens: what segments
-    were cut with. max_rank: at least every rank in `rows.ranks`. Raises ValueError for operands that do not fit.
+    x: [T, d_in]. y: [T, W]. segments: [G, 3] int32, see `segments`; unused ones have no rows. block_tokens: what
+    segments were cut with. max_rank: at least every rank in `rows.ranks`. Raises ValueError for operands that do not
+    fit.
     """
-    num_rows, num_segments = y.shape[0] if order is None else order.shape[0], segments.shape[0]
-    check_operands(x, y, rows, num_rows, x_divisor)
+    num_rows, num_segments = y.shape[0], segments.shape[0]
+    check_operands(x, y, rows, num_rows)
     if segments.shape[1:] != (3,) or segments.stride() != (3, 1):
         raise ValueError(f"segments are {tuple(segments.shape)}, expected contiguous [G, 3]")
     if num_rows == 0 or num_segments == 0:
@@ -142,34 +140,32 @@ def add_lora(
     num_slices, width, depth = len(rows.widths), sum(rows.widths), rows.depth
     capacity = ceil_div(max_rank, 16) * 16
     h = torch.empty((c.num_splits, num_slices, num_rows, capacity), dtype=torch.float32, device=x.device)
-    places = segments if order is None else order
     precision = "ieee" if x.dtype == torch.float32 else "tf32"  # says nothing for half types
     _shrink_segments[(num_segments, num_slices, c.num_splits * c.num_parts)](
-        x, rows.a, h, segments, places, rows.row_starts, rows.ranks, x.stride(0), rows.a.stride(0), rows.a.stride(1),
-        num_rows, CAPACITY=capacity, DEPTH=depth, NUM_SLICES=num_slices, X_DIVISOR=x_divisor,
-        HAS_ORDER=order is not None, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k,
-        NUM_SPLITS=c.num_splits, NUM_PARTS=c.num_parts, PRECISION=precision, num_warps=c.shrink_warps,
-        num_stages=c.num_stages, enable_fp_fusion=True,
+        x, rows.a, h, segments, rows.row_starts, rows.ranks, x.stride(0), rows.a.stride(0), rows.a.stride(1),
+        num_rows, CAPACITY=capacity, DEPTH=depth, NUM_SLICES=num_slices, BLOCK_TOKENS=block_tokens,
+        BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k, NUM_SPLITS=c.num_splits, NUM_PARTS=c.num_parts,
+        PRECISION=precision, num_warps=c.shrink_warps, num_stages=c.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     tiles = [ceil_div(w, c.block_columns) for w in rows.widths] + [0, 0]
     starts = [sum(rows.widths[:n]) for n in range(num_slices)] + [width, width]
     _expand_segments[(sum(tiles), num_segments)](
-        h, rows.b, y, segments, places, rows.row_starts, rows.ranks, num_rows, rows.b.stride(0), y.stride(0),
+        h, rows.b, y, segments, rows.row_starts, rows.ranks, num_rows, rows.b.stride(0), y.stride(0),
         NUM_SLICES=num_slices, TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width,
-        CAPACITY=capacity, HAS_ORDER=order is not None, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank,
-        BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits, PRECISION=precision, num_warps=c.expand_warps,
-        num_stages=1, enable_fp_fusion=True,  # the loop runs once for most ranks: nothing to prefetch
+        CAPACITY=capacity, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank, BLOCK_COLUMNS=c.block_columns,
+        NUM_SPLITS=c.num_splits, PRECISION=precision, num_warps=c.expand_warps, enable_fp_fusion=True,
+        num_stages=1,  # the loop runs once for most ranks: nothing to prefetch
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could compile anew
 def _shrink_segments(
-    x, a, h, segments, order, row_starts, ranks, x_row, a_slice, a_row, num_rows,
-    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, X_DIVISOR: tl.constexpr,
-    HAS_ORDER: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    x, a, h, segments, row_starts, ranks, x_row, a_slice, a_row, num_rows,
+    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """h[split, n, place, :rank] = A_n[:, k range of split] @ x[row]. Grid: (G, N, NUM_SPLITS * NUM_PARTS)."""
+    """h[split, n, row, :rank] = A_n[:, k range of split] @ x[row]. Grid: (G, N, NUM_SPLITS * NUM_PARTS)."""
     g = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     split = (tl.program_id(2) % NUM_SPLITS).to(tl.int64)
@@ -185,13 +181,10 @@ def _shrink_segments(
     first_row = tl.load(row_starts + adapter).to(tl.int64)
     token = tl.arange(0, BLOCK_TOKENS)
     mine = token < count
-    place = tl.load(segments + 3 * g).to(tl.int64) + token  # [BLOCK_TOKENS]
-    row = place
-    if HAS_ORDER:
-        row = tl.load(order + place, mask=mine, other=0).to(tl.int64)
+    row = tl.load(segments + 3 * g).to(tl.int64) + token  # [BLOCK_TOKENS]
     k = tl.arange(0, BLOCK_K)
     r = tl.arange(0, BLOCK_RANK)
-    x_start = x + (row // X_DIVISOR) * x_row + split * SPAN
+    x_start = x + row * x_row + split * SPAN
     for r0 in range(part * BLOCK_RANK, rank, NUM_PARTS * BLOCK_RANK):
         live = r0 + r < rank
         a_start = a + n * a_slice + (first_row + r0 + r.to(tl.int64)) * a_row + split * SPAN
@@ -201,20 +194,20 @@ def _shrink_segments(
             x_tile = tl.load(x_start[:, None] + (k0 + k)[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
             a_tile = tl.load(a_start[None, :] + (k0 + k)[:, None], mask=live[None, :] & inside[:, None], other=0.0)
             sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
-        h_rows = (split * NUM_SLICES + n) * num_rows + place
+        h_rows = (split * NUM_SLICES + n) * num_rows + row
         to = h + h_rows[:, None] * CAPACITY + (r0 + r)[None, :]
         tl.store(to, sums, mask=mine[:, None] & live[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_segments(
-    h, b, y, segments, order, row_starts, ranks, num_rows, b_row, y_row,
+    h, b, y, segments, row_starts, ranks, num_rows, b_row, y_row,
     NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr,
     START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
-    HAS_ORDER: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y[row, tile] += B_n h[place, n], n the slice of the tile. Grid: (tiles of all slices, G)."""
+    """y[row, tile] += B_n h[n, row], n the slice of the tile. Grid: (tiles of all slices, G)."""
     tile = tl.program_id(0)
     g = tl.program_id(1)
     count = tl.load(segments + 3 * g + 1)
@@ -228,10 +221,7 @@ def _expand_segments(
     first_row = tl.load(row_starts + adapter).to(tl.int64)
     token = tl.arange(0, BLOCK_TOKENS)
     mine = token < count
-    place = tl.load(segments + 3 * g).to(tl.int64) + token  # [BLOCK_TOKENS]
-    row = place
-    if HAS_ORDER:
-        row = tl.load(order + place, mask=mine, other=0).to(tl.int64)
+    row = tl.load(segments + 3 * g).to(tl.int64) + token  # [BLOCK_TOKENS]
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     inside = columns < end
     r = tl.arange(0, BLOCK_RANK)
@@ -240,7 +230,7 @@ def _expand_segments(
         live = r0 + r < rank
         shrunk = tl.zeros((BLOCK_TOKENS, BLOCK_RANK), tl.float32)
         for split in tl.static_range(NUM_SPLITS):
-            h_rows = (split * NUM_SLICES + n) * num_rows + place
+            h_rows = (split * NUM_SLICES + n) * num_rows + row
             h_at = h + h_rows[:, None] * CAPACITY + (r0 + r)[None, :]
             shrunk += tl.load(h_at, mask=mine[:, None] & live[None, :], other=0.0)
         b_start = b + (first_row + r0 + r.to(tl.int64)) * b_row

@@ -34,7 +34,7 @@ Launch = Callable[[], None]
 def launches() -> Iterator[tuple[str, Launch]]:
     """(name, call), in bfloat16."""
     yield "bgmv, decode", partial(_bgmv, 64, QKV)
-    yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), deterministic=True, with_order=True)
+    yield "sgmv, decode", partial(_sgmv, 64, (INNER, INNER), deterministic=True)
     yield "sgmv, prefill", partial(_sgmv, 2048, QKV)
     yield "attention, decode", partial(_attention, 16, 1)
     yield "attention, deterministic", partial(_attention, 4, 1, deterministic=True, has_sinks=True)
@@ -57,12 +57,11 @@ def _bgmv(num_rows: int, widths: tuple[int, ...]) -> None:
     bgmv.add_lora(x, y, _tables(widths), torch.empty(num_rows, dtype=torch.int32), max_rank=64)
 
 
-def _sgmv(num_rows: int, widths: tuple[int, ...], *, deterministic: bool = False, with_order: bool = False) -> None:
+def _sgmv(num_rows: int, widths: tuple[int, ...], *, deterministic: bool = False) -> None:
     x, y = torch.empty(num_rows, HIDDEN, dtype=BF16), torch.empty(num_rows, sum(widths), dtype=BF16)
     sgmv.add_lora(
         x, y, _tables(widths), torch.empty(48, 3, dtype=torch.int32), max_rank=64,
         block_tokens=sgmv.block_tokens(num_rows, deterministic=deterministic), deterministic=deterministic,
-        order=torch.empty(num_rows, dtype=torch.int32) if with_order else None,
     )  # fmt: skip
 
 

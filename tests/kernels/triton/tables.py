@@ -26,13 +26,9 @@ class Tables(NamedTuple):
     arrays: dict[str, NDArray[np.generic]]
     rows: RankRows
 
-    def expected(
-        self, x: torch.Tensor, y: torch.Tensor, slots: NDArray[np.integer], x_divisor: int = 1
-    ) -> NDArray[np.float64]:
+    def expected(self, x: torch.Tensor, y: torch.Tensor, slots: NDArray[np.integer]) -> NDArray[np.float64]:
         """The definition on the values that the tensors hold."""
-        return reference.add_lora(
-            numpy(x), numpy(y), widths=self.rows.widths, slots=slots, x_divisor=x_divisor, **self.arrays
-        )
+        return reference.add_lora(numpy(x), numpy(y), widths=self.rows.widths, slots=slots, **self.arrays)
 
 
 def random_tables(generator: np.random.Generator, depth: int, widths: tuple[int, ...], dtype: torch.dtype) -> Tables:

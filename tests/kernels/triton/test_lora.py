@@ -177,21 +177,6 @@ def test_an_adapter_may_end_where_the_tables_end(form: str) -> None:
     assert error(y, tables.expected(x, before, slots_of(case))) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("module", [bgmv, plain_bgmv], ids=["triton", "torch"])
-@pytest.mark.parametrize("x_divisor", [1, 2, 3])
-def test_neighbouring_rows_may_share_their_input(module: ModuleType, x_divisor: int) -> None:
-    """As the chosen experts of a token do; the last input may have fewer rows than the others."""
-    generator = rng()
-    tables = random_tables(generator, DEPTH, SHAPES["q/k/v"], torch.float32)
-    slots = np.array([1, 4, 0, 2, 5, 5, 3], np.int32)
-    x = tensor(normal(generator, -(-len(slots) // x_divisor), DEPTH))
-    y = tensor(normal(generator, len(slots), sum(SHAPES["q/k/v"])))
-    before = y.clone()
-    module.add_lora(x, y, tables.rows, tensor(slots), max_rank=MAX_RANK, x_divisor=x_divisor)
-    assert error(y, tables.expected(x, before, slots, x_divisor)) < TOLERANCE[torch.float32]
-    assert torch.equal(y[2], before[2])
-
-
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_another_adapters_delta_would_be_seen(form: str) -> None:
     generator = rng()
