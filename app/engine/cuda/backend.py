@@ -32,7 +32,7 @@ from app.engine.cuda.memory import RANK_ALIGNMENT, plan_memory
 from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Step, StepShape, StepVector
 from app.engine.cuda.weights import Weights, load_weights
-from app.engine.errors import AdapterTooLarge, CheckpointError, OutOfDeviceMemory
+from app.engine.errors import AdapterTooLarge, OutOfDeviceMemory
 from app.engine.models.products import single_products, stacked_products
 from app.engine.models.spec import ModelSpec
 
@@ -53,7 +53,6 @@ class CudaBackend:
         kernels: KernelForm = "triton",
     ) -> None:
         """Raises CheckpointError for tensors that do not fit the spec, OutOfDeviceMemory for sizes that do not fit."""
-        check_served(spec)
         self._products = single_products(stacked_products(spec))
         self.spec = spec
         self._device = device
@@ -252,23 +251,13 @@ class CudaBackend:
         )
 
 
-def check_served(spec: ModelSpec) -> None:
-    """CheckpointError, with the family's name, for arithmetic that this device's decoder does not have."""
-    for layer in spec.layers:
-        if layer.attention.latent is not None:
-            raise CheckpointError(
-                f"engine.cuda does not serve {spec.family}: it has no latent attention ({spec.name}); use engine.cpu"
-            )
-
-
 def _kv_memory(spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype) -> KvMemory:
-    def empty() -> list[torch.Tensor]:
-        return [
-            torch.zeros(
-                num_blocks, layer.attention.num_kv_heads, block_size, layer.attention.head_dim, dtype=dtype,
-                device=device,
-            )
-            for layer in spec.layers
-        ]  # fmt: skip
+    def empty(num_heads: int, width: int) -> torch.Tensor:
+        return torch.zeros(num_blocks, num_heads, block_size, width, dtype=dtype, device=device)
 
-    return KvMemory(empty(), empty())
+    every = [layer.attention for layer in spec.layers]
+    latents = [attention.latent for attention in every if attention.latent is not None]
+    if latents:
+        return KvMemory([empty(1, latent.width) for latent in latents], [])
+    keys, values = ([empty(one.num_kv_heads, one.head_dim) for one in every] for _ in range(2))
+    return KvMemory(keys, values)

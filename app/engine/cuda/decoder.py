@@ -20,14 +20,16 @@ from app.engine.cuda.extras import ExtraRows
 from app.engine.cuda.kernels import Kernels
 from app.engine.cuda.step import Step
 from app.engine.cuda.weights import LayerWeights, Weights
-from app.engine.models.names import LayerNorm
-from app.engine.models.spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
+from app.engine.models.names import LatentNorm, LayerNorm
+from app.engine.models.products import LATENT_KEYS, LATENT_VALUES
+from app.engine.models.spec import ExpertsSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec
 from app.kernels.moe_routing.pairs import SortedPairs
 
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """keys, values: [blocks, kv_heads, block_size, D] per layer."""
+    """keys, values: [blocks, kv_heads, block_size, D] per layer. Latent attention keeps a latent and a rotated key side
+    by side in keys [blocks, 1, block_size, R + E], and has no values."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -61,11 +63,14 @@ class CudaDecoder:
         hidden = torch.nn.functional.embedding(step.token_ids, self._weights.embedding)  # [T, H]
         if extras is not None:
             extras.embed(step.token_ids, hidden)
-        normed = torch.empty_like(hidden)
+        normed, heads = torch.empty_like(hidden), self._pairs_with_heads(hidden)
         for index, layer in enumerate(self._weights.layers):
             self._norm(index, "attention_norm", hidden, layer.attention_norm, normed, extras)
-            qkv = self._changed_product(index, "qkv", normed, step, extras)
-            attended = self._attend(index, layer, qkv, step, extras)
+            if layer.spec.attention.latent is not None:
+                attended = self._attend_latents(index, layer, layer.spec.attention.latent, normed, heads, step, extras)
+            else:
+                qkv = self._changed_product(index, "qkv", normed, step, extras)
+                attended = self._attend(index, layer, qkv, step, extras)
             self._add_product(index, "o", attended, hidden, step, extras)
             self._norm(index, "mlp_norm", hidden, layer.mlp_norm, normed, extras)
             if layer.spec.experts is not None:
@@ -184,6 +189,61 @@ class CudaDecoder:
         )
         return attended.flatten(1)
 
+    def _pairs_with_heads(self, hidden: Tensor) -> SortedPairs | None:
+        """Every token paired with every head, as if heads were experts; None where attention has no latents."""
+        attention = self._spec.layers[0].attention
+        if attention.latent is None:
+            return None
+        heads = torch.arange(attention.num_heads, dtype=torch.int32, device=hidden.device)
+        every = heads.expand(len(hidden), -1).contiguous()
+        return self._kernels.sort_pairs(every, attention.num_heads, self._kernels.block_rows(hidden.dtype))
+
+    def _attend_latents(
+        self,
+        index: int,
+        layer: LayerWeights,
+        latent: LatentSpec,
+        normed: Tensor,
+        heads: SortedPairs | None,
+        step: Step,
+        extras: ExtraRows | None,
+    ) -> Tensor:
+        """[T, N * V] (DeepSeek-AI 2024): `kv_b_proj` is applied to queries and to sums of latents, never to latents."""
+        assert heads is not None, "all layers have one kind of attention"
+        assert layer.latent_norm is not None, "the norm comes with the checkpoint"
+        attention, rank, memory = layer.spec.attention, latent.kv_rank, self._kv.keys[index]
+        name, narrow = "query", normed
+        if latent.query_rank is not None:
+            assert layer.query_latent_norm is not None, "the norm comes with the checkpoint"
+            raw = self._changed_product(index, "query_a", normed, step, extras)
+            name, narrow = "query_b", torch.empty_like(raw)
+            self._norm(index, "query_latent_norm", raw, layer.query_latent_norm, narrow, extras, latent.norm_eps)
+        queries = self._changed_product(index, name, narrow, step, extras)
+        raw = self._changed_product(index, "latent_a", normed, step, extras)
+        rows = raw.clone()
+        self._norm(index, "latent_norm", raw[:, :rank], layer.latent_norm, rows[:, :rank], extras, latent.norm_eps)
+        self._kernels.rotate_latents(
+            queries, rows, step.positions, layer.cos, layer.sin, memory, step.kv_slots, num_heads=attention.num_heads
+        )
+        by_head = queries.view(len(normed) * attention.num_heads, -1)
+        own, rotated = by_head[:, : latent.key_size], by_head[:, latent.key_size :]
+        absorbed = self._expert_product(index, LATENT_KEYS.name, own, heads, step)
+        attended, shape = torch.empty_like(absorbed), (len(normed), attention.num_heads)
+        self._kernels.latent_attention(
+            absorbed.unflatten(0, shape),
+            rotated.unflatten(0, shape),
+            memory,
+            step.query_starts,
+            step.seq_lens,
+            step.block_tables,
+            attended.unflatten(0, shape),
+            scale=attention.scale,
+            max_query_len=step.max_query_len,
+            max_seq_len=self._max_seq_len,
+            deterministic=self._deterministic,
+        )
+        return self._expert_product(index, LATENT_VALUES.name, attended, heads, step).view(len(normed), -1)
+
     def _normalise_whole(self, qkv: Tensor, q_size: int, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
         """All heads' queries together, and all heads' keys, in place."""
         assert q_norm is not None, "both norms come with the checkpoint"
@@ -192,12 +252,21 @@ class CudaDecoder:
             self._kernels.rms_norm(part, weight, self._spec.norm_eps, part)
 
     def _norm(
-        self, layer: int, kind: LayerNorm, x: Tensor, weight: Tensor, out: Tensor, extras: ExtraRows | None
+        self,
+        layer: int,
+        kind: LayerNorm | LatentNorm,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        extras: ExtraRows | None,
+        eps: float | None = None,
     ) -> None:
-        self._kernels.rms_norm(x, weight, self._spec.norm_eps, out)
+        """Into out, which is not x. eps: the model's if None."""
+        eps = self._spec.norm_eps if eps is None else eps
+        self._kernels.rms_norm(x, weight, eps, out)
         if extras is not None:
             for first, end, adapters_weight in extras.norms(layer, kind):
-                self._kernels.rms_norm(x[first:end], adapters_weight, self._spec.norm_eps, out[first:end])
+                self._kernels.rms_norm(x[first:end], adapters_weight, eps, out[first:end])
 
     def _add_product(
         self,

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.engine.adapters.lora import LoraAdapter, LoraKey, Matrix
-from app.engine.models.products import paged_products
+from app.engine.adapters.extras import absorbed_pairs
+from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, Matrix
+from app.engine.models.products import LATENT_B, LATENT_KEYS, LATENT_VALUES, paged_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.moe_lora.expert_rows import ALIGNMENT, ExpertRows
 
@@ -36,10 +37,10 @@ class Placed(NamedTuple):
 
 
 class ExpertTables:
-    """Of the products that experts have; nothing where a model has none."""
+    """Of the products that experts, and heads of latents, have; nothing where a model has none."""
 
     def __init__(self, spec: ModelSpec, max_slots: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
+        self._spec, self._device, self._dtype = spec, device, dtype
         self._stacked = paged_products(spec)
         self._places = {
             (layer, target): (product, place)
@@ -55,7 +56,9 @@ class ExpertTables:
         self._held: dict[int, Placed] = {}
 
     def has(self, key: LoraKey) -> bool:
-        """Whether this is a module of an expert."""
+        """Whether this is a module of an expert, or the one that heads of latents share."""
+        if key.target in LATENT_B.targets:
+            return (key.layer, LATENT_KEYS.targets[0]) in self._places and key.expert is None
         product, _ = self._places.get(key[:2], (None, 0))
         return product is not None and key.expert in product.experts
 
@@ -74,7 +77,7 @@ class ExpertTables:
         Raises torch.OutOfMemoryError.
         """
         self.release(adapter_slot)
-        own = {key: pair for key, pair in adapter.weights.items() if key.expert is not None}
+        own = self._by_expert(adapter)
         if not own:
             return None
         step = ALIGNMENT // self._dtype.itemsize
@@ -111,6 +114,18 @@ class ExpertTables:
     def release(self, adapter_slot: int) -> None:
         """Free the slot's memory. The tables may speak of it still: nothing in flight has the slot."""
         self._held.pop(adapter_slot, None)
+
+    def _by_expert(self, adapter: LoraAdapter) -> dict[LoraKey, LoraPair]:
+        """The adapter's deltas of experts, and that of `kv_b_proj` by head, on either side of attention."""
+        own = {}
+        for key, pair in adapter.weights.items():
+            if key.expert is not None:
+                own[key] = pair
+            elif key.target in LATENT_B.targets:
+                parts = absorbed_pairs(pair, self._spec.layers[key.layer].attention)
+                for kind, by_head in zip((LATENT_KEYS, LATENT_VALUES), parts, strict=True):
+                    own |= {LoraKey(key.layer, kind.targets[0], head): one for head, one in enumerate(by_head)}
+        return own
 
     def _empty(self) -> dict[str, NDArray[np.int64]]:
         """Zeros [M, E, N] by product."""

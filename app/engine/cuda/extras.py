@@ -17,7 +17,7 @@ from torch import Tensor
 from app.engine.adapters.extras import MODULE_KINDS, ExtraPart, plan
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair, widened
 from app.engine.cuda.weights import Weights, to_tensor
-from app.engine.models.names import LAYER_NORMS, LayerNorm
+from app.engine.models.names import LATENT_NORMS, LAYER_NORMS, LatentNorm, LayerNorm
 from app.engine.models.products import Product, product_of, single_products, stacked_products
 from app.engine.models.spec import ModelSpec
 from app.kernels.dora.torch import dora_scale
@@ -28,7 +28,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 Parts = Mapping[tuple[str, int | None, str | None], Tensor]
 
 #: Parts that are in float32 whatever the weights are.
-_FLOAT32 = {"scale", "shift", "final_norm", *LAYER_NORMS}
+_FLOAT32 = {"scale", "shift", "final_norm", *LAYER_NORMS, *LATENT_NORMS}
 
 
 class CudaExtras:
@@ -115,7 +115,7 @@ class ExtraRows:
                 a, b = parts["embed_a", None, None], parts["embed_b", None, None]
                 out += self._multiply(a[ids], b.T.contiguous())
 
-    def norms(self, layer: int, kind: LayerNorm) -> Iterator[tuple[int, int, Tensor]]:
+    def norms(self, layer: int, kind: LayerNorm | LatentNorm) -> Iterator[tuple[int, int, Tensor]]:
         """Runs (first row, end, weight) that have their own norm of a layer."""
         place = kind, layer, None
         return ((first, end, parts[place]) for first, end, parts in self._runs if place in parts)

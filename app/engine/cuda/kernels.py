@@ -34,13 +34,18 @@ class Kernels:
     expert_product: Callable[..., None]
     add_lora_to_experts: Callable[..., None]
     combine: Callable[..., None]
+    rotate_latents: Callable[..., None]
+    latent_attention: Callable[..., None]
 
 
 def load_kernels(form: KernelForm) -> Kernels:
     """Import one form. ModuleNotFoundError if Triton is wanted and not installed."""
-    names = ("norms", "rotary", "activation", "paged_attention", "bgmv", "sgmv", "matmul", "moe_routing", "moe_lora")
+    names = (
+        "norms", "rotary", "activation", "paged_attention", "bgmv", "sgmv", "matmul", "moe_routing", "moe_lora",
+        "latent_attention",
+    )  # fmt: skip
     modules = (import_module(f"app.kernels.{name}.{form}") for name in names)
-    norms, rotary, activation, attention, bgmv, sgmv, matmul, routing, experts = modules
+    norms, rotary, activation, attention, bgmv, sgmv, matmul, routing, experts, latents = modules
     return Kernels(
         rms_norm=norms.rms_norm,
         gated=activation.gated,
@@ -58,4 +63,6 @@ def load_kernels(form: KernelForm) -> Kernels:
         expert_product=experts.product,
         add_lora_to_experts=experts.add_lora,
         combine=routing.combine,
+        rotate_latents=latents.rotate_and_store,
+        latent_attention=latents.latent_attention,
     )

@@ -104,9 +104,16 @@ def _working_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int) ->
 
 
 def _numbers_per_token(spec: ModelSpec, layer: int) -> int:
-    """Activations of one layer: twice what q, k and v are, three times what gate is, and inputs and outputs."""
+    """Activations of one layer: twice what q, k and v (or queries and latents) are, with sums of latents by head; three
+    times what gate is, and inputs and outputs."""
     products = {product.name: product for product in layer_products(spec, layer)}
-    count = 4 * spec.hidden_size + 2 * products["qkv"].width()
+    count = 4 * spec.hidden_size
+    count += sum(
+        2 * products[name].width() for name in ("qkv", "query", "query_a", "query_b", "latent_a") if name in products
+    )
+    attention = spec.layers[layer].attention
+    if attention.latent is not None:
+        count += attention.num_heads * (2 * attention.latent.kv_rank + attention.latent.value_size)
     for name, product in products.items():
         if name.endswith("gate_up"):
             count += 3 * product.widths[0] * _uses(spec, layer, product)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from app.engine.errors import CheckpointError
-from app.engine.models.names import EMBEDDING, FINAL_NORM, LAYER_NORMS, LM_HEAD, SINKS, expected_tensors
-from app.engine.models.products import layer_products
+from app.engine.models.names import EMBEDDING, FINAL_NORM, LATENT_NORMS, LAYER_NORMS, LM_HEAD, SINKS, expected_tensors
+from app.engine.models.products import LATENT_B, Product, absorbed_products, layer_products
 from app.engine.models.spec import LayerSpec, ModelSpec
 
 
@@ -27,7 +27,7 @@ from app.engine.models.spec import LayerSpec, ModelSpec
 class LayerWeights:
     """One layer. products: weights [d_out, d_in] by the product's name, of experts [E, d_out, d_in]; biases: [d_out] or
     [E, d_out] of those that have one. Norms: [H], [head_dim] or that of all heads, float32;
-    sinks: [heads], float32."""
+    sinks: [heads], float32. `absorbed_products` stand for `kv_b_proj`, heads for experts: [N, d_out, d_in]."""
 
     spec: LayerSpec
     attention_norm: Tensor
@@ -39,6 +39,8 @@ class LayerWeights:
     cos: Tensor
     sin: Tensor
     sinks: Tensor | None = None
+    query_latent_norm: Tensor | None = None
+    latent_norm: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
         products, biases = {}, {}
-        for product in layer_products(spec, index):
+        for product in _stored_products(spec, index):
             experts = () if product.num_experts is None else (product.num_experts,)
             products[product.name] = empty(*experts, product.width(), product.d_in)
             if product.has_bias:
@@ -105,7 +107,7 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
         layers.append(
             LayerWeights(
                 spec=layer,
-                **{name: floats(f"{prefix}{path}.weight") for name, path in LAYER_NORMS.items()},  # type: ignore[arg-type]
+                **{name: floats(f"{prefix}{path}.weight") for name, path in (LAYER_NORMS | LATENT_NORMS).items()},  # type: ignore[arg-type]
                 cos=cos,
                 sin=sin,
                 products=products,
@@ -118,15 +120,41 @@ def _empty(spec: ModelSpec, max_positions: int, device: torch.device, dtype: tor
     return Weights(embedding, head, torch.empty(spec.hidden_size, dtype=torch.float32, device=device), layers)
 
 
-def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Where `kv_b_proj` goes, head by head: its rows of keys [N, P, R], and those of values [N, V, R]."""
+
+    keys: Tensor
+    values: Tensor
+
+    def copy_(self, whole: Tensor) -> None:
+        """whole: [N * (P + V), R]."""
+        by_head = whole.view(len(self.keys), -1, whole.shape[1])
+        self.keys.copy_(by_head[:, : self.keys.shape[1]])
+        self.values.copy_(by_head[:, self.keys.shape[1] :])
+
+
+def _stored_products(spec: ModelSpec, layer: int) -> tuple[Product, ...]:
+    """What a layer has weights for: `kv_b_proj` as the products that stand for it."""
+    products = tuple(one for one in layer_products(spec, layer) if one.kind is not LATENT_B)
+    return (*products, *absorbed_products(spec.layers[layer].attention))
+
+
+def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor | _Heads]:
     """Name of every tensor -> the view it is copied into."""
-    places = {EMBEDDING: weights.embedding, FINAL_NORM: weights.final_norm}
+    places: dict[str, Tensor | _Heads] = {EMBEDDING: weights.embedding, FINAL_NORM: weights.final_norm}
     if not spec.tie_embeddings:
         places[LM_HEAD] = weights.head
     expected = expected_tensors(spec)
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}."
+        if layer.spec.attention.latent is not None:
+            keys, values = (layer.products[one.name] for one in absorbed_products(layer.spec.attention))
+            path = LATENT_B.path(LATENT_B.targets[0])
+            places[f"{prefix}{path}.weight"] = _Heads(keys.transpose(1, 2), values)
         for product in layer_products(spec, index):
+            if product.kind is LATENT_B:
+                continue
             weight, bias = layer.products[product.name], layer.biases.get(product.name)
             for target, expert in itertools.product(product.targets, product.experts):
                 name, columns = f"{prefix}{product.kind.path(target, expert)}", product.columns(target)
@@ -135,7 +163,7 @@ def _places(spec: ModelSpec, weights: Weights) -> dict[str, Tensor]:
                     places[f"{name}.bias"] = (bias if expert is None else bias[expert])[columns]
         if layer.sinks is not None:
             places[f"{prefix}{SINKS}"] = layer.sinks
-        for norm, path in LAYER_NORMS.items():
+        for norm, path in (LAYER_NORMS | LATENT_NORMS).items():
             if getattr(layer, norm) is not None:
                 places[f"{prefix}{path}.weight"] = getattr(layer, norm)
     assert places.keys() == expected.keys(), "one place for every tensor the spec implies"

@@ -33,7 +33,8 @@ def paged_attention(
 ) -> None:
     """As `reference.paged_attention`, into out [T, heads, D].
 
-    q: [T, heads, D]; caches: [blocks, kv_heads, block_size, D]; sinks: [heads] float32.
+    q: [T, heads, D]; caches: [blocks, kv_heads, block_size, D], of which values, and out, may have another D; sinks:
+    [heads] float32.
     """
     of_group = None if sinks is None else sinks.view(k_cache.shape[1], -1)  # [kv_heads, group]
     starts, lengths = query_starts.tolist(), seq_lens.tolist()
@@ -44,7 +45,8 @@ def paged_attention(
             continue
         table = block_tables[b, : -(-seq_len // block_size)].long()
         keys, values = (
-            cache[table].transpose(1, 2).reshape(-1, kv_heads, dim)[:seq_len].float() for cache in (k_cache, v_cache)
+            cache[table].transpose(1, 2).reshape(-1, kv_heads, cache.shape[3])[:seq_len].float()
+            for cache in (k_cache, v_cache)
         )  # [seq_len, kv_heads, D]
         step = max(1, MOST_TERMS // (q.shape[1] * seq_len * dim)) if deterministic else end - first
         for at in range(first, end, step):

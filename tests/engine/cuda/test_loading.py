@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.cuda.backend import check_served
 from app.engine.cuda.loading import cuda_device
-from app.engine.errors import CheckpointError, ConfigError
+from app.engine.errors import ConfigError
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.open import load_backend
 from tests.engine.adapters.making import random_tensors, tiny_spec
-from tests.engine.company import latent_spec, mixture_spec, sinks_spec
 from tests.engine.cuda.gpu import gpu_config
 
 
@@ -57,10 +55,3 @@ def test_what_is_not_installed_is_named(missing: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
     with pytest.raises(ConfigError, match=rf"engine.cuda is set but {missing} is not installed: .*'polylora\[cuda\]'"):
         load_backend(_checkpoint(), gpu_config())
-
-
-def test_arithmetic_that_the_decoder_lacks_is_refused_by_the_familys_name() -> None:
-    check_served(mixture_spec())
-    check_served(sinks_spec())
-    with pytest.raises(CheckpointError, match="does not serve deepseek_v2: it has no latent attention"):
-        check_served(latent_spec())

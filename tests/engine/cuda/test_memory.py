@@ -12,7 +12,10 @@ from app.engine.config import CudaConfig, EngineConfig, XlaConfig
 from app.engine.cuda.memory import MemoryPlan, plan_memory
 from app.engine.errors import OutOfDeviceMemory
 from app.engine.models.footprint import kv_block_bytes, rank_row_bytes
+from app.engine.models.names import LATENT_NORMS, LAYER_NORMS
+from app.engine.models.spec import ModelSpec
 from tests.engine.adapters.making import random_tensors, tiny_spec
+from tests.engine.company import latent_spec
 from tests.engine.cuda.gpu import gpu_backend, gpu_config
 
 GIB = 1 << 30
@@ -24,13 +27,14 @@ def _plan(*, device_bytes: int = 8 * GIB, free_bytes: int = 8 * GIB, **settings:
     return plan_memory(tiny_spec(), config, device_bytes=device_bytes, free_bytes=free_bytes, element_bytes=2)
 
 
-def test_the_parts_are_counted_in_the_tensors_that_are_there() -> None:
-    spec = tiny_spec()
+@pytest.mark.parametrize("spec", [tiny_spec(), latent_spec()], ids=lambda spec: spec.family)
+def test_the_parts_are_counted_in_the_tensors_that_are_there(spec: ModelSpec) -> None:
     config = gpu_config(adapter_rank_rows=40, num_kv_blocks=9)
     backend = gpu_backend(spec, random_tensors(spec), config)
     weights, tables, kv = backend.weights, backend._tables, backend._kv
     matrices = [weights.embedding, *(m for w in weights.layers for m in w.products.values())]
-    norms = [weights.final_norm, *(n for w in weights.layers for n in (w.attention_norm, w.mlp_norm))]
+    of_layers = [getattr(w, name) for w in weights.layers for name in (*LAYER_NORMS, *LATENT_NORMS)]
+    norms = [weights.final_norm, *(norm for norm in of_layers if norm is not None)]
     assert backend.plan.weight_bytes == sum(t.nbytes for t in (*matrices, *norms))
     assert backend.plan.kv_bytes == sum(t.nbytes for t in (*kv.keys, *kv.values))
     assert backend.limits.adapter_rank_rows == backend.plan.adapter_rank_rows == 32  # whole multiples of 16

@@ -26,14 +26,14 @@ from tests.engine.adapters.moe_parity import (
     check_one_lora_per_expert,
     tiny_mixture,
 )
-from tests.engine.company import mixture_spec, sinks_spec
+from tests.engine.company import latent_spec, mixture_spec, sinks_spec
 from tests.engine.cuda.exact_operations import ExactOperations
 from tests.engine.cuda.gpu import FORM, gpu_backend, gpu_backend_of_checkpoint, gpu_config
 from tests.engine.cuda.simulated_cuda import DEVICE, simulated_cuda
 from tests.seeds import rng
 
 SPEC = mixture_spec()
-SERVED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"]
+SERVED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2 query latents"]
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -73,7 +73,7 @@ def _answers(backend: CudaBackend, slots: list[int], ends: tuple[int, ...] = (5,
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype"), [(SPEC, "float32"), (SPEC, "bfloat16"), (sinks_spec(), "float32"), (sinks_spec(), "bfloat16")]
+    ("spec", "dtype"), list(itertools.product((SPEC, sinks_spec(), latent_spec()), ("float32", "bfloat16")))
 )
 def test_a_sequence_has_the_same_bits_alone_and_in_company(spec: ModelSpec, dtype: str) -> None:
     """Prompts, and captured steps of another size; without a GPU no order of sums is a library's, either."""
@@ -93,7 +93,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_company(spec: ModelSpec, dtyp
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # padding rows hold anything
 @pytest.mark.skipif(FORM == "triton", reason="compares the plain form, which is for the host")
-@pytest.mark.parametrize("whole", [SPEC, sinks_spec()], ids=lambda spec: spec.family)
+@pytest.mark.parametrize("whole", [SPEC, sinks_spec(), latent_spec()], ids=lambda spec: spec.family)
 def test_both_forms_of_the_kernels_give_the_same_logits(whole: ModelSpec) -> None:
     spec, generator = replace(whole, layers=whole.layers[-2:-1]), rng()
     tensors, adapters = random_tensors(spec), [random_mixture_adapter(spec, rank, generator) for rank in (3, 20)]
@@ -109,7 +109,7 @@ def test_both_forms_of_the_kernels_give_the_same_logits(whole: ModelSpec) -> Non
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("spec", [SPEC, sinks_spec()], ids=lambda spec: spec.family)
+@pytest.mark.parametrize("spec", [SPEC, sinks_spec(), latent_spec()], ids=lambda spec: spec.family)
 def test_a_captured_step_reads_the_adapter_that_its_slot_has_now(spec: ModelSpec) -> None:
     """Captured at the start; slots are written anew and released, and memory is another's then."""
     generator, tensors = rng(), random_tensors(spec)

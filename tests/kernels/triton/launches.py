@@ -2,7 +2,7 @@
 
 In: nothing. Out: named functions that call the kernels' Python side once. Shapes are those of Llama 3 8B (hidden 4096,
 32 heads on 8 of 128, inner 14336) while decoding, in a prefill, and in deterministic mode; experts are Qwen3-30B-A3B's
-(hidden 2048, 128 of 768, 8 per token).
+(hidden 2048, 128 of 768, 8 per token), latents DeepSeek-V2-Lite's (16 heads, 512 and 64 wide).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from app.kernels.activation import triton as activations
 from app.kernels.bgmv import triton as bgmv
+from app.kernels.latent_attention import triton as latent_attention
 from app.kernels.matmul import triton as matmul
 from app.kernels.moe_lora import triton as moe_lora
 from app.kernels.moe_lora.expert_rows import ExpertRows
@@ -39,6 +40,9 @@ def launches() -> Iterator[tuple[str, Launch]]:
     yield "attention, decode", partial(_attention, 16, 1)
     yield "attention, deterministic", partial(_attention, 4, 1, deterministic=True, has_sinks=True)
     yield "attention, prefill", partial(_attention, 2, 512, window=1024, softcap=30.0, has_sinks=True)
+    yield "latents, decode", partial(_latents, 4, 1, deterministic=True)
+    yield "latents, prefill", partial(_latents, 2, 512)
+    yield "latents, deterministic prefill", partial(_latents, 2, 512, deterministic=True)
     yield "rows", _rows
     yield "matmul", _matmul
     yield "experts", partial(_experts, 16)
@@ -81,6 +85,21 @@ def _attention(
         q, cache, cache, integers(num_sequences + 1), integers(num_sequences), integers(num_sequences, 512), q,
         scale=0.1, max_query_len=num_queries, max_seq_len=8192, window=window, softcap=softcap,
         sinks=torch.empty(HEADS) if has_sinks else None, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def _latents(num_sequences: int, num_queries: int, *, deterministic: bool = False) -> None:
+    heads, own, rank, turned = 16, 128, 512, 64
+    num_tokens, integers = num_sequences * num_queries, partial(torch.empty, dtype=torch.int32)
+    queries, rows = (torch.empty(num_tokens, width, dtype=BF16) for width in (heads * (own + turned), rank + turned))
+    memory, angles = torch.empty(8, 1, BLOCK_SIZE, rank + turned, dtype=BF16), torch.empty(8192, turned // 2)
+    places = torch.empty(num_tokens, dtype=torch.int64)
+    latent_attention.rotate_and_store(queries, rows, places.int(), angles, angles, memory, places, num_heads=heads)
+    absorbed = torch.empty(num_tokens, heads, rank, dtype=BF16)
+    rotated = queries.view(num_tokens, heads, -1)[:, :, own:]
+    latent_attention.latent_attention(
+        absorbed, rotated, memory, integers(num_sequences + 1), integers(num_sequences), integers(num_sequences, 512),
+        absorbed.clone(), scale=0.1, max_query_len=num_queries, max_seq_len=8192, deterministic=deterministic,
     )  # fmt: skip
 
 
