@@ -41,8 +41,10 @@ class VllmDecoder:
         max_streams: int,
         max_length: int,
         compiled: bool,
+        has_tokenizer: bool = False,
     ) -> None:
-        """`model`: a folder as `write_model` leaves it. Logs stand beside it. Raises RuntimeError."""
+        """`model`: a folder as `write_model` leaves it. Logs stand beside it. `has_tokenizer`: it lies in the folder,
+        and answers may have a schema. Raises RuntimeError."""
         self._adapters = adapters
         settings = {
             "model": str(model),
@@ -50,6 +52,7 @@ class VllmDecoder:
             "max_model_len": max_length,
             "max_num_seqs": max_streams,
             "compiled": compiled,
+            "has_tokenizer": has_tokenizer,
         }
         kind = "compiled" if compiled else "eager"
         self._base = _Child(python, {**settings, "max_loras": 0}, model.parent / f"vllm-{kind}.log")
@@ -58,10 +61,17 @@ class VllmDecoder:
             log = model.parent / f"vllm-{kind}-lora.log"
             self._lora = _Child(python, {**settings, "max_loras": len(adapters)}, log)
 
-    def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        adapters: Sequence[int | None],
+        num_tokens: int,
+        schema: dict[str, Any] | None = None,
+    ) -> Decoded:
         folders = [None if index is None else str(self._adapters[index]) for index in adapters]
         child = self._lora if any(folders) else self._base
-        answer = child.ask({"prompts": [list(p) for p in prompts], "loras": folders, "num_tokens": num_tokens})
+        job = {"prompts": [list(p) for p in prompts], "loras": folders, "num_tokens": num_tokens, "schema": schema}
+        answer = child.ask(job)
         tokens = tuple(tuple(row) for row in answer["token_ids"])
         return Decoded(tokens, answer["prefill_s"], tuple(answer["step_s"]))
 

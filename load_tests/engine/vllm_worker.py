@@ -1,8 +1,9 @@
 """vLLM behind a pipe, for `vllm_reference`: it runs in vLLM's own environment and imports nothing of ours.
 
-In: one JSON line of settings, then one line per job: prompts (token ids), a LoRA folder per prompt or null, the
-number of tokens. Out: one JSON line each: "ready", then tokens and step times as `load_tests.decoding.Decoded`
-has them. The engine runs in this process and is stepped by hand, so that its steps are timed as ours are.
+In: one JSON line of settings, then one line per job: prompts (token ids), a LoRA folder per prompt or null, the number
+of tokens, a JSON schema for all answers or null. Out: one JSON line each: "ready", then tokens and step times as
+`load_tests.decoding.Decoded` has them. The engine runs in this process and is stepped by hand, so that its steps are
+timed as ours are.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def main() -> None:
         max_model_len=settings["max_model_len"],
         max_num_seqs=settings["max_num_seqs"],
         enable_prefix_caching=False,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not settings["has_tokenizer"],
         enforce_eager=not settings["compiled"],
         seed=0,
+        **({"structured_outputs_config": {"backend": "guidance"}} if settings["has_tokenizer"] else {}),
         **(lora if settings["max_loras"] else {}),
     )
     _answer(answers, {"ready": True})
@@ -71,6 +73,10 @@ def _decode(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
 
     folders = sorted({folder for folder in job["loras"] if folder})
     sampling = SamplingParams(max_tokens=job["num_tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
+    if job["schema"] is not None:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        sampling.structured_outputs = StructuredOutputsParams(json=job["schema"])
     started = time.perf_counter()
     for i, (prompt, folder) in enumerate(zip(job["prompts"], job["loras"], strict=True)):
         number = folders.index(folder) + 1 if folder else 0

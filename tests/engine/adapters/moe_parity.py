@@ -9,12 +9,13 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from numpy.typing import NDArray
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +29,7 @@ from transformers import (
 )
 
 from app.engine.adapters.formats.reading import read_adapter
-from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
+from tests.engine.adapters.parity import base_logits, random_tokens
 from tests.engine.logits_check import BackendWithLogits
 from tests.engine.served import served_logits
 
@@ -199,26 +200,51 @@ def is_transposed(model: Any) -> bool:
     return bool(model.config.model_type == "gpt_oss")
 
 
-def in_float64(model: Any) -> Any:
-    """The same model without rounding that would count: in float32 PEFT itself is up to half of `TOLERANCE` away."""
+class Expected(NamedTuple):
+    """Logits in float64, and how far float32 may be from them."""
+
+    logits: NDArray[np.float64]
+    allowed: float
+
+    def allows(self, found: NDArray[np.floating]) -> bool:
+        return float(np.abs(found - self.logits).max()) <= self.allowed
+
+
+def expected(model: Any, tokens: torch.Tensor, folder: Path | None = None) -> Expected:
+    """In float64, with PEFT's adapter of the folder if there is one.
+
+    A random model may be so near to a singular one (a vector of almost no length that is normed) that float32 itself is
+    further away than `TOLERANCE`, whoever computes: then as far is allowed as rounding takes it. That is measured: the
+    weights are changed by random parts of a float32's rounding, eight times, and five times the largest change is
+    allowed (400 random models and adapters needed 2.9 times).
+    """
     exact = copy.deepcopy(model).double()
     exact.config._experts_implementation = "eager"  # the fused one has no float64
-    return exact
+    if folder is not None:
+        exact = PeftModel.from_pretrained(exact, folder).eval()
+    logits, weights = base_logits(exact, tokens), [parameter.data for parameter in exact.parameters()]
+    values, change = [weight.clone() for weight in weights], 0.0
+    for _ in range(8):
+        for weight, value in zip(weights, values, strict=True):
+            weight.copy_(value * (1 + 2.0**-24 * torch.randn_like(value)))
+        change = max(change, float(np.abs(base_logits(exact, tokens) - logits).max()))
+    return Expected(logits, max(TOLERANCE, 5 * change))
 
 
 def check_every_format(model: Any, backend: BackendWithLogits, folder: Path) -> None:
     """Each of `FORMATS` alone and all in one batch: PEFT's logits in float64, the same bits."""
-    tokens, exact = random_tokens(model), in_float64(model)
-    adapters, expected = [], [base_logits(exact, tokens)]
+    tokens = random_tokens(model)
+    adapters, wanted = [], [expected(model, tokens)]
     for index, settings in enumerate(FORMATS.values()):
         save_random(model, folder / str(index), settings)
         adapters.append(read_adapter(folder / str(index), backend.spec))
-        expected.append(peft_logits(exact, folder / str(index), tokens))
+        wanted.append(expected(model, tokens, folder / str(index)))
     together = served_logits(backend, [None, *adapters], tokens)
-    for name, found, wanted in zip(["the base", *FORMATS], together, expected, strict=True):
-        assert np.abs(found - wanted).max() <= TOLERANCE, name
+    for name, found, each in zip(["the base", *FORMATS], together, wanted, strict=True):
+        assert each.allows(found), name
     for index, adapter in enumerate(adapters):
-        assert np.abs(expected[index + 1] - expected[0]).max() > 0.01, "an adapter that changes nothing shows nothing"
+        difference = np.abs(wanted[index + 1].logits - wanted[0].logits).max()
+        assert difference > 0.01, "an adapter that changes nothing shows nothing"
         (alone,) = served_logits(backend, [adapter], tokens)
         assert np.array_equal(alone, together[index + 1]), list(FORMATS)[index]
 
@@ -230,8 +256,8 @@ def check_one_lora_per_expert(model: Any, backend: BackendWithLogits, folder: Pa
     per_expert_folder(model, folder, names, block)
     (found,) = served_logits(backend, [read_adapter(folder, backend.spec)], tokens)
     merged = with_experts_merged(model, folder, names, block)
-    assert np.abs(found - base_logits(in_float64(merged), tokens)).max() <= TOLERANCE
+    assert expected(merged, tokens).allows(found)
     # PEFT 0.21 has no rule for these families, and leaves such experts out in silence.
     if model.config.model_type not in ("qwen2_moe", "deepseek_v2", "gpt_oss"):
         edit(folder, target_modules=list(names), rank_pattern={})
-        assert np.abs(found - peft_logits(in_float64(model), folder, tokens)).max() <= TOLERANCE
+        assert expected(model, tokens, folder).allows(found)

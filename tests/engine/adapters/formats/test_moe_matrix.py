@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import LoraAdapter
@@ -22,15 +21,15 @@ from tests.engine.adapters.moe_parity import (
     FAMILIES,
     FORMATS,
     PEFT_WARNINGS,
-    TOLERANCE,
-    in_float64,
+    Expected,
+    expected,
     names_of_old,
     per_expert_folder,
     save_random,
     tiny_mixture,
     with_experts_merged,
 )
-from tests.engine.adapters.parity import base_logits, peft_logits, random_tokens
+from tests.engine.adapters.parity import random_tokens
 from tests.engine.company import disturbed
 from tests.engine.served import CONFIG, served_logits
 
@@ -78,12 +77,12 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Mixture(model, load_checkpoint(folder / "model"), folders)
 
 
-def _expected(mixture: Mixture, name: str, tokens: Any) -> NDArray[np.float32]:
-    """In float64: PEFT's of what PEFT loads, else those of merged weights."""
+def _expected(mixture: Mixture, name: str, tokens: Any) -> Expected:
+    """PEFT's of what PEFT loads, else those of merged weights."""
     if name in OLD:
         merged = with_experts_merged(mixture.model, mixture.folders[name], *names_of_old(mixture.model))
-        return base_logits(in_float64(merged), tokens)
-    return peft_logits(in_float64(mixture.model), mixture.folders[name], tokens)
+        return expected(merged, tokens)
+    return expected(mixture.model, tokens, mixture.folders[name])
 
 
 def test_the_base_one_adapter_and_eight_in_one_batch(mixture: Mixture) -> None:
@@ -92,10 +91,10 @@ def test_the_base_one_adapter_and_eight_in_one_batch(mixture: Mixture) -> None:
     assert len(set(largest)) == len(adapters) == 8, largest
     backend = CpuBackend(spec, mixture.checkpoint.tensors(), CONFIG)
     base, *together = served_logits(backend, [None, *adapters], tokens)
-    assert np.abs(base - base_logits(in_float64(mixture.model), tokens)).max() <= TOLERANCE
+    assert expected(mixture.model, tokens).allows(base)
     assert np.array_equal(served_logits(backend, [None], tokens)[0], base)
     for name, adapter, found in zip(mixture.folders, adapters, together, strict=True):
-        assert np.abs(found - _expected(mixture, name, tokens)).max() <= TOLERANCE, name
+        assert _expected(mixture, name, tokens).allows(found), name
         assert np.abs(found - base).max() > 0.01, "an adapter that changes nothing shows nothing"
         assert np.array_equal(served_logits(backend, [adapter], tokens)[0], found), name
     backend.close()

@@ -1,0 +1,181 @@
+"""Tokens per second of answers with a schema, beside free ones and beside vLLM's CPU build, in one run.
+
+In: a base in GGUF and the Python of an environment with vLLM (`vllm_reference.py`; it takes part where it is named).
+Out: Markdown on stdout. All streams of a case decode greedily to the same length, whose end no schema reaches; the
+whole time counts, with prompts, grammars and guesses, which are at their defaults on both sides. Rounds are interleaved
+(`measuring.py`), ratios are taken within a round, and it is said how many answers of the two have the same tokens.
+
+    python -m load_tests.engine.bench_schema_rates --streams 1,8,32 --vllm /path/to/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from app.engine.config import EngineConfig
+from app.engine.engine import Engine
+from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.open import load_backend, load_vocabulary
+from app.engine.request import GenerateRequest, SamplingParams
+from app.engine.structured.grammars import json_grammar
+from load_tests.engine.bench_structured import schema
+from load_tests.engine.reference import load_transformers
+from load_tests.engine.vllm_reference import VllmDecoder, write_model
+from load_tests.measuring import environment, numbers, ratios, rounds, spread
+
+ENGINE, VLLM = "engine", "vLLM"
+PROMPT_TOKENS = 24
+
+
+class Case(NamedTuple):
+    """Who decodes, whether with a schema, and how many streams."""
+
+    who: str
+    has_schema: bool
+    num_streams: int
+
+
+class Ours:
+    """Answers of our engine, without threads, Ray or HTTP."""
+
+    def __init__(self, model: Path, max_streams: int) -> None:
+        checkpoint = load_checkpoint(model)
+        config = EngineConfig(max_batch_sequences=max_streams)
+        self._engine = Engine(load_backend(checkpoint, config), config, grammars=partial(load_vocabulary, checkpoint))
+        self._grammar = json_grammar(schema("name"), "schema")
+        self._count = 0
+
+    def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int, *, has_schema: bool) -> list[list[int]]:
+        tokens: dict[str, list[int]] = {}
+        grammar = self._grammar if has_schema else ""
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=not has_schema, grammar=grammar)
+        for prompt in prompts:
+            self._count += 1
+            tokens[str(self._count)] = []
+            self._engine.submit(GenerateRequest(str(self._count), "bench", tuple(prompt), sampling))
+        while self._engine.has_work:
+            for chunk in self._engine.step():
+                if chunk.error is not None:
+                    raise chunk.error
+                tokens[chunk.request_id].extend(chunk.token_ids)
+        return list(tokens.values())
+
+
+class Bench:
+    """Both engines, their rates by case, and their last answers."""
+
+    def __init__(self, model: Path, vllm: Path | None, folder: Path, streams: Sequence[int], num_tokens: int) -> None:
+        self.cases = [
+            Case(who, has_schema, count)
+            for count in streams
+            for who in (ENGINE, VLLM)[: 2 if vllm else 1]
+            for has_schema in (False, True)
+        ]
+        self.same: dict[tuple[bool, int], int] = {}
+        self._num_tokens, self._rng = num_tokens, np.random.default_rng(0)
+        self._ours = Ours(model, max(streams))
+        self._vllm = _open_vllm(vllm, model, folder, max(streams), num_tokens) if vllm else None
+        vocab_size = load_checkpoint(model).spec.vocab_size
+        self._prompts = self._rng.integers(1000, vocab_size, (max(streams), PROMPT_TOKENS)).tolist()
+        self._last: dict[Case, list[list[int]]] = {}
+
+    def rate(self, case: Case) -> float:
+        """Tokens per second."""
+        prompts = self._prompts[: case.num_streams]
+        started_s = time.perf_counter()
+        if case.who == ENGINE:
+            answers = self._ours.answers(prompts, self._num_tokens, has_schema=case.has_schema)
+        else:
+            assert self._vllm is not None
+            wanted = schema("name") if case.has_schema else None
+            decoded = self._vllm.decode(prompts, [None] * len(prompts), self._num_tokens, wanted)
+            answers = [list(tokens) for tokens in decoded.token_ids]
+        took_s = time.perf_counter() - started_s
+        short = [len(answer) for answer in answers if len(answer) != self._num_tokens]
+        if short:
+            raise RuntimeError(
+                f"{case}: answers of {short} tokens instead of {self._num_tokens}: the rate says nothing"
+            )
+        self._last[case] = answers
+        return case.num_streams * self._num_tokens / took_s
+
+    def num_same(self, has_schema: bool, num_streams: int) -> int:
+        """How many streams had the same tokens in both engines in the last round."""
+        pair = (self._last[Case(who, has_schema, num_streams)] for who in (ENGINE, VLLM))
+        return sum(one == other for one, other in zip(*pair, strict=True))
+
+    def close(self) -> None:
+        if self._vllm is not None:
+            self._vllm.close()
+
+
+def _open_vllm(python: Path, model: Path, folder: Path, max_streams: int, num_tokens: int) -> VllmDecoder:
+    from transformers import AutoTokenizer
+
+    written = write_model(load_transformers(model), folder / "model")
+    AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(written)
+    return VllmDecoder(
+        python,
+        written,
+        (),
+        max_rank=8,
+        max_streams=max_streams,
+        max_length=PROMPT_TOKENS + num_tokens,
+        compiled=True,
+        has_tokenizer=True,
+    )
+
+
+def table(bench: Bench, values: dict[Case, list[float]]) -> str:
+    """What was measured, in Markdown."""
+    lines = [
+        "| streams | who | answers | tokens/s | of its free answers | of vLLM | the same tokens |",
+        "|---:|---|---|---:|---|---|---:|",
+    ]
+    for case in bench.cases:
+        free, other = case._replace(has_schema=False), case._replace(who=VLLM)
+        of_free = str(ratios(values[case], values[free])) if case.has_schema else ""
+        is_beside = case.who == ENGINE and other in values
+        of_vllm = str(ratios(values[case], values[other])) if is_beside else ""
+        same = str(bench.num_same(case.has_schema, case.num_streams)) if is_beside else ""
+        answers = "schema" if case.has_schema else "free"
+        rate = f"{spread(values[case]).median:.0f}"
+        lines.append(f"| {case.num_streams} | {case.who} | {answers} | {rate} | {of_free} | {of_vllm} | {same} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL_URI, help="a base in GGUF")
+    parser.add_argument("--streams", type=numbers, default=(1, 8, 32))
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to measure it too")
+    given = parser.parse_args()
+    before: Any = environment()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(resolve_model(given.model), given.vllm, Path(folder), given.streams, given.tokens)
+        for case in bench.cases:
+            bench.rate(case)
+        values = rounds({case: partial(bench.rate, case) for case in bench.cases}, given.rounds)
+        bench.close()
+    after = environment()["load_average"]
+    print(
+        f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}; load average before "
+        f"{before['load_average']}, after {after}. {given.tokens} tokens a stream, {given.rounds} rounds.\n\n"
+        f"{table(bench, values)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
