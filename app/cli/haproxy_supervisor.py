@@ -52,7 +52,7 @@ class Supervisor:
         self._first = [binary, *self._translated(arguments)]
         self._again = [binary, *_without_takeover(arguments, config)]
         self._child: asyncio.subprocess.Process | None = None
-        self._is_stopping = False
+        self._stop_signal: int | None = None  # the last that told HAProxy to end
         self._last_words: deque[str] = deque(maxlen=1)
 
     async def run(self) -> int:
@@ -66,13 +66,13 @@ class Supervisor:
         finally:
             loop.remove_signal_handler(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it may come while this process ends
-            for path in (self._pid_file, self._config, socket_of(self._folder, os.getpid())):
+            for path in (self._pid_file, self._part(), self._config, socket_of(self._folder, os.getpid())):
                 path.unlink(missing_ok=True)
 
     async def _keep_running(self) -> int:
         loop = asyncio.get_running_loop()
         server, command, num_short = None, self._first, 0
-        while True:
+        while self._stop_signal is None:
             started_s = loop.time()
             await self._start(command)
             assert self._child is not None
@@ -83,7 +83,7 @@ class Supervisor:
                         os.kill(pid, signal.SIGUSR1)
             status = await self._child.wait()
             await self._reading
-            if self._is_stopping or status == 0:
+            if self._stop_signal is not None or status == 0:
                 return max(status, 0)
             num_short = num_short + 1 if loop.time() - started_s < SHORT_LIFE_S else 0
             self._note(status)
@@ -92,16 +92,28 @@ class Supervisor:
             print(f"polylora-haproxy: HAProxy ended with {status}; it is started again", file=sys.stderr, flush=True)
             await asyncio.sleep(PAUSE_S * num_short)
             command = self._again
+        return 0
 
     async def _start(self, command: Sequence[str]) -> None:
         self._child = await asyncio.create_subprocess_exec(
             *command,
             stderr=asyncio.subprocess.PIPE,
-            preexec_fn=_die_with_parent,
+            preexec_fn=self._become_haproxy,
             process_group=0,
         )
-        self._pid_file.write_text(str(self._child.pid), encoding="utf-8")
         self._reading = asyncio.create_task(self._pass_on(self._child))
+        if self._stop_signal is not None:  # it came in between, when there was nobody to hand it to
+            self._child.send_signal(self._stop_signal)
+
+    def _become_haproxy(self) -> None:
+        """In the new process, before it is HAProxy: no HAProxy runs that the file does not name, whole."""
+        _die_with_parent()
+        self._part().write_text(str(os.getpid()), encoding="utf-8")
+        self._part().replace(self._pid_file)
+
+    def _part(self) -> Path:
+        """The pid file until it is whole."""
+        return self._pid_file.with_suffix(".part")
 
     async def _pass_on(self, child: asyncio.subprocess.Process) -> None:
         """What HAProxy says, and the last of it kept."""
@@ -148,7 +160,7 @@ class Supervisor:
             writer.close()
 
     def _stop(self, number: int) -> None:
-        self._is_stopping = True
+        self._stop_signal = number
         if self._child is not None and self._child.returncode is None:
             self._child.send_signal(number)
 
@@ -168,7 +180,8 @@ class Supervisor:
         return [*_without_takeover(arguments, self._config), *transfer, *takeover]
 
     def _child_of(self, pid: int) -> int | None:
-        with contextlib.suppress(OSError, ValueError):
+        """The HAProxy of a supervisor; None if there is none, for there is no file."""
+        with contextlib.suppress(FileNotFoundError):
             return int((self._folder / f"{pid}.pid").read_text(encoding="utf-8"))
         return None
 

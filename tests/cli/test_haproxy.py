@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from app.cli.haproxy import UnknownConfiguration, error_answer, rewritten
+from app.cli.haproxy_supervisor import Supervisor
 from app.cli.ray_switches import ha_proxy_places, has_ha_proxy
 from load_tests.service import free_port
 
@@ -312,6 +313,38 @@ async def test_a_haproxy_that_is_killed_is_back_at_once(write: Write, tmp_path: 
             assert child_of(tmp_path, door) != first
             assert await running_pid(tmp_path) == door.process.pid, "Ray sees nothing of it"
         assert len((tmp_path / "failures").read_text().splitlines()) == 2
+
+
+async def test_a_haproxy_is_named_whole_before_it_runs(tmp_path: Path) -> None:
+    pid_file = tmp_path / f"{os.getpid()}.pid"
+    look = f"echo $$ $(cat {pid_file}) $(ls {tmp_path}/*.pid) >> {tmp_path}/seen"
+    supervisor = Supervisor("/bin/sh", ["-c", look], tmp_path / "config", tmp_path / "admin.sock", "haproxy.cfg")
+    pids = []
+    for _ in range(2):
+        before = pid_file.open() if pids else None  # as of who reads it while the next one is started
+        await supervisor._start(supervisor._first)
+        assert supervisor._child is not None
+        assert await supervisor._child.wait() == 0
+        await supervisor._reading
+        if before is not None:
+            with before:
+                assert int(before.read()) == pids[-1], "it is replaced, and never empty"
+        pids.append(supervisor._child.pid)
+    assert (tmp_path / "seen").read_text().splitlines() == [f"{pid} {pid} {pid_file}" for pid in pids]
+    assert supervisor._child_of(os.getpid()) == pids[-1]
+    pid_file.unlink()
+    assert supervisor._child_of(os.getpid()) is None
+
+
+async def test_a_supervisor_that_is_stopped_while_it_starts_haproxy_again_ends(write: Write, tmp_path: Path) -> None:
+    async with haproxy(write) as door:
+        os.kill(child_of(tmp_path, door), signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while not (tmp_path / "failures").exists():
+                await asyncio.sleep(0.005)
+            door.process.send_signal(signal.SIGTERM)
+            assert await door.process.wait() == 0
+        assert not list(tmp_path.glob("*.pid"))
 
 
 async def test_a_new_one_takes_an_old_ones_place_without_a_refused_connection(write: Write, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ In: a beat of each process every few seconds, with the newest revision that all 
 live, and the loads whose process has died, which are this one's now. A process whose row has not changed for `LEASE_S`
 is dead to the others; should it live after all, what it writes about those loads is refused (`jobs`). One that Ray has
 restarted takes over from itself at once: its actor is the same. Rule: each process measures that time with a clock of
-its own that is never set; only of rows that it has never seen it believes the time that stands in them.
+its own that is never set. By the time that stands in a row alone nobody is dead, for another machine's clock may be
+wrong; nor because the database was away for everybody, or this process stood still and has looked at nobody.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -26,6 +28,10 @@ from app.deployments.registry.tables import stores
 BEAT_INTERVAL_S = 2.0
 #: One that has not said so for so long is dead to the others.
 LEASE_S = 8.0
+#: A process that has not looked at the others for so long was not able to: that time counts as one beat's.
+UNSEEN_S = LEASE_S / 2
+#: A row that is seen for the first time, and whose time is long ago, is a dead one's if it says nothing for two beats.
+FIRST_LEASE_S = 2 * BEAT_INTERVAL_S
 #: Ingresses of a store that ended less than this long ago may still be there, and come to the next one.
 FOLLOWING_S = 60.0
 #: How long the row of a dead process is kept.
@@ -39,6 +45,13 @@ class Beat(NamedTuple):
     adopted: list[RegistryJob]
 
 
+class _Seen(NamedTuple):
+    """When a process said last that it lives, by its clock, and until when that counts, by ours."""
+
+    beat_s: float
+    until_s: float
+
+
 class Stores:
     """One process's place among those that serve a registry. Every call is one transaction.
 
@@ -50,8 +63,9 @@ class Stores:
         self._database = database
         self._actor = actor
         self._monotonic = monotonic
-        #: Of each other process: when it said last that it lives, by its clock, and until when that counts, by ours.
-        self._seen: dict[str, tuple[float, float]] = {}
+        self._seen: dict[str, _Seen] = {}  # each other process by its id
+        self._looked_s = math.inf  # when they were looked at last; by ours
+        self._looking = threading.Lock()
         self.id = uuid.uuid4().hex
         self._has_entered = False
         self.follows_another = (
@@ -113,19 +127,26 @@ class Stores:
             )
         )
 
-    def _others(self, connection: Connection, now_s: float) -> Mapping[str, int]:
+    def _others(self, connection: Connection, wall_s: float) -> Mapping[str, int]:
         query = select(stores.c.id, stores.c.revision, stores.c.beat_s).where(self._ours(), stores.c.id != self.id)
-        rows, before = connection.execute(query).all(), self._seen
-        self._seen = {row.id: self._lease(row.beat_s, before.get(row.id), now_s) for row in rows}
-        return {row.id: row.revision for row in rows if self._seen[row.id][1] >= self._monotonic()}
-
-    def _lease(self, beat_s: float, seen: tuple[float, float] | None, now_s: float) -> tuple[float, float]:
-        """`beat_s`, and until when it counts. A row's first look may be of a process that died long ago."""
-        if seen is not None and seen[0] == beat_s:
-            return seen
-        has_left = beat_s == 0.0
-        age_s = max(0.0, now_s - beat_s) if seen is None else 0.0
-        return beat_s, -math.inf if has_left else self._monotonic() + LEASE_S - age_s
+        rows = connection.execute(query).all()
+        with self._looking:
+            before, now_s = self._seen, self._monotonic()
+            unseen_s, self._looked_s = now_s - self._looked_s, now_s
+            unseen_s = unseen_s - BEAT_INTERVAL_S if unseen_s > UNSEEN_S else 0.0
+            self._seen = {}
+            for row in rows:
+                seen = before.get(row.id)
+                if row.beat_s == 0.0:
+                    until_s = -math.inf  # it has left
+                elif seen is None:
+                    until_s = now_s + max(FIRST_LEASE_S, LEASE_S - max(0.0, wall_s - row.beat_s))
+                elif seen.beat_s == row.beat_s:
+                    until_s = seen.until_s + unseen_s
+                else:
+                    until_s = now_s + LEASE_S
+                self._seen[row.id] = _Seen(row.beat_s, until_s)
+            return {row.id: row.revision for row in rows if self._seen[row.id].until_s >= now_s}
 
     def _ours(self) -> ColumnElement[bool]:
         return stores.c.base_digest == self._database.base_digest

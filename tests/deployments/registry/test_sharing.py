@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from sqlalchemy import text
+from sqlalchemy import select, text
 
 from app.deployments.links.published import Version
 from app.deployments.registry import following, loading, publishing
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import DEFAULT_TENANT, Registration, RegistryJob, State
-from app.deployments.registry.stores import LEASE_S
+from app.deployments.registry.stores import BEAT_INTERVAL_S, FIRST_LEASE_S, LEASE_S
+from app.deployments.registry.tables import stores as stores_table
 from app.engine.errors import AdapterUnloaded, NotReady
 from tests.deployments.managed import ADA, MINE, FakeStore, ManagedStore, fails, wanted
 
@@ -37,6 +38,24 @@ class Stores:
         )
         self._opened.append(ManagedStore(registry, store))
         return self._opened[-1]
+
+    async def pass_s(self, seconds: float, living: Sequence[ManagedStore]) -> None:
+        """Time passes while these live: in steps, and each has beaten in every one of them, as it does in truth.
+
+        One clock for all of them that jumped would have each find all others silent.
+        """
+        query = select(stores_table.c.beat_s)
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(self.now_s + BEAT_INTERVAL_S, end_s)
+            for registry in (managed.registry for managed in living):
+                mine = query.where(stores_table.c.id == registry.stores.id)
+
+                def has_beaten(registry: Registry = registry, mine: Any = mine) -> bool:
+                    with registry.database.read() as connection:
+                        return bool(connection.scalar(mine) == registry.database.clock())
+
+                await until(has_beaten)
 
     async def close(self) -> None:
         for managed in self._opened:
@@ -126,7 +145,7 @@ async def test_a_load_is_one_stores_and_a_dead_ones_is_taken_up_by_one(stores: S
     await a.lifecycle._tasks.close()  # it hangs, or its machine does: it says nothing any more, but works on
     for managed in (b, c):
         assert a.registry.stores.id in managed.registry.stores.beat(0).others, "its last beat counts from here"
-    stores.now_s += LEASE_S + 1
+    await stores.pass_s(LEASE_S + 1, [b, c])
     assert (await end_of(b, job)).state is State.LOADED
     assert sorted([*b.store.loads, *c.store.loads]) == ["one"], "by one of them"
     await b.client.load_and_wait(wanted("sql", "two"))
@@ -153,12 +172,67 @@ async def test_a_clock_that_is_set_kills_nobody_and_keeps_no_dead_one_alive(stor
         assert (set(beat.others), beat.adopted) == ({other.registry.stores.id}, [])
     await b.lifecycle._tasks.close()  # its machine is gone
     assert a.registry.stores.beat(0).others, "its last beat counts from when it was seen"
-    stores.now_s += LEASE_S + 1
+    await stores.pass_s(LEASE_S + 1, [a])
     assert not a.registry.stores.beat(0).others
     gate.set()
     assert (await end_of(a, job)).state is State.LOADED
     assert (a.store.loads, b.store.loads) == (["one"], [])
     b.lifecycle.start()
+
+
+@pytest.mark.parametrize("is_away", ["the database", "one store"])
+async def test_nobody_is_dead_for_a_time_in_which_nobody_could_look(stores: Stores, is_away: str) -> None:
+    """As when the database was away for everybody: who comes back first takes nothing from those that come after."""
+    a, b = stores.open(), stores.open()
+    for managed in (a, b):
+        await managed.lifecycle._tasks.close()  # each beat from here on is this test's
+    a.store.gates["one"] = asyncio.Event()
+    await a.client.load(wanted("sql", "one"))
+    one, other = a.registry.stores, b.registry.stores
+    for _ in range(2):
+        assert (set(one.beat(0).others), set(other.beat(0).others)) == ({other.id}, {one.id})
+    stores.now_s += 10 * LEASE_S
+    if is_away == "one store":
+        one.beat(0)
+    beat = other.beat(0)
+    assert (set(beat.others), beat.adopted) == ({one.id}, [])
+    num_looks = 0
+    while other.others():  # now the other has ended in truth
+        stores.now_s += BEAT_INTERVAL_S
+        num_looks += 1
+    assert num_looks * BEAT_INTERVAL_S <= LEASE_S + BEAT_INTERVAL_S
+    assert [job.name for job in other.beat(0).adopted] == ["sql"], "the time in which it looked counts"
+    for managed in (a, b):
+        managed.lifecycle.start()
+
+
+@pytest.mark.parametrize("wrong_by_s", [-7200.0, 0.0, 7200.0])
+async def test_a_store_whose_clock_is_wrong_is_not_dead_to_one_that_comes(stores: Stores, wrong_by_s: float) -> None:
+    a = stores.open(wrong_by_s=lambda: wrong_by_s)
+    await a.lifecycle._tasks.close()  # each beat from here on is this test's
+    a.store.gates["one"] = asyncio.Event()
+    await a.client.load(wanted("sql", "one"))
+    a.registry.stores.beat(0)
+    stores.now_s += BEAT_INTERVAL_S / 2
+    b = stores.open()
+    await b.lifecycle._tasks.close()
+    beat = b.registry.stores.beat(0)
+    assert (set(beat.others), beat.adopted) == ({a.registry.stores.id}, [])
+    stores.now_s += BEAT_INTERVAL_S
+    a.registry.stores.beat(0)
+    assert b.registry.stores.beat(0).others
+    while b.registry.stores.beat(0).others:
+        stores.now_s += BEAT_INTERVAL_S
+    late = stores.open()
+    await late.lifecycle._tasks.close()
+    num_beats = 0
+    while a.registry.stores.id in late.registry.stores.beat(0).others:
+        stores.now_s += BEAT_INTERVAL_S
+        num_beats += 1
+    lease_s = LEASE_S if wrong_by_s > 0 else FIRST_LEASE_S
+    assert num_beats == lease_s / BEAT_INTERVAL_S + 1, "sooner where its row says, too, that it is dead"
+    for managed in (a, b, late):
+        managed.lifecycle.start()
 
 
 async def test_a_store_that_was_restarted_takes_up_its_own_loads_at_once(stores: Stores) -> None:
