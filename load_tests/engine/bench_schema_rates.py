@@ -62,11 +62,14 @@ class Ours:
             self._count += 1
             tokens[str(self._count)] = []
             self._engine.submit(GenerateRequest(str(self._count), "bench", tuple(prompt), sampling))
-        while self._engine.has_work:
+        live = set(tokens)
+        while live:  # a request whose grammar is being compiled is no work yet
             for chunk in self._engine.step():
                 if chunk.error is not None:
                     raise chunk.error
                 tokens[chunk.request_id].extend(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    live.discard(chunk.request_id)
         return list(tokens.values())
 
 

@@ -354,18 +354,7 @@ class Frontend:
         wanted = wanted or asked(fields)
         if wanted is not None:
             await asyncio.to_thread(self._model.check_grammar, wanted)
-        self._check_sequences(len(prompts), fields.n, names)
-        if len(fields.stop_strings) > self.limits.max_stop_strings:
-            raise InvalidRequest(
-                f"{len(fields.stop_strings)} stop strings exceed limits.max_stop_strings "
-                f"{self.limits.max_stop_strings}",
-                param="stop",
-            )
-        if num_logprobs is not None and num_logprobs > self.limits.max_logprobs:
-            raise InvalidRequest(
-                f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self.limits.max_logprobs}",
-                param=names.logprobs,
-            )
+        self._check_sizes(len(prompts), fields, num_logprobs, names)
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         # Equal prompts without a seed have different answers; with one, each has the answer it would have alone.
         seeds_per_prompt = fields.n if fields.seed is None else 0
@@ -409,6 +398,21 @@ class Frontend:
             echoes=tuple(echo for echo in echoes for _ in range(fields.n)),
             decision=None if found is None else found.decision,
         )
+
+    def _check_sizes(self, num_prompts: int, fields: SamplingFields, num_logprobs: int | None, names: _Fields) -> None:
+        """Raises InvalidRequest for more than `limits` allow."""
+        self._check_sequences(num_prompts, fields.n, names)
+        if len(fields.stop_strings) > self.limits.max_stop_strings:
+            raise InvalidRequest(
+                f"{len(fields.stop_strings)} stop strings exceed limits.max_stop_strings "
+                f"{self.limits.max_stop_strings}",
+                param="stop",
+            )
+        if num_logprobs is not None and num_logprobs > self.limits.max_logprobs:
+            raise InvalidRequest(
+                f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self.limits.max_logprobs}",
+                param=names.logprobs,
+            )
 
     def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Fields) -> int:
         """How many tokens may be generated; everything that is left when the client sets no limit."""
