@@ -173,6 +173,11 @@ class PlacementConfig(_Settings):
     min_homes: int = Field(
         default=1, ge=1, description="Replicas that serve each adapter: with 2, losing one costs no adapter its place."
     )
+    prefix_aware: bool = Field(
+        default=True,
+        description="Requests for the base, and for adapters with several homes, prefer a replica that has the first "
+        "128 tokens of their prompt cached, unless it has much more to do than others (docs/fleet.md).",
+    )
     report_interval_s: float = Field(default=1.0, gt=0, description="How often a replica reports when nothing changes.")
     silence_s: float = Field(default=10.0, gt=0, description="A replica silent for this long is taken off the table.")
 

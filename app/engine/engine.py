@@ -298,6 +298,7 @@ class Engine:
             num_guessed_right=meter.num_guessed_right,
             base_s=self._split.base_s,
             deltas_s=self._split.deltas_s,
+            cached_heads=blocks.cached_heads,
         )
 
     def _merged_resident(self) -> tuple[ResidentAdapter, ...]:

@@ -55,6 +55,7 @@ class EngineStats:
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
     Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`step_split`).
+    `cached_heads`: names of what prompts began with that is cached (`prompt_heads`), the last used at the end.
     """
 
     num_waiting: int
@@ -88,6 +89,7 @@ class EngineStats:
     num_guessed_right: int = 0
     base_s: float = 0.0
     deltas_s: float = 0.0
+    cached_heads: tuple[bytes, ...] = ()
 
 
 class _Tenant:

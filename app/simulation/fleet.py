@@ -3,8 +3,8 @@
 In: traffic, the size of the fleet, a placement policy, costs and a seed. Out: a `Result`. Decisions are production's
 own: `PlacementBooks` with the policy, the ingress's `Loads` and `choose`, the store's `BoundedSet` for host memory, the
 autoscaler's `wanted` and `decide`. Rule: everything happens in order of its time, and what is random comes from the
-seed, so a run is the same on any machine. Simplified are: one ingress, which knows placement's table at once, one
-node's host memory for all replicas, and no prefix is shared.
+seed, so a run is the same on any machine. Simplified are: one ingress, which knows placement's table at once, and one
+node's host memory for all replicas.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from app.deployments.placement.table import Origin, ReplicaLoad, ReplicaReport, 
 from app.deployments.placement.telling import Telling
 from app.deployments.replica.demand import DEMAND_S
 from app.deployments.store.bounded_set import BoundedSet
+from app.engine.sequence import Status
 from app.simulation.costs import Costs
 from app.simulation.replica import Job, Replica, ReplicaSize
 from app.simulation.result import Result, Tick
@@ -106,6 +107,7 @@ class _Fleet:
         times, adapters, ranks = traffic.arrival_s.tolist(), traffic.adapter.tolist(), traffic.rank.tolist()
         prompts, outputs = traffic.prompt_tokens.tolist(), traffic.output_tokens.tolist()
         tenants = traffic.tenant.tolist()
+        heads = traffic.heads()
         events = self._events
         for index, arrival_s in enumerate(times):
             while events and events[0][0] <= arrival_s:
@@ -118,6 +120,7 @@ class _Fleet:
                 index, arrival_s, adapter,
                 None if is_base else self._digests[adapter], 0 if is_base else ranks[adapter],
                 prompts[index], outputs[index], f"t{tenants[index]}", traffic.weights.get(tenants[index], 1.0),
+                *heads[index],
             )  # fmt: skip
             self._dispatch(job)
         while self._num_jobs_open:
@@ -162,7 +165,10 @@ class _Fleet:
             self._wanted_s[digest] = self._now_s
             if self._policy.has_homes and not view.homes(digest):
                 self._books.assign([digest])
-        chosen = choose(digest, view, self._policy, self._replicas, self._usable_ids, self._loads.of, self._draw)
+        chosen = choose(
+            digest, view, self._policy, self._replicas, self._usable_ids, self._loads.of, self._draw,
+            lambda: None if job.head is None else job.head.hex(),
+        )  # fmt: skip
         replica = job.replica = self._replicas[chosen]
         replica.jobs[job.index] = job
         self._loads.change(chosen, +1)
@@ -242,7 +248,7 @@ class _Fleet:
         self._at(self._now_s + self._plan.costs.start_s, "start", None)
         for job in [*replica.jobs.values()]:
             self._loads.change(replica.replica_id, -1)
-            job.num_pending, job.bypassed = job.num_prompt, 0
+            job.num_pending, job.num_cached, job.bypassed, job.status = job.num_prompt, 0, 0, Status.WAITING
             self.result.num_moved += 1
             self._dispatch(job)
 
@@ -261,6 +267,7 @@ class _Fleet:
             tuple(residents),
             Counter(job.digest for job in replica.jobs.values() if job.digest is not None),
             num_rows=residents, num_rank_rows=replica.size.adapter_rank_rows,
+            cached_heads=replica.cached_heads if self._plan.placement.prefix_aware else (),
         )  # fmt: skip
         assert self._books.report(self._tellings[replica.replica_id].news(state, is_leaving=is_leaving), self._now_s)
 

@@ -2,24 +2,38 @@
 
 In: jobs, and the time. Out: the time at which something changes next, and at it the jobs that have ended. Whose turn it
 is, what the rows hold and how prompts share a step is decided by the engine's own `FairQueue`, `AdapterPool` and
-`split_prefill`; a step is not computed but lasts what `Costs` says. Rule: what arrives waits for the end of the present
-step, as in the engine; steps that decode the same sequences are taken together, so a request costs a few events.
+`split_prefill`; a step is not computed but lasts what `Costs` says. What prompts begin with stays cached, the longest
+unused out, where KV memory has room beside running jobs; so does the rest of them, which nobody asks for again. Rule:
+what arrives waits for the end of the present step, as in the engine; steps that decode the same sequences are taken
+together, so a request costs a few events.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 from app.engine.config import EvictionPolicy
 from app.engine.pools.adapter_pool import AdapterPool
+from app.engine.pools.cached_heads import MAX_HEADS
 from app.engine.scheduling.admission import MAX_BLOCK_REFUSALS, MAX_BYPASSES, MAX_URGENT
-from app.engine.scheduling.fair_queue import INPUT_PRICE, OUTPUT_PRICE, RANK_ROW_PRICE, FairQueue
+from app.engine.scheduling.fair_queue import (
+    HELD_BLOCK_PRICE,
+    HELD_ROW_PRICE,
+    INPUT_PRICE,
+    OUTPUT_PRICE,
+    RANK_ROW_PRICE,
+    FairQueue,
+)
 from app.engine.scheduling.prefill import MIN_SHARE, spend_rest, split_prefill
+from app.engine.sequence import Status
 from app.simulation.costs import Costs
+
+#: Tokens of a KV block (`engine.block_size`).
+BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +54,16 @@ class Job:
     """One request. It is a `Sequence` as far as the fair queue looks at one."""
 
     __slots__ = (
-        "adapter", "arrival_s", "bypassed", "digest", "done_s", "first_s", "index", "num_blocks", "num_pending",
-        "num_prompt", "num_tries", "output_tokens", "rank", "replica", "request_id", "tenant_id", "weight",
+        "adapter", "arrival_s", "bypassed", "digest", "done_s", "first_s", "head", "index", "num_blocks",
+        "num_cached", "num_head", "num_pending", "num_prompt", "num_tries", "output_tokens", "rank", "replica",
+        "request_id", "status", "tenant_id", "weight",
     )  # fmt: skip
     is_batch = False
 
     def __init__(
         self, index: int, arrival_s: float, adapter: int, digest: str | None, rank: int,
         prompt_tokens: int, output_tokens: int, tenant_id: str, weight: float,
+        head: bytes | None = None, num_head: int = 0,
     ) -> None:  # fmt: skip
         self.index = index
         self.request_id = str(index)
@@ -59,9 +75,12 @@ class Job:
         self.output_tokens = output_tokens
         self.tenant_id = tenant_id
         self.weight = weight
+        self.head, self.num_head = head, num_head  # what its prompt begins with, and how many tokens that is
+        self.num_cached = 0  # prompt tokens that were cached when it last started
         self.num_blocks = 0
         self.bypassed = 0
         self.num_tries = 0
+        self.status = Status.WAITING
         self.replica: Replica | None = None
         self.first_s = self.done_s = math.nan
 
@@ -98,6 +117,8 @@ class Replica:
         self._residents: dict[str, int] = {}
         self._residents_at = (0, 0)
         self._num_rows = self._kv_tokens = 0
+        self._cached: OrderedDict[bytes | int, int] = OrderedDict()  # tokens by head, or by job for its own
+        self._cached_tokens = 0
         self._num_done = 0  # steps until the present ones
         # The present steps: when they began and end, how long one lasts, how many, and prompt tokens in the only one.
         self._began_s, self._end_s, self._step_s, self._num_steps = started_s, math.inf, 0.0, 0
@@ -125,6 +146,12 @@ class Replica:
             self._residents_at = changes
             self._residents = {item.digest: item.num_rows for item in self.pool.residents()}
         return self._residents
+
+    @property
+    def cached_heads(self) -> tuple[bytes, ...]:
+        """As the engine tells them: at most `MAX_HEADS`, the last used at the end."""
+        heads = [key for key in self._cached if isinstance(key, bytes)]
+        return tuple(heads[-MAX_HEADS:])
 
     def next_s(self) -> float:
         """When the present steps end, if nothing comes before; infinity if there are none."""
@@ -215,6 +242,8 @@ class Replica:
         if math.isnan(job.first_s):
             job.first_s = now_s
         self._prompts.remove(job)
+        if job.head is not None:
+            self._keep(job.head, job.num_head)
         if job.digest is not None:
             self._in_batch[job.digest] += 1
             if self._in_batch[job.digest] == 1:
@@ -225,8 +254,11 @@ class Replica:
         job.done_s = now_s
         self._has_changed = True
         self._kv_tokens -= job.num_kv_tokens
+        if job.head is not None:
+            self._keep(job.index, job.num_kv_tokens - job.num_head)
         del self.jobs[job.index]
-        self._queue.charge(job, OUTPUT_PRICE * job.output_tokens)
+        held = HELD_BLOCK_PRICE * job.num_kv_tokens / BLOCK_TOKENS + HELD_ROW_PRICE * job.rank
+        self._queue.charge(job, (OUTPUT_PRICE + held) * job.output_tokens)
         if job.digest is not None:
             self.pool.release(job.digest)
             self._in_batch[job.digest] -= 1
@@ -260,6 +292,9 @@ class Replica:
                     break
                 continue
             num_written += job.rank * (self.num_loads - num_loads)
+            self._find_head(job)
+            job.status = Status.RUNNING
+            self._queue.charge(job, INPUT_PRICE * job.num_pending)
             num_tokens += job.num_pending
             self._kv_tokens += job.num_kv_tokens
             admitted.append(job)
@@ -267,11 +302,24 @@ class Replica:
                 passed.bypassed += 1
         for job in admitted:
             self._queue.remove(job)
-            self._queue.charge(job, INPUT_PRICE * job.num_pending)
         if passed is not None and passed.bypassed >= MAX_BYPASSES and self._queue.num_urgent < MAX_URGENT:
             self._queue.mark_urgent(passed)
             self._has_changed = True
         return admitted, num_written
+
+    def _find_head(self, job: Job) -> None:
+        """A job starts: what its prompt begins with need not be computed if it is cached."""
+        if job.head is not None and job.head in self._cached:
+            self._cached.move_to_end(job.head)
+            job.num_cached = job.num_head
+            job.num_pending = job.num_prompt - job.num_head
+
+    def _keep(self, key: bytes | int, num_tokens: int) -> None:
+        """So many tokens stay cached, and what was not used for the longest goes if there is no room."""
+        self._cached_tokens += num_tokens - self._cached.pop(key, 0)
+        self._cached[key] = num_tokens
+        while self._cached and self._cached_tokens + self._kv_tokens > self.size.kv_tokens:
+            self._cached_tokens -= self._cached.popitem(last=False)[1]
 
     def _place(self, job: Job) -> bool:
         assert job.digest is not None

@@ -46,6 +46,7 @@ class Result:
         self.ticks: list[Tick] = []
         self.num_hits = self.num_loads = self.num_unloads = 0
         self.num_host_hits = self.num_disk_reads = 0
+        self.num_cached_tokens = 0
         self.num_route_changes = self.num_scalings = self.num_moved = 0
         self.end_s = 0.0
 
@@ -53,6 +54,7 @@ class Result:
         """A request has ended."""
         self.first_token_s[job.index] = job.first_s - job.arrival_s
         self.total_s[job.index] = job.done_s - job.arrival_s
+        self.num_cached_tokens += job.num_cached
 
     @property
     def num_lost(self) -> int:
@@ -68,6 +70,7 @@ class Result:
             "loads_per_1000": 1000 * self.num_loads / num_with,
             "unloads_per_1000": 1000 * self.num_unloads / num_with,
             "disk_reads_per_1000": 1000 * self.num_disk_reads / num_with,
+            "cached_share": self.num_cached_tokens / max(int(self.traffic.prompt_tokens.sum()), 1),
             "route_changes": float(self.num_route_changes),
             "imbalance": float(np.mean([tick.imbalance for tick in self.ticks])) if self.ticks else 1.0,
             "ticks_over": float(sum(tick.num_over > 0 for tick in self.ticks)),

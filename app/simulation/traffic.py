@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from app.engine.pools.cached_heads import HEAD_BYTES
 from app.simulation.trace import TraceEntry
 
 #: The adapter of requests for the base.
@@ -27,6 +28,8 @@ class Traffic:
 
     arrival_s [N] float64; adapter [N] int64, an index below A or `BASE`; prompt_tokens, output_tokens [N] int64, at
     least 1; tenant [N] int64; rank [A] int64. `weights`: of the tenants' shares, by index; 1 for those left out.
+    head [N] int64: which of H heads a prompt begins with, -1 for one of its own; head_tokens [H] int64: how many of the
+    prompt's tokens that is, fewer than all. Left out: every prompt is one of its own.
     """
 
     arrival_s: NDArray[np.float64]
@@ -36,6 +39,8 @@ class Traffic:
     tenant: NDArray[np.int64]
     rank: NDArray[np.int64]
     weights: dict[int, float] = field(default_factory=dict)
+    head: NDArray[np.int64] | None = None
+    head_tokens: NDArray[np.int64] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -48,6 +53,20 @@ class Traffic:
     def digests(self) -> list[str]:
         """A digest for each adapter."""
         return [hashlib.sha256(f"adapter {index}".encode()).hexdigest() for index in range(self.num_adapters)]
+
+    def heads(self) -> list[tuple[bytes | None, int]]:
+        """For each request what its prompt begins with, by a name that differs between adapters and tenants, and how
+        many tokens that is; (None, 0) for a prompt of its own."""
+        if self.head is None or self.head_tokens is None:
+            return [(None, 0)] * self.num_requests
+        names: dict[tuple[int, int, int], tuple[bytes | None, int]] = {}
+        found = []
+        for key in zip(self.head.tolist(), self.adapter.tolist(), self.tenant.tolist(), strict=True):
+            if key not in names:
+                name = hashlib.sha256(repr(key).encode()).digest()[:HEAD_BYTES]
+                names[key] = (None, 0) if key[0] < 0 else (name, int(self.head_tokens[key[0]]))
+            found.append(names[key])
+        return found
 
     def classes(self) -> list[str]:
         """Each adapter's class by how many requests it gets here: "hot", "warm" or "tail"."""

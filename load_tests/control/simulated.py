@@ -16,6 +16,7 @@ from app.config import LimitsConfig, PlacementConfig
 from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.dispatcher import Dispatcher
+from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.streams import Stream
@@ -98,7 +99,10 @@ class SimulatedIngress(Generic[T]):
         self.placer = SimulatedPlacer(service, self.watched, ingress_id)
         self.links = Links(replicas, self.placer, self.loads)
         policy = make_policy(PlacementConfig())
-        self.assigner = Assigner(self.links, self.placer, policy, clock, random.Random(seed), limits.replica_wait_s)
+        heads = Heads("no base", 16)
+        self.assigner = Assigner(
+            self.links, self.placer, policy, clock, random.Random(seed), limits.replica_wait_s, heads.of
+        )
         self.cold = ColdRequests(self.placer, limits)
         self.dispatcher = Dispatcher(_AtOnce(self.assigner), self.links, self.cold)
         watched_loads = WatchedLoads(service.watch_loads, ingress_id, self.loads.take)

@@ -2,7 +2,8 @@
 
 In: what to run. Out: Markdown on stdout. `policies` compares placement policies in Dynamo's scenarios, with ranks and
 with a tenant that floods; `alternating` has the load that Dynamo's allocator cannot follow; `scaling` shows what a
-replica's start-up time does to a crowd; `scale` runs a large fleet and says how long that took.
+replica's start-up time does to a crowd; `heads` shows what
+`placement.prefix_aware` brings; `scale` runs a large fleet and says how long that took.
 
     python -m load_tests.simulate policies --seeds 20
     python -m load_tests.simulate scale --replicas 1000 --adapters 100000 --requests 1000000
@@ -23,7 +24,7 @@ from app.simulation.costs import DEFAULT_COSTS, Costs, read_costs
 from app.simulation.fleet import Plan, Scaling, simulate
 from app.simulation.replica import ReplicaSize
 from app.simulation.result import Interval, intervals
-from load_tests.simulate.scenarios import SCENARIOS, alternating, flash_crowd, large
+from load_tests.simulate.scenarios import SCENARIOS, alternating, flash_crowd, large, shared_heads
 
 POLICIES = ("sticky", "rendezvous", "round_robin", "traffic_weighted", "rank_aware", "min_cost_flow", "least_loaded")
 #: Dynamo's workers have 4 slots; of other ranks so many rows as four adapters of rank 64 take.
@@ -67,6 +68,26 @@ def compare_alternating(num_seeds: int, costs: Costs) -> str:
             [simulate(alternating(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
         )
     return table(rows)
+
+
+def compare_heads(num_seeds: int, costs: Costs) -> str:
+    """Requests for the base, whose prompts begin alike: 8 replicas, different numbers of heads and loads."""
+    columns = {
+        "cached_share": "prompt tokens cached",
+        "imbalance": "imbalance",
+        "ttft_p50_s": "TTFT p50, s",
+        "ttft_p99_s": "p99, s",
+    }
+    rows = {}
+    for num_heads, rate in ((20, 10.0), (200, 7.0), (200, 10.0), (2000, 7.0)):
+        for is_on in (False, True):
+            plan = Plan(8, costs, placement=PlacementConfig(prefix_aware=is_on))
+            summaries = [
+                simulate(shared_heads(np.random.default_rng(seed), num_heads, rate), plan, seed).summary()
+                for seed in range(num_seeds)
+            ]
+            rows[f"{num_heads} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(summaries)
+    return table(rows, columns, "traffic, prefix_aware")
 
 
 def compare_start_times(num_seeds: int, costs: Costs) -> str:
@@ -113,7 +134,7 @@ def table(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="load_tests.simulate", description=__doc__, formatter_class=_Raw)
-    parser.add_argument("what", choices=("policies", "alternating", "scaling", "scale"))
+    parser.add_argument("what", choices=("policies", "alternating", "heads", "scaling", "scale"))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="of `policies`; else all of them")
     parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="what steps and loads take (JSON)")
@@ -129,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(compare_policies(arguments.scenario or [*SCENARIOS], arguments.seeds, costs))
         case "alternating":
             print(compare_alternating(arguments.seeds, costs))
+        case "heads":
+            print(compare_heads(arguments.seeds, costs))
         case "scaling":
             print(compare_start_times(arguments.seeds, costs))
         case _:

@@ -9,11 +9,12 @@ Rule: within a tick requests come at uniformly drawn times; theirs have no lengt
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.simulation.traffic import Traffic
+from app.simulation.traffic import BASE, Traffic
 from load_tests.popularity import adapter_indices
 
 TICK_S = 3.0
@@ -90,6 +91,19 @@ SCENARIOS: dict[str, Callable[[Rng], Traffic]] = {
     "ranks": ranks,
     "adversary": adversary,
 }
+
+
+def shared_heads(rng: Rng, num_heads: int, rate: float, num_ticks: int = NUM_TICKS) -> Traffic:
+    """Requests for the base, Poisson at `rate` a second, whose prompts begin with one of so many heads (Zipf 1.0).
+
+    Heads have 256 to 1,023 tokens, and what follows `LENGTHS`: system prompts, tools, documents that are asked about.
+    """
+    count = rng.poisson(rate * TICK_S * num_ticks)
+    arrival_s = np.sort(rng.random(count) * TICK_S * num_ticks)
+    head = adapter_indices("zipf:1", num_heads, arrival_s, rng).astype(np.int64)
+    head_tokens = rng.integers(256, 1024, num_heads)
+    plain = _traffic(arrival_s, np.full(count, BASE), np.zeros(0, np.int64), rng)
+    return replace(plain, prompt_tokens=plain.prompt_tokens + head_tokens[head], head=head, head_tokens=head_tokens)
 
 
 def large(rng: Rng, num_requests: int, num_adapters: int, rate: float) -> Traffic:

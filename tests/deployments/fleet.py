@@ -13,6 +13,7 @@ from app.config import LimitsConfig, PlacementConfig
 from app.deployments.ingress.assigner import Assigner
 from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.dispatcher import Dispatcher
+from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.streams import Stream
@@ -35,7 +36,7 @@ from app.engine.request import Consumption, GenerateRequest
 from app.engine.structured.compiler import Grammars
 from app.engine.worker import EngineThread
 from tests.deployments.placed import ORIGIN
-from tests.fakes import FakeBackend
+from tests.fakes import FakeBackend, fake_spec
 
 LIMITS = BackendLimits(256, 8, adapter_rank_rows=64, rank_alignment=8, max_adapter_slots=16, can_embed=True)
 
@@ -107,7 +108,8 @@ class FleetDispatcher(Dispatcher):
     def __init__(self, fleet: Fleet, replica_wait_s: float) -> None:
         clock = asyncio.get_running_loop().time
         links = Links(fleet, fleet, Loads(clock))
-        self.assigner = Assigner(links, fleet, fleet.policy, clock, random.Random(0), replica_wait_s)
+        heads = Heads((fleet.spec or fake_spec()).digest, LIMITS.block_size)
+        self.assigner = Assigner(links, fleet, fleet.policy, clock, random.Random(0), replica_wait_s, heads.of)
         super().__init__(Unbatched(self.assigner), links, ColdRequests(fleet, LimitsConfig()))
 
     async def close(self) -> None:
@@ -192,7 +194,10 @@ class Fleet:
         for replica in self.replicas.values():
             if replica.replica_id not in self.off_table and not replica.dead.is_set():
                 failed = replica.thread.failure is not None
-                report = replace(replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0))
+                report = replace(
+                    replica.report(), num_kv_tokens=self.kv_tokens.get(replica.replica_id, 0),
+                    cached_heads=replica.thread.stats().cached_heads,
+                )  # fmt: skip
                 assert self.books.report(replica.telling.news(report, is_leaving=failed), 0.0)
         return self.books.view
 

@@ -99,6 +99,24 @@ def test_replicas_follow_a_crowd_and_leave_again() -> None:
     assert result.num_scalings <= 30
 
 
+def test_prompts_that_begin_alike_go_where_that_is_cached() -> None:
+    plain = traffic(800, rate=6.0)
+    rng = np.random.default_rng(0)
+    alike = replace(
+        plain, adapter=np.full_like(plain.adapter, -1), prompt_tokens=plain.prompt_tokens + 400,
+        head=rng.integers(-1, 60, 800), head_tokens=np.full(60, 400, np.int64),
+    )  # fmt: skip
+    off, on = (
+        simulate(alike, replace(PLAN, placement=PlacementConfig(prefix_aware=is_on)), 0).summary()
+        for is_on in (False, True)
+    )
+    assert on["cached_share"] > off["cached_share"] + 0.1
+    assert on["ttft_p50_s"] < off["ttft_p50_s"]
+    assert on["lost"] == off["lost"] == 0
+    one_each = simulate(replace(alike, tenant=np.arange(800)), PLAN, 0).summary()
+    assert one_each["cached_share"] == 0, "nothing of another tenant's is found"
+
+
 def test_means_have_intervals() -> None:
     found = intervals([{"x": value} for value in (1.0, 2.0, 3.0)])
     assert found["x"].mean == 2.0

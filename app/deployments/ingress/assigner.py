@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.streams import Stream
@@ -20,6 +21,7 @@ from app.deployments.placement.choosing import choose
 from app.deployments.placement.placer import Placer
 from app.deployments.placement.policy import PlacementPolicy
 from app.engine.errors import NotReady
+from app.engine.request import GenerateRequest
 
 #: Streams that no replica can take are tried again at least this often.
 RETRY_S = 0.25
@@ -28,7 +30,7 @@ RETRY_S = 0.25
 class Assigner:
     """One per ingress. `replica_wait_s` is how long streams wait for the first replica that can be used.
 
-    `draw` decides between equal replicas.
+    `draw` decides between equal replicas. `head_of` names what a request's prompt begins with (`prompt_heads`).
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class Assigner:
         clock: Callable[[], float],
         draw: random.Random,
         replica_wait_s: float,
+        head_of: Callable[[GenerateRequest], str | None],
     ) -> None:
         self._links = links
         self._placer = placer
         self._policy = policy
         self._clock = clock
         self._draw = draw
+        self._head_of = head_of
         self.replica_wait_s = replica_wait_s
         self._homeless: dict[str, list[Stream]] = {}  # by digest: those that wait for a home
         self._stranded: list[tuple[Stream, float]] = []  # those that wait for a replica, and since when
@@ -128,7 +132,8 @@ class Assigner:
         if not usable:
             return None
         anywhere = [*usable] if stream.refusals else self._links.usable_ids
-        return choose(digest, self._placer.view, self._policy, usable, anywhere, self._links.loads.of, self._draw)
+        head = partial(self._head_of, stream.request)
+        return choose(digest, self._placer.view, self._policy, usable, anywhere, self._links.loads.of, self._draw, head)
 
     def _strand(self, stream: Stream) -> None:
         self._stranded.append((stream, self._clock()))

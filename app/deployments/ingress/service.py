@@ -21,6 +21,7 @@ from app.deployments.ingress.dispatcher import Batcher, Dispatcher
 from app.deployments.ingress.embeddings import Embedder
 from app.deployments.ingress.first_reads import FirstReads
 from app.deployments.ingress.frontend import Frontend, TextModel
+from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.links import Links
 from app.deployments.ingress.loads import Loads
@@ -105,8 +106,9 @@ class IngressService:
         self.tenancy = parts.tenancy
         self._links = Links(parts.replicas, parts.placer, parts.loads)
         self._assigner = Assigner(
-            self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_wait_s
-        )
+            self._links, parts.placer, parts.policy, parts.steady_clock, random.Random(), config.limits.replica_wait_s,
+            Heads(parts.text.spec.digest, config.engine.block_size).of,
+        )  # fmt: skip
         self._cold = ColdRequests(parts.placer, config.limits)
         count = parts.tenancy.counting.ended
         dispatcher = Dispatcher(parts.make_batcher(self._assigner), self._links, self._cold, count)

@@ -50,6 +50,7 @@ class _Replica:
     resident: set[str] = field(default_factory=set)
     active: Mapping[str, int] = field(default_factory=dict)
     used_s: dict[str, float] = field(default_factory=dict)
+    heads: set[bytes] = field(default_factory=set)
 
 
 class PlacementBooks:
@@ -109,6 +110,7 @@ class PlacementBooks:
         replica.traffic += (news.load - replica.traffic) * -math.expm1((replica.seen_s - now_s) / TRAFFIC_S)
         replica.number, replica.seen_s, replica.load, replica.active = news.number, now_s, news.load, news.active
         self._move(replica_id, replica, news)
+        self._note_heads(replica_id, replica, news)
         for digest in news.active:
             if digest in self._used:
                 self._used[digest] = self._used.pop(digest)
@@ -196,6 +198,14 @@ class PlacementBooks:
         replica.used_s.update(news.used_s)
         if unloaded:
             replica.used_s = {each: at_s for each, at_s in replica.used_s.items() if each in replica.resident}
+
+    def _note_heads(self, replica_id: str, replica: _Replica, news: ReplicaNews) -> None:
+        """Take over what a replica has cached of what prompts begin with."""
+        heads = set() if news.is_whole else replica.heads.difference(news.dropped_heads)
+        heads.update(news.cached_heads)
+        if heads != replica.heads:
+            replica.heads = heads
+            self._change(("heads", replica_id), tuple(sorted(head.hex() for head in heads)) or None)
 
     def _load(self, replica_id: str) -> int:
         return self._replicas[replica_id].load
@@ -300,6 +310,8 @@ class PlacementBooks:
         if replica is None:
             return
         self._change(("replica", replica_id), None)
+        if replica.heads:
+            self._change(("heads", replica_id), None)
         for digest in replica.resident:
             self._change(("resident", digest, replica_id), None)
         for digest in list(self.view.at_home(replica_id)):

@@ -2,7 +2,8 @@
 
 In: `placement.policy` and `placement.policy_options`. Out: the policy; for one request, a replica. Rule: a name without
 a dot is a file of `policies/`, with the class `Policy` in it; anything else is the dotted path of a class. So a new
-policy is one file.
+policy is one file. Of the replicas that a policy allows, one that has what the prompt begins with cached is preferred,
+as long as it has not much more to do than the one that would be taken otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ from app.deployments.placement.policy import PlacementPolicy, less_loaded
 from app.deployments.placement.view import PlacementView, UsableFleet
 from app.dotted import import_dotted
 from app.engine.errors import ConfigError
+
+#: A replica that has a prompt's head cached may have so many times the requests of the one that would be taken
+#: otherwise, or so many more.
+HEAD_FACTOR, HEAD_MARGIN = 1.5, 4
+
+
+def no_head() -> str | None:
+    """For requests of which no prompt is looked at."""
+    return None
 
 
 def make_policy(config: PlacementConfig) -> PlacementPolicy:
@@ -42,14 +52,39 @@ def choose(
     anywhere: Sequence[str],
     load: Callable[[str], int],
     draw: random.Random,
+    head: Callable[[], str | None] = no_head,
 ) -> str:
-    """The replica for one request, by the digest of its adapter (None: the base). usable and anywhere: not empty."""
+    """The replica for one request, by the digest of its adapter (None: the base). usable and anywhere: not empty.
+
+    `head` names what its prompt begins with (`prompt_heads`); it is asked only if that can make a difference.
+    """
     candidates: Sequence[str] = ()
     if digest is not None:
         candidates = [home for home in view.homes(digest) if home in usable]
         if not candidates:  # a home that cannot be used counts as lost
             candidates = policy.homes(digest, UsableFleet(view, usable, load))
-    return less_loaded(candidates or anywhere, load, draw)
+    chosen = less_loaded(candidates or anywhere, load, draw)
+    if view.has_heads and len(candidates or anywhere) > 1 and (name := head()) is not None:
+        return _with_head(name, chosen, view, candidates or usable, load, draw)
+    return chosen
+
+
+def _with_head(
+    name: str,
+    chosen: str,
+    view: PlacementView,
+    candidates: Collection[str],
+    load: Callable[[str], int],
+    draw: random.Random,
+) -> str:
+    """Of two candidates that have the head cached the less loaded, within the bound; else what was chosen."""
+    holders = view.with_head(name)
+    drawn = holders if len(holders) < 3 else draw.sample(holders, 2)
+    there = [each for each in drawn if each in candidates]
+    if not there:
+        return chosen
+    nearest, limit = less_loaded(there, load, draw), load(chosen)
+    return nearest if load(nearest) <= max(HEAD_FACTOR * limit, limit + HEAD_MARGIN) else chosen
 
 
 def _find(name: str) -> type[PlacementPolicy]:

@@ -20,7 +20,7 @@ class ReplicaReport:
 
     `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did. `num_rows`:
     rank rows that each of the resident takes; `num_rank_rows`: those that the replica has; `num_kv_tokens`: tokens that
-    its KV memory holds.
+    its KV memory holds. `cached_heads`: names of what prompts began with that is cached (`prompt_heads`).
     """
 
     replica_id: str
@@ -32,6 +32,7 @@ class ReplicaReport:
     num_rows: Mapping[str, int] = field(default_factory=dict)
     num_rank_rows: int = 0
     num_kv_tokens: int = 0
+    cached_heads: tuple[bytes, ...] = ()
 
     @property
     def load(self) -> int:
@@ -55,7 +56,8 @@ class ReplicaNews:
 
     A message that `is_whole` stands alone: `loaded` is all that is resident, and it has an `origin`. `is_leaving`: the
     replica takes no new requests, for good. `num_rows` are the rank rows of what is `loaded`, `num_rank_rows` those
-    that the replica has, `num_kv_tokens` what its KV memory holds, as far as it says so.
+    that the replica has, `num_kv_tokens` what its KV memory holds, as far as it says so. `cached_heads` are new ones,
+    or all in a whole message, `dropped_heads` are cached no more or were not used lately; 8 bytes each.
     """
 
     replica_id: str
@@ -71,11 +73,14 @@ class ReplicaNews:
     num_rows: Mapping[str, int] = field(default_factory=dict)
     num_rank_rows: int = 0
     num_kv_tokens: int = 0
+    cached_heads: tuple[bytes, ...] = ()
+    dropped_heads: tuple[bytes, ...] = ()
 
 
 #: ("replica", id) -> (started, rank rows, KV tokens): it is on the table. started: when it was (Unix time).
 #: ("home", digest) -> the replicas that serve the adapter, those that were started first coming first.
 #: ("resident", digest, id) -> (rank rows,): the adapter is on the replica's device.
+#: ("heads", id) -> names in hexadecimal digits: what prompts began with that the replica has cached.
 #: Numbers are written out. Another release may leave them out: then they are not known.
 Key = tuple[str, ...]
 Row = tuple[str, ...]

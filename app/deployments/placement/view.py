@@ -8,7 +8,7 @@ too, so that both give a policy the same answers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence, Set
 
 from app.deployments.links.published import Changes
 from app.deployments.placement.rendezvous import Rendezvous
@@ -30,6 +30,8 @@ class PlacementView:
         self._at_home: dict[str, set[str]] = {}
         self._answered: dict[str, Row] = {}
         self._num_homes: Counter[str] = Counter()
+        self._heads: dict[str, Row] = {}  # by replica
+        self._with_head: dict[str, list[str]] = {}
         self._rendezvous: Rendezvous | None = None
         self._unconfirmed: set[Key] | None = None  # of a copy that is coming: what it has not mentioned so far
         self.num_replica_changes = 0
@@ -96,6 +98,15 @@ class PlacementView:
         holders = self._holders.get(digest, set()) & self._replicas.keys()
         return [*holders] if len(holders) < 2 else [each for each in self.preferred(digest) if each in holders]
 
+    @property
+    def has_heads(self) -> bool:
+        """Whether any replica has said what it has cached of what prompts begin with."""
+        return bool(self._heads)
+
+    def with_head(self, head: str) -> Sequence[str]:
+        """The replicas that have cached what a prompt begins with, by its name in hexadecimal digits; any order."""
+        return self._with_head.get(head, ())
+
     def preferred(self, digest: str) -> Iterator[str]:
         """All replicas, in the adapter's own order."""
         if self._rendezvous is None:
@@ -130,6 +141,8 @@ class PlacementView:
                 self._set_holder(key[1], key[2], row)
             elif key[0] == "replica":
                 self._set_replica(key[1], row)
+            elif key[0] == "heads":
+                self._set_heads(key[1], row or ())
 
     def _set_homes(self, digest: str, row: Row | None) -> None:
         self._answered.pop(digest, None)
@@ -157,6 +170,19 @@ class PlacementView:
                 del self._holders[digest]
         self._prune(digest)
 
+    def _set_heads(self, replica_id: str, row: Row) -> None:
+        before = self._heads.pop(replica_id, ())
+        for head in before:
+            if head not in row:
+                self._with_head[head].remove(replica_id)
+                if not self._with_head[head]:
+                    del self._with_head[head]
+        for head in row:
+            if head not in before:
+                self._with_head.setdefault(head, []).append(replica_id)
+        if row:
+            self._heads[replica_id] = row
+
     def _prune(self, digest: str) -> None:
         if digest not in self._homes and digest not in self._holders:
             self._total_rows -= self._num_rows.pop(digest, 0)
@@ -176,6 +202,7 @@ class PlacementView:
     def _keys(self) -> Iterator[Key]:
         yield from (("replica", replica_id) for replica_id in self._replicas)
         yield from (("home", digest) for digest in self._homes)
+        yield from (("heads", replica_id) for replica_id in self._heads)
         for digest, holders in self._holders.items():
             yield from (("resident", digest, replica_id) for replica_id in holders)
 

@@ -109,6 +109,7 @@ class EngineReplica:
             is_leaving=serve_ends_us,
             interval_s=config.placement.report_interval_s,
             clock=time.monotonic,
+            tells_heads=config.placement.prefix_aware,
         )
         self._demand = DemandMeter(time.monotonic)
         self._tasks = Tasks()

@@ -54,7 +54,8 @@ class StatsMetrics(Protocol):
 class Reports:
     """One per replica, on its event loop. `clock` gives seconds and never goes back.
 
-    `is_leaving` says whether Serve ends this replica.
+    `is_leaving` says whether Serve ends this replica. `tells_heads`: placement is told what the engine has cached of
+    what prompts begin with (`placement.prefix_aware`).
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Reports:
         is_leaving: Callable[[], bool],
         interval_s: float,
         clock: Callable[[], float],
+        tells_heads: bool = False,
     ) -> None:
+        self._tells_heads = tells_heads
         self._replica_id = replica_id
         self._engine = engine
         self._service = service
@@ -120,7 +123,10 @@ class Reports:
     async def _report(self, stats: EngineStats, *, is_leaving: bool) -> None:
         state = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, _resident(stats))
         num_rows = {item.digest: item.num_rows for item in stats.residents}
-        state = replace(state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows, num_kv_tokens=stats.num_kv_tokens)
+        state = replace(
+            state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows, num_kv_tokens=stats.num_kv_tokens,
+            cached_heads=stats.cached_heads if self._tells_heads else (),
+        )  # fmt: skip
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
                 if not await self._placement.report(self._telling.news(state, is_leaving=is_leaving)):

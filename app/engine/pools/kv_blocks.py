@@ -13,6 +13,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from app.engine.pools.cached_heads import CachedHeads
+
 
 def root_hash(base_digest: str, adapter_digest: str | None, cache_salt: bytes) -> bytes:
     """Root of the hash chain: 32 bytes.
@@ -59,6 +61,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first is handed out first
         self._num_cached = 0
+        self._heads = CachedHeads()
 
     @property
     def num_free(self) -> int:
@@ -69,6 +72,11 @@ class BlockPool:
     def num_cached(self) -> int:
         """Free blocks that still hold a published prefix."""
         return self._num_cached
+
+    @property
+    def cached_heads(self) -> tuple[bytes, ...]:
+        """Names of published heads (`prompt_heads`), the one that was used last at the end. Any thread may ask."""
+        return self._heads.told
 
     def find(self, hashes: Iterable[bytes], block_bytes: Callable[[int], bytes]) -> list[int]:
         """The longest cached prefix: block numbers, not yet referenced.
@@ -97,6 +105,7 @@ class BlockPool:
                 del self._free[block]
                 self._num_cached -= 1
             self._num_refs[block] += 1
+            self._heads.use(block)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks to write into, or None and nothing changed. Least recently used prefixes go first."""
@@ -110,16 +119,22 @@ class BlockPool:
                 del self._by_hash[published[0]]
                 self._published[block] = None
                 self._num_cached -= 1
+                self._heads.drop(block)
             self._num_refs[block] = 1
             blocks.append(block)
         return blocks
 
-    def publish(self, block: int, key: bytes, token_bytes: bytes) -> None:
-        """Offer a full, computed, held block to later prefixes. The first publisher of a hash stays."""
+    def publish(self, block: int, key: bytes, token_bytes: bytes, *, is_head: bool = False) -> None:
+        """Offer a full, computed, held block to later prefixes. The first publisher of a hash stays.
+
+        `is_head`: the chain up to it is what a prompt begins with, and is told.
+        """
         assert self._num_refs[block] > 0, "only a held block can be published"
         if self._share and key not in self._by_hash and self._published[block] is None:
             self._by_hash[key] = block
             self._published[block] = (key, token_bytes)
+            if is_head:
+                self._heads.add(block, key)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference back for each block, in table order: a chain's tail is reused before its head."""

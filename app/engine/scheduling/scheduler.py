@@ -14,6 +14,7 @@ from app.engine.errors import AdapterOverflow, EngineFailure
 from app.engine.pooling import embedding
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.kv_blocks import BlockPool
+from app.engine.pools.prompt_heads import num_head_blocks
 from app.engine.request import FinishReason, TokenChunk, TokenLogprobs
 from app.engine.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.admission import Admission
@@ -43,6 +44,7 @@ class Scheduler:
     ) -> None:
         self._blocks = blocks
         self._has_memory = blocks.num_blocks > 0
+        self._head_index = num_head_blocks(blocks.block_size) - 1
         self._adapters = adapters
         self._meter = meter
         self._max_tokens = max_batch_tokens
@@ -294,7 +296,10 @@ class Scheduler:
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
         hashes = sequence.extend_hashes(end)
         for index in range(first, end):
-            self._blocks.publish(int(sequence.block_table[index]), hashes[index], sequence.block_bytes(index))
+            self._blocks.publish(
+                int(sequence.block_table[index]), hashes[index], sequence.block_bytes(index),
+                is_head=index == self._head_index,
+            )  # fmt: skip
 
     def _give_back(self, sequence: Sequence) -> None:
         """Return blocks and adapter of a sequence that stops running; its order of arrival is kept."""

@@ -724,3 +724,16 @@ async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+async def test_prompts_that_begin_alike_are_computed_where_that_is_cached(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(4)
+    dispatcher = fleet.dispatcher()
+    for index in range(12):
+        head = [(index % 3) + 8] * 150
+        request = make_request(f"r{index}", [*head, index + 8, 9, 10], max_tokens=4, ignore_eos=True)
+        tokens, last = await collect(dispatcher, request)
+        assert tokens == expected(request)
+        assert last.usage is not None
+        assert (last.usage.cached_tokens > 100) == (index >= 3)
+    await dispatcher.close()

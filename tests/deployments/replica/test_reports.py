@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import pytest
 import pytest_asyncio
 
+from app.deployments.ingress.heads import Heads
 from app.deployments.links.ray_calls import ActorAway
 from app.deployments.placement.table import ReplicaNews
 from app.deployments.placement.telling import Telling
@@ -17,7 +18,7 @@ from app.deployments.replica.reports import Reports
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import ConfigError, NotReady
 from app.engine.stats import EngineStats
-from tests.deployments.fleet import FakeReplica, Fleet
+from tests.deployments.fleet import LIMITS, FakeReplica, Fleet
 from tests.deployments.placed import ORIGIN
 from tests.fakes import fake_adapter, fake_request
 
@@ -73,7 +74,7 @@ class Bench:
     def replica(self) -> FakeReplica:
         return self.fleet.replicas["replica-0"]
 
-    def start(self, interval_s: float) -> None:
+    def start(self, interval_s: float, *, tells_heads: bool = False) -> None:
         heard = self.listeners
         self.reports = Reports(
             "replica-0",
@@ -86,6 +87,7 @@ class Bench:
             is_leaving=lambda: self.is_leaving,
             interval_s=interval_s,
             clock=time.monotonic,
+            tells_heads=tells_heads,
         )
         self.running = asyncio.create_task(self.reports.run())
 
@@ -116,6 +118,19 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("tells_heads", [True, False])
+async def test_placement_hears_what_prompts_began_with_if_it_wants_to(bench: Bench, *, tells_heads: bool) -> None:
+    bench.start(interval_s=0.001, tells_heads=tells_heads)
+    request = fake_request("long", [index % 50 for index in range(200)])
+    async for _ in bench.dispatcher.stream(request):
+        pass
+    heard = bench.listeners.reports
+    count = len(heard)
+    await until(lambda: len(heard) > count + 1)  # the last of them was begun after the answer's end
+    told = {head.hex() for news in heard for head in news.cached_heads}
+    assert told == ({Heads("fake-base", LIMITS.block_size).of(request)} if tells_heads else set())
 
 
 async def test_placement_hears_where_an_adapter_is_before_its_interval_is_over(

@@ -9,7 +9,7 @@ from app.simulation.costs import read_costs
 from app.simulation.fleet import Plan, simulate
 from app.simulation.replica import ReplicaSize
 from load_tests.simulate.__main__ import POLICIES, main
-from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating
+from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating, shared_heads
 
 SIZE = ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5)
 
@@ -31,6 +31,16 @@ def test_scenarios_are_of_the_size_that_they_say(name: str) -> None:
     assert (np.diff(traffic.arrival_s) >= 0).all()
     assert traffic.arrival_s[-1] <= 200 * TICK_S
     assert traffic.num_adapters == 100
+
+
+def test_prompts_are_longer_than_what_they_begin_with() -> None:
+    traffic = shared_heads(np.random.default_rng(3), num_heads=5, rate=10.0, num_ticks=8)
+    assert traffic.head is not None
+    assert traffic.head_tokens is not None
+    assert (traffic.prompt_tokens > traffic.head_tokens[traffic.head]).all()
+    names = {name for name, _ in traffic.heads()}
+    assert 1 < len(names) <= 5
+    assert simulate(traffic, Plan(2, read_costs()), 0).num_lost == 0
 
 
 def test_the_command_compares(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,174 @@
+"""Requests go where what their prompts begin with is cached, within the bound on load, and to nobody else's cache."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+
+from app.config import PlacementConfig
+from app.deployments.ingress.heads import Heads
+from app.deployments.placement.choosing import HEAD_FACTOR, HEAD_MARGIN, choose
+from app.deployments.placement.policy import PlacementPolicy
+from app.deployments.placement.table import ReplicaNews, ReplicaReport
+from app.deployments.placement.telling import Telling
+from app.deployments.placement.view import PlacementView
+from app.engine.message import message_fields, with_known
+from app.engine.pools.cached_heads import MAX_HEADS
+from tests.deployments.placed import ORIGIN
+from tests.deployments.placement.said import LEAST_LOADED, STICKY, ToldBooks
+from tests.fakes import fake_request
+
+ONE, TWO = b"head one", b"head two"
+
+
+def fleet(**heads: tuple[bytes, ...]) -> ToldBooks:
+    """Replicas that have these cached."""
+    books = ToldBooks()
+    for replica_id, cached in heads.items():
+        books.hear(ReplicaReport(replica_id, cached_heads=cached), 0.0)
+    return books
+
+
+def chosen(
+    books: ToldBooks,
+    head: bytes | None,
+    loads: dict[str, int] | None = None,
+    *,
+    digest: str | None = None,
+    policy: PlacementPolicy = STICKY,
+    usable: list[str] | None = None,
+) -> set[str]:
+    """The replicas that 200 such requests go to."""
+    usable = usable or books.replicas
+    load = (loads or {}).get
+    draw = random.Random(0)
+    return {
+        choose(
+            digest, books.view, policy, dict.fromkeys(usable), usable, lambda each: load(each, 0), draw,
+            lambda: None if head is None else head.hex(),
+        )
+        for _ in range(200)
+    }  # fmt: skip
+
+
+def test_a_prompt_goes_where_its_head_is_cached() -> None:
+    books = fleet(r0=(), r1=(ONE,), r2=(TWO,), r3=(ONE, TWO))
+    assert chosen(books, ONE) == {"r1", "r3"}
+    assert chosen(books, TWO) == {"r2", "r3"}
+    assert chosen(books, b"head six") == chosen(books, None) == {"r0", "r1", "r2", "r3"}
+    assert chosen(books, ONE, policy=LEAST_LOADED) == {"r1", "r3"}
+
+
+def test_of_those_that_have_it_the_less_loaded_takes_it() -> None:
+    books = fleet(r0=(ONE,), r1=(ONE,), r2=())
+    assert chosen(books, ONE, {"r0": 1}) == {"r1"}
+
+
+def test_a_replica_that_has_too_much_to_do_is_passed_over() -> None:
+    books = fleet(r0=(ONE,), r1=(), r2=())
+    assert chosen(books, ONE, {"r0": HEAD_MARGIN}) == {"r0"}
+    assert "r0" not in chosen(books, ONE, {"r0": HEAD_MARGIN + 1})
+    busy = {"r1": 100, "r2": 100}
+    assert chosen(books, ONE, busy | {"r0": int(HEAD_FACTOR * 100)}) == {"r0"}
+    assert "r0" not in chosen(books, ONE, busy | {"r0": int(HEAD_FACTOR * 100) + 1})
+
+
+def test_an_adapter_stays_at_its_homes_whoever_has_its_prompt() -> None:
+    books = fleet(r0=(), r1=(), r2=(ONE,), r3=(ONE,))
+    books.view.apply({("home", "d"): ("r0", "r2"), ("home", "e"): ("r1",)})
+    assert chosen(books, ONE, digest="d") == {"r2"}
+    assert chosen(books, ONE, digest="e") == {"r1"}
+
+
+def test_a_replica_that_cannot_be_used_takes_nothing() -> None:
+    books = fleet(r0=(ONE,), r1=(), r2=())
+    assert chosen(books, ONE, usable=["r1", "r2"]) == {"r1", "r2"}
+    books.leave("r0")
+    assert chosen(books, ONE) == {"r1", "r2"}
+    assert not books.view.has_heads
+
+
+def test_nothing_is_computed_of_a_prompt_where_it_makes_no_difference() -> None:
+    def asked() -> str | None:
+        raise AssertionError("the prompt was looked at")
+
+    def place(books: ToldBooks, digest: str | None = None) -> None:
+        ids = books.replicas
+        choose(digest, books.view, STICKY, dict.fromkeys(ids), ids, lambda _: 0, random.Random(0), asked)
+
+    place(fleet(r0=(ONE,)))  # one replica
+    place(fleet(r0=(), r1=()))  # nobody tells of heads
+    books = fleet(r0=(ONE,), r1=())
+    books.view.apply({("home", "d"): ("r1",)})
+    place(books, "d")  # one home
+
+
+def test_a_tenant_is_not_sent_where_another_s_equal_prompt_is_cached() -> None:
+    heads = Heads("base", 16)
+    prompt = fake_request("r", [7] * 300, cache_salt=b"one")
+    mine, other = heads.of(prompt), heads.of(replace(prompt, cache_salt=b"two"))
+    assert mine is not None
+    assert other is not None
+    books = fleet(r0=(), r1=(bytes.fromhex(mine),), r2=())
+    assert chosen(books, bytes.fromhex(mine)) == {"r1"}
+    assert chosen(books, bytes.fromhex(other)) == {"r0", "r1", "r2"}
+
+
+def test_only_changes_are_told_and_the_table_follows_them() -> None:
+    books, telling = ToldBooks(), Telling(ORIGIN)
+
+    def tell(*heads: bytes) -> ReplicaNews:
+        news = telling.news(ReplicaReport("r0", cached_heads=heads))
+        assert books.report(news, 0.0)
+        return news
+
+    def known() -> set[str]:
+        return {head for head in (ONE.hex(), TWO.hex()) if books.view.with_head(head)}
+
+    assert tell(ONE).cached_heads == (ONE,)
+    books.take_changes()
+    assert tell(ONE).cached_heads == ()
+    assert ("heads", "r0") not in books.take_changes(), "nothing has changed"
+    news = tell(TWO, ONE)
+    assert (news.cached_heads, news.dropped_heads) == ((TWO,), ())
+    assert books.take_changes() == {("heads", "r0"): (ONE.hex(), TWO.hex())}
+    assert known() == {ONE.hex(), TWO.hex()}
+    news = tell(TWO)
+    assert (news.cached_heads, news.dropped_heads) == ((), (ONE,))
+    assert known() == {TWO.hex()}
+    telling.forget()
+    assert tell(ONE).is_whole
+    assert known() == {ONE.hex()}, "a whole message stands alone"
+
+
+def test_a_message_is_no_longer_than_the_heads_that_are_told() -> None:
+    telling = Telling(ORIGIN)
+    one, two = (tuple(bytes([half, index] * 4) for index in range(MAX_HEADS)) for half in (1, 2))
+    telling.news(ReplicaReport("r0"))
+    none = len(pickle.dumps(telling.news(ReplicaReport("r0"))))
+    telling.news(ReplicaReport("r0", cached_heads=one))
+    assert len(pickle.dumps(telling.news(ReplicaReport("r0", cached_heads=two)))) < none + 2 * MAX_HEADS * 12
+
+
+def test_a_release_that_does_not_tell_of_heads_is_a_replica_like_others() -> None:
+    books = fleet(r0=(ONE,))
+    names = [name for name in message_fields(ReplicaNews) if not name.endswith("_heads")]
+    news = Telling(ORIGIN).news(ReplicaReport("old", cached_heads=(TWO,)))
+    assert books.report(with_known(ReplicaNews, names, {name: getattr(news, name) for name in names}), 0.0)
+    assert chosen(books, TWO) == {"r0", "old"}
+    assert chosen(books, ONE) == {"r0"}
+
+
+def test_a_copy_of_the_table_forgets_what_is_no_more() -> None:
+    books, view = fleet(r0=(ONE,), r1=(TWO,)), PlacementView()
+    view.apply({("heads", "gone"): (ONE.hex(),), ("heads", "r1"): (ONE.hex(),)})
+    view.apply(dict(books.take_changes()) | {("heads", "gone"): None})
+    assert [*view.with_head(ONE.hex())] == ["r0"]
+    assert [*view.with_head(TWO.hex())] == ["r1"]
+
+
+def test_an_older_table_of_settings_does_not_stop_a_newer_process() -> None:
+    settings = PlacementConfig(prefix_aware=False).model_dump()
+    del settings["prefix_aware"]
+    assert PlacementConfig.model_validate(settings).prefix_aware
