@@ -92,6 +92,7 @@ def report(stored: StoredAdapter) -> list[str]:
     lines = [
         f"modules      {len(stored.modules)} in {len(layers)} layers{span}",
         *experts_line(stored),
+        *_activation_line(stored),
         f"ranks        {', '.join(map(str, sorted({module.rank for module in stored.modules})))}",
         f"scales       {', '.join(f'{scale:g}' for scale in scales[:8])}{' …' if len(scales) > 8 else ''}",
         f"dtypes       {', '.join(sorted({tensor.dtype for tensor in tensors}))}",
@@ -113,6 +114,12 @@ def _target(path: str) -> str:
     """A module's name, of an expert "experts.down_proj"."""
     name = path.rsplit(".", 1)[-1]
     return f"experts.{name}" if ".experts." in path else name
+
+
+def _activation_line(stored: StoredAdapter) -> list[str]:
+    """By which tokens of a prompt it is activated; nothing for an adapter that changes all of it."""
+    tokens = ", ".join(map(str, stored.invocation_tokens))
+    return [f"activated    from the last {tokens} of a prompt on (alora_invocation_tokens)"] if tokens else []
 
 
 def experts_line(stored: StoredAdapter) -> list[str]:

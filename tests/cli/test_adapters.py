@@ -65,6 +65,20 @@ def test_there_and_back_again(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert f"q_proj               2  {np.mean(norms):.4g}" in text
 
 
+def test_an_activated_adapter_says_by_which_tokens(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("inspect", folder) == 0
+    assert "activated" not in capsys.readouterr().out
+    config = peft_config(4, ["q_proj", "o_proj"], alora_invocation_tokens=[3, 1, 4])
+    write_peft(folder, config, peft_tensors(ARRAYS))
+    card = tmp_path / f"sql{CARD_SUFFIX}"
+    assert _run("convert", folder, card) == 0
+    for source in (folder, card):
+        assert _run("inspect", source) == 0
+        assert "activated    from the last 3, 1, 4 of a prompt on" in capsys.readouterr().out
+
+
 def test_a_source_that_is_not_there_is_said_to_be_missing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,13 +63,14 @@ class Here:
 class FakeStore:
     """`contents` maps a source to a digest, or to the error that reading it raises; `gates` hold readers up.
 
-    `texts` maps a digest to what the adapter says about text.
+    `texts` maps a digest to what the adapter says about text, `invocations` to the tokens that activate it.
     """
 
     def __init__(self) -> None:
         self.contents: dict[str, str | Exception] = {}
         self.gates: dict[str, asyncio.Event] = {}
         self.texts: dict[str, str] = {}
+        self.invocations: dict[str, tuple[int, ...]] = {}
         self.loads: list[str] = []
         self.cached_digests: set[str] = set()
         self.pinned: list[set[str]] = []
@@ -91,7 +92,8 @@ class FakeStore:
         await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
         self.cached_digests.add(found)
         uri = source if is_composition(source) or source.startswith(UPLOADED) else f"/roots/{source}"
-        return ReadAdapter(uri, replace(card(found), text=self.texts.get(found, "")))
+        invocation = self.invocations.get(found, ())
+        return ReadAdapter(uri, replace(card(found), text=self.texts.get(found, ""), invocation_tokens=invocation))
 
     def host(self, source: str) -> str:
         return source.rpartition("/")[0]

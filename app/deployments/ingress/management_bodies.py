@@ -27,7 +27,8 @@ from app.engine.adapters.composing.composition import shown_source
 
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
-    """One adapter as the management routes show it."""
+    """One adapter as the management routes show it. `alora_invocation_tokens`, PEFT's name, is None for an adapter that
+    is not activated, or not read yet."""
     return {
         "id": entry.name,
         "object": "lora",
@@ -43,6 +44,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "pinned": entry.pinned,
         "traffic_weight": entry.traffic_weight,
         "description": entry.description,
+        "alora_invocation_tokens": [*entry.invocation_tokens] or None,
     }
 
 

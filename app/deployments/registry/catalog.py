@@ -71,6 +71,7 @@ class Catalog:
         extra_bytes: int = 0,
         text: str = "",
         description: str = "",
+        invocation_tokens: Sequence[int] = (),
         tenant_id: str,
         who: str,
         pinned: bool | None = None,
@@ -111,6 +112,7 @@ class Catalog:
                 "extra_bytes": extra_bytes,
                 "text": text,
                 "description": description,
+                "invocation_tokens": " ".join(map(str, invocation_tokens)),
                 "owner": before.get("owner", who),
                 "pinned": before.get("pinned", False) if pinned is None else pinned,
                 "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
@@ -388,6 +390,7 @@ def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
         extra_bytes=row["extra_bytes"],
         text=row["text"],
         description=row["description"],
+        invocation_tokens=tuple(map(int, row["invocation_tokens"].split())),
     )
 
 

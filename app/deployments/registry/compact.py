@@ -12,8 +12,9 @@ from struct import Struct
 from app.deployments.registry.entries import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 
-#: Flags, generation, rank, size, extra bytes, weight, registered, last used; lengths: digest, URI, source, owner, text.
-_HEAD = Struct("<BqqqqdddHIIII")
+#: Flags, generation, rank, size, extra bytes, weight, registered, last used; lengths: digest, URI, source, owner, text,
+#: invocation tokens.
+_HEAD = Struct("<BqqqqdddHIIIII")
 _PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST = 1, 2, 4, 8
 #: Texts that a database may not keep in UTF-8 still come back as they were.
 _ERRORS = "surrogatepass"
@@ -33,8 +34,10 @@ def pack_entry(entry: CatalogEntry) -> bytes:
     head = _HEAD.pack(
         flags, ref.generation, entry.max_rank, entry.size_bytes, entry.extra_bytes, entry.traffic_weight,
         entry.registered_s, entry.last_used_s or 0.0, len(digest), len(uri), len(source), len(owner), len(text),
+        len(entry.invocation_tokens),
     )  # fmt: skip
-    return b"".join((head, digest, uri, source, owner, text, entry.description.encode(errors=_ERRORS)))
+    invocation = Struct(f"<{len(entry.invocation_tokens)}Q").pack(*entry.invocation_tokens)
+    return b"".join((head, digest, uri, source, owner, text, invocation, entry.description.encode(errors=_ERRORS)))
 
 
 def unpack_ref(packed: bytes, tenant_id: str, name: str) -> AdapterRef:
@@ -49,12 +52,14 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
     """The entry that was packed, of this name and tenant."""
     (
         flags, _, max_rank, size_bytes, extra_bytes, weight, registered_s, used_s, num_digest, num_uri, num_source,
-        num_owner, num_text,
+        num_owner, num_text, num_invocation,
     ) = _HEAD.unpack_from(packed)  # fmt: skip
     ref = unpack_ref(packed, tenant_id, name)
     source_at = _HEAD.size + num_digest + num_uri
     owner_at = source_at + num_source
     text_at = owner_at + num_owner
+    invocation_at = text_at + num_text
+    invocation = Struct(f"<{num_invocation}Q")
     return CatalogEntry(
         ref=ref,
         max_rank=max_rank,
@@ -66,8 +71,9 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
         last_used_s=used_s if flags & _USED else None,
         source=ref.uri if flags & _SAME_SOURCE else packed[source_at:owner_at].decode(errors=_ERRORS),
         extra_bytes=extra_bytes,
-        text=packed[text_at : text_at + num_text].decode(errors=_ERRORS),
-        description=packed[text_at + num_text :].decode(errors=_ERRORS),
+        text=packed[text_at:invocation_at].decode(errors=_ERRORS),
+        description=packed[invocation_at + invocation.size :].decode(errors=_ERRORS),
+        invocation_tokens=invocation.unpack_from(packed, invocation_at),
     )
 
 

@@ -65,6 +65,7 @@ class CatalogEntry:
     `size_bytes` is its size in host memory, `extra_bytes` what a device holds of it beside rank rows.
     `last_used_s` is known of an entry that was asked for by name; lists and published tables do not have it.
     `text` is `AdapterCard.text`. `description`: what it is for, as whoever loaded it says, or its card.
+    `invocation_tokens` is `AdapterCard.invocation_tokens`.
     """
 
     ref: AdapterRef
@@ -79,6 +80,7 @@ class CatalogEntry:
     extra_bytes: int = 0
     text: str = ""
     description: str = ""
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

@@ -199,6 +199,7 @@ class Loads:
                 size_bytes=card.size_bytes,
                 extra_bytes=card.extra_bytes,
                 text=card.text,
+                invocation_tokens=card.invocation_tokens,
                 description=card.description[:MAX_DESCRIPTION_CHARS] if job.description is None else job.description,
                 tenant_id=job.tenant_id,
                 who=job.requested_by,

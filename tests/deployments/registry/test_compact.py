@@ -20,8 +20,9 @@ digests = st.one_of(st.sampled_from(["", "d1", "A" * 64, "g" * 64, "é" * 64, " 
     min_size=32, max_size=32).map(bytes.hex))  # fmt: skip
 refs = st.builds(AdapterRef, texts, digests, texts, counts, texts)
 entries = st.builds(
-    CatalogEntry, refs, counts, counts, times, texts, st.booleans(), times, st.none() | times, texts, counts, texts
-)
+    CatalogEntry, refs, counts, counts, times, texts, st.booleans(), times, st.none() | times, texts, counts, texts,
+    texts, st.lists(counts, max_size=5).map(tuple),
+)  # fmt: skip
 
 
 @given(entry=entries)
@@ -34,7 +35,9 @@ def test_what_is_unpacked_is_what_was_packed(entry: CatalogEntry) -> None:
 
 def other(value: object) -> object:
     """Not this value."""
-    return {bool: lambda: True, str: lambda: "other", type(None): lambda: 7.0}.get(type(value), lambda: 9)()
+    return {bool: lambda: True, str: lambda: "other", type(None): lambda: 7.0, tuple: lambda: (3, 1 << 40)}.get(
+        type(value), lambda: 9
+    )()
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(CatalogEntry) if field.name != "ref"])

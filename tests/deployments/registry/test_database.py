@@ -41,7 +41,7 @@ def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
         assert kept_metadata is metadata, "the tables of what is kept are among them"
         differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
         assert differences == []
-        assert context.get_current_revision() == "r0006"
+        assert context.get_current_revision() == "r0007"
     database.close()
 
 
@@ -115,7 +115,7 @@ def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty
     for _ in range(2):
         with pytest.raises(
             ConfigError,
-            match=rf"has schema revision '{revision}', but .* knows r0001, .*, r0004, r0005, r0006 only.* empty place",
+            match=rf"has schema revision '{revision}', but .* knows r0001, .*, r0005, r0006, r0007 only.* empty place",
         ):
             Database(empty_url, "base")
     with database.read() as connection:

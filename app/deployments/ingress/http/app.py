@@ -277,14 +277,17 @@ def base_model(service: HttpService) -> dict[str, Any]:
 def model_of(service: HttpService, entry: Entry, caller: Caller) -> dict[str, Any]:
     """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
 
-    A place on this server is no client's business, nor is where another tenant's adapter comes from: the root of such
-    an adapter is its name.
+    An adapter that is activated says by which tokens. A place on this server is no client's business, nor is where
+    another tenant's adapter comes from: the root of such an adapter is its name.
     """
+    activation = {}
     if isinstance(entry, AliasEntry):
         created, root = entry.updated_s, max(entry.targets, key=lambda target: target.weight).name
     else:
         is_told = "://" in entry.source and not is_composition(entry.source) and entry.tenant_id == caller.tenant_id
         created, root = entry.registered_s, entry.source if is_told else entry.name
+        if entry.invocation_tokens:
+            activation = {"alora_invocation_tokens": [*entry.invocation_tokens]}
     return {
         "id": entry.name,
         "object": "model",
@@ -292,6 +295,7 @@ def model_of(service: HttpService, entry: Entry, caller: Caller) -> dict[str, An
         "owned_by": "polylora",
         "root": root,
         "parent": service.base_name,
+        **activation,
     }
 
 

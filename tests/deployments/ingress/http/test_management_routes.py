@@ -233,6 +233,21 @@ async def test_models_tell_remote_sources_and_no_path_of_the_server(http: httpx.
     assert "/srv/secret/sql" in (await http.get("/v1/loras/near")).text, "operators see it"
 
 
+async def test_an_activated_adapter_says_by_which_tokens(http: httpx.AsyncClient, service: Service) -> None:
+    store, key = service.managed.store, "alora_invocation_tokens"
+    store.contents |= {"at-once": "d-plain", "activated": "d-activated"}
+    store.invocations["d-activated"] = (3, 1, 4)
+    for name in ("activated", "at-once"):
+        assert (await http.post("/v1/loras?wait=true", json={"name": name, "path": name})).json()["id"] == name
+    for name, told in (("activated", [3, 1, 4]), ("at-once", None)):
+        assert (await http.get(f"/v1/loras/{name}")).json()[key] == told
+        assert (await http.get(f"/v1/models/{name}")).json().get(key) == told
+    for route in ("/v1/loras", "/v1/models"):
+        data = (await http.get(route)).json()["data"]
+        assert {item["id"]: item[key] for item in data if item.get(key)} == {"activated": [3, 1, 4]}, route
+    assert (await http.post("/v1/loras?wait=true", json={"name": "activated", "path": "new"})).json()[key] is None
+
+
 async def test_a_canary_is_promoted_and_rolled_back(http: httpx.AsyncClient, service: Service) -> None:
     for name, source in (("v1", "new"), ("v2", "two")):
         await service.managed.client.load_and_wait(wanted(name, source))
