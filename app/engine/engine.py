@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ from app.engine.scheduling.prefill import PrefillPace
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.speculation.speculator import Speculator
-from app.engine.stats import EngineStats, Meter, ResidentAdapter
+from app.engine.stats import EngineStats, Meter, ResidentAdapter, TenantService
 from app.engine.step_split import StepSplit
 from app.engine.structured.compiler import GrammarCompiler, Grammars
 
@@ -70,6 +70,12 @@ class _Abort:
 @dataclass(frozen=True, slots=True)
 class _Pin:
     digests: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    served: Mapping[str, float]
+    continues: bool
 
 
 def context_of(config: EngineConfig, spec: ModelSpec) -> int:
@@ -148,7 +154,7 @@ class Engine:
         self._builder = BatchBuilder(limits.block_size, self._compiler.masks if self._compiler is not None else None)
         #: Called on any thread when the engine has work that no submit has announced.
         self.on_work: Callable[[], None] = lambda: None
-        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | Drop | Bring] = deque()
+        self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _Elsewhere | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
         self._orders = AdapterOrders(self._adapters, limits.extra_bytes_of)
         self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
@@ -213,6 +219,14 @@ class Engine:
         Requests for adapters that they leave no room for end with NotReady.
         """
         self._inbox.append(_Pin(frozenset(digests)))
+
+    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+        """Other replicas served tenants that wait here so much in all: `FairQueue.hear_elsewhere`, in the next step."""
+        self._inbox.append(_Elsewhere(served, continues))
+
+    def service(self) -> TenantService:
+        """What tenants were served here, and which of them wait, as of about now."""
+        return self._scheduler.service()
 
     def bring_adapter(self, adapter: LoraAdapter, ref: AdapterRef) -> Future[int]:
         """Write an adapter before any request asks for it, as soon as sequences in flight leave it room.
@@ -360,6 +374,8 @@ class Engine:
                 case _Pin(digests):
                     self._adapters.pin(digests)
                     self._scheduler.reopen()
+                case _Elsewhere(served, continues):
+                    self._scheduler.hear_elsewhere(served, continues=continues)
                 case Drop() | Bring():
                     self._orders.take(message)
             if chunk is not None:

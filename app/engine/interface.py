@@ -8,7 +8,7 @@ an answer, also when the engine fails or is stopped; unless a step hangs (`check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import EngineFailure
 from app.engine.request import GenerateRequest, TokenChunk
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineStats, TenantService
 
 #: Takes the chunks of one step, in order, on a thread of the engine. It must be quick and must not raise.
 OnChunks = Callable[[list[TokenChunk]], None]
@@ -97,4 +97,15 @@ class RunningEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done, as of about now."""
+        ...
+
+    def service(self) -> TenantService:
+        """What tenants were served here, and which of them wait, as of about now."""
+        ...
+
+    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+        """Other replicas served tenants that wait here so much in all; it counts for whose turn is next.
+
+        `continues`: nothing was missed since the last such call; otherwise the totals are where counting begins.
+        """
         ...

@@ -41,6 +41,13 @@ class TenantStats:
     kv_block_ms: int = 0
 
 
+class TenantService(NamedTuple):
+    """What the fair queue has counted: each tenant's service in all, in prompt tokens by weight, and who waits."""
+
+    served: dict[str, float]
+    waiting: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Totals count since the engine started.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 
 from app.engine.adapters.card import AdapterRef
@@ -19,7 +19,7 @@ from app.engine.engine import Engine
 from app.engine.errors import EngineFailure
 from app.engine.interface import OnChunks, OnFailure
 from app.engine.request import GenerateRequest
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineStats, TenantService
 from app.engine.step_clock import StepClock
 from app.engine.warm_up import warm_up
 
@@ -117,6 +117,13 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    def service(self) -> TenantService:
+        return self._engine.service()
+
+    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+        self._engine.hear_elsewhere(served, continues=continues)
+        self._wake.set()
 
     def _run(self) -> None:
         engine = self._engine

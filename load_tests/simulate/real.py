@@ -40,7 +40,7 @@ from app.engine.engine import Engine
 from app.engine.errors import EngineFailure
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineStats, TenantService
 from app.simulation.traffic import BASE, Traffic
 from load_tests.control.simulated import SimulatedIngress
 from load_tests.popularity import adapter_indices
@@ -183,6 +183,13 @@ class SteppedEngine:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def service(self) -> TenantService:
+        return self.engine.service()
+
+    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+        self.engine.hear_elsewhere(served, continues=continues)
+        self._wake.set()
 
 
 class _HostMemory:

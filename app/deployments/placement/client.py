@@ -36,6 +36,10 @@ class PlacementClient:
         """The replicas whose device holds an adapter, and how it is used there."""
         return await self._actor.call(PlacementService.residency, digest)
 
+    async def served_elsewhere(self, replica_id: str, tenant_ids: Sequence[str]) -> Mapping[str, float]:
+        """What these tenants were served on other replicas than this one, as far as those have said."""
+        return await self._actor.call(PlacementService.served_elsewhere, replica_id, tenant_ids)
+
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
     ) -> tuple[Version, Changes[Key, Row]] | None:

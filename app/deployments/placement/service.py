@@ -19,6 +19,7 @@ from app.deployments.links.tasks import Tasks
 from app.deployments.links.watched import Follower, Watch
 from app.deployments.placement.books import PlacementBooks
 from app.deployments.placement.choosing import make_policy
+from app.deployments.placement.served import ServedElsewhere
 from app.deployments.placement.table import Key, LoadNews, Origin, ReplicaLoad, ReplicaNews, Residency, Row
 from app.engine.errors import ConfigError, NotReady
 
@@ -52,6 +53,7 @@ class PlacementService:
         self._now_s = clock
         self._settings = config.model_dump_json()
         self._books = _books(config)
+        self._served = ServedElsewhere()
         self._table: PublishedTable[Key, Row] = PublishedTable(clock, floor_s=TABLE_FLOOR_S)
         self._loads: PublishedTable[str, ReplicaLoad] = PublishedTable(clock, floor_s=LOADS_FLOOR_S)
         self._settled_s = clock() + config.report_interval_s + SETTLE_MARGIN_S
@@ -65,6 +67,7 @@ class PlacementService:
         now_s = self._now_s()
         is_understood = self._books.report(news, now_s)
         if news.replica_id in self._books.view.replicas:
+            self._served.hear(news)
             if news.origin is not None:
                 self._origins[news.replica_id] = news.origin
             if is_understood:
@@ -90,6 +93,10 @@ class PlacementService:
     async def residency(self, digest: str) -> list[Residency]:
         """The replicas whose device holds an adapter, and how it is used there."""
         return self._books.residency(digest)
+
+    async def served_elsewhere(self, replica_id: str, tenant_ids: Sequence[str]) -> Mapping[str, float]:
+        """What these tenants were served on other replicas than this one, as far as those have said."""
+        return self._served.elsewhere(replica_id, tenant_ids)
 
     async def watch(
         self, held: Version | None, watcher_id: str, timeout_s: float
@@ -123,6 +130,7 @@ class PlacementService:
         if any(key[0] == "replica" for key in changes):
             present = self._books.view.replicas
             self._origins = {each: origin for each, origin in self._origins.items() if each in present}
+            self._served.keep(present)
             self._loads.publish({key[1]: None for key, row in changes.items() if key[0] == "replica" and row is None})
             self._follow_newest()
 

@@ -21,6 +21,7 @@ class ReplicaReport:
     `last_used_s`: when a request last entered with each of the resident (Unix time); absent if none did. `num_rows`:
     rank rows that each of the resident takes; `num_rank_rows`: those that the replica has; `num_kv_tokens`: tokens that
     its KV memory holds. `cached_heads`: names of what prompts began with that is cached (`prompt_heads`).
+    `served`: what its fair queue has counted of each tenant.
     """
 
     replica_id: str
@@ -33,6 +34,7 @@ class ReplicaReport:
     num_rank_rows: int = 0
     num_kv_tokens: int = 0
     cached_heads: tuple[bytes, ...] = ()
+    served: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def load(self) -> int:
@@ -57,7 +59,8 @@ class ReplicaNews:
     A message that `is_whole` stands alone: `loaded` is all that is resident, and it has an `origin`. `is_leaving`: the
     replica takes no new requests, for good. `num_rows` are the rank rows of what is `loaded`, `num_rank_rows` those
     that the replica has, `num_kv_tokens` what its KV memory holds, as far as it says so. `cached_heads` are new ones,
-    or all in a whole message, `dropped_heads` are cached no more or were not used lately; 8 bytes each.
+    or all in a whole message, `dropped_heads` are cached no more or were not used lately; 8 bytes each. `served`: the
+    totals of tenants that were served since, in the fair queue's prices by weight; not of all if they are many.
     """
 
     replica_id: str
@@ -75,6 +78,7 @@ class ReplicaNews:
     num_kv_tokens: int = 0
     cached_heads: tuple[bytes, ...] = ()
     dropped_heads: tuple[bytes, ...] = ()
+    served: Mapping[str, float] = field(default_factory=dict)
 
 
 #: ("replica", id) -> (started, rank rows, KV tokens): it is on the table. started: when it was (Unix time).

@@ -6,9 +6,13 @@ placement may not have had is followed by a whole one, never by changes.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import replace
 
 from app.deployments.placement.table import Origin, ReplicaNews, ReplicaReport
+
+#: So many tenants' service is told at a time, of those that were served most since.
+MAX_TOLD_TENANTS = 64
 
 
 class Telling:
@@ -18,6 +22,7 @@ class Telling:
         self._origin = origin
         self._number = 0
         self._told: ReplicaReport | None = None
+        self._told_served: dict[str, float] = {}
 
     def is_news(self, resident: tuple[str, ...]) -> bool:
         """Whether other adapters are resident than placement was told."""
@@ -27,7 +32,14 @@ class Telling:
         """The next message. Ask `forget` for a whole one if placement does not take it."""
         told, self._told = self._told, state
         self._number += 1
-        news = ReplicaNews(state.replica_id, self._number, state.load, is_leaving=is_leaving, active=dict(state.active))
+        news = ReplicaNews(
+            state.replica_id,
+            self._number,
+            state.load,
+            is_leaving=is_leaving,
+            active=dict(state.active),
+            served=self._served(state),
+        )
         if told is None:
             used_s = dict(state.last_used_s)
             return replace(
@@ -51,6 +63,16 @@ class Telling:
             dropped_heads=tuple(sorted({*told.cached_heads}.difference(state.cached_heads))),
             used_s={d: used_s for d, used_s in state.last_used_s.items() if told.last_used_s.get(d) != used_s},
         )
+
+    def _served(self, state: ReplicaReport) -> dict[str, float]:
+        """Totals that have changed. They are totals, so a message that was lost is made good by the next."""
+        since = {name: total - self._told_served.get(name, 0.0) for name, total in state.served.items()}
+        changed = [name for name, amount in since.items() if amount]
+        if len(changed) > MAX_TOLD_TENANTS:
+            changed = heapq.nlargest(MAX_TOLD_TENANTS, changed, key=since.__getitem__)
+        told = {name: state.served[name] for name in changed}
+        self._told_served = {name: total for name, total in self._told_served.items() if name in state.served} | told
+        return told
 
     def forget(self) -> None:
         """Placement may not know what it was told: the next message is a whole one."""

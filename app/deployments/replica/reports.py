@@ -2,8 +2,9 @@
 
 In: the engine's counts and what its service knows of requests. Out: one loop of reports. Placement hears at once when
 adapters have moved, and of the load at intervals; the registry hears at most once a second, and only news. Rule: a
-registry that is slow, away or broken delays nothing else, and hears later what it has missed. When the engine has
-failed, or Serve ends this replica, placement is told that it takes nothing more: its adapters must find other homes.
+registry that is slow, away or broken delays nothing else, and hears later what it has missed. Where several tenants
+wait, placement is asked what they were served elsewhere; nobody waits for its answer. When the engine has failed, or
+Serve ends this replica, placement is told that it takes nothing more: its adapters must find other homes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ MIN_REPORT_INTERVAL_S = 0.1
 OBSERVE_INTERVAL_S = 1.0
 #: Placement that has not taken a report by then is told the next one instead.
 REPORT_TIMEOUT_S = 5.0
+#: So many of the tenants that wait are asked about, those that began to wait first.
+MAX_TENANTS = 64
 #: So many adapters' use is remembered for a registry that is away, the last that were used.
 MAX_UNTOLD = 4096
 
@@ -35,6 +38,8 @@ class Placement(Protocol):
     """The part of `PlacementClient` that is used here."""
 
     async def report(self, news: ReplicaNews) -> bool: ...
+
+    async def served_elsewhere(self, replica_id: str, tenant_ids: Sequence[str]) -> Mapping[str, float]: ...
 
 
 class Observer(Protocol):
@@ -88,8 +93,11 @@ class Reports:
         self._known_resident: set[str] = set()  # as the registry knows it
         self._untold_s: dict[str, float] = {}  # adapters in use, and when, that the registry has not heard of
         self._observing = Tasks()
+        self._hearing = Tasks()
+        self._is_listening = False  # whether what is served elsewhere was heard all the time since several wait
         self._placement_troubles = Troubles("reporting to placement")
         self._registry_troubles = Troubles("telling the registry of use")
+        self._hearing_troubles = Troubles("asking placement what tenants are served elsewhere")
 
     async def run(self) -> None:
         """Report until the engine has failed, or the task is cancelled."""
@@ -100,6 +108,7 @@ class Reports:
             if is_due or is_leaving != was_leaving or now_s - reported_s >= self._interval_s:
                 reported_s, was_leaving = now_s, is_leaving
                 await self._report(stats, is_leaving=is_leaving)
+                self._ask_elsewhere()
             if now_s - self._observed_s >= OBSERVE_INTERVAL_S and not self._observing:
                 self._observed_s = now_s
                 for metrics in self._metrics:
@@ -111,6 +120,7 @@ class Reports:
     def close(self) -> None:
         """Tell the registry nothing more."""
         self._observing.cancel()
+        self._hearing.cancel()
 
     async def _has_changed(self, timeout_s: float) -> bool:
         """Whether adapters may have moved; waits for it, at most this long."""
@@ -125,7 +135,7 @@ class Reports:
         num_rows = {item.digest: item.num_rows for item in stats.residents}
         state = replace(
             state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows, num_kv_tokens=stats.num_kv_tokens,
-            cached_heads=stats.cached_heads if self._tells_heads else (),
+            cached_heads=stats.cached_heads if self._tells_heads else (), served=self._engine.service().served,
         )  # fmt: skip
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
@@ -137,6 +147,26 @@ class Reports:
             self._placement_troubles.met(error)
         else:
             self._placement_troubles.over()
+
+    def _ask_elsewhere(self) -> None:
+        """If it matters here what tenants were served elsewhere, ask; nobody waits for the answer."""
+        waiting = self._engine.service().waiting
+        if len(waiting) < 2:
+            self._is_listening = False
+        elif not self._hearing:
+            self._hearing.start(self._hear_elsewhere(waiting[:MAX_TENANTS]))
+
+    async def _hear_elsewhere(self, tenant_ids: Sequence[str]) -> None:
+        try:
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                served = await self._placement.served_elsewhere(self._replica_id, tenant_ids)
+        except Exception as error:  # placement of another release, or none: each replica is fair by itself
+            self._hearing_troubles.met(error)
+            self._is_listening = False
+            return
+        self._hearing_troubles.over()
+        self._engine.hear_elsewhere(served, continues=self._is_listening)
+        self._is_listening = True
 
     async def _observe(self, resident: set[str]) -> None:
         """Tell what came to and left the device since the last time that was heard, and what requests used."""

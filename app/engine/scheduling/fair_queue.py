@@ -11,6 +11,12 @@ much more than any tenant that waits. A sequence marked as urgent (it was
 preempted, or could not be placed while others passed it) is offered first. What fits, and when, is
 for admission to decide.
 
+Over several replicas: a tenant that was served more elsewhere than the others that wait here owes the difference
+(`hear_elsewhere`), and while it does, whatever it gets here is charged up to `SURCHARGE` times. So of two tenants that
+wait here, none gets less here than the other's service divided by `SURCHARGE`, but for one bound, and one that owes
+nothing is ahead over all replicas by at most `SURCHARGE` bounds, and what was not told yet. What exceeds `MAX_DEBT` is
+forgiven. Who hears nothing from elsewhere charges nothing for it.
+
 There are two classes, each with counters of its own: batches' sequences, for which nobody waits, are offered after all
 others. The bound holds within a class.
 """
@@ -19,9 +25,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 from app.engine.sequence import Sequence, Status
+from app.engine.stats import TenantService
 
 #: Prices in prompt tokens. Output tokens are computed one by one (VTC uses 1 and 2); an adapter load
 #: occupies the device about as long as a prefill of one token per rank row.
@@ -36,16 +43,24 @@ HELD_ROW_PRICE = 1 / 64
 #: By how much more a tenant may have been served, in these prices and by weight, and still be given another's place.
 MAX_LEAD = 4096.0
 
+#: What is served here to a tenant that was served more elsewhere is charged so many times at most, and
+#: what it owes for that is no more than this, in these prices and by weight: it bounds what a wrong report can do.
+SURCHARGE = 4.0
+MAX_DEBT = 16384.0
+
 #: Counters of absent tenants that are remembered; beyond it the lowest are forgotten, which favours
 #: a returning tenant by at most the difference to the queue's least counter.
 MAX_ABSENT_TENANTS = 4096
 
 
 class _Tenant:
-    __slots__ = ("counter", "num_waiting", "queue")
+    __slots__ = ("counter", "debt", "elsewhere", "num_waiting", "queue", "served")
 
     def __init__(self) -> None:
         self.counter = 0.0
+        self.served = 0.0  # weighted service here since it is known: only grows, and absence does not lift it
+        self.elsewhere: float | None = None  # the same of other replicas, as last heard while it waits
+        self.debt = 0.0  # by how much more it was served elsewhere than others that wait here
         self.num_waiting = 0  # in `queue` or urgent
         self.queue: dict[str, Sequence] = {}  # by request id, in arrival order
 
@@ -68,7 +83,9 @@ class _Class:
             tenant = self.tenants[sequence.tenant_id] = _Tenant()
         if tenant.num_waiting == 0:
             waiting = [self.tenants[other].counter for other in self.waiting_tenants]
-            tenant.counter = max(tenant.counter, min(waiting) if waiting else self.last_left)
+            lift = max(0.0, (min(waiting) if waiting else self.last_left) - tenant.counter)
+            tenant.counter += lift
+            tenant.debt = max(0.0, tenant.debt - lift)  # the credit that an absence loses pays it
             self.waiting_tenants[sequence.tenant_id] = None
         tenant.num_waiting += 1
         self.num_waiting += 1
@@ -81,6 +98,7 @@ class _Class:
         tenant.num_waiting -= 1
         if not tenant.num_waiting:
             del self.waiting_tenants[sequence.tenant_id]
+            tenant.elsewhere = None
         self.num_waiting -= 1
         if self.num_waiting == 0:
             self.last_left = tenant.counter
@@ -102,6 +120,16 @@ class _Class:
             charged = tenants[index].counter - before
             cost = charged if is_admitted else INPUT_PRICE * sequence.num_pending / sequence.request.weight
             heapq.heapreplace(heap, (counter + cost, index, queue))
+
+    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+        waiting = [(name, self.tenants[name]) for name in self.waiting_tenants]
+        for name, tenant in waiting:
+            before, tenant.elsewhere = tenant.elsewhere, served.get(name)
+            if continues and before is not None and tenant.elsewhere is not None:
+                tenant.debt += max(0.0, tenant.elsewhere - before)
+        least = min((tenant.debt for _, tenant in waiting), default=0.0)
+        for _, tenant in waiting:
+            tenant.debt = min(tenant.debt - least, MAX_DEBT)
 
     def forget_absent(self, present: set[str]) -> None:
         if len(self.tenants) <= MAX_ABSENT_TENANTS:
@@ -184,7 +212,31 @@ class FairQueue:
 
     def charge(self, sequence: Sequence, price: float) -> None:
         """Count served work, in prompt tokens, against the sequence's tenant."""
-        self._class(sequence).tenants[sequence.tenant_id].counter += price / sequence.request.weight
+        tenant = self._class(sequence).tenants[sequence.tenant_id]
+        price /= sequence.request.weight
+        extra = min(tenant.debt, (SURCHARGE - 1) * price)
+        tenant.debt -= extra
+        tenant.served += price
+        tenant.counter += price + extra
+
+    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+        """Learn what tenants that wait here were served on other replicas: totals that grow, priced and by weight.
+
+        `continues`: what is new since the last such call was served while this queue listened, and counts. Otherwise,
+        and for a tenant that has just begun to wait, a total is only where counting begins. One that has become smaller
+        (a replica has left, placement has restarted) counts nothing.
+        """
+        self._awaited.hear_elsewhere(served, continues=continues)
+
+    def service(self) -> TenantService:
+        """Batches aside, what tenants were served here, without what was charged for other replicas. Any thread."""
+        served = {tenant_id: tenant.served for tenant_id, tenant in self._awaited.tenants.copy().items()}
+        return TenantService(served, tuple(self._awaited.waiting_tenants.copy()))
+
+    def debt_of(self, tenant_id: str) -> float:
+        """What a tenant owes for service elsewhere; 0 of one that is not known."""
+        tenant = self._awaited.tenants.get(tenant_id)
+        return tenant.debt if tenant is not None else 0.0
 
     def gap(self) -> float:
         """How far the counters of tenants that wait are apart: what the bound is about, as of now."""

@@ -9,6 +9,8 @@ oldest always finishes, so everyone does. Arrays are the batch builder's, memory
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from app.engine.batch import ForwardOutput
 from app.engine.errors import AdapterOverflow, EngineFailure
 from app.engine.pooling import embedding
@@ -23,7 +25,7 @@ from app.engine.scheduling.isolation import Isolation
 from app.engine.scheduling.prefill import PrefillPace, keep_room, spend_rest, split_prefill
 from app.engine.sequence import Sequence, Status
 from app.engine.speculation.speculator import Speculator
-from app.engine.stats import Meter
+from app.engine.stats import Meter, TenantService
 
 
 class Scheduler:
@@ -69,6 +71,14 @@ class Scheduler:
     def service_gap(self) -> float:
         """How far the weighted service of tenants that wait is apart, in prompt tokens."""
         return self._queue.gap()
+
+    def service(self) -> TenantService:
+        """What tenants were served here, and which of them wait; any thread may ask."""
+        return self._queue.service()
+
+    def hear_elsewhere(self, served: Mapping[str, float], *, continues: bool) -> None:
+        """`FairQueue.hear_elsewhere`."""
+        self._queue.hear_elsewhere(served, continues=continues)
 
     def num_live_of(self, digest: str) -> int:
         """Live sequences of an adapter, waiting ones included."""

@@ -265,3 +265,16 @@ def test_messages_of_a_replica_are_as_long_as_what_has_changed() -> None:
     assert len(pickle.dumps(change)) < 800
     again = telling.news(ReplicaReport("r0", resident=after, last_used_s={names[1]: 1.0}))
     assert again == ReplicaNews("r0", 3)
+
+
+@virtually
+async def test_a_replica_is_told_what_tenants_were_served_on_those_that_are_on_the_table() -> None:
+    life = Life()
+    for total in (0.0, 9.0):
+        for replica_id in ("r0", "r1"):
+            telling = life.tellings.setdefault(replica_id, Telling(Origin("store", "{}", 0.0)))
+            await life.service.report(telling.news(ReplicaReport(replica_id, served={"a": 1.0 + total})))
+    assert await life.service.served_elsewhere("r0", ["a", "b"]) == {"a": 9.0, "b": 0.0}
+    await life.report("r1", is_leaving=True)
+    assert await life.service.served_elsewhere("r0", ["a"]) == {"a": 0.0}
+    await life.service.close()

@@ -17,7 +17,7 @@ from app.deployments.replica import reports as module
 from app.deployments.replica.reports import Reports
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.errors import ConfigError, NotReady
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineStats, TenantService
 from tests.deployments.fleet import LIMITS, FakeReplica, Fleet
 from tests.deployments.placed import ORIGIN
 from tests.fakes import fake_adapter, fake_request
@@ -32,6 +32,9 @@ class Listeners:
         self.wants_whole = False
         self.observed: list[tuple[list[str], list[str], dict[str, float]]] = []
         self.placement_error: Exception | None = None
+        self.elsewhere: dict[str, float] = {}
+        self.elsewhere_error: Exception | None = None
+        self.asked: list[tuple[str, ...]] = []
         self.registry_error: Exception | None = None
         self.registry_answers = asyncio.Event()
         self.registry_answers.set()
@@ -46,6 +49,13 @@ class Listeners:
         self.wants_whole = False
         self.resident = {*news.loaded} if news.is_whole else (self.resident - {*news.unloaded}) | {*news.loaded}
         return True
+
+    async def served_elsewhere(self, replica_id: str, tenant_ids: Sequence[str]) -> Mapping[str, float]:
+        assert replica_id == "replica-0"
+        self.asked.append(tuple(tenant_ids))
+        if self.elsewhere_error is not None:
+            raise self.elsewhere_error
+        return {tenant_id: self.elsewhere.get(tenant_id, 0.0) for tenant_id in tenant_ids}
 
     async def observe(
         self, replica_id: str, loaded: Sequence[str], unloaded: Sequence[str], used_s: Mapping[str, float]
@@ -277,3 +287,52 @@ async def test_of_use_that_nobody_hears_the_newest_is_kept(bench: Bench, monkeyp
     bench.listeners.registry_error = None
     await until(lambda: bool(bench.listeners.observed))
     assert set(bench.listeners.observed[0][2]) == {adapter.card.digest for adapter in adapters[1:]}
+
+
+async def test_placement_is_told_what_tenants_were_served(bench: Bench) -> None:
+    bench.start(interval_s=0.01)
+    await until(lambda: bool(bench.listeners.reports))
+    await bench.use("r", fake_adapter("a", 8))
+    await until(lambda: any(news.served for news in bench.listeners.reports))
+    total = bench.replica.thread.service().served["default"]
+    await until(lambda: any(news.served.get("default") == total for news in bench.listeners.reports))
+    num_reports = len(bench.listeners.reports)
+    await until(lambda: len(bench.listeners.reports) > num_reports + 2)
+    assert not bench.listeners.reports[-1].served, "nothing has changed since"
+    assert bench.listeners.asked == [], "nobody waits"
+
+
+async def test_where_tenants_wait_placement_is_asked_what_they_were_served_elsewhere(bench: Bench) -> None:
+    """What is new between two answers counts; what came while nobody was heard does not."""
+    heard: list[tuple[dict[str, float], bool]] = []
+    engine = bench.replica.thread
+    engine.service = lambda: TenantService({}, waiting)  # type: ignore[method-assign]
+    engine.hear_elsewhere = lambda served, *, continues: heard.append((dict(served), continues))  # type: ignore[method-assign]
+    waiting: tuple[str, ...] = ("a",)
+    bench.start(interval_s=0.01)
+    await until(lambda: len(bench.listeners.reports) > 2)
+    assert bench.listeners.asked == [], "whose turn it is is no question"
+    waiting = ("a", "b")
+    bench.listeners.elsewhere = {"a": 5.0, "c": 1.0}
+    await until(lambda: len(heard) >= 3)
+    assert heard[:2] == [({"a": 5.0, "b": 0.0}, False), ({"a": 5.0, "b": 0.0}, True)]
+    bench.listeners.elsewhere_error = AttributeError("an older release")
+    num_asked, num_reports = len(bench.listeners.asked), len(bench.listeners.reports)
+    await until(lambda: len(bench.listeners.asked) > num_asked and len(bench.listeners.reports) > num_reports + 2)
+    num_heard = len(heard)
+    bench.listeners.elsewhere_error = None
+    await until(lambda: len(heard) >= num_heard + 2)
+    assert [continues for _, continues in heard[num_heard : num_heard + 2]] == [False, True]
+
+
+async def test_an_answer_about_elsewhere_that_does_not_come_delays_no_report(bench: Bench) -> None:
+    never = asyncio.Event()
+
+    async def served_elsewhere(_: str, __: Sequence[str]) -> Mapping[str, float]:
+        await never.wait()
+        return {}
+
+    bench.listeners.served_elsewhere = served_elsewhere  # type: ignore[method-assign]
+    bench.replica.thread.service = lambda: TenantService({}, ("a", "b"))  # type: ignore[method-assign]
+    bench.start(interval_s=0.01)
+    await until(lambda: len(bench.listeners.reports) > 5)
