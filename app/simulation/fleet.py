@@ -2,7 +2,7 @@
 
 In: traffic, the size of the fleet, a placement policy, costs and a seed. Out: a `Result`. Decisions are production's
 own: `PlacementBooks` with the policy, the ingress's `Loads` and `choose`, the store's `BoundedSet` for host memory, the
-autoscaler's `wanted` and `decide`. Rule: everything happens in order of its time, and what is random comes from the
+autoscaler's (`scaling`). Rule: everything happens in order of its time, and what is random comes from the
 seed, so a run is the same on any machine. Simplified are: one ingress, which knows placement's table at once, and one
 node's host memory for all replicas.
 """
@@ -18,31 +18,18 @@ from dataclasses import dataclass, field
 
 from app.config import PlacementConfig
 from app.deployments.ingress.loads import Loads
-from app.deployments.placement.autoscaling import Demand, Objective, decide, wanted
 from app.deployments.placement.books import PlacementBooks
 from app.deployments.placement.choosing import choose, make_policy
 from app.deployments.placement.service import REBALANCE_INTERVAL_S
 from app.deployments.placement.table import Origin, ReplicaLoad, ReplicaReport, Row
 from app.deployments.placement.telling import Telling
-from app.deployments.replica.demand import DEMAND_S
 from app.deployments.store.bounded_set import BoundedSet
 from app.engine.sequence import Status
 from app.simulation.costs import Costs
 from app.simulation.replica import Job, Replica, ReplicaSize
 from app.simulation.result import Result, Tick
+from app.simulation.scaling import SCALING_INTERVAL_S, Scaler, Scaling
 from app.simulation.traffic import BASE, Traffic
-
-#: How often the autoscaler is asked.
-SCALING_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """Replicas follow demand between two numbers; `objective` as in a Serve application file."""
-
-    min_replicas: int
-    max_replicas: int
-    objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +44,7 @@ class Plan:
     scaling: Scaling | None = None
     lost_s: Sequence[float] = ()
     is_warm: bool = True  # every adapter is on disk already
+    pinned: Sequence[int] = ()  # adapters that every replica brings to its rows before it takes requests
 
 
 def simulate(traffic: Traffic, plan: Plan, seed: int) -> Result:
@@ -88,9 +76,8 @@ class _Fleet:
         self._homes: dict[str, Row] = {}
         self._events: list[tuple[float, int, str, object]] = []
         self._num_events = self._num_started = self._num_jobs_open = 0
-        self._history: list[tuple[float, float]] = []
-        self._wanted_s: dict[str, float] = {}  # adapters that were asked for, and when they last were
-        self._rates: dict[str, tuple[float, int, float]] = {}  # (when, tokens until then, best rate)
+        self._scaler = None if plan.scaling is None else Scaler(plan.scaling)
+        self._pinned = {self._digests[index]: int(traffic.rank[index]) for index in plan.pinned}
         self._to_start = 0
         self._stranded: list[Job] = []
         self.result = Result(traffic)
@@ -162,7 +149,8 @@ class _Fleet:
             return
         digest, view = job.digest, self._books.view
         if digest is not None:
-            self._wanted_s[digest] = self._now_s
+            if self._scaler is not None:
+                self._scaler.asked(digest, self._now_s)
             if self._policy.has_homes and not view.homes(digest):
                 self._books.assign([digest])
         chosen = choose(
@@ -222,6 +210,7 @@ class _Fleet:
         replica_id = f"r{self._num_started:04d}"
         self._num_started += 1
         replica = Replica(replica_id, self._now_s, self._plan.costs, self._plan.size)
+        replica.pin(self._pinned)
         self._replicas[replica_id] = replica
         self._tellings[replica_id] = Telling(Origin("store", "{}", self._now_s))
         self._report(replica)
@@ -255,6 +244,7 @@ class _Fleet:
     def _count(self, replica: Replica) -> None:
         self.result.num_hits += replica.num_hits
         self.result.num_loads += replica.num_loads
+        self.result.num_pinned_loads += replica.num_pinned_loads
         self.result.num_unloads += replica.pool.num_evictions
 
     def _report(self, replica: Replica, *, is_leaving: bool = False) -> None:
@@ -315,19 +305,13 @@ class _Fleet:
         return Tick(self._now_s, len(self._replicas), imbalance, full, num_rows, num_running, kv_used)
 
     def _scale(self) -> None:
-        scaling = self._plan.scaling
+        scaling, now_s = self._plan.scaling, self._now_s
         assert scaling is not None
-        now_s = self._now_s
-        self._wanted_s = {digest: at_s for digest, at_s in self._wanted_s.items() if now_s - at_s <= DEMAND_S}
-        want = wanted([self._demand(replica) for replica in self._replicas.values()], scaling.objective)
-        longest_s = max(scaling.objective.hold_s, scaling.objective.forecast_s)
-        self._history = [entry for entry in self._history if now_s - entry[0] <= longest_s]
-        self._history.append((now_s, want.replicas))
+        assert self._scaler is not None
         target = len(self._replicas) + self._to_start
-        count = decide(self._history, target, now_s, scaling.objective)
-        count = min(max(count, scaling.min_replicas), scaling.max_replicas)
+        count = self._scaler.count(now_s, target, self._replicas.values(), self._books.view)
         if count != target:
-            self.result.num_scalings += 1
+            self.result.scalings.append((now_s, target, count))
         for _ in range(count - target):
             self._to_start += 1
             self._at(now_s + self._plan.costs.start_s, "start", None)
@@ -337,19 +321,3 @@ class _Fleet:
                 self._remove(replica)
                 self._leaving.append(replica)
         self._at(now_s + SCALING_INTERVAL_S, "scale", None)
-
-    def _demand(self, replica: Replica) -> Demand:
-        """What the replica says to the autoscaler (`replica.demand` has it from the engine's counts)."""
-        now_s = self._now_s
-        then_s, tokens, rate = self._rates.get(replica.replica_id, (replica.started_s, 0, 0.0))
-        if now_s > then_s and replica.num_running:
-            rate = max(rate * 0.995, (replica.num_tokens - tokens) / (now_s - then_s))
-        self._rates[replica.replica_id] = (now_s, replica.num_tokens, rate)
-        work = sum(
-            job.num_prompt + job.output_tokens if math.isnan(job.first_s) else job.output_tokens / 2
-            for job in replica.jobs.values()
-        )
-        view = self._books.view
-        here = [digest for digest in view.at_home(replica.replica_id) if digest in self._wanted_s]
-        rows = sum((view.num_rows(digest) or view.usual_rows) / max(len(view.homes(digest)), 1) for digest in here)
-        return Demand(work, rate, rows, replica.size.adapter_rank_rows, replica.kv_used)

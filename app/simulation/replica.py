@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,8 @@ class Replica:
         self.pool = AdapterPool(
             size.adapter_rank_rows, size.rank_alignment, size.max_adapter_slots, policy=size.eviction
         )
-        self.num_hits = self.num_loads = self.num_tokens = 0
+        self.num_hits = self.num_loads = self.num_pinned_loads = self.num_tokens = 0
+        self._pinned: frozenset[str] = frozenset()
         self.jobs: dict[int, Job] = {}  # those that were given to it and have not ended
         self._costs = costs
         self._queue: Any = FairQueue()  # of jobs, which are sequences to it
@@ -156,6 +158,14 @@ class Replica:
     def next_s(self) -> float:
         """When the present steps end, if nothing comes before; infinity if there are none."""
         return self._end_s
+
+    def pin(self, rank_of: Mapping[str, int]) -> None:
+        """Bring these adapters, by digest with their ranks, before the first request; they stay. It is no load."""
+        self._pinned = frozenset(rank_of)
+        self.pool.pin(self._pinned)
+        for digest, rank in rank_of.items():
+            assert self.pool.acquire(digest, rank) is not None, "what is pinned has room"
+            self.pool.release(digest)
 
     def enter(self, job: Job, now_s: float) -> list[Job]:
         """A job whose adapter is on the host. Returns those that ended until this moment."""
@@ -330,6 +340,7 @@ class Replica:
             return False
         if grant.needs_write:
             self.num_loads += 1
+            self.num_pinned_loads += job.digest in self._pinned
             self._queue.charge(job, RANK_ROW_PRICE * grant.num_rows)
         else:
             self.num_hits += 1

@@ -47,7 +47,8 @@ class Result:
         self.num_hits = self.num_loads = self.num_unloads = 0
         self.num_host_hits = self.num_disk_reads = 0
         self.num_cached_tokens = 0
-        self.num_route_changes = self.num_scalings = self.num_moved = 0
+        self.num_route_changes = self.num_moved = self.num_pinned_loads = 0
+        self.scalings: list[tuple[float, int, int]] = []  # (when, replicas that were to be, and from then on)
         self.end_s = 0.0
 
     def add(self, job: Job) -> None:
@@ -60,6 +61,11 @@ class Result:
     def num_lost(self) -> int:
         """Requests without an end: there must be none."""
         return int(np.isnan(self.total_s).sum())
+
+    def reaction_s(self, change_s: float) -> float:
+        """Seconds from a change of the traffic to the next decision for more replicas; infinity if there was none."""
+        ups_s = [at_s for at_s, before, now in self.scalings if at_s >= change_s and now > before]
+        return min(ups_s, default=math.inf) - change_s
 
     def summary(self) -> dict[str, float]:
         """The numbers of one run, by name."""
@@ -78,7 +84,8 @@ class Result:
             "ttft_p50_s": percentile(self.first_token_s, 50),
             "ttft_p99_s": percentile(self.first_token_s, 99),
             "jain": self._jain(),
-            "scalings": float(self.num_scalings),
+            "scalings": float(len(self.scalings)),
+            "pinned_loads": float(self.num_pinned_loads),
             "replicas_mean": float(np.mean([tick.num_replicas for tick in self.ticks])) if self.ticks else 0.0,
             "replicas_max": float(max((tick.num_replicas for tick in self.ticks), default=0)),
             "lost": float(self.num_lost),
@@ -97,12 +104,14 @@ class Result:
 
 
 class Interval(NamedTuple):
-    """The mean of some runs, and how far the true one may lie from it (95 %)."""
+    """The mean of some runs, and how far the true one may lie from it (95 %). NaN: not all of them have the number."""
 
     mean: float
     plus_minus: float
 
     def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "–"
         digits = 0 if abs(self.mean) >= 100 else 1 if abs(self.mean) >= 10 else 3
         return f"{self.mean:.{digits}f} ± {self.plus_minus:.{digits}f}"
 
@@ -114,6 +123,9 @@ def intervals(summaries: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
     found = {}
     for name in summaries[0]:
         values = np.array([summary[name] for summary in summaries])
+        if not np.isfinite(values).all():
+            found[name] = Interval(math.nan, math.nan)
+            continue
         spread = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
         found[name] = Interval(float(values.mean()), t * spread if spread else 0.0)
     return found

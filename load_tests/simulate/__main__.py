@@ -1,9 +1,10 @@
 """Put the same traffic to different fleets, on a virtual clock: the service's own decisions, measured times.
 
 In: what to run. Out: Markdown on stdout. `policies` compares placement policies in Dynamo's scenarios, with ranks and
-with a tenant that floods; `alternating` has the load that Dynamo's allocator cannot follow; `scaling` shows what a
-replica's start-up time does to a crowd; `heads` shows what
-`placement.prefix_aware` brings; `scale` runs a large fleet and says how long that took.
+with a tenant that floods, `--write-factor 30` with loads that are so many times dearer; `alternating` has the load that
+Dynamo's allocator cannot follow; `heads` shows what `placement.prefix_aware` brings; `scaling` puts the service's
+autoscaling beside Ray's, and `starts` shows what a replica's start-up time does to a crowd; `scale` runs a large fleet
+and says how long that took.
 
     python -m load_tests.simulate policies --seeds 20
     python -m load_tests.simulate scale --replicas 1000 --adapters 100000 --requests 1000000
@@ -20,13 +21,26 @@ from pathlib import Path
 import numpy as np
 
 from app.config import PlacementConfig
+from app.deployments.placement.autoscaling import Objective
 from app.simulation.costs import DEFAULT_COSTS, Costs, read_costs
-from app.simulation.fleet import Plan, Scaling, simulate
+from app.simulation.fleet import Plan, simulate
 from app.simulation.replica import ReplicaSize
 from app.simulation.result import Interval, intervals
-from load_tests.simulate.scenarios import SCENARIOS, alternating, flash_crowd, large, shared_heads
+from app.simulation.scaling import QueueLength, Scaling
+from load_tests.simulate.scenarios import CROWDS_S, SCENARIOS, alternating, diurnal, flash_crowd, large, shared_heads
 
 POLICIES = ("sticky", "rendezvous", "round_robin", "traffic_weighted", "rank_aware", "min_cost_flow", "least_loaded")
+#: The service's own policy with the delays of configs/serve-autoscale.yaml; Ray's as it comes, and tuned to the same.
+SCALINGS = {
+    "adapter demand": Scaling(1, 12, Objective(), upscale_delay_s=2.0, downscale_delay_s=30.0),
+    "Ray's, its defaults": Scaling(1, 12, QueueLength(), upscale_delay_s=30.0, downscale_delay_s=600.0),
+    "Ray's, 4 requests, our delays": Scaling(
+        1, 12, QueueLength(4.0, 11.0), upscale_delay_s=2.0, downscale_delay_s=30.0
+    ),
+    "Ray's, 8 requests, our delays": Scaling(
+        1, 12, QueueLength(8.0, 11.0), upscale_delay_s=2.0, downscale_delay_s=30.0
+    ),
+}
 #: Dynamo's workers have 4 slots; of other ranks so many rows as four adapters of rank 64 take.
 FOUR_SLOTS = ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5)
 ROWS_256 = ReplicaSize(adapter_rank_rows=256, rank_alignment=8, max_adapter_slots=33)
@@ -109,6 +123,35 @@ def compare_start_times(num_seeds: int, costs: Costs) -> str:
     return table(rows, columns, "start")
 
 
+def compare_scaling(num_seeds: int, costs: Costs) -> str:
+    """The service's autoscaling beside Ray's: 2 replicas, then 1 to 12. The two busiest adapters are pinned."""
+    columns = {
+        "reaction_s": "s to react",
+        "scalings": "decisions",
+        "replicas_mean": "replicas",
+        "replicas_max": "at most",
+        "loads_per_1000": "loads / 1,000",
+        "pinned_loads": "pinned reloaded",
+        "lost": "lost",
+        "ttft_p50_s": "TTFT p50, s",
+        "ttft_p99_s": "p99, s",
+    }
+    parts = []
+    for name, make, changes_s in (("flash crowd", flash_crowd, CROWDS_S), ("diurnal", diurnal, ())):
+        rows = {}
+        for policy, scaling in SCALINGS.items():
+            plan = Plan(2, costs, scaling=scaling, pinned=(0, 1))
+            summaries = []
+            for seed in range(num_seeds):
+                result = simulate(make(np.random.default_rng(seed)), plan, seed)
+                reactions_s = [result.reaction_s(change_s) for change_s in changes_s]
+                summaries.append(result.summary() | {"reaction_s": float(np.mean(reactions_s or [0.0]))})
+            rows[policy] = intervals(summaries)
+        shown = {key: text for key, text in columns.items() if changes_s or key != "reaction_s"}
+        parts.append(f"**{name}**\n\n" + table(rows, shown))
+    return "\n\n".join(parts)
+
+
 def run_large(num_replicas: int, num_adapters: int, num_requests: int, rate: float, costs: Costs) -> str:
     traffic = large(np.random.default_rng(0), num_requests, num_adapters, rate)
     started_s = time.perf_counter()
@@ -134,16 +177,18 @@ def table(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="load_tests.simulate", description=__doc__, formatter_class=_Raw)
-    parser.add_argument("what", choices=("policies", "alternating", "heads", "scaling", "scale"))
+    parser.add_argument("what", choices=("policies", "alternating", "heads", "scaling", "starts", "scale"))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="of `policies`; else all of them")
     parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="what steps and loads take (JSON)")
+    parser.add_argument("--write-factor", type=float, default=1.0, help="writing adapters takes so many times as long")
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--adapters", type=int, default=100_000)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=4000.0, help="requests a second, of `scale`")
     arguments = parser.parse_args(argv)
     costs = read_costs(arguments.costs)
+    costs = replace(costs, row_write_s=costs.row_write_s * arguments.write_factor)
     print(f"Times of {costs.machine}.\n")
     match arguments.what:
         case "policies":
@@ -153,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         case "heads":
             print(compare_heads(arguments.seeds, costs))
         case "scaling":
+            print(compare_scaling(arguments.seeds, costs))
+        case "starts":
             print(compare_start_times(arguments.seeds, costs))
         case _:
             print(run_large(arguments.replicas, arguments.adapters, arguments.requests, arguments.rate, costs))

@@ -24,6 +24,8 @@ NUM_ADAPTERS = 100
 LENGTHS = (64, 32)
 #: Ranks, and how often they are seen, of LoRAServe's traces: mostly small, with few large ones.
 RANKS, RANK_PARTS = (8, 16, 32, 64, 128), (0.35, 0.3, 0.2, 0.1, 0.05)
+#: When the crowds of `flash_crowd` come.
+CROWDS_S = (150.0, 390.0)
 _MMPP_RATES = (15.0, 40.0, 70.0)
 _MMPP_MATRIX = ((0.9, 0.1, 0.0), (0.15, 0.8, 0.05), (0.1, 0.2, 0.7))
 
@@ -42,7 +44,7 @@ def diurnal(rng: Rng) -> Traffic:
 def flash_crowd(rng: Rng) -> Traffic:
     ticks = np.arange(NUM_TICKS)
     means = np.full(NUM_TICKS, 25.0)
-    for start in (50, 130):
+    for start in (round(start_s / TICK_S) for start_s in CROWDS_S):
         means += np.where(ticks >= start, 4 * 25 * 0.5 ** ((ticks - start) / 8.0), 0.0)
     return _from_ticks(means, rng)
 

@@ -1,0 +1,111 @@
+"""How many replicas a simulated fleet has: by the policy of the service, or by that of Ray Serve, to compare the two.
+
+In: what replicas have to do, at every look. Out: how many there should be. Rule: the service's policy is production's
+own `wanted` and `decide`. Ray's is written down here, since its own reads the machine's clock; a test holds it to that.
+Both wait as Serve has them wait: a change is made once it was wanted at every look for its delay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from app.deployments.placement.autoscaling import Demand, Objective, decide, wanted
+from app.deployments.placement.view import PlacementView
+from app.deployments.replica.demand import DEMAND_S, RATE_DECAY
+from app.simulation.replica import Replica
+
+#: How often it is asked.
+SCALING_INTERVAL_S = 1.0
+#: Serve's, against what is lost where two times are taken from each other.
+_DELAY_EPS_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLength:
+    """Ray Serve's own policy: requests at replicas, in the mean of `look_back_s`, over `target_ongoing_requests`.
+
+    It is told of requests here, as of one call each. In this service it would see one call per ingress and replica.
+    """
+
+    target_ongoing_requests: float = 2.0
+    look_back_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Replicas follow demand between two numbers; `objective` and delays as in a Serve application file."""
+
+    min_replicas: int
+    max_replicas: int
+    objective: Objective | QueueLength = field(default_factory=Objective)
+    upscale_delay_s: float = 0.0
+    downscale_delay_s: float = 0.0
+
+
+class Delay:
+    """Serve's delays: a number that was wanted for long enough."""
+
+    def __init__(self, scaling: Scaling) -> None:
+        self._scaling = scaling
+        self._direction, self._since_s = 0, 0.0
+
+    def apply(self, desired: int, target: int, now_s: float) -> int:
+        """`desired` once it was above `target`, or below it, for long enough; `target` until then."""
+        direction = (desired > target) - (desired < target)
+        if direction != self._direction:
+            self._direction, self._since_s = direction, now_s
+        delay_s = self._scaling.upscale_delay_s if direction > 0 else self._scaling.downscale_delay_s
+        if not direction or now_s - self._since_s + _DELAY_EPS_S < delay_s:
+            return target
+        self._direction = 0
+        return desired
+
+
+class Scaler:
+    """Of one fleet; times are the virtual clock's and never go back."""
+
+    def __init__(self, scaling: Scaling) -> None:
+        self._scaling = scaling
+        self._delay = Delay(scaling)
+        self._history: list[tuple[float, float]] = []  # (when, replicas that would do, or requests at replicas)
+        self._asked_s: dict[str, float] = {}  # adapters that were asked for, and when they last were
+        self._rates: dict[str, tuple[float, int, float]] = {}  # (when, tokens until then, best rate)
+
+    def asked(self, digest: str, now_s: float) -> None:
+        """A request asks for an adapter."""
+        self._asked_s[digest] = now_s
+
+    def count(self, now_s: float, target: int, replicas: Collection[Replica], view: PlacementView) -> int:
+        """How many there should be. target: how many there are to be now."""
+        scaling, objective = self._scaling, self._scaling.objective
+        if isinstance(objective, QueueLength):
+            self._note(now_s, float(sum(len(replica.jobs) for replica in replicas)), objective.look_back_s)
+            mean = sum(value for _, value in self._history) / len(self._history)
+            desired = math.ceil(mean / objective.target_ongoing_requests) if replicas else target
+        else:
+            self._asked_s = {digest: at_s for digest, at_s in self._asked_s.items() if now_s - at_s <= DEMAND_S}
+            want = wanted([self._demand(replica, now_s, view) for replica in replicas], objective)
+            self._note(now_s, want.replicas, max(objective.hold_s, objective.forecast_s))
+            desired = decide(self._history, target, now_s, objective)
+        count = self._delay.apply(max(1, desired), target, now_s)
+        return min(max(count, scaling.min_replicas), scaling.max_replicas)
+
+    def _note(self, now_s: float, value: float, longest_s: float) -> None:
+        self._history = [entry for entry in self._history if now_s - entry[0] <= longest_s]
+        self._history.append((now_s, value))
+
+    def _demand(self, replica: Replica, now_s: float, view: PlacementView) -> Demand:
+        """What the replica says to the autoscaler (`replica.demand` has it from the engine's counts)."""
+        then_s, tokens, rate = self._rates.get(replica.replica_id, (replica.started_s, 0, 0.0))
+        if now_s > then_s and replica.num_running:
+            rate = max(rate * RATE_DECAY, (replica.num_tokens - tokens) / (now_s - then_s))
+        self._rates[replica.replica_id] = (now_s, replica.num_tokens, rate)
+        work = sum(
+            job.num_prompt + job.output_tokens if math.isnan(job.first_s) else job.output_tokens / 2
+            for job in replica.jobs.values()
+        )
+        here = [digest for digest in view.at_home(replica.replica_id) if digest in self._asked_s]
+        rows = sum((view.num_rows(digest) or view.usual_rows) / max(len(view.homes(digest)), 1) for digest in here)
+        return Demand(work, rate, rows, replica.size.adapter_rank_rows, replica.kv_used)
