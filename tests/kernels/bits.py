@@ -40,14 +40,15 @@ def _products(generator: np.random.Generator, *, quantised: bool) -> Iterator[Fl
 def _deltas(generator: np.random.Generator) -> Iterator[Floats]:
     """Of one adapter of rank 16 and the base, in turn."""
     a, b = normal(generator, _RANK // 8, _DEPTH, 8), normal(generator, _RANK, _WIDTH)
-    places = lora.RowPlaces(np.zeros(2, np.int64), np.zeros(2, np.bool_))
+    at_a, at_b = (np.array([[0], [table.ctypes.data]]) for table in (a, b))
     ranks, team = np.array([[0], [_RANK]], np.int32), Team(2)
+    rows = lora.ModuleRows(at_a, at_b, ranks, np.array([_WIDTH // 16]), np.zeros(2, np.bool_))
     for num_rows in _BATCHES:
         runs = lora.adapter_runs(np.array([0, 1, num_rows + 1], np.int32), np.array([0, 1], np.int32))
         x, shrunk = normal(generator, num_rows + 1, _DEPTH), np.zeros((num_rows + 1, 1, _RANK), np.float32)
         out = normal(generator, num_rows + 1, _WIDTH)
-        team.run(lora.shrink, 1, x, (a,), ranks, lora.shrink_tasks(runs), _RANK, places, shrunk)
-        team.run(lora.expand, 1, shrunk, (b,), ranks, runs, places, out)
+        team.run(lora.shrink, 1, x, rows, lora.shrink_tasks(runs), _RANK, shrunk)
+        team.run(lora.expand, 1, shrunk, rows, runs, out)
         yield out
 
 

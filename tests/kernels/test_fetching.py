@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.simd import FETCH_BLOCK
 from app.kernels.matmul import cpu, quantised, storing
-from app.kernels.sgmv.cpu import RowPlaces
+from app.kernels.sgmv.cpu import ModuleRows
 from app.kernels.sgmv.fetching import MOST_BLOCKS, NextShrink, list_fetch, shrink_ranges
 from tests.kernels.cases import normal
 from tests.seeds import rng
@@ -87,8 +87,11 @@ def test_pieces_list_every_row_that_is_read_next() -> None:
     b = tuple(np.zeros((128, width), np.float32) for width in widths)
     a = tuple(np.zeros((16, depth, 8), np.float32) for _ in widths)
     runs = np.array([(0, 2, 1), (2, 3, 3), (3, 9, 4), (9, 10, 2)])
-    places, num_panels = RowPlaces(starts, in_bf16), sum(widths) // 16
-    soon = shrink_ranges(NextShrink((*a, a[1]), ranks), runs, places)
+    num_panels = sum(widths) // 16
+    at_a = np.stack([table.ctypes.data + starts * depth * 4 for table in a], axis=1)
+    at_b = np.stack([table.ctypes.data + starts * width * 4 for table, width in zip(b, widths, strict=True)], axis=1)
+    own = ModuleRows(at_a, at_b, ranks, np.array(widths) // 16, in_bf16)
+    soon = shrink_ranges(NextShrink(at_a, ranks, np.array([depth, depth]), in_bf16), runs)
 
     of_a: set[int] = set()
     for slot in (1, 2, 3, 4):
@@ -100,7 +103,7 @@ def test_pieces_list_every_row_that_is_read_next() -> None:
     cuts = [0, *sorted(generator.integers(0, num_panels + 1, 2).tolist()), num_panels]
     for first, end in pairwise(cuts):
         blocks = np.zeros(MOST_BLOCKS, np.int64)
-        fetch = list_fetch(b, ranks, runs, places, first, end, num_panels, soon, blocks)
+        fetch = list_fetch(own, runs, first, end, num_panels, soon, blocks)
         assert fetch.blocks == blocks.ctypes.data
         listed.append(blocks[: fetch.lines * 64 // FETCH_BLOCK])
         covered, at = _covered(listed[-1]), 0
@@ -119,10 +122,11 @@ def test_pieces_list_every_row_that_is_read_next() -> None:
 
 
 def test_a_long_list_is_cut() -> None:
-    b, ranks = (np.zeros((512, 1600), np.float32),), np.array([[0], [512]], np.int32)
-    places = RowPlaces(np.array([0, 0]), np.zeros(2, np.bool_))
+    b, ranks = np.zeros((512, 1600), np.float32), np.array([[0], [512]], np.int32)
+    at = np.array([[0], [b.ctypes.data]])
+    rows = ModuleRows(at, at, ranks, np.array([100]), np.zeros(2, np.bool_))
     blocks = np.zeros(MOST_BLOCKS, np.int64)
     none = np.empty((0, 2), np.int64)
-    fetch = list_fetch(b, ranks, np.array([(0, 1, 1)]), places, 0, 100, 100, none, blocks)
+    fetch = list_fetch(rows, np.array([(0, 1, 1)]), 0, 100, 100, none, blocks)
     assert fetch.lines * 64 == MOST_BLOCKS * FETCH_BLOCK
-    assert np.array_equal(blocks, b[0].ctypes.data + np.arange(MOST_BLOCKS) * FETCH_BLOCK)
+    assert np.array_equal(blocks, b.ctypes.data + np.arange(MOST_BLOCKS) * FETCH_BLOCK)

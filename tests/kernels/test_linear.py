@@ -16,11 +16,10 @@ from app.kernels.linear.cpu import ProductExtras, gate_and_up, project
 from app.kernels.linear.reference import ModuleAdapter
 from app.kernels.machine.team import Team
 from app.kernels.matmul.cpu import PANEL, pack
-from app.kernels.sgmv.cpu import RowPlaces, adapter_runs, shrink, shrink_tasks
+from app.kernels.sgmv.cpu import ModuleRows, adapter_runs, shrink, shrink_tasks
 from app.kernels.sgmv.fetching import NextShrink
-from app.kernels.sgmv.writing import WritePlans, matrices, write_plan
 from tests.kernels.cases import TOLERANCE, normal, relative_error
-from tests.kernels.test_sgmv import CASES, NARROW, PLACES, ROWS
+from tests.kernels.test_sgmv import CASES, NARROW, PLACES, no_rows, write
 from tests.seeds import rng
 
 Floats = NDArray[np.float32]
@@ -36,26 +35,22 @@ class Modules:
     widths: tuple[int, ...]
     weights: list[Floats]
     bias: Floats
-    a: tuple[Floats, ...]
-    b: tuple[Floats, ...]
-    ranks: NDArray[np.int32]
-    places: RowPlaces
+    rows: ModuleRows
     extras: ExtraTables
     adapters: tuple[dict[int, ModuleAdapter], ...]
     held: list[Floats] = field(default_factory=list)
+    held_rows: list[NDArray[np.uint8]] = field(default_factory=list)
 
     def shrunk(self, team: Team, x: Floats, runs: NDArray[np.int64]) -> Floats:
         """A x for every module that the row's adapter has; NaN elsewhere."""
         h = np.full((len(x), 3, 128), np.nan, np.float32)
         if len(runs):
-            a = tuple(t[0] for t in self.a)
-            team.run(shrink, 1, x, a, self.ranks, shrink_tasks(runs), 128, self.places, h)
+            team.run(shrink, 1, x, self.rows, shrink_tasks(runs), 128, h)
         return h
 
     def upcoming(self) -> NextShrink:
         """Some shrink that is said to follow: it changes what memory is asked for, and no result."""
-        a = self.a[0][0]
-        return NextShrink((a, a, a), self.ranks[:, :1])
+        return NextShrink(self.rows.a[:, :1], self.rows.ranks[:, :1], np.array([DEPTH]), self.rows.in_bf16)
 
     def own(self, runs: NDArray[np.int64], out: Floats) -> ProductExtras:
         return ProductExtras(
@@ -77,28 +72,22 @@ def modules(widths: tuple[int, ...], *, with_extras: bool) -> Modules:
         widths,
         [normal(generator, width, DEPTH) for width in widths],
         normal(generator, sum(widths)),
-        tuple(np.full((1, ROWS // 8, DEPTH, 8), np.nan, np.float32) for _ in widths),
-        tuple(np.full((1, ROWS, -(-width // PANEL) * PANEL), np.nan, np.float32) for width in widths),
-        np.zeros((len(PLACES), 7), np.int32)[:, : len(widths)],
-        RowPlaces(np.array([start for start, _ in PLACES]), np.zeros(len(PLACES), np.bool_)),
+        no_rows(widths),
         empty_tables(1, len(PLACES), 7),
         tuple({} for _ in widths),
     )
-    for slot, (start, rank) in enumerate(PLACES[1:], 1):
-        pairs = []
+    for slot, (_, rank) in enumerate(PLACES[1:], 1):
+        pairs = {}
         for n, width in enumerate(widths):
             if n and generator.integers(4) == 0:
                 continue  # a module that the adapter leaves alone
             a, b = normal(generator, rank, DEPTH), normal(generator, rank, width)
             if slot in NARROW:
                 a, b = (values.astype(ml_dtypes.bfloat16).astype(np.float32) for values in (a, b))
-            made.ranks[slot, n] = rank
             made.adapters[n][slot] = ModuleAdapter(a, b)
-            pairs.append((0, n, a, b))
-        too_fine = np.zeros(1, np.bool_)
-        Team(1).run(write_plan, 2, WritePlans(list(made.a), list(made.b)).plan(matrices(pairs), start), too_fine)
-        made.places.in_bf16[slot] = not too_fine[0]
-    assert np.flatnonzero(made.places.in_bf16).tolist() == list(NARROW)
+            pairs[n] = a, b
+        made.held_rows.append(write(made.rows, slot, pairs))
+    assert np.flatnonzero(made.rows.in_bf16).tolist() == list(NARROW)
     if with_extras:
         _add_extras(made, generator)
     return made
@@ -145,8 +134,7 @@ def run_project(
     team = Team(threads)
     team.run(
         project, 1, x, np.concatenate([pack(part) for part in made.weights]), bias, start is not None,
-        made.shrunk(team, x, runs), tuple(t[0] for t in made.b), made.ranks, runs, made.places, made.upcoming(),
-        made.own(runs, out), out,
+        made.shrunk(team, x, runs), made.rows, runs, made.upcoming(), made.own(runs, out), out,
     )  # fmt: skip
     team.close()
     return out
@@ -183,8 +171,7 @@ def test_gate_and_up_are_the_definition_row_by_row(case: str, activation: Activa
     team = Team(2)
     team.run(
         gate_and_up, 1, x, np.concatenate([pack(part) for part in made.weights]), made.bias, made.shrunk(team, x, runs),
-        tuple(t[0] for t in made.b), made.ranks, runs, made.places, made.upcoming(), made.own(runs, wide),
-        activation == "gelu_tanh", wide, out,
+        made.rows, runs, made.upcoming(), made.own(runs, wide), activation == "gelu_tanh", wide, out,
     )  # fmt: skip
     team.close()
     biases = made.bias[:32], made.bias[32:]

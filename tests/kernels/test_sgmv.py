@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from app.kernels.machine.team import Team
 from app.kernels.sgmv import cpu, reference
-from app.kernels.sgmv.writing import WritePlans, matrices, write_plan
+from app.kernels.sgmv.writing import TO_A, TO_B, matrices, packing, write_plan
 from tests.kernels.cases import TOLERANCE, normal, relative_error
 from tests.seeds import rng
 
@@ -34,30 +34,52 @@ CASES = {
 
 
 class Tables(NamedTuple):
-    """Rows and panels of a and b; rows no adapter owns are NaN, tails of an adapter's last panel zero."""
+    """Rows of a and b as the definition reads them, NaN where no adapter has any, and as the kernels do.
+
+    The kernels' are of two modules, the first of which every adapter leaves alone. held: their memory.
+    """
 
     a: Floats
-    a_panels: Floats
     b: Floats
-    b_rows: Floats
-    places: cpu.RowPlaces
+    rows: cpu.ModuleRows
+    held: list[NDArray[np.uint8]]
 
 
 def _tables(generator: np.random.Generator, *, wide: bool = False) -> Tables:
     """`wide`: all in float32; else adapters of `NARROW` in two bytes per value."""
     a, b = np.full((ROWS, DEPTH), np.nan, np.float32), np.full((ROWS, WIDTH), np.nan, np.float32)
-    b_rows = np.full((ROWS, WIDTH), np.nan, np.float32)
-    panels = np.full((ROWS // 8, DEPTH, 8), np.nan, np.float32)
-    places = cpu.RowPlaces(np.array([start for start, _ in PLACES]), np.zeros(len(PLACES), np.bool_))
+    rows, held = no_rows((WIDTH, WIDTH)), []
     for adapter_slot, (start, rank) in enumerate(PLACES[1:], 1):
         dtype = ml_dtypes.bfloat16 if adapter_slot in NARROW else np.float32
-        for rows, size in ((a, DEPTH), (b, WIDTH)):
-            rows[start : start + rank] = normal(generator, rank, size).astype(dtype)
-        module = (0, 0, a[start : start + rank], b[start : start + rank])
-        too_fine = np.array([wide])
-        Team(2).run(write_plan, 2, WritePlans([panels[None]], [b_rows[None]]).plan(matrices([module]), start), too_fine)
-        places.in_bf16[adapter_slot] = not too_fine[0]
-    return Tables(a, panels, b, b_rows, places)
+        for table, size in ((a, DEPTH), (b, WIDTH)):
+            table[start : start + rank] = normal(generator, rank, size).astype(dtype)
+        held.append(write(rows, adapter_slot, {1: (a[start : start + rank], b[start : start + rank])}, wide=wide))
+    return Tables(a, b, rows, held)
+
+
+def no_rows(widths: tuple[int, ...]) -> cpu.ModuleRows:
+    """For as many adapter slots as `PLACES` has; addresses that nobody may read."""
+    shape = len(PLACES), len(widths)
+    nowhere = np.full(shape, -1)
+    num_panels = np.array([-(-width // 16) for width in widths])
+    return cpu.ModuleRows(
+        nowhere, nowhere.copy(), np.zeros(shape, np.int32), num_panels, np.zeros(len(PLACES), np.bool_)
+    )
+
+
+def write(
+    rows: cpu.ModuleRows, adapter_slot: int, pairs: dict[int, tuple[Floats, Floats]], *, wide: bool = False
+) -> NDArray[np.uint8]:
+    """An adapter's matrices by module, and where they are from now on; memory beside them would be NaN."""
+    source = matrices((0, n, *pair) for n, pair in pairs.items())
+    packed, too_fine = packing(source), np.array([wide])
+    memory = np.full(packed.num_bytes, 0xFF, np.uint8)
+    plan = packed.at(memory.ctypes.data)
+    Team(2).run(write_plan, 2, plan, too_fine)
+    for line, (n, (a, _)) in zip(plan, pairs.items(), strict=True):
+        rows.a[adapter_slot, n], rows.b[adapter_slot, n], rows.ranks[adapter_slot, n] = line[TO_A], line[TO_B], len(a)
+    rows.in_bf16[adapter_slot] = not too_fine[0]
+    return memory
 
 
 def _run(
@@ -65,15 +87,12 @@ def _run(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     run_starts = np.cumsum([0, *(n for n, _ in case)]).astype(np.int32)
     adapter_slots = np.array([s for _, s in case], np.int32)
-    ranks = np.array([p[1] for p in PLACES], np.int32)
     runs = cpu.adapter_runs(run_starts, adapter_slots)
     shrunk = np.full((len(x), 2, 128), np.nan, np.float32)
-    both = np.stack([np.zeros_like(ranks), ranks], axis=1)
     team = Team(3)
-    panels, tasks = (tables.a_panels, tables.a_panels), cpu.shrink_tasks(runs)
-    team.run(cpu.shrink, 1, x, panels, both, tasks, 128, tables.places, shrunk)
+    team.run(cpu.shrink, 1, x, tables.rows, cpu.shrink_tasks(runs), 128, shrunk)
     wide = np.concatenate([np.zeros_like(out), out], axis=1)  # both modules side by side; the first is left alone
-    team.run(cpu.expand, 1, shrunk, (tables.b_rows, tables.b_rows), both, runs, tables.places, wide)
+    team.run(cpu.expand, 1, shrunk, tables.rows, runs, wide)
     assert not wide[:, : out.shape[1]].any()
     out[:] = wide[:, out.shape[1] :]
     return run_starts, adapter_slots
@@ -83,7 +102,7 @@ def _run(
 def test_equals_the_loop_over_rows(name: str) -> None:
     generator, case = rng(), CASES[name]
     tables = _tables(generator)
-    assert tuple(np.flatnonzero(tables.places.in_bf16)) == NARROW
+    assert tuple(np.flatnonzero(tables.rows.in_bf16)) == NARROW
     x = normal(generator, sum(n for n, _ in case), DEPTH)
     base = normal(generator, len(x), WIDTH)
     out = base.copy()

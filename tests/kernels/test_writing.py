@@ -8,25 +8,20 @@ import pytest
 from numpy.typing import NDArray
 
 from app.kernels.machine.team import Team
-from app.kernels.sgmv.writing import PLAN_WIDTH, WritePlans, matrices, write_plan
+from app.kernels.sgmv.writing import PLAN_WIDTH, TO_A, TO_B, matrices, packing, write_plan
 from tests.kernels.cases import normal
 from tests.seeds import rng
 
-ROWS, LAYERS = 64, 3
 #: (d_in, d_out) of modules: whole panels, parts of panels, less than one.
 SHAPES = [(64, 96), (41, 33), (8, 16), (7, 5), (1, 1), (24, 130)]
 
 
-def _read(memory: NDArray[np.float32], num_values: int, in_bf16: bool) -> NDArray[np.float32]:
-    """The first values of contiguous memory, which is then made NaN: what is left is what nobody wrote."""
-    flat = memory.reshape(-1)
-    assert np.shares_memory(flat, memory)
-    if in_bf16:
-        values = flat.view(ml_dtypes.bfloat16)[:num_values].astype(np.float32)
-        flat[: -(-num_values // 2)] = np.nan
-    else:
-        values = flat[:num_values].copy()
-        flat[:num_values] = np.nan
+def _taken(memory: NDArray[np.uint8], first: int, shape: tuple[int, ...], in_bf16: bool) -> NDArray[np.float32]:
+    """A matrix from where it begins, whose bytes are then made 0xFF: what is left is what nobody wrote."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if in_bf16 else np.float32)
+    own = memory[first : first + int(np.prod(shape)) * dtype.itemsize]
+    values = own.view(dtype).astype(np.float32).reshape(shape)
+    own[:] = 0xFF
     return values
 
 
@@ -39,8 +34,6 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
     Saved narrow: some matrices are in bfloat16 where they come from.
     """
     generator = rng()
-    a_tables = [np.full((LAYERS, ROWS // 8, d_in, 8), np.nan, np.float32) for d_in, _ in SHAPES]
-    b_tables = [np.full((LAYERS, ROWS, -(-d_out // 16) * 16), np.nan, np.float32) for _, d_out in SHAPES]
     modules = []
     for layer in (0, 2):
         for n, (d_in, d_out) in enumerate(SHAPES):
@@ -61,29 +54,37 @@ def test_every_value_has_its_place(rank: int, kind: str, num_threads: int) -> No
         saved = [(layer, n, a.astype(next(kept)), b.astype(next(kept))) for layer, n, a, b in modules]
     for _, _, a, b in saved:
         a.flags.writeable = b.flags.writeable = False
-    row_start = 16
-    team = Team(num_threads)
-    too_fine = np.array([kind == "wide"])
-    team.run(write_plan, 2, WritePlans(a_tables, b_tables).plan(matrices(saved), row_start), too_fine)
+    team, too_fine = Team(num_threads), np.array([kind == "wide"])
+    packed = packing(matrices(saved))
+    memory = np.full(packed.num_bytes + 64, 0xFF, np.uint8)
+    team.run(write_plan, 2, packed.at(memory.ctypes.data + 32), too_fine)
     team.close()
     in_bf16, padded = "narrow" in kind, -(-rank // 8) * 8
     assert too_fine[0] != in_bf16
-    for layer, n, a, b in modules:
-        d_in, d_out = SHAPES[n]
-        rows = _read(a_tables[n][layer, row_start // 8 :], padded * d_in, in_bf16)
-        found = rows.reshape(-1, d_in, 8).transpose(0, 2, 1).reshape(padded, d_in)
+    for line, (_, n, a, b) in zip(packed.at(32), modules, strict=True):
+        (d_in, d_out), num_panels = SHAPES[n], -(-SHAPES[n][1] // 16)
+        found = _taken(memory, line[TO_A], (padded // 8, d_in, 8), in_bf16).transpose(0, 2, 1).reshape(padded, d_in)
         np.testing.assert_array_equal(found[:rank], a)
         assert (found[rank:] == 0).all()
-        num_panels = -(-d_out // 16)
-        found = _read(b_tables[n][layer, row_start:], num_panels * rank * 16, in_bf16).reshape(num_panels, rank, 16)
-        found = found.transpose(1, 0, 2).reshape(rank, -1)
+        found = _taken(memory, line[TO_B], (num_panels, rank, 16), in_bf16).transpose(1, 0, 2).reshape(rank, -1)
         np.testing.assert_array_equal(found[:, :d_out], b)
         assert (found[:, d_out:] == 0).all()
-    assert all(np.isnan(table).all() for table in (*a_tables, *b_tables))
+    assert (memory == 0xFF).all()
+
+
+def test_what_was_saved_in_bfloat16_takes_half_and_what_modules_share_is_held_once() -> None:
+    generator = rng()
+    a, b, c = (normal(generator, 9, size) for size in (40, 17, 32))
+    size_a, size_b, size_c = 16 * 40, 9 * 32, 9 * 32
+    assert packing(matrices([(0, 0, a, b), (0, 1, a, c)])).num_bytes == 4 * (size_a + size_b + size_c)
+    narrow_a, narrow_b = a.astype(ml_dtypes.bfloat16), b.astype(ml_dtypes.bfloat16)
+    narrow = packing(matrices([(0, 0, narrow_a, narrow_b)]))
+    assert (narrow.in_bf16, narrow.num_bytes) == (True, 2 * (size_a + size_b))
+    mixed = packing(matrices([(0, 0, narrow_a, narrow_b), (1, 0, a, narrow_b)]))
+    assert (mixed.in_bf16, mixed.num_bytes) == (False, 4 * (2 * size_a + size_b))
 
 
 def test_an_empty_plan_writes_nothing() -> None:
-    table, b_table = np.zeros((1, 1, 8, 8), np.float32), np.zeros((1, 8, 16), np.float32)
-    plan = WritePlans([table], [b_table]).plan(matrices([]), 0)
-    assert plan.shape == (0, PLAN_WIDTH)
-    Team(1).run(write_plan, 2, plan, np.zeros(1, np.bool_))
+    packed = packing(matrices([]))
+    assert (packed.plan.shape, packed.num_bytes) == ((0, PLAN_WIDTH), 0)
+    Team(1).run(write_plan, 2, packed.at(0), np.zeros(1, np.bool_))

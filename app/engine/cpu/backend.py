@@ -58,7 +58,7 @@ class CpuBackend(AdaptedBackend):
         self._team = Team(cpu.num_threads or len(os.sched_getaffinity(0)))
         self._rows = RankRowMemory(spec, self.limits.adapter_rank_rows, self.limits.max_adapter_slots)
         # The first adapter needs all pages. They come while weights are unpacked.
-        pages_of_rows = PageTaker(self._rows.memory)
+        pages_of_rows = PageTaker([self._rows.memory])
         self._weights = WeightPacker(spec, max_positions, cpu.weight_storage, self._team).pack_all(tensors)
         pages_of_rows.wait()
         self._prepared = PreparedRows(spec)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from app.engine.cpu.experts import EXPERT_PHASES, ExpertTables, ExpertWeights, ExpertWork, expert_feed_forward
 from app.engine.cpu.latents import LATENT_PHASES, LatentTables, LatentWeights, LatentWork, latent_attention_block
-from app.engine.cpu.product_rows import ProductRows, three, upcoming_of
+from app.engine.cpu.product_rows import ProductRows, rows_at, upcoming_of
 from app.kernels.extras.cpu import (
     ATTENTION_NORM,
     K_NORM,
@@ -40,7 +40,7 @@ from app.kernels.matmul.quantised import Stack, embed, layer_panels
 from app.kernels.norms.cpu import normalise_and_add
 from app.kernels.paged_attention.cpu import paged_attention
 from app.kernels.scaling.cpu import cap_rows, scale_rows
-from app.kernels.sgmv.cpu import RowPlaces, shrink
+from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
 
@@ -110,13 +110,12 @@ class Sizes(NamedTuple):
 
 
 class AdapterTables(NamedTuple):
-    """Rank rows of all products, and where in them each adapter's lie."""
+    """Rank rows of all products."""
 
     qkv: ProductRows
     o: ProductRows
     gate_up: ProductRows
     down: ProductRows
-    places: RowPlaces
     experts: ExpertTables | None
     latent: LatentTables | None
 
@@ -231,19 +230,18 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
     num_tokens = step.token_ids.shape[0]
     hidden, normed, qkv = work.hidden[:num_tokens], work.normed[:num_tokens], work.qkv[:num_tokens]
     attended, shrunk, kept = work.attended[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
-    runs, places, tasks, slots = step.runs, tables.places, step.shrink_tasks, step.extra_slots
+    runs, tasks, slots = step.runs, step.shrink_tasks, step.extra_slots
     rows, norms, rope = tables.qkv, extras.norms[layer], weights.layer_rope[layer]
+    rows_qkv, rows_o = rows_at(rows, layer), rows_at(tables.o, layer)
 
     phase = rms_norm_with_extras(
         team, phase, hidden, weights.attention_norm[layer], sizes.eps, norms[:, ATTENTION_NORM], slots, normed
     )
     if runs.shape[0] > 0:
-        a, ranks = three(rows.a, layer), rows.ranks[layer]
-        phase = shrink(team, phase, normed, a, ranks, tasks, step.widest_rank, places, shrunk)
+        phase = shrink(team, phase, normed, rows_qkv, tasks, step.widest_rank, shrunk)
     phase = project(
-        team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
-        three(rows.b, layer), rows.ranks[layer], runs, places, upcoming_of(rows, layer),
-        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
+        team, phase, normed, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk, rows_qkv, runs,
+        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
     )  # fmt: skip
     q_norm, k_norm = weights.q_norm[layer], weights.k_norm[layer]
     if sizes.whole_norm:
@@ -261,16 +259,14 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, k_memory, v_m
         weights.sinks[layer], step.attention_tasks, step.query_starts, step.seq_lens, step.block_tables, k_memory,
         v_memory, attended,
     )  # fmt: skip
-    rows_o = tables.o
     if runs.shape[0] > 0:
-        a_o, ranks_o = (rows_o.a[0][layer],), rows_o.ranks[layer]
-        phase = shrink(team, phase, attended, a_o, ranks_o, tasks, step.widest_rank, places, shrunk)
+        phase = shrink(team, phase, attended, rows_o, tasks, step.widest_rank, shrunk)
     # Without a norm behind o, the residual is where its sums start: no separate addition.
     own = work.projected[:num_tokens] if sizes.post_norms else hidden
     phase = project(
         team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], not sizes.post_norms, shrunk,
-        (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, upcoming_of(rows_o, layer),
-        ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), own,
+        rows_o, runs, upcoming_of(tables.o, layer),
+        ProductExtras(extras, layer, tables.o.first, step.extra_runs, kept), own,
     )  # fmt: skip
     if sizes.post_norms:
         phase = normalise_and_add(team, phase, own, weights.post_attention_norm[layer], sizes.eps, hidden)
@@ -311,29 +307,27 @@ def _feed_forward(team, phase, layer, place, weights, sizes, tables, extras, ste
     num_tokens = step.token_ids.shape[0]
     hidden, normed, gate_up = work.hidden[:num_tokens], work.normed[:num_tokens], work.gate_up[:num_tokens]
     gated, shrunk, kept = work.gated[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
-    runs, places, tasks = step.runs, tables.places, step.shrink_tasks
-    rows, norms = tables.gate_up, extras.norms[layer, :, MLP_NORM]
+    runs, tasks, norms = step.runs, step.shrink_tasks, extras.norms[layer, :, MLP_NORM]
+    rows, rows_down = tables.gate_up, tables.down
+    own_rows, own_down = rows_at(rows, place), rows_at(rows_down, place)
 
     phase = rms_norm_with_extras(
         team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
     )
     if runs.shape[0] > 0:
-        a, ranks = (rows.a[0][place], rows.a[1][place]), rows.ranks[place]
-        phase = shrink(team, phase, normed, a, ranks, tasks, step.widest_rank, places, shrunk)
+        phase = shrink(team, phase, normed, own_rows, tasks, step.widest_rank, shrunk)
     phase = gate_and_up(
-        team, phase, normed, layer_panels(weights.gate_up, place), weights.gate_up_bias[place], shrunk,
-        (rows.b[0][place], rows.b[1][place]), rows.ranks[place], runs, places, upcoming_of(rows, place),
-        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up, gated,
+        team, phase, normed, layer_panels(weights.gate_up, place), weights.gate_up_bias[place], shrunk, own_rows, runs,
+        upcoming_of(rows, place), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu, gate_up,
+        gated,
     )  # fmt: skip
-    rows_down = tables.down
     if runs.shape[0] > 0:
-        a_down, ranks_down = (rows_down.a[0][place],), rows_down.ranks[place]
-        phase = shrink(team, phase, gated, a_down, ranks_down, tasks, step.widest_rank, places, shrunk)
+        phase = shrink(team, phase, gated, own_down, tasks, step.widest_rank, shrunk)
     later = min(place + 1, rows_down.upcoming.ranks.shape[0] - 1)
     own = work.projected[:num_tokens] if sizes.post_norms else hidden
     phase = project(
         team, phase, gated, layer_panels(weights.down, place), weights.down_bias[place], not sizes.post_norms, shrunk,
-        (rows_down.b[0][place],), rows_down.ranks[place], runs, places, upcoming_of(rows_down, later),
+        own_down, runs, upcoming_of(rows_down, later),
         ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), own,
     )  # fmt: skip
     if sizes.post_norms:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.product_rows import ProductRows, three, upcoming_of
+from app.engine.cpu.product_rows import ProductRows, rows_at, upcoming_of
 from app.kernels.bidirectional_attention.cpu import bidirectional_attention
 from app.kernels.gelu.cpu import gelu
 from app.kernels.layer_norm.cpu import embed_normed, layer_norm
 from app.kernels.linear.cpu import ProductExtras, project
 from app.kernels.machine.compiled import compiled
 from app.kernels.matmul.quantised import Stack, layer_panels
-from app.kernels.sgmv.cpu import RowPlaces, shrink
+from app.kernels.sgmv.cpu import shrink
 
 Floats = NDArray[np.float32]
 
@@ -58,13 +58,12 @@ class EncoderSizes(NamedTuple):
 
 
 class EncoderTables(NamedTuple):
-    """Rank rows of all products, and where in them each adapter's lie."""
+    """Rank rows of all products."""
 
     qkv: ProductRows
     o: ProductRows
     up: ProductRows
     down: ProductRows
-    places: RowPlaces
 
 
 class EncoderStep(NamedTuple):
@@ -124,26 +123,23 @@ def _attention(team, phase, layer, weights, sizes, tables, extras, step, work):
     num_tokens = step.token_ids.shape[0]
     hidden, states, qkv = work.hidden[:num_tokens], work.states[:num_tokens], work.qkv[:num_tokens]
     attended, shrunk, kept = work.attended[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
-    runs, tasks, places, widest = step.runs, step.shrink_tasks, tables.places, step.widest_rank
-    rows, rows_o = tables.qkv, tables.o
+    runs, tasks, rows, rows_o = step.runs, step.shrink_tasks, tables.qkv, tables.o
+    own, own_o = rows_at(rows, layer), rows_at(rows_o, layer)
     if runs.shape[0] > 0:
-        phase = shrink(team, phase, states, three(rows.a, layer), rows.ranks[layer], tasks, widest, places, shrunk)
+        phase = shrink(team, phase, states, own, tasks, step.widest_rank, shrunk)
     phase = project(
-        team, phase, states, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk,
-        three(rows.b, layer), rows.ranks[layer], runs, places, upcoming_of(rows, layer),
-        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
+        team, phase, states, layer_panels(weights.qkv, layer), weights.qkv_bias[layer], False, shrunk, own, runs,
+        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), qkv,
     )  # fmt: skip
     phase = bidirectional_attention(
         team, phase, qkv, sizes.q_size, sizes.q_size, sizes.head_dim, sizes.scale, step.query_starts, step.longest,
         attended,
     )  # fmt: skip
     if runs.shape[0] > 0:
-        a_o = (rows_o.a[0][layer],)
-        phase = shrink(team, phase, attended, a_o, rows_o.ranks[layer], tasks, widest, places, shrunk)
+        phase = shrink(team, phase, attended, own_o, tasks, step.widest_rank, shrunk)
     phase = project(
-        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk,
-        (rows_o.b[0][layer],), rows_o.ranks[layer], runs, places, upcoming_of(rows_o, layer),
-        ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own_o, runs,
+        upcoming_of(rows_o, layer), ProductExtras(extras, layer, rows_o.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
     norm = weights.attention_norm[layer]
     return layer_norm(team, phase, hidden, norm[0], norm[1], sizes.eps, states)
@@ -155,23 +151,20 @@ def _feed_forward(team, phase, layer, weights, sizes, tables, extras, step, work
     num_tokens = step.token_ids.shape[0]
     hidden, states, up = work.hidden[:num_tokens], work.states[:num_tokens], work.up[:num_tokens]
     activated, shrunk, kept = work.activated[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
-    runs, tasks, places, widest = step.runs, step.shrink_tasks, tables.places, step.widest_rank
-    rows, rows_down = tables.up, tables.down
+    runs, tasks, rows, rows_down = step.runs, step.shrink_tasks, tables.up, tables.down
+    own, own_down = rows_at(rows, layer), rows_at(rows_down, layer)
     if runs.shape[0] > 0:
-        phase = shrink(team, phase, states, (rows.a[0][layer],), rows.ranks[layer], tasks, widest, places, shrunk)
+        phase = shrink(team, phase, states, own, tasks, step.widest_rank, shrunk)
     phase = project(
-        team, phase, states, layer_panels(weights.up, layer), weights.up_bias[layer], False, shrunk,
-        (rows.b[0][layer],), rows.ranks[layer], runs, places, upcoming_of(rows, layer),
-        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), up,
+        team, phase, states, layer_panels(weights.up, layer), weights.up_bias[layer], False, shrunk, own, runs,
+        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), up,
     )  # fmt: skip
     phase = gelu(team, phase, up, activated)
     if runs.shape[0] > 0:
-        a_down = (rows_down.a[0][layer],)
-        phase = shrink(team, phase, activated, a_down, rows_down.ranks[layer], tasks, widest, places, shrunk)
+        phase = shrink(team, phase, activated, own_down, tasks, step.widest_rank, shrunk)
     phase = project(
-        team, phase, activated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk,
-        (rows_down.b[0][layer],), rows_down.ranks[layer], runs, places,
-        upcoming_of(rows_down, min(layer + 1, sizes.num_layers - 1)),
+        team, phase, activated, layer_panels(weights.down, layer), weights.down_bias[layer], True, shrunk, own_down,
+        runs, upcoming_of(rows_down, min(layer + 1, sizes.num_layers - 1)),
         ProductExtras(extras, layer, rows_down.first, step.extra_runs, kept), hidden,
     )  # fmt: skip
     norm = weights.mlp_norm[layer]

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from app.engine.cpu.rows import ExpertMatrices
 from app.engine.models.products import Stacked
 from app.kernels.machine.team import Team
-from app.kernels.matmul.cpu import PANEL
 from app.kernels.moe_lora.cpu import ExpertRows
-from app.kernels.sgmv.cpu import RANK_PANEL
-from app.kernels.sgmv.writing import D_IN, D_OUT, PLAN_WIDTH, RANK, TO_A, TO_B, A, B, fill_facts, write_plan
+from app.kernels.sgmv.writing import RANK, TO_A, TO_B, write_plan
 
 
 class ExpertRowMemory:
@@ -55,34 +53,15 @@ class ExpertRowMemory:
         self.release(adapter_slot)
         if source is None:
             return
-        plan = np.zeros((len(source.places), PLAN_WIDTH), np.int64)
-        fill_facts(plan, source.matrices)
-        plan[:, D_IN] = source.depths
-        width = 2 if source.all_in_bf16 else 4
-        sizes_a = -(-plan[:, RANK] // RANK_PANEL) * RANK_PANEL * plan[:, D_IN] * width
-        sizes_b = plan[:, RANK] * (-(-plan[:, D_OUT] // PANEL) * PANEL) * width
-        size_a, places_a = _packed(plan[:, A], sizes_a)
-        size_b, places_b = _packed(plan[:, B], sizes_b)
-        memory = np.empty(size_a + size_b, np.uint8)
-        plan[:, TO_A] = memory.ctypes.data + places_a
-        plan[:, TO_B] = memory.ctypes.data + size_a + places_b
-        too_fine = np.array([not source.all_in_bf16])
+        memory = np.empty(source.packing.num_bytes, np.uint8)
+        plan, in_bf16 = source.packing.at(memory.ctypes.data), source.packing.in_bf16
+        too_fine = np.array([not in_bf16])
         team.run(write_plan, 2, plan, too_fine)
-        assert too_fine[0] != source.all_in_bf16, "what is saved in bfloat16 fits two bytes"
+        assert too_fine[0] != in_bf16, "what is saved in bfloat16 fits two bytes"
         self._held[adapter_slot] = memory
-        self._in_bf16[adapter_slot] = source.all_in_bf16
+        self._in_bf16[adapter_slot] = in_bf16
         self._widest[adapter_slot] = plan[:, RANK].max()
         for index, rows in enumerate(self.tables.values()):
             mine = source.products == index
             where = (source.places[mine], adapter_slot, source.experts[mine], source.modules[mine])
             rows.a[where], rows.b[where], rows.ranks[where] = plan[mine][:, [TO_A, TO_B, RANK]].T
-
-
-def _packed(sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
-    """Bytes of all matrices one after the other, and where each begins.
-
-    One that several lines have (an A of gate and up, or of all heads) is held once: each line writes the same bytes.
-    """
-    _, first, same = np.unique(sources, return_index=True, return_inverse=True)
-    ends = np.cumsum(sizes[first])
-    return int(ends[-1]), (ends - sizes[first])[same]

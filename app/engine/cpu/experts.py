@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.product_rows import ProductRows, upcoming_of
+from app.engine.cpu.product_rows import ProductRows, rows_at, upcoming_of
 from app.engine.cpu.single_product import rows_of_layer, single_product
 from app.kernels.extras.cpu import MLP_NORM, rms_norm_with_extras
 from app.kernels.linear.cpu import ProductExtras, gate_and_up
@@ -94,8 +94,8 @@ def expert_feed_forward(team, phase, layer, weights, sizes, tables, extras, step
         team, phase, hidden, weights.mlp_norm[layer], sizes.eps, norms, step.extra_slots, normed
     )
     phase = single_product(
-        team, phase, layer, place, normed, mixture.router, mixture.router_bias[place], tables.experts.router,
-        tables.places, extras, step, work, scratch.logits[:num_tokens],
+        team, phase, layer, place, normed, mixture.router, mixture.router_bias[place], tables.experts.router, extras,
+        step, work, scratch.logits[:num_tokens],
     )  # fmt: skip
     phase = route(
         team, phase, scratch.logits[:num_tokens], sizes.normalised, sizes.share_scale, sizes.num_groups,
@@ -131,22 +131,21 @@ def _shared_expert(team, phase, layer, place, weights, sizes, tables, extras, st
     num_tokens, mixture, scratch = step.token_ids.shape[0], weights.experts, work.experts
     normed, gated = work.normed[:num_tokens], scratch.shared_gated[:num_tokens]
     shrunk, kept = work.shrunk[:num_tokens], work.kept[:num_tokens]
-    runs, places, rows = step.runs, tables.places, tables.experts.shared_gate_up
+    runs, rows = step.runs, tables.experts.shared_gate_up
+    own = rows_at(rows, place)
     if scratch.gates.shape[0] > 0:
         phase = single_product(
-            team, phase, layer, place, normed, mixture.shared_gate, mixture.no_bias, tables.experts.shared_gate, places,
-            extras, step, work, scratch.gates[:num_tokens],
+            team, phase, layer, place, normed, mixture.shared_gate, mixture.no_bias, tables.experts.shared_gate, extras,
+            step, work, scratch.gates[:num_tokens],
         )  # fmt: skip
     if runs.shape[0] > 0:
-        a, ranks = (rows.a[0][place], rows.a[1][place]), rows.ranks[place]
-        phase = shrink(team, phase, normed, a, ranks, step.shrink_tasks, step.widest_rank, places, shrunk)
+        phase = shrink(team, phase, normed, own, step.shrink_tasks, step.widest_rank, shrunk)
     phase = gate_and_up(
-        team, phase, normed, layer_panels(mixture.shared_gate_up, place), mixture.no_bias, shrunk,
-        (rows.b[0][place], rows.b[1][place]), rows.ranks[place], runs, places, upcoming_of(rows, place),
-        ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu,
+        team, phase, normed, layer_panels(mixture.shared_gate_up, place), mixture.no_bias, shrunk, own, runs,
+        upcoming_of(rows, place), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), sizes.gelu,
         scratch.shared_gate_up[:num_tokens], gated,
     )  # fmt: skip
     return single_product(
-        team, phase, layer, place, gated, mixture.shared_down, mixture.no_bias, tables.experts.shared_down, places,
-        extras, step, work, scratch.shared[:num_tokens],
+        team, phase, layer, place, gated, mixture.shared_down, mixture.no_bias, tables.experts.shared_down, extras,
+        step, work, scratch.shared[:num_tokens],
     )  # fmt: skip

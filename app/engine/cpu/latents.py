@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.cpu.product_rows import ProductRows, upcoming_of
+from app.engine.cpu.product_rows import ProductRows, rows_at, upcoming_of
 from app.engine.cpu.single_product import rows_of_layer, single_product
 from app.kernels.extras.cpu import ATTENTION_NORM, K_NORM, Q_NORM, rms_norm_with_extras
 from app.kernels.latent_attention.cpu import bring_heads_together, latent_attention, rotate_and_store
@@ -97,7 +97,7 @@ def latent_attention_block(team, phase, layer, weights, sizes, tables, extras, m
     phase = _queries(team, phase, layer, weights, tables, extras, step, work)
     phase = single_product(
         team, phase, layer, layer, normed, latent.latent_a, latent.latent_a_bias[layer], tables.latent.latent_a,
-        tables.places, extras, step, work, latents,
+        extras, step, work, latents,
     )  # fmt: skip
     phase = rms_norm_with_extras(
         team, phase, latents, latent.latent_norm[layer], latent.norm_eps, norms[:, K_NORM], slots, latents
@@ -131,24 +131,24 @@ def latent_attention_block(team, phase, layer, weights, sizes, tables, extras, m
 def _queries(team, phase, layer, weights, tables, extras, step, work):
     """The queries of all heads, at once or through a latent of their own."""
     num_tokens, latent, scratch = step.token_ids.shape[0], weights.latent, work.latent
-    normed, queries, places = work.normed[:num_tokens], scratch.queries[:num_tokens], tables.places
+    normed, queries = work.normed[:num_tokens], scratch.queries[:num_tokens]
     if scratch.query_latents.shape[0] == 0:
         return single_product(
-            team, phase, layer, layer, normed, latent.query, latent.no_bias, tables.latent.query, places, extras,
-            step, work, queries,
+            team, phase, layer, layer, normed, latent.query, latent.no_bias, tables.latent.query, extras, step, work,
+            queries,
         )  # fmt: skip
     raw, narrow = scratch.query_latents[:num_tokens], scratch.normed_query_latents[:num_tokens]
     phase = single_product(
-        team, phase, layer, layer, normed, latent.query_a, latent.query_a_bias[layer], tables.latent.query_a, places,
-        extras, step, work, raw,
+        team, phase, layer, layer, normed, latent.query_a, latent.query_a_bias[layer], tables.latent.query_a, extras,
+        step, work, raw,
     )  # fmt: skip
     norms = extras.norms[layer, :, Q_NORM]
     phase = rms_norm_with_extras(
         team, phase, raw, latent.query_latent_norm[layer], latent.norm_eps, norms, step.extra_slots, narrow
     )
     return single_product(
-        team, phase, layer, layer, narrow, latent.query_b, latent.no_bias, tables.latent.query_b, places, extras,
-        step, work, queries,
+        team, phase, layer, layer, narrow, latent.query_b, latent.no_bias, tables.latent.query_b, extras, step, work,
+        queries,
     )  # fmt: skip
 
 
@@ -167,14 +167,11 @@ def _by_head(team, phase, layer, x, stack, no_biases, rows, step, scratch, out):
 @compiled
 def _output(team, phase, layer, attended, weights, tables, extras, step, work):
     """hidden += o(attended)."""
-    num_tokens, rows = attended.shape[0], tables.o
+    num_tokens, rows, runs, own = attended.shape[0], tables.o, step.runs, rows_at(tables.o, layer)
     hidden, shrunk, kept = work.hidden[:num_tokens], work.shrunk[:num_tokens], work.kept[:num_tokens]
-    ranks, runs, places = rows.ranks[layer], step.runs, tables.places
     if runs.shape[0] > 0:
-        a = (rows.a[0][layer],)
-        phase = shrink(team, phase, attended, a, ranks, step.shrink_tasks, step.widest_rank, places, shrunk)
+        phase = shrink(team, phase, attended, own, step.shrink_tasks, step.widest_rank, shrunk)
     return project(
-        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, (rows.b[0][layer],),
-        ranks, runs, places, upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept),
-        hidden,
+        team, phase, attended, layer_panels(weights.o, layer), weights.o_bias[layer], True, shrunk, own, runs,
+        upcoming_of(rows, layer), ProductExtras(extras, layer, rows.first, step.extra_runs, kept), hidden,
     )  # fmt: skip

@@ -12,33 +12,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.machine.compiled import compiled
+from app.kernels.sgmv.cpu import ModuleRows
 from app.kernels.sgmv.fetching import NextShrink
-
-Floats = NDArray[np.float32]
 
 
 class ProductRows(NamedTuple):
-    """Rank rows of one product's N targets: see `app.kernels.sgmv.cpu`.
+    """Rank rows of one product's N modules: `ModuleRows` and `NextShrink` with an axis of layers before the others.
 
-    a: panels [L, R / 8, d_in, 8] of each target; b: [L, R, W] of each. ranks: [L, S, N] int32. first: the number of the
-    first target in tables that count all of a layer's. upcoming: what the shrink after this product reads, for all
-    layers; for the last product it is the first one's, of the next layer.
+    a, b, ranks: [L, S, N]. first: the number of the first module in tables that count all of a layer's. upcoming: what
+    the shrink after this product reads, for all layers; for the last product it is the first one's, of the next layer.
     """
 
-    a: tuple[Floats, ...]
-    b: tuple[Floats, ...]
+    a: NDArray[np.int64]
+    b: NDArray[np.int64]
     ranks: NDArray[np.int32]
+    num_panels: NDArray[np.int64]
+    in_bf16: NDArray[np.bool_]
     first: int
     upcoming: NextShrink
 
 
 @compiled
-def three(tables, place):
-    """One layer of three stacked tables."""
-    return tables[0][place], tables[1][place], tables[2][place]
+def rows_at(rows, place):
+    """One layer's rows of a product."""
+    return ModuleRows(rows.a[place], rows.b[place], rows.ranks[place], rows.num_panels, rows.in_bf16)
 
 
 @compiled
 def upcoming_of(rows, place):
     """One layer of what a product asks memory for."""
-    return NextShrink(three(rows.upcoming.tables, place), rows.upcoming.ranks[place])
+    upcoming = rows.upcoming
+    return NextShrink(upcoming.a[place], upcoming.ranks[place], upcoming.depths, upcoming.in_bf16)

@@ -25,32 +25,43 @@ from app.engine.models.products import (
     targets_of,
 )
 from app.engine.models.spec import ModelSpec
-from app.kernels.sgmv.writing import Matrices, matrices
+from app.kernels.matmul.cpu import PANEL
+from app.kernels.sgmv.writing import Matrices, Packing, matrices, packing
+
+
+def row_bytes(spec: ModelSpec) -> int:
+    """Bytes of one rank row: in float32, a row of a and one of b of every module that every token uses."""
+    return 4 * sum(
+        len(layers) * (len(product.targets) * product.d_in + product.width(PANEL))
+        for product, layers in stacked_products(spec)
+        if product.has_rank_rows
+    )
 
 
 class ExpertMatrices(NamedTuple):
-    """Those of experts: sources as in `Matrices`, and where each belongs.
+    """Those of experts, and where each belongs.
 
     products: [M], an index among the products that have experts. places: [M], the layer's among its layers.
     """
 
     matrices: Matrices
+    packing: Packing
     products: NDArray[np.int64]
     places: NDArray[np.int64]
     experts: NDArray[np.int64]
     modules: NDArray[np.int64]
-    depths: NDArray[np.int64]
-    all_in_bf16: bool
 
 
 class AdapterRows(NamedTuple):
-    """matrices: those of the adapter's modules that every token uses. ranks: [L, N] int32, 0 for untouched modules.
+    """matrices: those of the adapter's modules that every token uses, and how they will lie. ranks: [L, N] int32, 0 for
+    untouched modules.
 
     Modules are numbered as in `targets_of` the model's `single_products`; layers by their places among those that have
     the module. experts: None where the adapter leaves all experts alone.
     """
 
     matrices: Matrices
+    packing: Packing
     ranks: NDArray[np.int32]
     experts: ExpertMatrices | None
 
@@ -95,7 +106,8 @@ class PreparedRows:
         for place, n, pair in modules:
             ranks[place, n] = pair.rank
         found = matrices((place, n, *pair) for place, n, pair in modules)
-        return AdapterRows(found, ranks, self._expert_matrices(of_experts) if of_experts else None)
+        experts = self._expert_matrices(of_experts) if of_experts else None
+        return AdapterRows(found, packing(found), ranks, experts)
 
     def _by_head(self, key: LoraKey, pair: LoraPair) -> list[tuple[LoraKey, LoraPair]]:
         keys, values = absorbed_pairs(pair, self._spec.layers[key.layer].attention)
@@ -118,9 +130,7 @@ class PreparedRows:
             index, product = self._expert_products[key.target]
             assert key.expert is not None, "only experts come here"
             place = self._places.get(key[:2], key.layer)  # heads' products are in every layer
-            lines.append((index, place, key.expert, product.targets.index(key.target), product.d_in))
+            lines.append((index, place, key.expert, product.targets.index(key.target)))
         columns = np.ascontiguousarray(np.array(lines, np.int64).T)
-        narrow = all(array.dtype.itemsize == 2 for _, pair in pairs for array in pair)
         found = matrices((0, 0, *pair) for _, pair in pairs)
-        products, places, experts, modules, depths = columns
-        return ExpertMatrices(found, products, places, experts, modules, depths, narrow)
+        return ExpertMatrices(found, packing(found), *columns)

@@ -56,7 +56,7 @@ def _panels_per_piece(num_rows, num_panels, runs):
 
 
 @compiled
-def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places, upcoming, extras, out):
+def project(team, phase, x, w, bias, accumulate, h, rows, runs, upcoming, extras, out):
     """out (+)= x @ w + bias, and the modules' deltas: x, w, out as in `matmul`, the rest as in `expand_panels`.
 
     The modules lie side by side in w and out. upcoming: the `NextShrink`. One phase.
@@ -71,19 +71,19 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places,
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         if runs.shape[0] > 0:
-            soon = shrink_ranges(upcoming, runs, places) if done == 0 else soon
-            fetch = list_fetch(tables, ranks, runs, places, first, end, num_panels, soon, blocks)
+            soon = shrink_ranges(upcoming, runs) if done == 0 else soon
+            fetch = list_fetch(rows, runs, first, end, num_panels, soon, blocks)
         if accumulate and has_extras:
             set_aside(extras.tables, extras.layer, extras.module, extras.runs, first, end, out, extras.kept)
         adds = _fill(out, bias, first * PANEL, min(end * PANEL, bias.shape[0]), accumulate)
         multiply_any_panels(x, w, first, end, out, adds, fetch)
         if runs.shape[0] > 0:
             at = 0
-            for n in range(ranks.shape[1]):
-                width = tables[n].shape[1] // PANEL
+            for n in range(rows.ranks.shape[1]):
+                width = rows.num_panels[n]
                 low, high = max(first - at, 0), min(end - at, width)
                 if low < high:
-                    expand_panels(h, n, tables, ranks, runs, places, low, high, out, at)
+                    expand_panels(h, n, rows, runs, low, high, out, at)
                     if has_extras:
                         change_columns(
                             x, extras.tables, extras.layer, extras.module + n, extras.runs, low, high, out, at
@@ -97,7 +97,7 @@ def project(team, phase, x, w, bias, accumulate, h, tables, ranks, runs, places,
 
 
 @compiled
-def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, upcoming, extras, gelu, gate_up, gated):
+def gate_and_up(team, phase, x, w, bias, h, rows, runs, upcoming, extras, gelu, gate_up, gated):
     """gated = act(gate) * up: both products with their deltas, and the activation of the same columns. One phase.
 
     w holds the panels of gate, then those of up; the rest as in `project`.
@@ -112,17 +112,16 @@ def gate_and_up(team, phase, x, w, bias, h, tables, ranks, runs, places, upcomin
     while index < num_pieces:
         first, end = piece(index, num_panels, size)
         if runs.shape[0] > 0 and done == 0:
-            soon = shrink_ranges(upcoming, runs, places)
+            soon = shrink_ranges(upcoming, runs)
         for n in range(2):
             at = n * num_panels
             if runs.shape[0] > 0:
-                both = 2 * num_panels
-                fetch = list_fetch(tables, ranks, runs, places, at + first, at + end, both, soon, blocks)
+                fetch = list_fetch(rows, runs, at + first, at + end, 2 * num_panels, soon, blocks)
             last = min((at + end) * PANEL, bias.shape[0])
             adds = _fill(gate_up, bias, (at + first) * PANEL, last, False)
             multiply_any_panels(x, w, at + first, at + end, gate_up, adds, fetch)
             if runs.shape[0] > 0:
-                expand_panels(h, n, tables, ranks, runs, places, first, end, gate_up, at)
+                expand_panels(h, n, rows, runs, first, end, gate_up, at)
             if extras.runs.shape[0] > 0:
                 change_columns(x, extras.tables, extras.layer, extras.module + n, extras.runs, first, end, gate_up, at)
         activate(gate_up, width, gelu, first * PANEL, min(end * PANEL, gated.shape[1]), gated)

@@ -1,13 +1,13 @@
 """LoRA deltas on the CPU: shrink `h = A x`, expand `y += B h`, per run of tokens with one adapter.
 
-Tables hold rank rows; an adapter of rank r owns rows `row_start` to `row_start + r`. a: panels of eight rows
-`[R / 8, d_in, 8]`, so that a shrink reads whole vectors; the adapter's last panel is zero-filled (`_writing`). b:
-`[R, W]`, W the module's outputs rounded up to whole panels of 16; what the adapter owns is one piece of memory, laid
-out as panels of sixteen columns `[W / 16, r, 16]`, so that an expand reads it from its beginning to its end. A token
-costs its own adapter's rank and nothing else: no padding to the largest rank, and base tokens (rank 0) are not visited.
+Every matrix of an adapter of rank r is one piece of memory, known by its address. a: panels of eight rows
+`[r / 8, d_in, 8]`, so that a shrink reads whole vectors; the last panel is zero-filled (`writing`). b: panels of
+sixteen columns `[W / 16, r, 16]`, W the module's outputs rounded up to whole panels, so that an expand reads it from
+its beginning to its end. A token costs its own adapter's rank and nothing else: no padding to the largest rank, and
+base tokens (rank 0) are not visited.
 
-An adapter whose values are all bfloat16's is stored in two bytes per value, in the first half of its own memory, laid
-out as described, only narrower. It is half the bytes to read, and the same bits in every result.
+An adapter whose values are all bfloat16's is stored in two bytes per value, laid out as described, only narrower. It is
+half the bytes to read, and the same bits in every result.
 
 The expand continues the base product's chain of sums in place, so out must hold the base product.
 """
@@ -41,10 +41,17 @@ _two_panels = multiply_tile(4, 2, 1, _CHAINS)
 _one_panel = multiply_tile(4, 1, 1, _CHAINS)
 
 
-class RowPlaces(NamedTuple):
-    """Where and how adapters' rows lie, by adapter slot. starts: [S] int64; in_bf16: [S] bool."""
+class ModuleRows(NamedTuple):
+    """Rank rows of N modules side by side (q, k and v; gate and up; or one), by adapter slot.
 
-    starts: NDArray[np.int64]
+    a, b: [S, N] int64 addresses, of no meaning where the rank is 0. ranks: [S, N] int32, 0 where an adapter leaves a
+    module alone. num_panels: [N] int64, panels of each module's outputs. in_bf16: [S] bool, two bytes per value.
+    """
+
+    a: NDArray[np.int64]
+    b: NDArray[np.int64]
+    ranks: NDArray[np.int32]
+    num_panels: NDArray[np.int64]
     in_bf16: NDArray[np.bool_]
 
 
@@ -70,34 +77,31 @@ def shrink_rows(x, x_row, num_rows, a, num_panels, depth, h, h_row, in_bf16):
 
 
 @compiled
-def shrink(team, phase, x, tables, ranks, tasks, widest, places, h):
-    """h[t, n, :rank] = A_n x[t] for several tables n that share the input (q/k/v; gate/up). One phase.
+def shrink(team, phase, x, rows, tasks, widest, h):
+    """h[t, n, :rank] = A_n x[t] for the modules n of `ModuleRows`, which share the input. One phase.
 
-    x: [T, d_in]. tables: tuple of a-panels [R / 8, d_in, 8]. ranks: [S, N] int32, 0 where an adapter
-    leaves module n alone. tasks: [J, 3] int64 (first token, end token, adapter slot), see `shrink_tasks`. widest: at
-    least the largest rank among them. places: `RowPlaces`. h: [T, N, W] written in place, W a multiple of 8 and at
-    least the largest rank.
+    x: [T, d_in]. tasks: [J, 3] int64 (first token, end token, adapter slot), see `shrink_tasks`. widest: at least the
+    largest rank among them. h: [T, >= N, W] written in place, W a multiple of 8 and at least the largest rank.
     """
-    num_tables, depth, done = ranks.shape[1], x.shape[1], 0
-    x_row, h_row, h_table = x.strides[0] // 4, h.strides[0] // 4, h.strides[1] // 4
+    num_modules, depth, done = rows.ranks.shape[1], x.shape[1], 0
+    x_row, h_row, h_module = x.strides[0] // 4, h.strides[0] // 4, h.strides[1] // 4
     step = _PIECE_PANELS * RANK_PANEL
     num_parts = (widest + step - 1) // step
-    num_pieces = tasks.shape[0] * num_tables * num_parts
+    num_pieces = tasks.shape[0] * num_modules * num_parts
     index = take(team, phase)
     while index < num_pieces:
         job = index // num_parts
         first_rank = (index - job * num_parts) * step
-        task = job // num_tables
-        n = job - task * num_tables
+        task = job // num_modules
+        n = job - task * num_modules
         first, end, adapter_slot = tasks[task, 0], tasks[task, 1], tasks[task, 2]
-        rank = min(ranks[adapter_slot, n] - first_rank, step)
+        rank = min(rows.ranks[adapter_slot, n] - first_rank, step)
         if rank > 0:
-            a, _ = address_and_width(tables, n)
-            start, in_bf16 = places.starts[adapter_slot], places.in_bf16[adapter_slot]
+            in_bf16 = rows.in_bf16[adapter_slot]
             shrink_rows(
                 x.ctypes.data + first * x_row * 4, x_row, end - first,
-                a + (start * 4 + first_rank * (2 if in_bf16 else 4)) * depth, (rank + 7) // 8, depth,
-                h.ctypes.data + (first * h_row + n * h_table + first_rank) * 4, h_row, in_bf16,
+                rows.a[adapter_slot, n] + first_rank * (2 if in_bf16 else 4) * depth, (rank + 7) // 8, depth,
+                h.ctypes.data + (first * h_row + n * h_module + first_rank) * 4, h_row, in_bf16,
             )  # fmt: skip
         done += 1
         index = take(team, phase)
@@ -105,65 +109,50 @@ def shrink(team, phase, x, tables, ranks, tasks, widest, places, h):
 
 
 @compiled
-def expand_panels(h, n, tables, ranks, runs, places, first, end, out, out_panel):
+def expand_panels(h, n, rows, runs, first, end, out, out_panel):
     """out[t, 16 * (out_panel + first) ...] += B_n h[t, n] for panels first to end of module n. One thread.
 
-    h: [T, N, W]. tables: tuple of b, [R, W]. ranks: [S, N]. runs: [G, 3] int64 (first token, end token,
-    adapter slot). places: `RowPlaces`. out: [T, ...] in place; it holds the base product.
+    h: [T, >= N, W]. rows: `ModuleRows`. runs: [G, 3] int64 (first token, end token, adapter slot). out: [T, ...] in
+    place; it holds the base product.
     """
-    h_row, h_table, out_row = h.strides[0] // 4, h.strides[1] // 4, out.strides[0] // 4
-    b, width = address_and_width(tables, n)
+    h_row, h_module, out_row = h.strides[0] // 4, h.strides[1] // 4, out.strides[0] // 4
     for g in range(runs.shape[0]):
         start, stop, adapter_slot = runs[g, 0], runs[g, 1], runs[g, 2]
-        rank = ranks[adapter_slot, n]
+        rank = rows.ranks[adapter_slot, n]
         if rank > 0:
-            panels = b + first_panel(rank, places, adapter_slot, width, first)
+            panels = first_panel(rows, adapter_slot, n, first)
             # A lone row is done before memory answers: it asks for what the next run will read.
             ahead = np.int64(BYTES_AHEAD)
-            if stop - start == 1 and g + 1 < runs.shape[0]:
-                later = runs[g + 1, 2]
-                ahead = b + first_panel(ranks[later, n], places, later, width, first) - panels
+            if stop - start == 1 and g + 1 < runs.shape[0] and rows.ranks[runs[g + 1, 2], n] > 0:
+                ahead = first_panel(rows, runs[g + 1, 2], n, first) - panels
             multiply_columns(
-                h.ctypes.data + (start * h_row + n * h_table) * 4, panels, PANEL, rank * PANEL, end - first, rank,
+                h.ctypes.data + (start * h_row + n * h_module) * 4, panels, PANEL, rank * PANEL, end - first, rank,
                 out.ctypes.data + (start * out_row + (out_panel + first) * PANEL) * 4, True, stop - start, h_row,
-                out_row, ahead, places.in_bf16[adapter_slot],
+                out_row, ahead, rows.in_bf16[adapter_slot],
             )  # fmt: skip
 
 
 @compiled
-def address_and_width(tables, n):
-    """One of the tables' address, and the length of its second axis; a tuple of arrays has no other index."""
-    address, width = np.int64(0), 0
-    for m in range(len(tables)):
-        if m == n:
-            address, width = np.int64(tables[m].ctypes.data), tables[m].shape[1]
-    return address, width
+def first_panel(rows, adapter_slot, n, panel):
+    """Address of a panel of an adapter's b of module n."""
+    size = 2 if rows.in_bf16[adapter_slot] else 4
+    return rows.b[adapter_slot, n] + panel * rows.ranks[adapter_slot, n] * PANEL * size
 
 
 @compiled
-def first_panel(rank, places, adapter_slot, width, panel):
-    """Bytes from the beginning of a table to a panel of an adapter."""
-    size = 2 if places.in_bf16[adapter_slot] else 4
-    return places.starts[adapter_slot] * width * 4 + panel * rank * PANEL * size
-
-
-@compiled
-def expand(team, phase, h, tables, ranks, runs, places, out):
+def expand(team, phase, h, rows, runs, out):
     """out[t] += B_n h[t, n] for all modules n, their columns side by side in out; see `expand_panels`. One phase."""
-    num_panels, done = 0, 0
-    for n in range(ranks.shape[1]):
-        num_panels += address_and_width(tables, n)[1] // PANEL
+    num_panels, done = rows.num_panels.sum(), 0
     num_pieces = count_pieces(num_panels, _EXPANDED_PANELS)
     index = take(team, phase)
     while index < num_pieces:
         first, end = piece(index, num_panels, _EXPANDED_PANELS)
         at = 0
-        for n in range(ranks.shape[1]):
-            _, columns = address_and_width(tables, n)
-            width = columns // PANEL
+        for n in range(rows.ranks.shape[1]):
+            width = rows.num_panels[n]
             low, high = max(first - at, 0), min(end - at, width)
             if low < high:
-                expand_panels(h, n, tables, ranks, runs, places, low, high, out, at)
+                expand_panels(h, n, rows, runs, low, high, out, at)
             at += width
         done += 1
         index = take(team, phase)

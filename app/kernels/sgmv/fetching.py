@@ -1,6 +1,6 @@
 """Adapters' rows that are read soon, as lists for products to ask memory for on their way (`multiply_tile`).
 
-In: the tables, ranks and runs of `cpu`. Out: addresses of blocks of FETCH_BLOCK bytes. A product of few rows leaves
+In: the rows and runs of `cpu`. Out: addresses of blocks of FETCH_BLOCK bytes. A product of few rows leaves
 memory idle, and the rows that follow it, a piece here and a piece there, are read slower than memory can
 give them unless it is asked in time. What is listed changes when bytes arrive, never what is computed.
 """
@@ -15,55 +15,56 @@ from numpy.typing import NDArray
 from app.kernels.machine.compiled import compiled
 from app.kernels.machine.simd import FETCH_BLOCK
 from app.kernels.matmul.cpu import PANEL, Fetch
-from app.kernels.sgmv.cpu import RANK_PANEL, address_and_width, first_panel
+from app.kernels.sgmv.cpu import RANK_PANEL, first_panel
 
 #: Blocks of one list: half of a usual second cache.
 MOST_BLOCKS = 2048
 
 
 class NextShrink(NamedTuple):
-    """What the shrink after a product reads: tables of a for `ranks` [S, N]. Always three tables; those past N are not
-    read."""
+    """What the shrink after a product reads: addresses of a, and ranks, [S, N] as in `ModuleRows`.
 
-    tables: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+    depths: [N] int64, each module's d_in. in_bf16: [S] bool.
+    """
+
+    a: NDArray[np.int64]
     ranks: NDArray[np.int32]
+    depths: NDArray[np.int64]
+    in_bf16: NDArray[np.bool_]
 
 
 @compiled
-def shrink_ranges(upcoming, runs, places):
-    """[G * N, 2] int64: addresses and bytes of the rows that `shrink` will read; runs and places as there."""
-    tables, ranks = upcoming
-    num_runs, num_tables = runs.shape[0], ranks.shape[1]
-    ranges = np.zeros((num_runs * num_tables, 2), np.int64)
-    for n in range(num_tables):
-        a, depth = address_and_width(tables, n)
+def shrink_ranges(upcoming, runs):
+    """[G * N, 2] int64: addresses and bytes of the rows that `shrink` will read for these runs."""
+    num_runs, num_modules = runs.shape[0], upcoming.ranks.shape[1]
+    ranges = np.zeros((num_runs * num_modules, 2), np.int64)
+    for n in range(num_modules):
         for g in range(num_runs):
             adapter_slot = runs[g, 2]
-            size = 2 if places.in_bf16[adapter_slot] else 4
-            rows = -(-ranks[adapter_slot, n] // RANK_PANEL) * RANK_PANEL
-            ranges[n * num_runs + g, 0] = a + places.starts[adapter_slot] * depth * 4
-            ranges[n * num_runs + g, 1] = rows * depth * size
+            size = 2 if upcoming.in_bf16[adapter_slot] else 4
+            count = -(-upcoming.ranks[adapter_slot, n] // RANK_PANEL) * RANK_PANEL
+            ranges[n * num_runs + g, 0] = upcoming.a[adapter_slot, n]
+            ranges[n * num_runs + g, 1] = count * upcoming.depths[n] * size
     return ranges
 
 
 @compiled
-def list_fetch(tables, ranks, runs, places, first, end, num_panels, soon, blocks):
+def list_fetch(rows, runs, first, end, num_panels, soon, blocks):
     """A `Fetch` of what follows the product of panels first to end of modules that lie side by side in num_panels.
 
     That is their rows of b (arguments as in `expand_panels`), and these panels' share of the ranges `soon` [., 2].
     The list is written to blocks [MOST_BLOCKS] int64; what it has no room for is not asked for.
     """
     count, at = 0, 0
-    for n in range(ranks.shape[1]):
-        b, width = address_and_width(tables, n)
-        low, high = max(first - at, 0), min(end - at, width // PANEL)
+    for n in range(rows.ranks.shape[1]):
+        width = rows.num_panels[n]
+        low, high = max(first - at, 0), min(end - at, width)
         if low < high:
             for g in range(runs.shape[0]):
                 adapter_slot = runs[g, 2]
-                rank, size = ranks[adapter_slot, n], 2 if places.in_bf16[adapter_slot] else 4
-                rows = b + first_panel(rank, places, adapter_slot, width, low)
-                count = _list(rows, 0, _num_blocks((high - low) * rank * PANEL * size), blocks, count)
-        at += width // PANEL
+                size = (high - low) * rows.ranks[adapter_slot, n] * PANEL * (2 if rows.in_bf16[adapter_slot] else 4)
+                count = _list(first_panel(rows, adapter_slot, n, low), 0, _num_blocks(size), blocks, count)
+        at += width
     total, before = 0, 0
     for i in range(soon.shape[0]):
         total += _num_blocks(soon[i, 1])

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 
-from app.kernels.sgmv.cpu import RowPlaces, expand, shrink
+from app.kernels.machine.compiled import compiled
+from app.kernels.matmul.cpu import PANEL
+from app.kernels.sgmv.cpu import ModuleRows, expand, shrink
 from app.kernels.sgmv.xla import Segments
 from app.kernels.xla_call import Floats2, Floats3, Ints1, Ints2, Ints3, KernelCall, Number, reader, team_of
 
@@ -49,11 +51,27 @@ def _add_deltas(record: int) -> None:
     given, found, team = _operands(record), _results(record), team_of(record)
     layer, ranks = given.layer, given.ranks[given.layer]
     segments = given.segments[: given.num_segments]
-    places = RowPlaces(given.starts, np.zeros(len(given.starts), np.bool_))
-    a = given.first_a[layer], given.second_a[layer], given.third_a[layer]
-    b = given.first_b[layer], given.second_b[layer], given.third_b[layer]
-    shrink(team, 0, given.x, a, ranks, segments, given.widest, places, found.shrunk)
-    expand(team, 1, found.shrunk, b, ranks, segments, places, found.y)
+    tables_a = given.first_a[layer], given.second_a[layer], given.third_a[layer]
+    tables_b = given.first_b[layer], given.second_b[layer], given.third_b[layer]
+    a, _ = _addresses(tables_a, ranks, segments, given.starts)
+    b, num_panels = _addresses(tables_b, ranks, segments, given.starts)
+    rows = ModuleRows(a, b, ranks, num_panels, np.zeros(len(given.starts), np.bool_))
+    shrink(team, 0, given.x, rows, segments, given.widest, found.shrunk)
+    expand(team, 1, found.shrunk, rows, segments, found.y)
+
+
+@compiled
+def _addresses(tables, ranks, segments, starts):
+    """[S, N] addresses of the segments' adapters in tables [R, W] of the N modules; panels of 16 columns of each."""
+    addresses, num_panels = np.zeros(ranks.shape, np.int64), np.zeros(ranks.shape[1], np.int64)
+    for n in range(len(tables)):
+        if n < ranks.shape[1]:
+            width = tables[n].shape[1]
+            num_panels[n] = width // PANEL
+            for j in range(segments.shape[0]):
+                adapter_slot = segments[j, 2]
+                addresses[adapter_slot, n] = tables[n].ctypes.data + np.int64(starts[adapter_slot]) * width * 4
+    return addresses, num_panels
 
 
 _call = KernelCall("add_deltas", _Operands, _Results, _add_deltas, {"y": "y"})

@@ -1,15 +1,15 @@
 """Copying adapters into the CPU's rank rows: a whole adapter in one compiled call, module by module on any thread.
 
-In: addresses of matrices, in float32 or bfloat16, and of their places in the tables (`sgmv.cpu` says how those are
-laid out). Out: the tables' rows. b is copied in runs of sixteen columns; a is turned from rows to panels of eight in
-blocks that stay in registers. An adapter whose values are all bfloat16's can be written in two bytes per value, without
-looking first: the first value that does not fit starts it over in float32. It costs the memory's bandwidth: rank 16 on
-every module of a 135M model is 19.5 MB to read in float32.
+In: addresses of matrices, in float32 or bfloat16, and of the memory that they go to (`packing` says where in it each
+will be, and `sgmv.cpu` how it is laid out). Out: that memory. b is copied in runs of sixteen columns; a is turned from
+rows to panels of eight in blocks that stay in registers. An adapter whose values are all bfloat16's can be written in
+two bytes per value, without looking first: the first value that does not fit starts it over in float32. It costs the
+memory's bandwidth: rank 16 on every module of a 135M model is 19.5 MB to read in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ _PANELS_AT_ONCE = 4
 #: Columns of a module's line in a plan: addresses and sizes, int64.
 A, B, RANK, D_IN, D_OUT, TO_A, TO_B, A_SIZE, B_SIZE = range(9)
 PLAN_WIDTH = 9
-_FACTS = [A, B, RANK, D_OUT, A_SIZE, B_SIZE]
+_FACTS = [A, B, RANK, D_IN, D_OUT, A_SIZE, B_SIZE]
 
 
 @intrinsic
@@ -197,7 +197,7 @@ def _write_line(m, in_bf16):
 
 @compiled
 def write_plan(team, phase, plan, too_fine):
-    """Every module of a plan [M, PLAN_WIDTH] int64, see `WritePlans`; in bfloat16 if that holds all values of all.
+    """Every module of a plan [M, PLAN_WIDTH] int64, see `Packing`; in bfloat16 if that holds all values of all.
 
     too_fine: [1] bool, False before (True: do not try); afterwards whether the rows are float32. Two phases.
     """
@@ -216,7 +216,7 @@ def write_plan(team, phase, plan, too_fine):
 class Matrices(NamedTuple):
     """An adapter's matrices, module by module: where they are and how large. They live, unmoved, as long as this does.
 
-    layers, modules: [M] int64. facts: [M, 6] int64, the columns `_FACTS` of a plan. arrays: what facts point into.
+    layers, modules: [M] int64. facts: [M, 7] int64, the columns `_FACTS` of a plan. arrays: what facts point into.
     """
 
     layers: NDArray[np.int64]
@@ -232,37 +232,55 @@ def matrices(modules: Iterable[tuple[int, int, NDArray[Any], NDArray[Any]]]) -> 
         a, b = map(np.ascontiguousarray, pair)
         arrays += [a, b]
         places.append((layer, n))
-        facts.append((_address(a), _address(b), len(a), b.shape[1], a.itemsize, b.itemsize))
+        facts.append((_address(a), _address(b), len(a), a.shape[1], b.shape[1], a.itemsize, b.itemsize))
     layers, numbers = np.array(places, np.int64).reshape(-1, 2).T
     return Matrices(layers, numbers, np.array(facts, np.int64).reshape(-1, len(_FACTS)), tuple(arrays))
 
 
-def fill_facts(plan: NDArray[np.int64], source: Matrices) -> None:
-    """The columns of a plan [M, PLAN_WIDTH] that say what is written; the others say where."""
-    plan[:, _FACTS] = source.facts
+class Packing(NamedTuple):
+    """Where an adapter's matrices will lie in one piece of memory, as `sgmv.cpu` says.
 
+    plan: [M, PLAN_WIDTH] int64; TO_A and TO_B count from the memory's beginning. num_bytes: what all of them take.
+    in_bf16: every matrix is in two bytes per value where it comes from, and room is for these only.
+    """
 
-class WritePlans:
-    """Plans for one set of tables: what never changes is worked out once."""
+    plan: NDArray[np.int64]
+    num_bytes: int
+    in_bf16: bool
 
-    def __init__(self, a_tables: Sequence[NDArray[np.float32]], b_tables: Sequence[NDArray[np.float32]]) -> None:
-        """Per module: a_tables [L, R / 8, d_in, 8], b_tables [L, R, W], each its own L. They must not move."""
-        num_layers, num_modules = max(map(len, a_tables)), len(a_tables)
-        self._template: NDArray[np.int64] = np.zeros((num_layers, num_modules, PLAN_WIDTH), np.int64)
-        self._widths = np.array([b.shape[2] for b in b_tables])
-        for n, (a, b) in enumerate(zip(a_tables, b_tables, strict=True)):
-            lines = self._template[: len(a), n]
-            lines[:, D_IN] = a.shape[2]
-            for column, table in ((TO_A, a), (TO_B, b)):
-                lines[:, column] = _address(table) + table.strides[0] * np.arange(len(a))
-
-    def plan(self, source: Matrices, row_start: int) -> NDArray[np.int64]:
-        """To write `source` from `row_start` on, a multiple of 8. It must live until the plan has been carried out."""
-        plan = self._template[source.layers, source.modules]
-        fill_facts(plan, source)
-        plan[:, TO_A] += row_start * 4 * plan[:, D_IN]
-        plan[:, TO_B] += row_start * 4 * self._widths[source.modules]
+    def at(self, address: int) -> NDArray[np.int64]:
+        """The plan to write it to memory that begins at this address."""
+        plan = self.plan.copy()
+        plan[:, [TO_A, TO_B]] += address
         return plan
+
+
+def packing(source: Matrices) -> Packing:
+    """All of a one after the other, then all of b. `source` must live until the last plan has been carried out.
+
+    A matrix that several modules have (an a of gate and up) is held once: each of them writes the same bytes.
+    """
+    plan = np.zeros((len(source.facts), PLAN_WIDTH), np.int64)
+    plan[:, _FACTS] = source.facts
+    in_bf16 = bool((plan[:, [A_SIZE, B_SIZE]] == 2).all())
+    width = 2 if in_bf16 else 4
+    num_a, plan[:, TO_A] = _packed(plan[:, A], _panels(plan[:, RANK], LANES) * plan[:, D_IN] * width)
+    num_b, plan[:, TO_B] = _packed(plan[:, B], plan[:, RANK] * _panels(plan[:, D_OUT], PANEL) * width)
+    plan[:, TO_B] += num_a
+    return Packing(plan, num_a + num_b, in_bf16)
+
+
+def _panels(sizes: NDArray[np.int64], panel: int) -> NDArray[np.int64]:
+    """Sizes rounded up to whole panels."""
+    return -(-sizes // panel) * panel
+
+
+def _packed(sources: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+    """Bytes of all matrices one after the other, and where each begins."""
+    _, first, same = np.unique(sources, return_index=True, return_inverse=True)
+    assert (sizes == sizes[first][same]).all(), "matrices at one address are one matrix"
+    ends = np.cumsum(sizes[first])
+    return int(sizes[first].sum()), (ends - sizes[first])[same]
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -27,7 +27,7 @@ def with_a_fine_zero(adapter: LoraAdapter) -> LoraAdapter:
 def test_narrow_and_wide_rows_give_the_same_bits() -> None:
     spec = tiny_spec()
     backend = CpuBackend(spec, random_tensors(spec), CONFIG)
-    in_bf16 = backend._rows.tables.places.in_bf16
+    in_bf16 = backend._rows.in_bf16
     targets = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     narrow = [random_adapter(spec, rank, targets, dtype="BF16", size=0.3) for rank in (1, 8, 13, 32)]
     others = [random_adapter(spec, rank, size=0.3) for rank in (3, 16)]
@@ -55,7 +55,7 @@ def test_adapters_in_bfloat16_give_the_bits_of_the_same_in_float32(ranks: tuple[
     assert {(pair.a.dtype, pair.b.dtype) for pair in partly.weights.values()} == {(BFLOAT16, np.dtype(np.float32))}
     adapters.append(partly)
     narrow = served_logits(backend, adapters, tokens)
-    assert backend._rows.tables.places.in_bf16[1 : 1 + len(adapters)].tolist() == [True] * len(ranks) + [False]
+    assert backend._rows.in_bf16[1 : 1 + len(adapters)].tolist() == [True] * len(ranks) + [False]
     np.testing.assert_array_equal(narrow, served_logits(backend, [a.widened() for a in adapters], tokens))
     assert len({logits.tobytes() for logits in narrow}) == len(adapters)
     backend.close()
@@ -68,7 +68,7 @@ def test_rows_are_narrow_if_every_value_fits_with_its_scale(dtype: str, alpha: f
     backend = CpuBackend(spec, random_tensors(spec), CONFIG)
     for _ in range(2):
         backend.write_adapter(1, 8, random_adapter(spec, 8, alpha=alpha, dtype=dtype))
-        assert backend._rows.tables.places.in_bf16[1] == expected
+        assert backend._rows.in_bf16[1] == expected
         backend.write_adapter(1, 8, random_adapter(spec, 8, dtype="F32"))
-        assert not backend._rows.tables.places.in_bf16[1]
+        assert not backend._rows.in_bf16[1]
     backend.close()
