@@ -39,7 +39,7 @@ from app.deployments.ingress.http.management_routes import add_management_routes
 from app.deployments.ingress.http.messages_answers import body_told
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of
-from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, while_connected
+from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, first_event, while_connected
 from app.deployments.ingress.http.upload_routes import add_upload_route
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.results import generate_result
@@ -160,7 +160,7 @@ async def _respond(
         return JSONResponse(form.body(answers, job.num_per_prompt), headers=headers)
     events = _events(job, form)
     with counted_if_cancelled(service, route, job):
-        first = await while_connected(request, anext(events))
+        first = await first_event(request, events)
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers)
 
 

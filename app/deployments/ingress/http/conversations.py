@@ -19,7 +19,7 @@ from app.deployments.ingress.http.running import (
     RunningService,
     adapter_header,
     counted_if_cancelled,
-    while_connected,
+    first_event,
 )
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.schema import ChatCompletionRequest
@@ -58,6 +58,6 @@ async def streamed(
 ) -> Response:
     """A stream; what is refused before its first event is raised."""
     with counted_if_cancelled(service, route, job):
-        first = await while_connected(request, anext(events))
+        first = await first_event(request, events)
     headers = adapter_header(job) | service.tenancy.headers(job.caller)
     return EventStream(first, events, lambda status: service.observe(route, status, job), headers, b"", error_event)

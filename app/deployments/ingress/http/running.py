@@ -7,7 +7,7 @@ job counted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -70,6 +70,18 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
             if not unfinished.done():
                 unfinished.cancel()
         await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def first_event(request: Request, events: AsyncGenerator[bytes]) -> bytes:
+    """The first event, `while_connected`; if nobody gets it the events are closed, and with them what computes them.
+
+    It may have come in the very moment in which its task is cancelled: then nobody would ask for the next one.
+    """
+    try:
+        return await while_connected(request, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
 
 
 async def _disconnected(request: Request) -> None:
