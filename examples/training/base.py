@@ -1,8 +1,8 @@
-"""The demo base model as transformers sees it, and the token ids of a chat.
+"""A demo base model as transformers sees it, and the token ids of a chat.
 
 In: the path of the GGUF file. Out: a float32 model, its tokenizer, and prompt or answer token ids.
-Prompts go through the chat template of the file, exactly as the server renders them.
-Only this module knows that the checkpoint is GGUF.
+Prompts go through the tokenizer's chat template, exactly as the server renders them, and an answer ends with the token
+that ends a sequence of the base. Only this module knows that the checkpoint is GGUF.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from examples.training.task import Said
 
 BASE_NAME = "SmolLM2-135M-Instruct"
-END_OF_TURN = "<|im_end|>"
 
 
 def load_base(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -42,6 +41,6 @@ def prompt_ids(
 
 
 def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str) -> list[int]:
-    """Token ids of an answer with the token that ends the turn."""
-    ids: list[int] = tokenizer(answer + END_OF_TURN, add_special_tokens=False)["input_ids"]
+    """Token ids of an answer with the token that ends it."""
+    ids: list[int] = tokenizer(f"{answer}{tokenizer.eos_token}", add_special_tokens=False)["input_ids"]
     return ids

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.training.base import END_OF_TURN, load_base, prompt_ids
+from examples.training.base import load_base, prompt_ids
 from examples.training.recipes import RECIPES
 from examples.training.task import Example, Task, examples
 
@@ -37,8 +37,8 @@ def answers(
     max_new_tokens: int,
     system: str | None = None,
 ) -> list[str]:
-    """Greedy answers in the order of the prompts, without the token that ends the turn."""
-    end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    """Greedy answers in the order of the prompts, without the token that ends them."""
+    end = tokenizer.eos_token_id
     generate: Any = model.generate  # transformers and peft do not share a typed interface
     found: list[str] = []
     for start in range(0, len(prompts), BATCH_SIZE):
@@ -71,9 +71,19 @@ def _rate(held_out: Sequence[Example], failed: dict[str, str]) -> str:
 
 def evaluate(name: str, folder: Path, gguf: Path, num_prompts: int, seed: int) -> str:
     """The table row of one adapter; prints the adapter's failures. Raises OSError for missing files."""
-    task = RECIPES[name].task
+    return row(RECIPES[name].task, folder, *load_base(gguf), num_prompts, seed)
+
+
+def row(
+    task: Task,
+    folder: Path,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    seed: int,
+) -> str:
+    """The table row of the adapter in `folder` on a base that is loaded; prints the adapter's failures."""
     held_out = examples(task, "heldout", num_prompts, seed)
-    base, tokenizer = load_base(gguf)
     model = PeftModel.from_pretrained(base, str(folder)).eval()
     tuned = failures(task, held_out, answers(model, tokenizer, held_out, task.max_new_tokens, task.system))
     with model.disable_adapter():
@@ -84,7 +94,7 @@ def evaluate(name: str, folder: Path, gguf: Path, num_prompts: int, seed: int) -
     known = [example for example in held_out if example.wording == "known"]
     new = [example for example in held_out if example.wording == "new"]
     rates = [_rate(held_out, plain), _rate(held_out, told), _rate(held_out, tuned)]
-    return f"| `{name}` | {num_prompts} | " + " | ".join([*rates, _rate(known, tuned), _rate(new, tuned)]) + " |"
+    return f"| `{task.name}` | {num_prompts} | " + " | ".join([*rates, _rate(known, tuned), _rate(new, tuned)]) + " |"
 
 
 def main() -> None:

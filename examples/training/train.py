@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.training.base import BASE_NAME, answer_ids, load_base, prompt_ids
 from examples.training.recipes import RECIPES, Recipe
@@ -29,14 +30,14 @@ WARMUP_STEPS = 10
 CARD = """---
 base_model: {base}
 library_name: peft
-license: apache-2.0
+license: {license_id}
 tags: [lora]
 ---
 # {name}
 
 {description}
 
-Made by `python -m examples.training.train {name}`; pass rates are in `docs/demo-adapters.md`.
+Made by `python -m {command}`; pass rates are in `docs/demo-adapters.md`.
 """
 
 
@@ -93,12 +94,18 @@ def answer_loss(model: PeftModel, batch: PackedBatch) -> torch.Tensor:
 
 
 def train(recipe: Recipe, gguf: Path, *, in_bfloat16: bool = False) -> PeftModel:
+    """The trained model on the demo base: `fit`."""
+    return fit(recipe, *load_base(gguf), in_bfloat16=in_bfloat16)
+
+
+def fit(
+    recipe: Recipe, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, in_bfloat16: bool = False
+) -> PeftModel:
     """The trained model. Prints the loss every ten steps.
 
     `in_bfloat16`: products in it, which some CPUs do several times as fast; weights stay float32.
     """
     torch.manual_seed(recipe.seed)
-    base, tokenizer = load_base(gguf)
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,
@@ -134,14 +141,29 @@ def train(recipe: Recipe, gguf: Path, *, in_bfloat16: bool = False) -> PeftModel
     return model
 
 
-def save(model: PeftModel, description: str, folder: Path) -> None:
-    """Write the PEFT folder: bfloat16 weights, a card, and the base under its public name, never a local path."""
-    model.peft_config["default"].base_model_name_or_path = BASE_NAME
+def save(
+    model: PeftModel,
+    description: str,
+    folder: Path,
+    *,
+    base_name: str = BASE_NAME,
+    license_id: str = "apache-2.0",
+    command: str | None = None,
+) -> None:
+    """Write the PEFT folder: bfloat16 weights, a card, and the base under its public name, never a local path.
+
+    `command`: the module that makes this adapter, and its arguments; None: this one.
+    """
+    model.peft_config["default"].base_model_name_or_path = base_name
     model.save_pretrained(str(folder), save_embedding_layers=False)  # "auto" would ask the model hub for the base
     weights_path = folder / "adapter_model.safetensors"
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in load_file(weights_path).items()}
     save_file(weights, weights_path, metadata={"format": "pt"})
-    (folder / "README.md").write_text(CARD.format(name=folder.name, base=BASE_NAME, description=description))
+    made_by = f"examples.training.train {folder.name}" if command is None else command
+    card = CARD.format(
+        name=folder.name, base=base_name, license_id=license_id, description=description, command=made_by
+    )
+    (folder / "README.md").write_text(card)
 
 
 def _rate(step: int, num_steps: int) -> float:

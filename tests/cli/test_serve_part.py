@@ -27,7 +27,7 @@ def document(deployment: dict[str, Any] | None = None, **top: Any) -> dict[str, 
 
 
 @pytest.mark.filterwarnings("ignore:`look_back_period_s`:FutureWarning")  # Ray was imported without its switches
-@pytest.mark.parametrize("name", ["serve.yaml", "serve-jax.yaml", "serve-autoscale.yaml"])
+@pytest.mark.parametrize("name", ["serve.yaml", "serve-jax.yaml", "serve-autoscale.yaml", "serve-gemma.yaml"])
 def test_the_files_that_are_shipped_are_known(name: str) -> None:
     schema = serve_schema(read_document(ROOT / "configs" / name), PATH)
     assert [application.name for application in schema.applications] == ["polylora"]

@@ -72,7 +72,10 @@ def test_common_start_is_stored_once() -> None:
 def test_saved_folder_is_bfloat16_and_names_the_public_base(tmp_path: Path) -> None:
     model = tiny_model()
     save(model, "Says what it does.", tmp_path / "demo")
-    assert "Says what it does." in (tmp_path / "demo" / "README.md").read_text()
+    card = (tmp_path / "demo" / "README.md").read_text()
+    assert "Says what it does." in card
+    assert "license: apache-2.0\n" in card
+    assert "`python -m examples.training.train demo`" in card
     config = json.loads((tmp_path / "demo" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "SmolLM2-135M-Instruct"
     saved = load_file(tmp_path / "demo" / "adapter_model.safetensors")
