@@ -1,0 +1,177 @@
+"""What keys and limits cost a request over HTTP, with many keys in the database.
+
+In: a configuration, from which a service is started as `make serve` does, with `http.auth: open`, so that requests with
+a key and without one go through the same processes. Out: Markdown on stdout: requests per second with a key of a
+project that has limits of rates (so high that none is reached) and without a key, and the CPU time per request of the
+ingress and of the store, where limits are lent from. Cases take turns, and ratios are within a round. Use is written
+down for both. A tick of the CPU's clock is 10 ms: differences of microseconds need thousands of requests.
+
+    python -m load_tests.http.bench_keys --keys 100000 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from openai import OpenAI
+from sqlalchemy import create_engine, insert, select
+
+from app.cli.settings_file import IMPORT_PATH, read_settings
+from app.config import ADMIN_KEY
+from app.deployments.tenants.key_material import new_key
+from app.deployments.tenants.tables import api_keys
+from load_tests.http.client import Endpoint, closed_loop
+from load_tests.http.lengths import words
+from load_tests.http.workload import PlannedRequest
+from load_tests.measuring import environment, ratios, rounds, spread
+from load_tests.process_tree import cpu_seconds
+from load_tests.service import ROOT, Service, free_port, serve_arguments
+
+WITH, WITHOUT = "with a key and limits", "without"
+ROLES = ("ingress", "store")
+NUM_WORDS, NUM_TOKENS = 16, 16
+#: Of everything that can be limited.
+UNREACHED = 1_000_000_000
+
+
+def open_settings(config: Path, folder: Path) -> Path:
+    """The settings file with `http.auth: open`, in `folder`."""
+    document = yaml.safe_load(config.read_text(encoding="utf-8"))
+    application = next(item for item in document["applications"] if item["import_path"] == IMPORT_PATH)
+    application["args"].setdefault("http", {})["auth"] = "open"
+    settings = folder / "serve.yaml"
+    settings.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return settings
+
+
+def limited_key(url: str, admin_key: str) -> str:
+    """A key of a new project that has limits of every kind."""
+    admin = OpenAI(base_url=url, admin_api_key=admin_key, api_key="none").admin.organization
+    project = admin.projects.create(name="bench")
+    base = admin.projects.rate_limits.list_rate_limits(project.id).data[0]
+    admin.projects.rate_limits.update_rate_limit(
+        base.id,
+        project_id=project.id,
+        max_requests_per_1_minute=UNREACHED,
+        max_tokens_per_1_minute=UNREACHED,
+        max_requests_per_1_day=UNREACHED,
+    )
+    account = admin.projects.service_accounts.create(project.id, name="bench")
+    assert account.api_key is not None
+    return account.api_key.value
+
+
+def add_keys(database: Path, count: int) -> None:
+    """So many more keys of the project that has one, in its database."""
+    engine = create_engine(f"sqlite:///{database}")
+    with engine.begin() as connection:
+        row = connection.execute(select(api_keys).where(api_keys.c.project_id.is_not(None))).mappings().one()
+        fresh = (new_key(is_admin=False) for _ in range(count))
+        rows = [
+            {**row, "id": f"key_bench_{number}", "digest": key.digest, "redacted": key.redacted}
+            for number, key in enumerate(fresh)
+        ]
+        connection.execute(insert(api_keys), rows)
+    engine.dispose()
+
+
+class Bench:
+    """One service, asked with and without a key."""
+
+    def __init__(self, url: str, session_id: int, key: str, model: str, num_streams: int, num_requests: int) -> None:
+        self._session_id, self._model = session_id, model
+        self._num_streams, self._num_requests = num_streams, num_requests
+        self._endpoints = {
+            WITH: Endpoint(url, default_key=key, extra_body={"ignore_eos": True}),
+            WITHOUT: Endpoint(url, extra_body={"ignore_eos": True}),
+        }
+        self._rng = np.random.default_rng(0)
+        #: Case -> role -> CPU microseconds per request, one value per round.
+        self.cpu_us: dict[str, dict[str, list[float]]] = {
+            case: {role: [] for role in ROLES} for case in (WITH, WITHOUT)
+        }
+
+    def measure(self, case: str) -> float:
+        """Requests per second. Raises RuntimeError when a request fails."""
+        requests = [
+            PlannedRequest(
+                index=index,
+                arrival_s=0.0,
+                model=self._model,
+                tenant="bench",
+                prompt=words(NUM_WORDS, self._rng),
+                max_tokens=NUM_TOKENS,
+            )
+            for index in range(self._num_requests)
+        ]
+        before, started_s = cpu_seconds(self._session_id), time.perf_counter()
+        outcomes = asyncio.run(closed_loop(self._endpoints[case], requests, self._num_streams))
+        took_s, after = time.perf_counter() - started_s, cpu_seconds(self._session_id)
+        for outcome in outcomes:
+            if outcome.error is not None or outcome.completion_tokens != NUM_TOKENS:
+                raise RuntimeError(f"{case}: {outcome.error or f'{outcome.completion_tokens} tokens'}")
+        for role in ROLES:
+            self.cpu_us[case][role].append((after[role] - before[role]) / self._num_requests * 1e6)
+        return self._num_requests / took_s
+
+
+def table(bench: Bench, values: dict[str, list[float]]) -> str:
+    """What was measured, in Markdown."""
+    lines = [
+        f"| requests | requests/s | / {WITHOUT} | {' | '.join(f'CPU of the {role}, us' for role in ROLES)} |",
+        f"|---|---:|---|{'---:|' * len(ROLES)}",
+    ]
+    for case, rates in values.items():
+        cells = [f"{spread(rates).median:.1f}", str(ratios(rates, values[WITHOUT]))]
+        cells += [f"{np.mean(bench.cpu_us[case][role]):.0f}" for role in ROLES]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    more = sum(float(np.mean(bench.cpu_us[WITH][role])) - float(np.mean(bench.cpu_us[WITHOUT][role])) for role in ROLES)
+    return "\n".join([*lines, "", f"A key and its limits cost {more:.0f} us of CPU per request."])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "serve.yaml")
+    parser.add_argument("--keys", type=int, default=100_000, help="keys in the database")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=400, help="in each round, of each case")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    machine: Any = environment()
+    model = read_settings(given.config).model.name
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, admin_key, port = Path(temporary), new_key(is_admin=True).value, free_port()
+        arguments = serve_arguments(str(open_settings(given.config, folder)), port)
+        environ = {ADMIN_KEY: admin_key, "POLYLORA_STATE_DIR": str(folder / "state")}
+        url = f"http://127.0.0.1:{port}/v1"
+        with Service(arguments, environ) as service:
+            service.wait_for("Ready after")
+            key = limited_key(url, admin_key)
+        (database,) = (folder / "state").glob("catalog-*.sqlite")
+        add_keys(database, given.keys - 1)
+        with Service(arguments, environ) as service:
+            service.wait_for("Ready after")
+            bench = Bench(url, service.process.pid, key, model, given.streams, given.requests)
+            for case in (WITH, WITHOUT):
+                bench.measure(case)
+                bench.cpu_us[case] = {role: [] for role in ROLES}
+            values = rounds({case: partial(bench.measure, case) for case in (WITH, WITHOUT)}, given.rounds)
+    print(
+        f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
+        f"{machine['load_average']}, after {environment()['load_average']}. {given.keys} keys, {given.streams} "
+        f"streams, {NUM_WORDS} words, {NUM_TOKENS} tokens; {given.requests} requests a "
+        f"round of each, {given.rounds} rounds.\n\n{table(bench, values)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
