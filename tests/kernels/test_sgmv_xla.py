@@ -148,3 +148,12 @@ def test_pallas_lowers_for_tpu() -> None:
         *shapes, segments, slots, slots, max_chunks=2, interpret=False
     )
     assert exported.mlir_module().count("tpu_custom_call") == 2
+
+
+def test_a_late_helper_believes_no_slot_that_there_is_not() -> None:
+    """It may read segments that are another call's memory by then: it must not write by them."""
+    tables = tuple(normal(rng(), 32, 64) for _ in range(3))
+    segments = np.array([[0, 4, 1], [4, 8, 1 << 30], [8, 9, -(1 << 30)], [9, 11, -1], [11, 12, 3]], np.int32)
+    addresses, panels = ffi._addresses(tables, np.ones((3, 3), np.int32), segments, np.array([0, 8, 16], np.int32))
+    assert addresses.tolist() == [[0] * 3, [table.ctypes.data + 8 * 64 * 4 for table in tables], [0] * 3]
+    assert panels.tolist() == [4, 4, 4]

@@ -62,7 +62,11 @@ def _add_deltas(record: int) -> None:
 
 @compiled
 def _addresses(tables, ranks, segments, starts):
-    """[S, N] addresses of the segments' adapters in tables [R, W] of the N modules; panels of 16 columns of each."""
+    """[S, N] addresses of the segments' adapters in tables [R, W] of the N modules; panels of 16 columns of each.
+
+    A helper that comes late (`Team.run`) may find in the segments what XLA has put there since: it finds no work, but
+    comes through here first. So a slot is believed only where there is one.
+    """
     addresses, num_panels = np.zeros(ranks.shape, np.int64), np.zeros(ranks.shape[1], np.int64)
     for n in range(len(tables)):
         if n < ranks.shape[1]:
@@ -70,7 +74,8 @@ def _addresses(tables, ranks, segments, starts):
             num_panels[n] = width // PANEL
             for j in range(segments.shape[0]):
                 adapter_slot = segments[j, 2]
-                addresses[adapter_slot, n] = tables[n].ctypes.data + np.int64(starts[adapter_slot]) * width * 4
+                if 0 <= adapter_slot < len(addresses):
+                    addresses[adapter_slot, n] = tables[n].ctypes.data + np.int64(starts[adapter_slot]) * width * 4
     return addresses, num_panels
 
 
