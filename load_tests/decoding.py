@@ -47,18 +47,21 @@ class Decoder(Protocol):
 
 
 class EngineDecoder:
-    """An engine of this project, called without threads, Ray or HTTP."""
+    """An engine of this project, called without threads, Ray or HTTP. `grammar`: of all answers; "" for free ones."""
 
-    def __init__(self, engine: Engine, adapters: Sequence[LoraAdapter] = ()) -> None:
+    def __init__(self, engine: Engine, adapters: Sequence[LoraAdapter] = (), grammar: str = "") -> None:
         self._engine = engine
         self._adapters = adapters
         self._refs = [AdapterRef(f"adapter-{i}", a.card.digest, "bench") for i, a in enumerate(adapters)]
+        self._grammar = grammar
         self._num_runs = 0
 
     def decode(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int | None], num_tokens: int) -> Decoded:
         self._num_runs += 1
         names = [f"{self._num_runs}-{i}" for i in range(len(prompts))]
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, ignore_eos=not self._grammar, grammar=self._grammar
+        )
         started = time.perf_counter()
         for name, prompt, index in zip(names, prompts, adapters, strict=True):
             ref, weights = (None, None) if index is None else (self._refs[index], self._adapters[index])
@@ -66,7 +69,8 @@ class EngineDecoder:
         tokens: dict[str, list[int]] = {name: [] for name in names}
         opened, any_ended = 0.0, False
         step_s: list[float] = []
-        while self._engine.has_work:
+        live = set(names)
+        while live:  # a request whose grammar is being compiled is no work yet
             before = time.perf_counter()
             chunks = self._engine.step()
             now = time.perf_counter()
@@ -74,11 +78,13 @@ class EngineDecoder:
                 if chunk.error is not None:
                     raise chunk.error
                 tokens[chunk.request_id].extend(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    live.discard(chunk.request_id)
             if not opened:
                 opened = now if all(tokens.values()) else 0.0
             elif not any_ended:
                 step_s.append(now - before)
-            any_ended = any_ended or any(chunk.finish_reason is not None for chunk in chunks)
+            any_ended = len(live) < len(names)
         if not step_s:
             raise ValueError(f"{num_tokens} tokens are too few: no step had all {len(prompts)} streams; ask for more")
         return Decoded(tuple(tuple(tokens[name]) for name in names), opened - started, tuple(step_s))

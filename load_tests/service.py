@@ -16,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import yaml
 
@@ -43,14 +43,19 @@ def serve_arguments(config: str, port: int, host: str = "127.0.0.1") -> list[str
     return ["serve", "--config", config, "--host", host, "--port", str(port)]
 
 
-def settings_with_adapters(config: Path, folder: Path, adapters: dict[str, object]) -> Path:
-    """The settings file `config` with its `adapters` replaced, as a file in `folder`."""
+def settings_with(config: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The settings file `config` as a file in `folder`, its `args` as `change` leaves them."""
     document = yaml.safe_load(config.read_text(encoding="utf-8"))
     application = next(item for item in document["applications"] if item["import_path"] == IMPORT_PATH)
-    application["args"]["adapters"] = adapters
+    change(application["args"])
     settings = folder / "serve.yaml"
     settings.write_text(yaml.safe_dump(document), encoding="utf-8")
     return settings
+
+
+def settings_with_adapters(config: Path, folder: Path, adapters: dict[str, object]) -> Path:
+    """The settings file `config` with its `adapters` replaced, as a file in `folder`."""
+    return settings_with(config, folder, lambda args: args.update(adapters=adapters))
 
 
 class Service:

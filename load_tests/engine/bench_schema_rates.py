@@ -25,8 +25,8 @@ from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
 from app.engine.open import load_backend, load_vocabulary
-from app.engine.request import GenerateRequest, SamplingParams
 from app.engine.structured.grammars import json_grammar
+from load_tests.decoding import EngineDecoder
 from load_tests.engine.bench_structured import schema
 from load_tests.engine.reference import load_transformers
 from load_tests.engine.vllm_reference import VllmDecoder, write_model
@@ -44,35 +44,6 @@ class Case(NamedTuple):
     num_streams: int
 
 
-class Ours:
-    """Answers of our engine, without threads, Ray or HTTP."""
-
-    def __init__(self, model: Path, max_streams: int) -> None:
-        checkpoint = load_checkpoint(model)
-        config = EngineConfig(max_batch_sequences=max_streams)
-        self._engine = Engine(load_backend(checkpoint, config), config, grammars=partial(load_vocabulary, checkpoint))
-        self._grammar = json_grammar(schema("name"), "schema")
-        self._count = 0
-
-    def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int, *, has_schema: bool) -> list[list[int]]:
-        tokens: dict[str, list[int]] = {}
-        grammar = self._grammar if has_schema else ""
-        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=not has_schema, grammar=grammar)
-        for prompt in prompts:
-            self._count += 1
-            tokens[str(self._count)] = []
-            self._engine.submit(GenerateRequest(str(self._count), "bench", tuple(prompt), sampling))
-        live = set(tokens)
-        while live:  # a request whose grammar is being compiled is no work yet
-            for chunk in self._engine.step():
-                if chunk.error is not None:
-                    raise chunk.error
-                tokens[chunk.request_id].extend(chunk.token_ids)
-                if chunk.finish_reason is not None:
-                    live.discard(chunk.request_id)
-        return list(tokens.values())
-
-
 class Bench:
     """Both engines, their rates by case, and their last answers."""
 
@@ -83,32 +54,34 @@ class Bench:
             for who in (ENGINE, VLLM)[: 2 if vllm else 1]
             for has_schema in (False, True)
         ]
-        self.same: dict[tuple[bool, int], int] = {}
-        self._num_tokens, self._rng = num_tokens, np.random.default_rng(0)
-        self._ours = Ours(model, max(streams))
+        self._num_tokens = num_tokens
+        checkpoint = load_checkpoint(model)
+        config = EngineConfig(max_batch_sequences=max(streams))
+        engine = Engine(load_backend(checkpoint, config), config, grammars=partial(load_vocabulary, checkpoint))
+        grammars = {False: "", True: json_grammar(schema("name"), "schema")}
+        self._ours = {has_schema: EngineDecoder(engine, grammar=grammar) for has_schema, grammar in grammars.items()}
         self._vllm = _open_vllm(vllm, model, folder, max(streams), num_tokens) if vllm else None
-        vocab_size = load_checkpoint(model).spec.vocab_size
-        self._prompts = self._rng.integers(1000, vocab_size, (max(streams), PROMPT_TOKENS)).tolist()
-        self._last: dict[Case, list[list[int]]] = {}
+        rng = np.random.default_rng(0)
+        self._prompts = rng.integers(1000, checkpoint.spec.vocab_size, (max(streams), PROMPT_TOKENS)).tolist()
+        self._last: dict[Case, tuple[tuple[int, ...], ...]] = {}
 
     def rate(self, case: Case) -> float:
         """Tokens per second."""
-        prompts = self._prompts[: case.num_streams]
+        prompts, adapters = self._prompts[: case.num_streams], [None] * case.num_streams
         started_s = time.perf_counter()
         if case.who == ENGINE:
-            answers = self._ours.answers(prompts, self._num_tokens, has_schema=case.has_schema)
+            decoded = self._ours[case.has_schema].decode(prompts, adapters, self._num_tokens)
         else:
             assert self._vllm is not None
             wanted = schema("name") if case.has_schema else None
-            decoded = self._vllm.decode(prompts, [None] * len(prompts), self._num_tokens, wanted)
-            answers = [list(tokens) for tokens in decoded.token_ids]
+            decoded = self._vllm.decode(prompts, adapters, self._num_tokens, wanted)
         took_s = time.perf_counter() - started_s
-        short = [len(answer) for answer in answers if len(answer) != self._num_tokens]
+        short = [len(answer) for answer in decoded.token_ids if len(answer) != self._num_tokens]
         if short:
             raise RuntimeError(
                 f"{case}: answers of {short} tokens instead of {self._num_tokens}: the rate says nothing"
             )
-        self._last[case] = answers
+        self._last[case] = decoded.token_ids
         return case.num_streams * self._num_tokens / took_s
 
     def num_same(self, has_schema: bool, num_streams: int) -> int:

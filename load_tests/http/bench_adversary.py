@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from openai import OpenAI
+from openai.resources.admin.organization.projects import Projects
 
 from app.cli.settings_file import read_settings
 from app.config import ADMIN_KEY
@@ -95,14 +96,20 @@ class Bench:
 
 def tenant_keys(url: str, admin_key: str) -> dict[str, str]:
     """A key of a new project each for the tenant and the flood."""
-    admin = OpenAI(base_url=url, admin_api_key=admin_key, api_key="none").admin.organization
-    keys: dict[str, str] = {}
-    for name in ("one", "flood"):
-        project = admin.projects.create(name=name)
-        account = admin.projects.service_accounts.create(project.id, name="bench")
-        assert account.api_key is not None
-        keys[name] = account.api_key.value
-    return keys
+    projects = projects_of(url, admin_key)
+    return {name: project_key(projects, projects.create(name=name).id) for name in ("one", "flood")}
+
+
+def projects_of(url: str, admin_key: str) -> Projects:
+    """The official client for a service's projects."""
+    return OpenAI(base_url=url, admin_api_key=admin_key, api_key="none").admin.organization.projects
+
+
+def project_key(projects: Projects, project_id: str) -> str:
+    """A new key of a project."""
+    account = projects.service_accounts.create(project_id, name="bench")
+    assert account.api_key is not None
+    return account.api_key.value
 
 
 def table(bench: Bench) -> str:

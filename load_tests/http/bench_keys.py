@@ -20,20 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
-from openai import OpenAI
 from sqlalchemy import create_engine, insert, select
 
-from app.cli.settings_file import IMPORT_PATH, read_settings
+from app.cli.settings_file import read_settings
 from app.config import ADMIN_KEY
 from app.deployments.tenants.key_material import new_key
 from app.deployments.tenants.tables import api_keys
+from load_tests.http.bench_adversary import project_key, projects_of
 from load_tests.http.client import Endpoint, closed_loop
 from load_tests.http.lengths import words
 from load_tests.http.workload import PlannedRequest
 from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.process_tree import cpu_seconds
-from load_tests.service import ROOT, Service, free_port, serve_arguments
+from load_tests.service import ROOT, Service, free_port, serve_arguments, settings_with
 
 WITH, WITHOUT = "with a key and limits", "without"
 ROLES = ("ingress", "store")
@@ -42,31 +41,19 @@ NUM_WORDS, NUM_TOKENS = 16, 16
 UNREACHED = 1_000_000_000
 
 
-def open_settings(config: Path, folder: Path) -> Path:
-    """The settings file with `http.auth: open`, in `folder`."""
-    document = yaml.safe_load(config.read_text(encoding="utf-8"))
-    application = next(item for item in document["applications"] if item["import_path"] == IMPORT_PATH)
-    application["args"].setdefault("http", {})["auth"] = "open"
-    settings = folder / "serve.yaml"
-    settings.write_text(yaml.safe_dump(document), encoding="utf-8")
-    return settings
-
-
 def limited_key(url: str, admin_key: str) -> str:
-    """A key of a new project that has limits of every kind."""
-    admin = OpenAI(base_url=url, admin_api_key=admin_key, api_key="none").admin.organization
-    project = admin.projects.create(name="bench")
-    base = admin.projects.rate_limits.list_rate_limits(project.id).data[0]
-    admin.projects.rate_limits.update_rate_limit(
+    """A key of a new project that has limits of rates."""
+    projects = projects_of(url, admin_key)
+    project = projects.create(name="bench")
+    base = projects.rate_limits.list_rate_limits(project.id).data[0]
+    projects.rate_limits.update_rate_limit(
         base.id,
         project_id=project.id,
         max_requests_per_1_minute=UNREACHED,
         max_tokens_per_1_minute=UNREACHED,
         max_requests_per_1_day=UNREACHED,
     )
-    account = admin.projects.service_accounts.create(project.id, name="bench")
-    assert account.api_key is not None
-    return account.api_key.value
+    return project_key(projects, project.id)
 
 
 def add_keys(database: Path, count: int) -> None:
@@ -150,7 +137,8 @@ def main() -> None:
     model = read_settings(given.config).model.name
     with tempfile.TemporaryDirectory() as temporary:
         folder, admin_key, port = Path(temporary), new_key(is_admin=True).value, free_port()
-        arguments = serve_arguments(str(open_settings(given.config, folder)), port)
+        settings = settings_with(given.config, folder, lambda args: args.setdefault("http", {}).update(auth="open"))
+        arguments = serve_arguments(str(settings), port)
         environ = {ADMIN_KEY: admin_key, "POLYLORA_STATE_DIR": str(folder / "state")}
         url = f"http://127.0.0.1:{port}/v1"
         with Service(arguments, environ) as service:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from app.simulation.fleet import Plan, simulate
 from app.simulation.replica import ReplicaSize
 from app.simulation.result import Interval, intervals
 from app.simulation.scaling import QueueLength, Scaling
+from app.simulation.traffic import Traffic
 from load_tests.simulate.scenarios import CROWDS_S, SCENARIOS, alternating, diurnal, flash_crowd, large, shared_heads
 
 POLICIES = ("sticky", "rendezvous", "round_robin", "traffic_weighted", "rank_aware", "min_cost_flow", "least_loaded")
@@ -57,6 +59,11 @@ COLUMNS = {
 }
 
 
+def summaries(make: Callable[[np.random.Generator], Traffic], plan: Plan, num_seeds: int) -> list[Mapping[str, float]]:
+    """Of one simulation per seed, from 0 on, each with traffic of its own."""
+    return [simulate(make(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
+
+
 def compare_policies(names: Sequence[str], num_seeds: int, costs: Costs) -> str:
     """A table per scenario: 8 replicas, 100 adapters."""
     parts = []
@@ -66,8 +73,7 @@ def compare_policies(names: Sequence[str], num_seeds: int, costs: Costs) -> str:
         rows = {}
         for policy in POLICIES:
             plan = Plan(8, costs, size, PlacementConfig(policy=policy))
-            summaries = [simulate(make(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
-            rows[policy] = intervals(summaries)
+            rows[policy] = intervals(summaries(make, plan, num_seeds))
         parts.append(f"**{name}**\n\n" + table(rows))
     return "\n\n".join(parts)
 
@@ -78,9 +84,7 @@ def compare_alternating(num_seeds: int, costs: Costs) -> str:
     rows = {}
     for policy in POLICIES:
         plan = Plan(4, costs, size, PlacementConfig(policy=policy))
-        rows[policy] = intervals(
-            [simulate(alternating(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
-        )
+        rows[policy] = intervals(summaries(alternating, plan, num_seeds))
     return table(rows)
 
 
@@ -96,11 +100,9 @@ def compare_heads(num_seeds: int, costs: Costs) -> str:
     for num_heads, rate in ((20, 10.0), (200, 7.0), (200, 10.0), (2000, 7.0)):
         for is_on in (False, True):
             plan = Plan(8, costs, placement=PlacementConfig(prefix_aware=is_on))
-            summaries = [
-                simulate(shared_heads(np.random.default_rng(seed), num_heads, rate), plan, seed).summary()
-                for seed in range(num_seeds)
-            ]
-            rows[f"{num_heads} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(summaries)
+            make = partial(shared_heads, num_heads=num_heads, rate=rate)
+            found = summaries(make, plan, num_seeds)
+            rows[f"{num_heads} heads, {rate:g} requests/s, {'on' if is_on else 'off'}"] = intervals(found)
     return table(rows, columns, "traffic, prefix_aware")
 
 
@@ -115,11 +117,9 @@ def compare_start_times(num_seeds: int, costs: Costs) -> str:
     rows = {}
     for start_s in (2.0, 10.0, 30.0, 60.0, 120.0):
         plan = Plan(1, replace(costs, start_s=start_s), scaling=Scaling(1, 8))
-        summaries = [
-            simulate(flash_crowd(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)
-        ]
-        assert not any(summary["lost"] for summary in summaries), "no request may be lost"
-        rows[f"{start_s:.0f} s"] = intervals(summaries)
+        found = summaries(flash_crowd, plan, num_seeds)
+        assert not any(summary["lost"] for summary in found), "no request may be lost"
+        rows[f"{start_s:.0f} s"] = intervals(found)
     return table(rows, columns, "start")
 
 
@@ -141,12 +141,12 @@ def compare_scaling(num_seeds: int, costs: Costs) -> str:
         rows = {}
         for policy, scaling in SCALINGS.items():
             plan = Plan(2, costs, scaling=scaling, pinned=(0, 1))
-            summaries = []
+            found = []
             for seed in range(num_seeds):
                 result = simulate(make(np.random.default_rng(seed)), plan, seed)
                 reactions_s = [result.reaction_s(change_s) for change_s in changes_s]
-                summaries.append(result.summary() | {"reaction_s": float(np.mean(reactions_s or [0.0]))})
-            rows[policy] = intervals(summaries)
+                found.append(result.summary() | {"reaction_s": float(np.mean(reactions_s or [0.0]))})
+            rows[policy] = intervals(found)
         shown = {key: text for key, text in columns.items() if changes_s or key != "reaction_s"}
         parts.append(f"**{name}**\n\n" + table(rows, shown))
     return "\n\n".join(parts)

@@ -20,7 +20,7 @@ from app.deployments.placement.table import ReplicaNews
 from app.deployments.placement.telling import Telling
 from app.deployments.replica.service import EngineService
 from app.engine.interface import RunningEngine
-from app.engine.stats import EngineStats
+from app.engine.stats import EngineStats, TenantService
 
 #: Reports are at least this far apart, however fast adapters move.
 MIN_REPORT_INTERVAL_S = 0.1
@@ -107,15 +107,16 @@ class Reports:
             is_due = is_due and self._telling.is_news(_resident(stats))
             if is_due or is_leaving != was_leaving or now_s - reported_s >= self._interval_s:
                 reported_s, was_leaving = now_s, is_leaving
-                await self._report(stats, is_leaving=is_leaving)
-                self._ask_elsewhere()
+                service = self._engine.service()
+                await self._report(stats, service, is_leaving=is_leaving)
+                self._ask_elsewhere(service)
             if now_s - self._observed_s >= OBSERVE_INTERVAL_S and not self._observing:
                 self._observed_s = now_s
                 for metrics in self._metrics:
                     metrics.update(stats)
                 self._observing.start(self._observe({item.digest for item in stats.residents}))
             is_due = await self._has_changed(min(self._interval_s, OBSERVE_INTERVAL_S))
-        await self._report(self._engine.stats(), is_leaving=True)
+        await self._report(self._engine.stats(), self._engine.service(), is_leaving=True)
 
     def close(self) -> None:
         """Tell the registry nothing more."""
@@ -130,12 +131,12 @@ class Reports:
         self._service.changed.clear()
         return True
 
-    async def _report(self, stats: EngineStats, *, is_leaving: bool) -> None:
+    async def _report(self, stats: EngineStats, service: TenantService, *, is_leaving: bool) -> None:
         state = self._service.report(self._replica_id, stats.num_running, stats.num_waiting, _resident(stats))
         num_rows = {item.digest: item.num_rows for item in stats.residents}
         state = replace(
             state, num_rows=num_rows, num_rank_rows=stats.num_rank_rows, num_kv_tokens=stats.num_kv_tokens,
-            cached_heads=stats.cached_heads if self._tells_heads else (), served=self._engine.service().served,
+            cached_heads=stats.cached_heads if self._tells_heads else (), served=service.served,
         )  # fmt: skip
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
@@ -148,9 +149,9 @@ class Reports:
         else:
             self._placement_troubles.over()
 
-    def _ask_elsewhere(self) -> None:
+    def _ask_elsewhere(self, service: TenantService) -> None:
         """If it matters here what tenants were served elsewhere, ask; nobody waits for the answer."""
-        waiting = self._engine.service().waiting
+        waiting = service.waiting
         if len(waiting) < 2:
             self._is_listening = False
         elif not self._hearing:
