@@ -51,7 +51,7 @@ def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> 
     parts = {
         "weights; those of a quantised file take a third of it": _FLOAT32 * num_weights(spec),
         **kv,
-        f"rank rows: engine.adapter_rank_rows {rows}, {rows // 16} adapters of rank 16 at a time": rows
+        f"rank rows: engine.adapter_rank_rows {rows}, at least {rows // 16} adapters of rank 16 at a time": rows
         * rank_row_bytes(spec, _FLOAT32),
         "the process itself": PROCESS_BYTES,
     }

@@ -20,6 +20,11 @@ def counted_extra_bytes(adapter: LoraAdapter) -> int:
     return adapter.card.extra_bytes
 
 
+def counted_rank_rows(adapter: LoraAdapter) -> int:
+    """What an adapter needs where a rank row has one row of every module, changed or not: its largest rank."""
+    return adapter.card.max_rank
+
+
 @dataclass(frozen=True, slots=True)
 class BackendLimits:
     """What the engine may use: sizes fixed when the backend was built.
@@ -30,7 +35,8 @@ class BackendLimits:
     `write_adapter` is given matrices in bfloat16 as they are, or in float32 only. `can_embed`: whether `forward` takes
     batches with `pooling`. `num_draft_rows`: so many rows beside one of each sequence may draw in a step, several of
     one sequence, and each has the bits that it would have in a step of its own; 0: none. `extra_bytes_of`: what an
-    adapter holds beside its rank rows on this device.
+    adapter holds beside its rank rows on this device. `rank_rows_of`: how many rank rows it needs, at least 1 and at
+    most its largest rank rounded up to `EngineConfig.rank_alignment`; AdapterMismatch as `prepare_adapter`. Any thread.
     """
 
     num_kv_blocks: int
@@ -43,6 +49,7 @@ class BackendLimits:
     can_embed: bool = False
     num_draft_rows: int = 0
     extra_bytes_of: Callable[[LoraAdapter], int] = counted_extra_bytes
+    rank_rows_of: Callable[[LoraAdapter], int] = counted_rank_rows
 
 
 class Backend(Protocol):
@@ -65,7 +72,7 @@ class Backend(Protocol):
         """Copy an adapter into rows [row_start, row_start + rows) and point `adapter_slot` at them.
 
         The engine guarantees that no sequence in flight uses the slot or the rows, and
-        that the run is long enough for `adapter.card.max_rank`. Takes effect with the next `forward`.
+        that the run has as many rows as `BackendLimits.rank_rows_of` says. Takes effect with the next `forward`.
         """
         ...
 

@@ -42,7 +42,7 @@ class _Section(BaseModel):
 
     #: The section's key in EngineConfig.
     name: ClassVar[str]
-    #: Runs of rank rows are multiples of it: what a tensor core, or eight lanes of a CPU, multiply at a time.
+    #: Ranks are counted in multiples of it: what a tensor core, or eight lanes of a CPU, multiply at a time.
     rank_alignment: ClassVar[int]
     #: What has to be importable, and the optional dependency of this package that brings it.
     needs: ClassVar[tuple[str, ...]] = ()
@@ -159,7 +159,10 @@ class EngineConfig(BaseModel):
         description="KV blocks: num_kv_blocks * block_size tokens fit in the cache; 0, cuda only: as many as fit.",
     )
     adapter_rank_rows: int = Field(
-        512, ge=0, description="Rank rows for adapters: resident ranks add up to at most this."
+        512,
+        ge=0,
+        description="Rank rows for adapters. One takes as many as its largest rank, rounded up to a power of two; with "
+        "cpu as many as its own modules fill, half where it was saved in bfloat16.",
     )
     adapter_extra_bytes: int = Field(
         256 << 20,
@@ -226,7 +229,7 @@ class EngineConfig(BaseModel):
 
     @property
     def rank_alignment(self) -> int:
-        """Runs of rank rows are multiples of it on this device."""
+        """An adapter takes at most its largest rank, rounded up to this times a power of two, in rank rows."""
         return self.device.rank_alignment
 
     @property

@@ -128,7 +128,7 @@ class Engine:
             limits.adapter_extra_bytes,
             config.adapter_eviction,
         )
-        self._extra_bytes_of = limits.extra_bytes_of
+        self._extra_bytes_of, self._rank_rows_of = limits.extra_bytes_of, limits.rank_rows_of
         self._pace = PrefillPace(config.prefill_step_ms / 1000)
         self._isolation = Isolation(config.tenant_slowdown)
         self._clock = clock
@@ -156,7 +156,7 @@ class Engine:
         self.on_work: Callable[[], None] = lambda: None
         self._inbox: deque[_Submit | _Refuse | _Abort | _Pin | _Elsewhere | Drop | Bring] = deque()
         self._live_ids: dict[str, object] = {}  # submitted and not ended; single operations only, they are atomic
-        self._orders = AdapterOrders(self._adapters, limits.extra_bytes_of)
+        self._orders = AdapterOrders(self._adapters, limits.extra_bytes_of, limits.rank_rows_of)
         self._writer = AdapterWriter(backend, self._adapters, self._orders, self._scheduler, self._meter, clock)
         self.merged = merged
         self._failure: EngineFailure | None = None
@@ -189,7 +189,8 @@ class Engine:
         if adapter is not None and not self._adapters.is_resident(adapter.card.digest):
             self._backend.prepare_adapter(adapter)  # one that leaves before its turn is prepared when it is written
         sequence = Sequence(request, adapter, self.spec, self._blocks.block_size)
-        sequence.extra_bytes = self._extra_bytes_of(adapter) if adapter is not None else 0
+        if adapter is not None:
+            sequence.num_needed, sequence.extra_bytes = self._rank_rows_of(adapter), self._extra_bytes_of(adapter)
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
         if request.sampling.grammar and self._compiler is not None:
@@ -257,7 +258,7 @@ class Engine:
 
     @property
     def max_rank(self) -> int:
-        """The largest rank that an adapter may have here; 0 if there is no room for any."""
+        """The largest rank that any adapter may have here, whichever modules it changes; 0 if there is no room."""
         return self._adapters.max_rank
 
     @property
@@ -480,5 +481,5 @@ class Engine:
                 f"adapter {name!r} was read for base model {adapter.card.base_digest} "
                 f"but this engine serves {self.spec.digest}; register it for this base"
             )
-        self._adapters.check_rank(name, adapter.card.max_rank)
+        self._adapters.check_rows(name, self._rank_rows_of(adapter))
         self._adapters.check_extras(name, self._extra_bytes_of(adapter))

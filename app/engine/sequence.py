@@ -77,6 +77,7 @@ class Sequence:
         "num_drafted",
         "num_given",
         "num_loads",
+        "num_needed",
         "num_prompt",
         "num_rows",
         "num_tokens",
@@ -107,7 +108,7 @@ class Sequence:
         self.adapter = adapter
         self.adapter_digest = adapter.card.digest if adapter is not None else None
         self.rank = adapter.card.max_rank if adapter is not None else 0
-        self.extra_bytes = 0  # the engine asks its device
+        self.num_needed, self.extra_bytes = self.rank, 0  # the engine asks its device
         self.adapter_slot = 0
         self.status = Status.WAITING
         self.order: int | None = None

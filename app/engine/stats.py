@@ -18,10 +18,10 @@ OTHER_TENANTS = "~other"
 
 
 class ResidentAdapter(NamedTuple):
-    """An adapter on the device. `num_refs` running sequences hold it there."""
+    """An adapter on the device. `num_refs` running sequences hold it there; it needs `num_needed` of its rank rows."""
 
     digest: str
-    rank: int
+    num_needed: int
     row_start: int
     num_rows: int
     num_refs: int

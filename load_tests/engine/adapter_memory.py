@@ -2,7 +2,8 @@
 
 In: nothing; the sizes are those of Llama 3.1 8B, SmolLM2-135M and DeepSeek-V2-Lite. Out: a Markdown table on stdout. An
 adapter's values are never written, so that the largest fits any machine; every number is what the engine's own
-accounting says: rank rows by its runs, the rest by `extra_bytes`.
+accounting says: rank rows by its runs, the rest by `extra_bytes`. Beside them stands what the rank rows take on a
+device where an adapter's begin at one place in the tables of all modules.
 
     python -m load_tests.engine.adapter_memory
 """
@@ -19,11 +20,11 @@ import numpy as np
 from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.extras import extra_bytes
 from app.engine.adapters.lora import LoraAdapter, LoraKey, LoraPair
-from app.engine.models.footprint import rank_row_bytes
+from app.engine.cpu.rows import PreparedRows, row_bytes
 from app.engine.models.hf_config import spec_from_config
 from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
-from app.engine.pools.row_runs import length_of
+from app.engine.pools.adapter_pool import rows_of
 from app.kernels.sgmv.cpu import RANK_PANEL
 
 _YARN = {"rope_type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
@@ -47,53 +48,52 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """Which modules an adapter changes, at rank 16. experts: of how many experts of each layer; 0 of a dense model."""
+    """Which modules an adapter changes. experts: of how many experts of each layer; 0 of a dense model."""
 
     model: str
     name: str
     targets: tuple[str, ...]  # none: every linear module but the router
     experts: int = 0
+    rank: int = 16
 
 
 CASES = (
     Case("SmolLM2-135M", "q and v", ("q_proj", "v_proj")),
+    Case("SmolLM2-135M", "every linear module", (), rank=8),
     Case("SmolLM2-135M", "every linear module", ()),
+    Case("SmolLM2-135M", "every linear module", (), rank=64),
     Case("Llama 3.1 8B", "q and v", ("q_proj", "v_proj")),
+    Case("Llama 3.1 8B", "every linear module", (), rank=8),
     Case("Llama 3.1 8B", "every linear module", ()),
+    Case("Llama 3.1 8B", "every linear module", (), rank=64),
     Case("DeepSeek-V2-Lite", "every linear module, all 64 experts", (), 64),
     Case("DeepSeek-V2-Lite", "every linear module, 8 of 64 experts", (), 8),
 )
-RANK = 16
 
 
 class Sizes(NamedTuple):
-    """Bytes: of the run of rank rows, of these that the adapter's modules use, and of what it holds beside them."""
+    """Bytes: of as many rows of every module as the largest rank wants, of the run of rank rows, of these that the
+    adapter's modules use, and of what it holds beside them."""
 
+    every_module: int
     rank_rows: int
     used: int
     beside: int
 
 
 def sizes(case: Case, spec: ModelSpec, dtype: Any) -> Sizes:
-    """What an adapter of this kind takes, saved as `dtype`. Rank rows are in float32 whatever it was saved in."""
-    adapter = adapter_of(case, spec, dtype)
-    run = length_of(RANK, RANK_PANEL) * RANK_PANEL
-    singles = {
-        (layer, target)
-        for layer in range(len(spec.layers))
-        for product in layer_products(spec, layer)
-        if product.has_rank_rows
-        for target in product.targets
-    }
-    used = sum(pair.a.size + pair.b.size for key, pair in adapter.weights.items() if key[:2] in singles)
-    return Sizes(run * rank_row_bytes(spec, 4), used * 4, extra_bytes(adapter, spec))
+    """What an adapter of this kind takes, saved as `dtype`. A rank row is in float32 whatever it was saved in."""
+    adapter, row = adapter_of(case, spec, dtype), row_bytes(spec)
+    found = PreparedRows(spec).of(adapter)
+    run = rows_of(found.num_rows, alignment=1)
+    return Sizes(rows_of(case.rank, RANK_PANEL) * row, run * row, found.packing.num_bytes, extra_bytes(adapter, spec))
 
 
 def adapter_of(case: Case, spec: ModelSpec, dtype: Any) -> LoraAdapter:
     """One whose values nobody reads: memory that was never touched."""
     pairs = dict(_pairs(case, spec, dtype))
     size_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
-    return LoraAdapter(AdapterCard(case.name, "", RANK, case.targets, str(np.dtype(dtype)), size_bytes), pairs)
+    return LoraAdapter(AdapterCard(case.name, "", case.rank, case.targets, str(np.dtype(dtype)), size_bytes), pairs)
 
 
 def _pairs(case: Case, spec: ModelSpec, dtype: Any) -> Iterator[tuple[LoraKey, LoraPair]]:
@@ -103,25 +103,27 @@ def _pairs(case: Case, spec: ModelSpec, dtype: Any) -> Iterator[tuple[LoraKey, L
                 continue
             experts = product.experts if product.num_experts is None else product.experts[: case.experts]
             for expert in experts:
-                shared = np.empty((RANK, product.d_in), dtype)  # gate's and up's, as PEFT trains one pair for both
+                shared = np.empty((case.rank, product.d_in), dtype)  # gate's and up's, as PEFT trains one pair for both
                 for target, width in zip(product.targets, product.widths, strict=True):
                     if case.targets and target not in case.targets:
                         continue
-                    a = shared if expert is not None else np.empty((RANK, product.d_in), dtype)
-                    yield LoraKey(layer, target, expert=expert), LoraPair(a, np.empty((RANK, width), dtype))
+                    a = shared if expert is not None else np.empty((case.rank, product.d_in), dtype)
+                    yield LoraKey(layer, target, expert=expert), LoraPair(a, np.empty((case.rank, width), dtype))
 
 
 def report() -> str:
     """The table, in megabytes of 10^6."""
     lines = [
-        "| base | adapter of rank 16, in bfloat16 | rank rows | of these used | experts and heads | in all |",
-        "|---|---|---:|---:|---:|---:|",
+        "| base | adapter in bfloat16 | rank | one start for all modules | rank rows | of these used "
+        "| experts and heads | in all |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for case in CASES:
         spec = spec_from_config(MODELS[case.model], case.model, "")
         found = sizes(case, spec, ml_dtypes.bfloat16)
         lines.append(
-            f"| {case.model} | {case.name} | {found.rank_rows / 1e6:.1f} MB | {found.used / found.rank_rows:.0%} | "
+            f"| {case.model} | {case.name} | {case.rank} | {found.every_module / 1e6:.1f} MB | "
+            f"{found.rank_rows / 1e6:.1f} MB | {found.used / found.rank_rows:.0%} | "
             f"{found.beside / 1e6:.1f} MB | {(found.rank_rows + found.beside) / 1e6:.1f} MB |"
         )
     return "\n".join(lines)

@@ -26,11 +26,11 @@ from app.simulation.replica import ReplicaSize
 from app.simulation.result import percentile
 from app.simulation.traffic import Traffic
 from load_tests.simulate.measure import fit
-from load_tests.simulate.real import CONFIG, Measured, make_adapters, run_real, trace
+from load_tests.simulate.real import CONFIG, RANKS_PER_ROW, Measured, make_adapters, run_real, trace
 
 SIZE = ReplicaSize(
     max_batch_sequences=CONFIG.max_batch_sequences,
-    adapter_rank_rows=CONFIG.adapter_rank_rows,
+    adapter_rank_rows=RANKS_PER_ROW * CONFIG.adapter_rank_rows,  # traffic has ranks, and every eight are a unit
     rank_alignment=8,
     max_adapter_slots=CONFIG.max_adapter_slots,
     kv_tokens=CONFIG.num_kv_blocks * CONFIG.block_size,

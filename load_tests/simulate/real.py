@@ -49,6 +49,8 @@ from load_tests.virtual_time import run_virtually
 
 #: Ranks are taken in turn; eight adapters of rank 16 fill the rows of a replica.
 RANKS = (8, 16, 32)
+#: Of adapters in bfloat16 that change every module.
+RANKS_PER_ROW = 2
 NUM_ADAPTERS = 24
 #: Prompts have token ids below it, which every model has.
 MAX_TOKEN_ID = 61
@@ -56,7 +58,7 @@ MAX_TOKEN_ID = 61
 LENGTHS = (32, 16)
 CONFIG = EngineConfig(
     cpu=CpuConfig(num_threads=1),
-    adapter_rank_rows=128,
+    adapter_rank_rows=64,
     max_adapter_slots=17,
     max_batch_sequences=16,
     max_batch_tokens=512,

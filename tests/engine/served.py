@@ -19,6 +19,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import EngineConfig
 from app.engine.cpu.backend import CpuBackend
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.pools.adapter_pool import AdapterPool
 from load_tests.engine.steps import Piece, forward_batch, greedy
 from tests.engine.logits_check import BackendWithLogits
 
@@ -47,15 +48,13 @@ def served_logits(
 ) -> list[NDArray[np.float32]]:
     """Per adapter (None: the base) `[B, T, V]` for the same tokens `[B, T]`; one forward for all of them."""
     width = -(-tokens.shape[1] // CONFIG.block_size)
-    pieces, row_start, block = [], 0, 0
+    pieces, block, limits = [], 0, backend.limits
+    pool = AdapterPool(limits.adapter_rank_rows, limits.rank_alignment, len(adapters) + 1)
     for index, adapter in enumerate(adapters):
         if adapter is not None:
-            rank = 8
-            while rank < adapter.card.max_rank:
-                rank *= 2
-            row_start = -(-row_start // rank) * rank
-            backend.write_adapter(index + 1, row_start, adapter)
-            row_start += rank
+            grant = pool.acquire(str(index), limits.rank_rows_of(adapter))
+            assert grant is not None, "there are rank rows for all of them"
+            backend.write_adapter(index + 1, grant.row_start, adapter)
         for row in tokens.numpy():
             pieces.append(Piece(row, 0, np.arange(block, block + width), index + 1 if adapter is not None else 0))
             block += width

@@ -408,7 +408,7 @@ def test_refusals_name_value_limit_and_way_out() -> None:
     with pytest.raises(ContextOverflow, match=r"20 tokens.*max_tokens is 16.*36.*32"):
         engine.submit(fake_request("r", [1] * 20))
     large, foreign = fake_adapter("large", 17), fake_adapter("foreign", 8, base_digest="other-base")
-    with pytest.raises(AdapterTooLarge, match=r"rank 17.*at most rank 16.*adapter_rank_rows"):
+    with pytest.raises(AdapterTooLarge, match=r"needs 17 rank rows.*at most 16.*adapter_rank_rows"):
         engine.submit(fake_request("r", [1], large), large)
     with pytest.raises(AdapterMismatch, match="other-base"):
         engine.submit(fake_request("r", [1], foreign), foreign)

@@ -16,18 +16,21 @@ from app.kernels.machine.team import Team
 from app.kernels.sgmv.cpu import RANK_PANEL
 
 
-def limits_of(config: EngineConfig, num_kv_blocks: int, *, num_draft_rows: int = 0) -> BackendLimits:
-    """What the engine may use of a backend on the CPU."""
+def limits_of(
+    config: EngineConfig, num_kv_blocks: int, prepared: PreparedRows, *, num_draft_rows: int = 0
+) -> BackendLimits:
+    """What the engine may use of a backend on the CPU. Runs of rank rows begin anywhere: they are memory, not rows."""
     return BackendLimits(
         num_kv_blocks=num_kv_blocks,
         block_size=config.block_size,
         adapter_rank_rows=config.adapter_rank_rows // RANK_PANEL * RANK_PANEL,
-        rank_alignment=RANK_PANEL,
+        rank_alignment=1,
         max_adapter_slots=config.max_adapter_slots,
         adapter_extra_bytes=config.adapter_extra_bytes,
         takes_bfloat16=True,
         can_embed=True,
         num_draft_rows=num_draft_rows,
+        rank_rows_of=lambda adapter: prepared.of(adapter).num_rows,
     )
 
 

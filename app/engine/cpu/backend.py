@@ -48,9 +48,9 @@ class CpuBackend(AdaptedBackend):
         """
         self.spec = spec
         self._config = config
-        self.limits = limits_of(
-            config, config.num_kv_blocks, num_draft_rows=0 if config.speculation == "off" else DRAFT_ROWS
-        )
+        self._prepared = PreparedRows(spec)
+        num_draft_rows = 0 if config.speculation == "off" else DRAFT_ROWS
+        self.limits = limits_of(config, config.num_kv_blocks, self._prepared, num_draft_rows=num_draft_rows)
         self._num_phases = cpu_decoder.STEP_PHASES + cpu_decoder.LAYER_PHASES * len(spec.layers)
         self._sizes = decoder_sizes(spec)
         max_positions = min(spec.max_positions, config.max_context or spec.max_positions)
@@ -61,7 +61,6 @@ class CpuBackend(AdaptedBackend):
         pages_of_rows = PageTaker([self._rows.memory])
         self._weights = WeightPacker(spec, max_positions, cpu.weight_storage, self._team).pack_all(tensors)
         pages_of_rows.wait()
-        self._prepared = PreparedRows(spec)
         self._k_memory, self._v_memory = self._new_kv_memory()
         # A block is in all layers: with pages of 2 MB the first token in new pages would wait for 60 of them.
         self._pages = PageTaker([layer for layer in (*self._k_memory, *self._v_memory) if layer.size])

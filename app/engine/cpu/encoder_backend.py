@@ -42,7 +42,8 @@ class EncoderBackend(AdaptedBackend):
         assert spec.encoder is not None
         self.spec = spec
         self._first_place = spec.encoder.first_place
-        self.limits = limits_of(config, num_kv_blocks=0)
+        self._prepared = PreparedRows(spec)
+        self.limits = limits_of(config, 0, self._prepared)
         attention = spec.layers[0].attention
         self._sizes = encoder.EncoderSizes(
             num_layers=len(spec.layers),
@@ -56,7 +57,6 @@ class EncoderBackend(AdaptedBackend):
         self._team = Team(cpu.num_threads or len(os.sched_getaffinity(0)))
         self._weights = _packed(spec, tensors, cpu.weight_storage, self._team)
         self._rows = RankRowMemory(spec, self.limits.adapter_rank_rows, self.limits.max_adapter_slots)
-        self._prepared = PreparedRows(spec)
         base = PackedModules(spec, self._weights)
         self._extras = AdapterExtras(spec, base, config.max_adapter_slots, self._team)
         self._work = _workspace(spec, config.max_batch_tokens)

@@ -53,8 +53,8 @@ class ExpertMatrices(NamedTuple):
 
 
 class AdapterRows(NamedTuple):
-    """matrices: those of the adapter's modules that every token uses, and how they will lie. ranks: [L, N] int32, 0 for
-    untouched modules.
+    """matrices: those of the adapter's modules that every token uses, and how they will lie in `num_rows` rank rows.
+    ranks: [L, N] int32, 0 for untouched modules.
 
     Modules are numbered as in `targets_of` the model's `single_products`; layers by their places among those that have
     the module. experts: None where the adapter leaves all experts alone.
@@ -62,6 +62,7 @@ class AdapterRows(NamedTuple):
 
     matrices: Matrices
     packing: Packing
+    num_rows: int
     ranks: NDArray[np.int32]
     experts: ExpertMatrices | None
 
@@ -71,7 +72,7 @@ class PreparedRows:
 
     def __init__(self, spec: ModelSpec) -> None:
         stacked = stacked_products(spec)
-        self._num_layers = len(spec.layers)
+        self._num_layers, self._row_bytes = len(spec.layers), row_bytes(spec)
         self._numbers = {target: number for number, target in enumerate(targets_of(single_products(stacked)))}
         self._spec = spec
         self._expert_products = {
@@ -107,7 +108,8 @@ class PreparedRows:
             ranks[place, n] = pair.rank
         found = matrices((place, n, *pair) for place, n, pair in modules)
         experts = self._expert_matrices(of_experts) if of_experts else None
-        return AdapterRows(found, packing(found), ranks, experts)
+        packed = packing(found)
+        return AdapterRows(found, packed, max(1, -(-packed.num_bytes // self._row_bytes)), ranks, experts)
 
     def _by_head(self, key: LoraKey, pair: LoraPair) -> list[tuple[LoraKey, LoraPair]]:
         keys, values = absorbed_pairs(pair, self._spec.layers[key.layer].attention)

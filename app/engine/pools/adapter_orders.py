@@ -51,9 +51,14 @@ class Granted(NamedTuple):
 class AdapterOrders:
     """Orders that were taken and not answered yet, by digest."""
 
-    def __init__(self, adapters: AdapterPool, extra_bytes_of: Callable[[LoraAdapter], int]) -> None:
-        """extra_bytes_of: see `BackendLimits`."""
-        self._adapters, self._extra_bytes_of = adapters, extra_bytes_of
+    def __init__(
+        self,
+        adapters: AdapterPool,
+        extra_bytes_of: Callable[[LoraAdapter], int],
+        rank_rows_of: Callable[[LoraAdapter], int],
+    ) -> None:
+        """extra_bytes_of, rank_rows_of: see `BackendLimits`."""
+        self._adapters, self._extra_bytes_of, self._rank_rows_of = adapters, extra_bytes_of, rank_rows_of
         self._drops: dict[str, list[Drop]] = {}
         self._brings: dict[str, list[Bring]] = {}
         self.granted: Granted | None = None
@@ -111,16 +116,16 @@ class AdapterOrders:
         """Give the adapter rows, if it needs any and they can be had; else its orders wait or are answered."""
         first = self._brings[digest][0]
         card = first.adapter.card
-        extra_bytes = self._extra_bytes_of(first.adapter)
+        extra_bytes, num_needed = self._extra_bytes_of(first.adapter), self._rank_rows_of(first.adapter)
         try:
-            self._adapters.check_room(first.ref.name, digest, card.max_rank, extra_bytes)
-            grant = self._adapters.acquire(digest, card.max_rank, extra_bytes, card.size_bytes, first.ref.tenant_id)
+            self._adapters.check_room(first.ref.name, digest, num_needed, extra_bytes)
+            grant = self._adapters.acquire(digest, num_needed, extra_bytes, card.size_bytes, first.ref.tenant_id)
         except (AdapterError, NotReady) as refusal:
             self._adapters.cancel_reservation(digest)
             self._answer(digest, refusal)
             return None
         if grant is None:
-            self._adapters.reserve(digest, card.max_rank, extra_bytes)
+            self._adapters.reserve(digest, num_needed, extra_bytes)
             return None
         if not grant.needs_write:
             self._adapters.release(digest)

@@ -1,10 +1,10 @@
 """Which adapter occupies which rank rows of the device tables.
 
-In: a content digest, a rank and the bytes held beside the rows ("extras": DoRA, norms, whole modules). Out: an adapter
-slot, a run of rows and, sometimes, a write to perform. Slot 0 is the base model: rank 0, never given away, never
-written. An adapter that sequences reference is never moved or evicted. Idle ones stay until their rows, slot or bytes
-are wanted, and leave in the order of a policy (`eviction`: the cost is the bytes to write again, the room is the rows
-held). Adapters that an operator pinned are never evicted at all.
+In: a content digest, the rank rows it needs and the bytes held beside them ("extras": DoRA, norms, whole modules).
+Out: an adapter slot, a run of rows and, sometimes, a write to perform. Slot 0 is the base model: rank 0, never given
+away, never written. An adapter that sequences reference is never moved or evicted. Idle ones stay until their rows,
+slot or bytes are wanted, and leave in the order of a policy (`eviction`: the cost is the bytes to write again, the room
+is the rows held). Adapters that an operator pinned are never evicted at all.
 Where runs of rows may lie is decided in `row_runs`; moving bytes is the backend's job. This module keeps the books.
 """
 
@@ -35,7 +35,7 @@ class AdapterGrant(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Resident:
     digest: str
-    rank: int
+    num_needed: int
     adapter_slot: int
     run: Run
     num_refs: int
@@ -77,7 +77,7 @@ class AdapterPool:
 
     @property
     def max_rank(self) -> int:
-        """The largest rank that fits an empty pool."""
+        """The largest rank that fits an empty pool, whichever modules have it."""
         return self._runs.max_length * self.rank_alignment if self.max_adapter_slots > 1 else 0
 
     @property
@@ -117,20 +117,20 @@ class AdapterPool:
                 "engine.adapter_extra_bytes or train fewer whole modules"
             )
 
-    def check_rank(self, name: str, rank: int) -> None:
-        """Raise AdapterTooLarge if an adapter of this rank can never be held."""
-        if rank > self.max_rank:
+    def check_rows(self, name: str, num_needed: int) -> None:
+        """Raise AdapterTooLarge if an adapter that needs so many rank rows can never be held."""
+        if num_needed > self.max_rank:
             raise AdapterTooLarge(
-                f"adapter {name!r} has rank {rank} but this model's pool holds at most rank {self.max_rank} "
+                f"adapter {name!r} needs {num_needed} rank rows but this model's pool gives it at most {self.max_rank} "
                 f"({self.num_rows} rank rows, {self.max_adapter_slots - 1} adapter slots "
                 "beside the base); raise engine.adapter_rank_rows or register an adapter of lower rank"
             )
 
-    def check_room(self, name: str, digest: str, rank: int, extra_bytes: int = 0) -> None:
+    def check_room(self, name: str, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
         """Raise AdapterKeptOut if pinned adapters leave no room for this adapter, whatever else leaves."""
         if digest in self._residents:
             return
-        length = self._length(rank)
+        length = self._length(num_needed)
         pinned = [entry for entry in self._residents.values() if entry.digest in self._pinned]
         held_bytes = sum(entry.extra_bytes for entry in pinned)
         if len(pinned) >= self.max_adapter_slots - 1:
@@ -165,7 +165,7 @@ class AdapterPool:
         return digest in self._residents
 
     def acquire(
-        self, digest: str, rank: int, extra_bytes: int = 0, size_bytes: int = 0, tenant_id: str = ""
+        self, digest: str, num_needed: int, extra_bytes: int = 0, size_bytes: int = 0, tenant_id: str = ""
     ) -> AdapterGrant | None:
         """Reference an adapter, making room if need be; None if it must wait for references to others to end.
 
@@ -174,21 +174,21 @@ class AdapterPool:
         reservation are not touched, nor rows that others keep (`shares`) from a tenant that has more than its share,
         unless nothing runs or the rows are reserved for it.
         """
-        assert rank > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
+        assert num_needed > 0, "an adapter has at least one rank row; the base is slot 0 and never acquired"
         resident = self._residents.get(digest)
         if resident is not None:
             return self._reference(resident, tenant_id)
-        self.check_rank(digest, rank)
+        self.check_rows(digest, num_needed)
         self.check_extras(digest, extra_bytes)
         if not self._may_take_adapter_slot(digest) or not self._may_hold(digest, extra_bytes):
             return None
-        run = self._find_run(digest, self._length(rank), tenant_id)
+        run = self._find_run(digest, self._length(num_needed), tenant_id)
         if run is None:
             return None
         evicted = self._make_room(run, extra_bytes, tenant_id)
         priority = self._order.used(1, size_bytes / run.length)
         slot = self._free_slots.pop()
-        resident = _Resident(digest, rank, slot, run, 1, 1, size_bytes, priority, extra_bytes)
+        resident = _Resident(digest, num_needed, slot, run, 1, 1, size_bytes, priority, extra_bytes)
         self._residents[digest] = resident
         self._runs.give(run, resident)
         self._shares.used(digest, run.length, tenant_id)
@@ -219,7 +219,7 @@ class AdapterPool:
         vacated, self._vacated = self._vacated, []
         return vacated
 
-    def reserve(self, digest: str, rank: int, extra_bytes: int = 0) -> None:
+    def reserve(self, digest: str, num_needed: int, extra_bytes: int = 0) -> None:
         """Set a run of rows, a slot and the bytes aside for an adapter that has waited too long.
 
         The run with the fewest references, and no pinned adapter, is chosen. Until the holder acquires, or
@@ -229,7 +229,7 @@ class AdapterPool:
         """
         if self._reservation is not None or digest in self._residents:
             return
-        self.check_rank(digest, rank)
+        self.check_rows(digest, num_needed)
         slot_is_short = not self._free_slots and not any(map(self._may_go, self._residents.values()))
 
         def pressure(entries: list[_Resident]) -> tuple[bool, int, Priority] | None:
@@ -238,7 +238,7 @@ class AdapterPool:
             dearest = max((entry.priority for entry in entries), default=NEVER)
             return (slot_is_short and not entries, sum(entry.num_refs for entry in entries), dearest)
 
-        run = self._runs.cheapest(self._length(rank), pressure, None)
+        run = self._runs.cheapest(self._length(num_needed), pressure, None)
         if run is not None:  # else it is refused by `check_room`
             self._reservation = _Reservation(digest, run, extra_bytes)
 
@@ -253,7 +253,7 @@ class AdapterPool:
         entries = sorted(self._residents.copy().values(), key=lambda entry: entry.run.start)
         return tuple(
             ResidentAdapter(
-                e.digest, e.rank, e.run.start * alignment, e.run.length * alignment, e.num_refs, e.extra_bytes
+                e.digest, e.num_needed, e.run.start * alignment, e.run.length * alignment, e.num_refs, e.extra_bytes
             )
             for e in entries
         )
@@ -261,7 +261,7 @@ class AdapterPool:
     def check(self) -> None:
         """Assert that every row and slot is accounted for; for tests."""
         self._runs.check((entry.run, entry) for entry in self._residents.values())
-        assert all(entry.run.length * self.rank_alignment >= entry.rank for entry in self._residents.values())
+        assert all(entry.run.length * self.rank_alignment >= entry.num_needed for entry in self._residents.values())
         used = [entry.adapter_slot for entry in self._residents.values()]
         assert sorted(used + self._free_slots) == list(range(1, self.max_adapter_slots))
         assert self.extra_bytes <= self.max_extra_bytes
@@ -284,8 +284,8 @@ class AdapterPool:
         alignment, run = self.rank_alignment, resident.run
         return AdapterGrant(resident.adapter_slot, run.start * alignment, run.length * alignment, needs_write, evicted)
 
-    def _length(self, rank: int) -> int:
-        return length_of(rank, self.rank_alignment)
+    def _length(self, num_needed: int) -> int:
+        return length_of(num_needed, self.rank_alignment)
 
     def _may_go(self, entry: _Resident) -> bool:
         return entry.num_refs == 0 and entry.digest not in self._pinned
@@ -371,5 +371,5 @@ class AdapterPool:
 
 
 def rows_of(rank: int, alignment: int) -> int:
-    """Rank rows that an adapter takes: the shortest run that holds its rank."""
+    """Rank rows that an adapter takes whose modules all have this rank, and that any of this rank takes at most."""
     return alignment * length_of(rank, alignment)

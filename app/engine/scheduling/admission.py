@@ -36,7 +36,7 @@ MAX_BLOCK_REFUSALS = 32
 #: Beside others a batch's sequence starts only while this share of the blocks stays free.
 BATCH_FREE_SHARE = 1 / 4
 
-_NO_RANK = 1 << 62
+_NO_ROWS = 1 << 62
 
 
 class Admitted(NamedTuple):
@@ -50,12 +50,12 @@ class Admitted(NamedTuple):
 class _Pass:
     """One look over the queue: what starts in it, and what is known to have no room.
 
-    `refused_rank`: of a tenant, there are no rows for an absent adapter of this rank, so for none above it but the
+    `refused_rows`: of a tenant, there are no rows for an absent adapter of this rank, so for none above it but the
     reserved one.
     `passed_first` is the first in fair order that others have been admitted past, if it is not admitted itself.
     """
 
-    __slots__ = ("admitted", "passed_first", "refusals", "refused_digests", "refused_rank", "writes", "written_bytes")
+    __slots__ = ("admitted", "passed_first", "refusals", "refused_digests", "refused_rows", "writes", "written_bytes")
 
     def __init__(self) -> None:
         self.admitted: list[Sequence] = []
@@ -63,7 +63,7 @@ class _Pass:
         self.refusals: list[Refusal] = []
         self.passed_first: Sequence | None = None
         self.refused_digests: set[tuple[str, str]] = set()  # with the tenant: another may have a right to room
-        self.refused_rank: dict[str, int] = {}
+        self.refused_rows: dict[str, int] = {}
         self.written_bytes = 0
 
     def admit(self, sequence: Sequence) -> None:
@@ -166,8 +166,8 @@ class Admission:
             return False
         if (sequence.tenant_id, digest) in look.refused_digests:
             return True
-        refused_rank = look.refused_rank.get(sequence.tenant_id, _NO_RANK)
-        is_too_large = sequence.rank >= refused_rank and digest != self._adapters.reserved_for
+        refused_rows = look.refused_rows.get(sequence.tenant_id, _NO_ROWS)
+        is_too_large = sequence.num_needed >= refused_rows and digest != self._adapters.reserved_for
         return is_too_large and not self._adapters.is_resident(digest)
 
     def _place_adapter(self, sequence: Sequence, look: _Pass, *, is_urgent: bool, is_limited: bool) -> bool:
@@ -182,16 +182,16 @@ class Admission:
             self._is_open = True  # the budget is new in the next step
             look.refused_digests.add((tenant_id, digest))
             return False
-        grant = self._adapters.acquire(digest, sequence.rank, sequence.extra_bytes, card.size_bytes, tenant_id)
+        grant = self._adapters.acquire(digest, sequence.num_needed, sequence.extra_bytes, card.size_bytes, tenant_id)
         if grant is None:
             look.refused_digests.add((tenant_id, digest))
             if (refusal := self._refusal(sequence, digest)) is not None:
                 look.refusals.append(refusal)
                 return False
             if is_urgent:
-                self._adapters.reserve(digest, sequence.rank, sequence.extra_bytes)
+                self._adapters.reserve(digest, sequence.num_needed, sequence.extra_bytes)
             if is_new and not sequence.extra_bytes:  # else bytes may be what is missing, not rows
-                look.refused_rank[tenant_id] = sequence.rank
+                look.refused_rows[tenant_id] = sequence.num_needed
             return False
         self._meter.adapter_granted(is_hit=not grant.needs_write)
         sequence.adapter_slot = grant.adapter_slot
@@ -206,7 +206,7 @@ class Admission:
         """Why waiting would be in vain, if it would."""
         assert sequence.request.adapter is not None
         try:
-            self._adapters.check_room(sequence.request.adapter.name, digest, sequence.rank, sequence.extra_bytes)
+            self._adapters.check_room(sequence.request.adapter.name, digest, sequence.num_needed, sequence.extra_bytes)
         except AdapterKeptOut as error:
             return Refusal(digest, error)
         return None

@@ -207,7 +207,7 @@ class FairQueue:
 
     def charge_token(self, sequence: Sequence) -> None:
         """Count a generated token, and what the sequence held for it, against its tenant."""
-        held = HELD_BLOCK_PRICE * sequence.num_blocks + HELD_ROW_PRICE * sequence.rank
+        held = HELD_BLOCK_PRICE * sequence.num_blocks + HELD_ROW_PRICE * sequence.num_needed
         self.charge(sequence, OUTPUT_PRICE + held)
 
     def charge(self, sequence: Sequence, price: float) -> None:

@@ -114,7 +114,7 @@ async def test_adapters_that_no_longer_fit_are_left_out_with_the_reason(bench: B
     good, large, foreign = fake_adapter("good", 8), fake_adapter("large", 64), fake_adapter("f", 8, base_digest="old")
     refused = dict(await bring_adapters(engine, named(large, foreign, good)))
     assert {ref.name: type(error) for ref, error in refused.items()} == {"a0": AdapterTooLarge, "a1": AdapterMismatch}
-    assert "'a0' has rank 64" in str(refused[AdapterRef("a0", large.card.digest, "t")])
+    assert "'a0' needs 64 rank rows" in str(refused[AdapterRef("a0", large.card.digest, "t")])
     assert bench.residents() == {good.card.digest}
     engine.pin_adapters([good.card.digest])
     wide = fake_adapter("wide", 32)

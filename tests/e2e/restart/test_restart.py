@@ -22,9 +22,10 @@ PROMPT = {"prompt": "the quick", "max_tokens": 12, "temperature": 0, "ignore_eos
 
 
 def start(folder: Path) -> ServiceProcess:
-    """Rank rows for two of the three adapters."""
+    """Adapter slots for two of the three adapters; by their ranks alone, rank rows for two as well."""
     port = free_port()
-    document = tiny_document(port, folder, {"cpu": {"num_threads": 1}, "num_kv_blocks": 64, "adapter_rank_rows": 16})
+    engine = {"cpu": {"num_threads": 1}, "num_kv_blocks": 64, "adapter_rank_rows": 16, "max_adapter_slots": 3}
+    document = tiny_document(port, folder, engine)
     process = serve_run(document, port, {"POLYLORA_STATE_DIR": str(folder / "state")})
     process.wait_until_healthy(600)
     return process

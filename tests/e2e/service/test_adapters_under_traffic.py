@@ -81,9 +81,9 @@ async def test_a_name_loaded_again_with_new_contents_means_the_new_ones(service:
 
 async def test_more_adapters_than_rows_all_get_their_turn(service: Service) -> None:
     async with service.openai() as client, httpx.AsyncClient(base_url=service.url, timeout=600) as http:
-        names = [f"wide{index}" for index in range(6)]  # 6 * 48 (64 after rounding) rows on replicas of 128
+        names = [f"wide{index}" for index in range(6)]  # 6 * 40 (64 after rounding) rows on replicas of 128
         for index, name in enumerate(names):
-            save_adapter(service.loras / name, rank=48, seed=200 + index)
+            save_adapter(service.loras / name, rank=96, seed=200 + index)
             (await http.post("/v1/loras?wait=true", json={"name": name, "path": name})).raise_for_status()
         together = await asyncio.gather(*(complete(client, name) for name in names * 3))
         alone = [await complete(client, name) for name in names]

@@ -70,7 +70,7 @@ def test_every_row_slot_and_reference_is_accounted_for(
             if freed:
                 del where[digest]
         elif action == "acquire" and rank > pool.max_rank:
-            with pytest.raises(AdapterTooLarge, match=f"rank {rank} "):
+            with pytest.raises(AdapterTooLarge, match=f"needs {rank} rank rows "):
                 pool.acquire(digest, rank)
         elif action == "acquire":
             expected = digest in where or must_succeed(pool, rank, pinned)
@@ -270,7 +270,7 @@ def test_the_last_slot_is_kept_for_the_holder_of_a_reservation() -> None:
 def test_a_pool_without_rows_or_slots_says_so() -> None:
     for pool in (AdapterPool(0, 8, 4), AdapterPool(64, 8, 1), AdapterPool(7, 8, 4)):
         with pytest.raises(AdapterTooLarge, match="raise engine"):
-            pool.check_rank("acme/legal", 8)
+            pool.check_rows("acme/legal", 8)
 
 
 @settings(max_examples=examples(100), deadline=None)

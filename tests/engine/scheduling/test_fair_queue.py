@@ -176,7 +176,7 @@ def test_the_bound_holds_with_loads_held_memory_and_preemptions(data: st.DataObj
     def push(tenant: str) -> None:
         nonlocal count
         item = sequence(f"r{count}", tenant, prompt=data.draw(st.integers(1, longest)), weight=tenants[tenant])
-        item.rank = data.draw(st.sampled_from([0, 8, max_rank]))
+        item.num_needed = data.draw(st.sampled_from([0, 8, max_rank]))
         queue.push(item)
         count += 1
 
@@ -192,7 +192,7 @@ def test_the_bound_holds_with_loads_held_memory_and_preemptions(data: st.DataObj
                 left = left_of[first.request_id] = [data.draw(st.integers(1, max_output))]
                 queue.charge(first, INPUT_PRICE * first.num_prompt)
                 if data.draw(st.booleans()):
-                    queue.charge(first, RANK_ROW_PRICE * first.rank)
+                    queue.charge(first, RANK_ROW_PRICE * first.num_needed)
             queue.remove(first)
             first.num_blocks = -(-first.num_prompt // block_size)
             running.append((first, left))
@@ -215,7 +215,7 @@ def test_the_bound_holds_with_loads_held_memory_and_preemptions(data: st.DataObj
 def test_what_is_held_is_charged_with_each_token() -> None:
     queue = FairQueue()
     small, large = sequence("small", "a", prompt=8), sequence("large", "b", prompt=8, weight=2.0)
-    large.rank, large.num_blocks = 64, 64
+    large.num_needed, large.num_blocks = 64, 64
     for item in (small, large):
         queue.push(item)
     for item in (small, large):

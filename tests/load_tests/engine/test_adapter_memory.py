@@ -16,12 +16,16 @@ def test_the_page_has_the_table() -> None:
     assert report() in PAGE.read_text()
 
 
-def test_an_adapter_pays_for_its_experts_and_for_whole_rank_rows() -> None:
+def test_an_adapter_pays_for_its_experts_and_for_the_modules_that_it_changes() -> None:
     spec = spec_from_config(MODELS["DeepSeek-V2-Lite"], "lite", "")
     every, some = (sizes(case, spec, np.float32) for case in CASES if case.model == "DeepSeek-V2-Lite")
     heads = 4 * 27 * 16 * (2 * 512 + 16 * (128 + 128))  # of kv_b_proj, by head: keys and values have its a once each
     assert every.rank_rows == some.rank_rows
     assert every.beside - heads == 8 * (some.beside - heads)
-    few, all_modules = (sizes(case, spec_from_config(MODELS[case.model], "", ""), np.float32) for case in CASES[:2])
-    assert few.rank_rows == all_modules.rank_rows == all_modules.used
-    assert few.used < 0.2 * few.rank_rows
+    few, small, every, large = (
+        sizes(case, spec_from_config(MODELS[case.model], "", ""), np.float32) for case in CASES[:4]
+    )
+    for found in (small, every, large):
+        assert found.every_module == found.rank_rows == found.used
+    assert few.every_module == every.rank_rows
+    assert few.used <= few.rank_rows == every.rank_rows // 4

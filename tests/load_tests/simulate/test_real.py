@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from app.engine.config import EngineConfig
+from app.engine.cpu.rows import PreparedRows
+from app.engine.models.hf_config import spec_from_config
+from app.engine.pools.adapter_pool import rows_of
 from app.simulation.costs import read_costs
 from app.simulation.traffic import Traffic
-from load_tests.simulate.against import of_real, of_simulated, table
+from load_tests.engine.adapter_memory import MODELS, Case, adapter_of
+from load_tests.simulate.against import SIZE, of_real, of_simulated, table
 from load_tests.simulate.measure import fit
-from load_tests.simulate.real import Step, measure_fleet, trace
+from load_tests.simulate.real import CONFIG, RANKS, Step, measure_fleet, trace
 from load_tests.virtual_time import run_virtually
 from tests.deployments.fleet import LIMITS
 from tests.fakes import FakeBackend, fake_adapter
@@ -44,6 +49,15 @@ def test_every_request_is_answered_and_every_step_is_written_down() -> None:
     assert num_computed == int((traffic.prompt_tokens + traffic.output_tokens - 1).sum())
     assert sum(step.num_written for step in measured.steps) == 8 * measured.num_loads
     assert max(step.num_rows for step in measured.steps) >= 8
+
+
+def test_a_simulated_adapter_takes_as_large_a_part_of_the_rows_as_a_real_one() -> None:
+    spec = spec_from_config(MODELS["SmolLM2-135M"], "SmolLM2-135M", "")
+    for rank in RANKS:
+        case = Case("SmolLM2-135M", "every linear module", (), rank=rank)
+        num_needed = PreparedRows(spec).of(adapter_of(case, spec, ml_dtypes.bfloat16)).num_rows
+        real, simulated = rows_of(num_needed, 1), rows_of(rank, SIZE.rank_alignment)
+        assert real / CONFIG.adapter_rank_rows == simulated / SIZE.adapter_rank_rows
 
 
 def test_the_line_through_steps_is_found_past_those_that_the_machine_held_up() -> None:
