@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from app.cli.client import DEFAULT_URL, Service, ServiceRefused
+from app.cli.settings_file import yaml_problem
 from app.config import NAME_PATTERN, TrafficWeight
 from app.engine.errors import ConfigError
 
@@ -95,7 +96,7 @@ def read_wanted(path: Path) -> WantedSet:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     except ValidationError as error:
         lines = (f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors())
         raise ConfigError(f"{path}: " + "; ".join(lines)) from error

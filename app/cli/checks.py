@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from app.cli.ray_switches import HA_PROXY_PORTS
 from app.config import AppConfig
+from app.engine.config import EngineConfig
 from app.engine.errors import ConfigError, PolyloraError
 from app.engine.models.sources import default_cache_dir
 
@@ -37,6 +38,14 @@ def check_folders(settings: AppConfig, environ: Mapping[str, str]) -> None:
     token = _home(lambda: Path.home() / ".ray")
     if not (token / "auth_token").is_file():
         _check_folder(token, "Ray's token", "set RAY_AUTH_TOKEN to a secret of your own, or HOME to another folder")
+
+
+def check_device(engine: EngineConfig) -> None:
+    """Raises ConfigError for a section whose packages are not installed, or whose device this machine does not have."""
+    engine.check_installed()
+    from app.engine.open import check_device_is_here  # heavy
+
+    check_device_is_here(engine)
 
 
 def check_cache() -> None:

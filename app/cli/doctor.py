@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.cli.checks import check_folders, check_model, check_port, check_preloaded
+from app.cli.checks import check_cache, check_device, check_folders, check_model, check_port, check_preloaded
 from app.cli.ray_switches import has_ha_proxy
-from app.cli.settings_file import read_document, settings_of
+from app.cli.settings_file import address_in, read_document, settings_of
 from app.config import AppConfig
 from app.engine.config import CpuConfig
 from app.engine.errors import ConfigError, PolyloraError
@@ -36,6 +36,8 @@ def add_doctor(commands: Any, default_config: Path) -> None:
     """Add it to `argparse.ArgumentParser.add_subparsers()`."""
     parser = commands.add_parser("doctor", help="check this machine: would a service start, and what could it hold")
     parser.add_argument("--config", type=Path, default=default_config, help="a Serve application file")
+    parser.add_argument("--host", help="address that the service would listen on instead of the file's")
+    parser.add_argument("--port", type=int, help="port that it would listen on instead of the file's")
     parser.set_defaults(run=_doctor)
 
 
@@ -70,26 +72,27 @@ def memory_lines(spec: ModelSpec, settings: AppConfig, available_bytes: int) -> 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     print(f"polylora {version()}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs")
-    found: list[tuple[Mapping[str, Any], AppConfig]] = []
+    found: list[tuple[tuple[str, int], AppConfig]] = []
 
     def read() -> str:
         document = read_document(arguments.config)
-        found.append((document, settings_of(document, arguments.config)))
-        return f"{arguments.config}, {found[0][1].model.name}"
+        settings = settings_of(document, arguments.config)
+        found.append((address_in(document, arguments.host, arguments.port), settings))
+        return f"{arguments.config}, {settings.model.name}"
 
     well = [_checked("settings", read)]
-    for document, settings in found:
-        well += [_checked(what, check) for what, check in _checks(document, settings).items()]
+    for address, settings in found:
+        well += [_checked(what, check) for what, check in _checks(address, settings).items()]
     _checked("disk", lambda: f"{_size(shutil.disk_usage(Path.cwd()).free)} free")
     _checked("HAProxy", lambda: "comes with Ray" if has_ha_proxy() else "not here; Serve's own proxy costs more CPU")
     return 0 if all(well) else 1
 
 
-def _checks(document: Mapping[str, Any], settings: AppConfig) -> Mapping[str, Callable[[], str]]:
+def _checks(address: tuple[str, int], settings: AppConfig) -> Mapping[str, Callable[[], str]]:
     """By what they are about; each raises PolyloraError, or says what it found."""
 
     def engine() -> str:
-        settings.engine.check_installed()
+        check_device(settings.engine)
         return f"engine.{settings.engine.device.name} is installed"
 
     def folders() -> str:
@@ -101,8 +104,7 @@ def _checks(document: Mapping[str, Any], settings: AppConfig) -> Mapping[str, Ca
         return f"{len(settings.adapters.preload)} to preload are there"
 
     def port() -> str:
-        options = document.get("http_options") or {}
-        host, number = options.get("host") or "127.0.0.1", options.get("port") or 8000
+        host, number = address
         check_port(host, number, "a service that runs, perhaps (polylora status); or choose another port")
         return f"{host}:{number} is free"
 
@@ -127,6 +129,7 @@ def _checked(what: str, check: Callable[[], str]) -> bool:
 def _model(settings: AppConfig) -> str:
     from app.engine.models.sources import resolve_model
 
+    check_cache()
     spec = check_model(settings, resolve_model(settings.model.uri))
     if not isinstance(settings.engine.device, CpuConfig):
         return f"{spec.name} can be read; whether it fits the device is known when the engine starts"

@@ -21,15 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.checks import check_folders, check_ha_proxy_ports, check_port, check_preloaded
+from app.cli.checks import check_device, check_folders, check_ha_proxy_ports, check_port, check_preloaded
 from app.cli.keys import OPEN_NOTICE, check_open_door, is_open
 from app.cli.ray_switches import ha_proxy_folder, set_ray_switches
-from app.cli.settings_file import IMPORT_PATH, read_document, settings_of
+from app.cli.settings_file import IMPORT_PATH, address_in, read_document, settings_of
 from app.cli.waiting import StartFailed, check_actors, check_ha_proxy, reason_in, wait_until_ready
 from app.cli.watching import ReplicaWatch
 from app.config import AppConfig
 from app.deployments.placement.choosing import make_policy
-from app.engine.errors import ConfigError
 from app.logs import Happened, start_log
 
 if TYPE_CHECKING:  # Ray is imported when its switches are set
@@ -50,8 +49,8 @@ def serve_until_stopped(
     settings = settings_of(document, config_path)
     is_joined = bool(os.environ.get("RAY_ADDRESS"))
     if not is_joined:  # another cluster has environments of its own
-        settings.engine.check_installed()
-    host, port = _address(document, host, port)
+        check_device(settings.engine)
+    host, port = address_in(document, host, port)
     url = f"http://{_reachable(host)}:{port}"
     check_port(host, port, "choose another --port")
     check_folders(settings, os.environ)
@@ -99,22 +98,6 @@ def serve_until_stopped(
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             _say("stopped")
-
-
-def _address(document: dict[str, Any], host: str | None, port: int | None) -> tuple[str, int]:
-    """Where to listen: as asked for, else as the file says. Written into the file's content, for Serve."""
-    options = document.get("http_options") or {}
-    if not isinstance(options, dict):
-        raise ConfigError(f"http_options is {options!r}; it has a host and a port, see configs/serve.yaml")
-    host = host or options.get("host") or "127.0.0.1"
-    if not isinstance(host, str):
-        raise ConfigError(f"http_options.host is {host!r}; it is a name or an address, in quotes if need be")
-    if port is None:
-        port = options.get("port", 8000)
-    if type(port) is not int or not 1 <= port <= 65_535:
-        raise ConfigError(f"port {port!r} (--port, or http_options.port) is not a whole number from 1 to 65535")
-    document["http_options"] = options | {"host": host, "port": port}
-    return host, port
 
 
 def _start_ray(dashboard: bool) -> None:

@@ -32,10 +32,18 @@ def read_document(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} has no list of applications; see configs/serve.yaml")
     return content
+
+
+def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """What is wrong with a file, and where, on one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def settings_of(document: Mapping[str, Any], path: Path) -> AppConfig:
@@ -47,3 +55,22 @@ def settings_of(document: Mapping[str, Any], path: Path) -> AppConfig:
     if len(ours) != 1:
         raise ConfigError(f"{path} has {len(ours)} applications with import_path {IMPORT_PATH}; one is needed")
     return load_config(ours[0].get("args") or {})
+
+
+def address_in(document: dict[str, Any], host: str | None, port: int | None) -> tuple[str, int]:
+    """Host and port to listen on: as asked for, else as the file says. Written into `document`, for Serve.
+
+    Raises ConfigError for what is no address or port.
+    """
+    options = document.get("http_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"http_options is {options!r}; it has a host and a port, see configs/serve.yaml")
+    host = host or options.get("host") or "127.0.0.1"
+    if not isinstance(host, str):
+        raise ConfigError(f"http_options.host is {host!r}; it is a name or an address, in quotes if need be")
+    if port is None:
+        port = options.get("port", 8000)
+    if type(port) is not int or not 1 <= port <= 65_535:
+        raise ConfigError(f"port {port!r} (--port, or http_options.port) is not a whole number from 1 to 65535")
+    document["http_options"] = options | {"host": host, "port": port}
+    return host, port

@@ -57,7 +57,9 @@ def ray_lines(applications: Mapping[str, Any]) -> list[str]:
     for name, application in applications.items():
         lines.append(f"application {name}: {application.status.value} {application.message}".rstrip())
         for title, deployment in application.deployments.items():
-            states = ", ".join(f"{number} {state.value}" for state, number in deployment.replica_states.items())
+            # Serve's own type says that these are enum members; over Ray they come as their names.
+            counts = {getattr(state, "value", state): number for state, number in deployment.replica_states.items()}
+            states = ", ".join(f"{number} {state}" for state, number in counts.items())
             lines.append(f"  {title}: {deployment.status.value}, {states or 'no replicas'}")
             if deployment.message:
                 lines.append(f"    {deployment.message}")

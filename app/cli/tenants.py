@@ -86,7 +86,7 @@ class Service:
 
     def __init__(self, url: str, environ: Mapping[str, str]) -> None:
         """Raises ConfigError without a key."""
-        self._url = url.rstrip("/")
+        self._url = url.rstrip("/").removesuffix("/v1")
         self._key = environ.get(ADMIN_KEY) or ""
         if not self._key:
             raise ConfigError(f"{ADMIN_KEY} is not set; `polylora keygen --admin` makes an admin key")
@@ -102,7 +102,8 @@ class Service:
         except urllib.error.HTTPError as error:
             raise TenantsRefused(_message(error)) from error
         except (OSError, ValueError) as error:
-            raise TenantsRefused(f"no service answers at {self._url}: {error}; --url names it") from error
+            reason = getattr(error, "reason", error)
+            raise TenantsRefused(f"no service answers at {self._url}: {reason}; --url names it") from error
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -66,6 +66,14 @@ def served_features(config: EngineConfig) -> frozenset[str]:
     return XLA_FEATURES if isinstance(config.device, XlaConfig) else FEATURES
 
 
+def check_device_is_here(config: EngineConfig) -> None:
+    """Raises ConfigError for a GPU that this machine does not have. Imports torch for `engine.cuda`, else nothing."""
+    if isinstance(config.device, CudaConfig):
+        from app.engine.cuda import loading as cuda_loading
+
+        cuda_loading.cuda_device(config.device.index)
+
+
 def load_backend(checkpoint: Checkpoint, config: EngineConfig) -> Backend:
     """CheckpointError or ConfigError if the model or a setting is not for this backend or machine."""
     config.check_installed()

@@ -122,7 +122,8 @@ def test_the_shipped_configuration_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "not valid YAML"),
+        ("a: [", "not valid YAML: line 1, column 5: expected the node content, but found '<stream end>'"),
+        ("a: \x01", "not valid YAML: unacceptable character"),
         ("[]", "no list of applications"),
         ("applications: []", "0 applications"),
         ("applications: [{import_path: x}, 3]", "0 applications"),

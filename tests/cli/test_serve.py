@@ -30,6 +30,7 @@ from app.cli.ray_switches import (
     has_ha_proxy,
     set_ray_switches,
 )
+from app.cli.settings_file import address_in
 from app.engine.errors import ConfigError
 from load_tests.service import free_port, serve_arguments
 from tests.e2e.tiny import save_tiny_model
@@ -228,11 +229,11 @@ def test_an_address_that_is_none_is_told_before_anything_starts(
 def test_what_the_file_leaves_open_about_the_address_has_a_default() -> None:
     for options in ({}, {"http_options": None}, {"http_options": {"host": None, "keep_alive_timeout_s": 5}}):
         document: dict[str, Any] = dict(options)
-        assert serving._address(document, None, None) == ("127.0.0.1", 8000)
+        assert address_in(document, None, None) == ("127.0.0.1", 8000)
         assert document["http_options"]["port"] == 8000
     assert document["http_options"]["keep_alive_timeout_s"] == 5
-    assert serving._address({"http_options": {"host": "::", "port": 8734}}, None, None) == ("::", 8734)
-    assert serving._address({"http_options": {"host": "::", "port": 8734}}, "0.0.0.0", 8735) == ("0.0.0.0", 8735)
+    assert address_in({"http_options": {"host": "::", "port": 8734}}, None, None) == ("::", 8734)
+    assert address_in({"http_options": {"host": "::", "port": 8734}}, "0.0.0.0", 8735) == ("0.0.0.0", 8735)
 
 
 def test_a_missing_jax_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +241,23 @@ def test_a_missing_jax_is_told_before_anything_starts(monkeypatch: pytest.Monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "jax" else pytest.fail(name))
     with pytest.raises(ConfigError, match=r"jax is not installed: pip install 'polylora\[jax\]'"):
         serving.serve_until_stopped(ROOT / "configs/serve-jax.yaml", None, None, dashboard=False)
+
+
+def test_a_missing_gpu_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    args = {"engine": {"cuda": {}}, "model": {"uri": str(tmp_path)}}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump({"applications": [{"import_path": "app.main:build", "args": args}]}))
+    with pytest.raises(ConfigError, match="torch finds no CUDA device here"):
+        serving.serve_until_stopped(path, None, free_port(), dashboard=False)
+    assert main(["doctor", "--config", str(path)]) == 1
+    assert "FAIL  engine: engine.cuda is set but torch finds no CUDA device here" in capsys.readouterr().out
 
 
 def test_a_context_longer_than_the_model_takes_is_told_before_anything_starts(

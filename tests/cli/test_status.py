@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
@@ -106,7 +107,7 @@ def test_a_service_that_does_not_answer_is_asked_for_through_ray(
     url = f"http://127.0.0.1:{free_port()}"
     deployment = SimpleNamespace(
         status=SimpleNamespace(value="UPDATING"),
-        replica_states={State.STARTING: 1},
+        replica_states={State.STARTING: 1, "RUNNING": 2},  # members as Serve's type says, names as Ray brings them
         message="it waits",
     )
     application = SimpleNamespace(
@@ -116,7 +117,7 @@ def test_a_service_that_does_not_answer_is_asked_for_through_ray(
     assert main(["status", "--url", url]) == 1
     said = capsys.readouterr().out
     assert f"no answer from {url}" in said
-    assert "application polylora: DEPLOYING\n  Ingress: UPDATING, 1 STARTING\n    it waits" in said
+    assert "application polylora: DEPLOYING\n  Ingress: UPDATING, 1 STARTING, 2 RUNNING\n    it waits" in said
     assert ray_lines({}) == ["Serve has no applications"]
 
     def none() -> Any:
@@ -151,6 +152,27 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "FAIL  settings: bad service configuration; modle is an unknown key; did you mean 'model'?" in said
     assert "ok    disk: " in said
+
+
+def test_the_doctor_asks_about_the_address_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "cache").write_text("a file in the way")
+    monkeypatch.setenv("POLYLORA_CACHE", str(tmp_path / "cache"))
+    config = tmp_path / "c.yaml"
+    config.write_text("applications: [{import_path: 'app.main:build'}]")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        assert main(["doctor", "--config", str(config), "--port", str(port)]) == 1
+    said = capsys.readouterr().out
+    assert f"FAIL  port: cannot listen on 127.0.0.1:{port}" in said
+    assert f"FAIL  model: cannot write to {tmp_path / 'cache'}" in said, "one that is in the way ends no other check"
+    assert "ok    disk: " in said
+    assert main(["doctor", "--config", str(config), "--port", "99999"]) == 1
+    assert "FAIL  settings: port 99999 (--port, or http_options.port) is not" in capsys.readouterr().out
 
 
 def test_the_doctor_says_what_this_machine_could_hold(

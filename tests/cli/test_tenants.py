@@ -20,6 +20,7 @@ from app.config import ADMIN_KEY
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.tenants.key_material import is_key, key_digest, new_key
+from load_tests.service import free_port
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.conftest import service
 
@@ -55,6 +56,25 @@ async def run(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         return await asyncio.to_thread(main, ["tenants", "--url", "http://test", *arguments])
 
     yield run
+
+
+async def test_a_url_with_v1_is_the_same_service(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run("create", "acme") == 0
+    for url in ("http://test/v1", "http://test/v1/"):
+        capsys.readouterr()
+        assert await run("list", "--url", url) == 0
+        assert "acme" in capsys.readouterr().out
+
+
+def test_a_service_that_is_not_there_is_said_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ADMIN_KEY, KEY)
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["tenants", "--url", url, "list"]) == 1
+    said = capsys.readouterr().err
+    assert f"no service answers at {url}: [Errno " in said
+    assert "urlopen" not in said
 
 
 async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureFixture[str], service: Service) -> None:
