@@ -3,8 +3,9 @@
 In: sizes of a Qwen3-MoE with random weights, numbers of streams. Out: Markdown on stdout: tokens per second, CPU time
 per token, and the engine's step over what its bytes cost: those of the experts that the step uses, and of all else that
 every token reads. Adapters are random, over attention and all experts, in PEFT's layout; PEFT runs one of them for all
-streams, for it mixes none. Rounds are interleaved (`measuring.py`), ratios are taken within a round, and tokens are
-compared, so that nobody is fast by computing something else.
+streams, for it mixes none. vLLM takes part with the base where an environment has it (`--vllm PYTHON`, its CPU build).
+Rounds are interleaved (`measuring.py`), ratios are taken within a round, and tokens are compared, so that nobody is
+fast by computing something else.
 
     python -m load_tests.engine.bench_moe --hidden 1024 --layers 2 --experts 64 --top-k 6 --streams 1,8,32
 """
@@ -12,8 +13,10 @@ compared, so that nobody is fast by computing something else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
+import math
 import sys
 import tempfile
 import time
@@ -38,9 +41,10 @@ from app.engine.models.spec import ModelSpec
 from app.engine.open import load_backend
 from load_tests.decoding import Decoder, EngineDecoder
 from load_tests.engine.reference import TransformersDecoder, load_transformers
+from load_tests.engine.vllm_reference import VllmDecoder
 from load_tests.measuring import environment, numbers, ratios, rounds, spread
 
-ENGINE, TRANSFORMERS, PEFT = "engine", "transformers", "PEFT, one adapter"
+ENGINE, TRANSFORMERS, PEFT, VLLM = "engine", "transformers", "PEFT, one adapter", "vLLM, eager"
 #: The rate of torch's sum over so many bytes, the median of a few.
 BANDWIDTH = "bandwidth"
 _READ_BYTES = 256 << 20
@@ -72,6 +76,7 @@ class Settings:
     num_rounds: int
     num_threads: int
     seed: int
+    vllm: Path | None = None
 
 
 def write_model(settings: Settings, folder: Path) -> Path:
@@ -118,8 +123,8 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int, seed: int) -> Path:
     return folder
 
 
-def decoders(settings: Settings, folder: Path) -> dict[str, Decoder]:
-    """Everybody who is measured, loaded."""
+def decoders(settings: Settings, folder: Path, closing: contextlib.ExitStack) -> dict[str, Decoder]:
+    """Everybody who is measured, loaded; what has to be closed goes to `closing`."""
     model = write_model(settings, folder / "model")
     checkpoint = load_checkpoint(model)
     folders = [
@@ -144,6 +149,12 @@ def decoders(settings: Settings, folder: Path) -> dict[str, Decoder]:
     if folders:  # modules of its own over the same weights: PEFT rewrites the modules that it is given
         weights = {id(parameter): parameter for parameter in reference.parameters()}
         found[PEFT] = _PeftDecoder(copy.deepcopy(reference, weights), folders[0])
+    if settings.vllm is not None:
+        vllm = VllmDecoder(
+            settings.vllm, model, [], max_rank=settings.rank, max_streams=most, max_length=length, compiled=False
+        )
+        closing.callback(vllm.close)
+        found[VLLM] = vllm
     return found
 
 
@@ -190,7 +201,7 @@ class _PeftDecoder(TransformersDecoder):
 
 
 class Measured(NamedTuple):
-    """Of one case in one round."""
+    """Of one case in one round. The CPU time is of this process: NaN of vLLM, which has processes of its own."""
 
     tokens_per_s: float
     cpu_ms_per_token: float
@@ -201,8 +212,8 @@ def run(settings: Settings) -> str:
     torch.set_num_threads(settings.num_threads or torch.get_num_threads())
     tokens: dict[Case, list[tuple[int, ...]]] = {}
     measured: dict[Case, list[Measured]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        found = decoders(settings, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
+        found = decoders(settings, Path(folder), closing)
         rng = np.random.default_rng(settings.seed)
         prompts = rng.integers(3, 4096, (max(settings.streams), settings.num_prompt_tokens)).tolist()
         memory = torch.zeros(_READ_BYTES // 4)
@@ -214,6 +225,7 @@ def run(settings: Settings) -> str:
             decoded = found[case.system].decode(prompts[:n], [i % a if a else None for i in range(n)], count)
             cpu_ms = (time.process_time() - before) * 1e3 / (n * count)
             tokens[case] = [row[: settings.num_reference_tokens] for row in decoded.token_ids]
+            cpu_ms = math.nan if case.system == VLLM else cpu_ms
             measured.setdefault(case, []).append(Measured(decoded.tokens_per_s, cpu_ms))
             print(case, measured[case][-1], file=sys.stderr)  # a run takes minutes
             return decoded.tokens_per_s
@@ -237,6 +249,7 @@ def _cases(settings: Settings) -> list[Case]:
     cases = []
     for n in settings.streams:
         cases += [Case(ENGINE, 0, n), Case(TRANSFORMERS, 0, n)]
+        cases += [Case(VLLM, 0, n)] if settings.vllm is not None else []
         if settings.num_adapters:
             cases += [Case(ENGINE, settings.num_adapters, n), Case(ENGINE, 1, n), Case(PEFT, 1, n)]
     return list(dict.fromkeys(cases))
@@ -255,7 +268,7 @@ def _bandwidth(memory: torch.Tensor) -> float:
 def _check_tokens(settings: Settings, tokens: dict[Case, list[tuple[int, ...]]]) -> None:
     """SystemExit where a reference has other first tokens."""
     for n in settings.streams:
-        for a, system in ((0, TRANSFORMERS), (1, PEFT)):
+        for a, system in ((0, TRANSFORMERS), (0, VLLM), (1, PEFT)):
             theirs, ours = tokens.get(Case(system, a, n)), tokens.get(Case(ENGINE, a, n))
             if theirs is not None and ours is not None and [row[0] for row in theirs] != [row[0] for row in ours]:
                 raise SystemExit(f"{system} and the engine chose other first tokens for {n} streams")
@@ -275,16 +288,17 @@ def report(
     for case, found in measured.items():
         against = _reference(case)
         speed, cpu = [one.tokens_per_s for one in found], [one.cpu_ms_per_token for one in found]
-        cells = ["", ""]
+        ratio, cpu_ratio, cpu_ms = "", "", ""
         if against != case and against in measured:
             theirs = measured[against]
-            cells = [
-                f"{ratios(speed, [one.tokens_per_s for one in theirs])} of {against.system}",
-                f"{ratios(cpu, [one.cpu_ms_per_token for one in theirs]).median:.2f}",
-            ]
+            ratio = f"{ratios(speed, [one.tokens_per_s for one in theirs])} of {against.system}"
+        if case.system != VLLM:
+            cpu_ms = f"{spread(cpu).median:.1f}"
+            if ratio:
+                cpu_ratio = f"{ratios(cpu, [one.cpu_ms_per_token for one in theirs]).median:.2f}"
         lines.append(
-            f"| {case.num_streams} | {case.system} | {case.num_adapters} | {spread(speed).median:.1f} | {cells[0]} | "
-            f"{spread(cpu).median:.1f} | {cells[1]} |"
+            f"| {case.num_streams} | {case.system} | {case.num_adapters} | {spread(speed).median:.1f} | {ratio} | "
+            f"{cpu_ms} | {cpu_ratio} |"
         )
     lines += ["", "| streams | MB of a step | step / its bytes at the memory's rate |", "|---:|---:|---:|"]
     for n, size in num_bytes.items():
@@ -296,8 +310,9 @@ def report(
 
 
 def _reference(case: Case) -> Case:
-    """What a case is compared with: with several adapters the base, else the library that does the same."""
-    if case.num_adapters > 1:
+    """What a case is compared with: with several adapters, and of vLLM, the engine's base; else the library that does
+    the same."""
+    if case.num_adapters > 1 or case.system == VLLM:
         return Case(ENGINE, 0, case.num_streams)
     return Case(PEFT if case.num_adapters else TRANSFORMERS, case.num_adapters, case.num_streams)
 
@@ -319,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", dest="num_rounds", type=int, default=3)
     parser.add_argument("--threads", dest="num_threads", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm", type=Path, help="Python of an environment with vLLM, to measure it with the base")
     print(run(Settings(**vars(parser.parse_args(argv)))))
 
 

@@ -62,17 +62,21 @@ class LoRARequest:
 """
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> Path:
+def write_stand_in(folder: Path) -> Path:
     """A Python that finds the stand-in."""
-    (tmp_path / "site/vllm/lora").mkdir(parents=True)
-    (tmp_path / "site/vllm/__init__.py").write_text(PACKAGE)
-    (tmp_path / "site/vllm/lora/__init__.py").write_text("")
-    (tmp_path / "site/vllm/lora/request.py").write_text(LORA)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path / "site"}" exec "{sys.executable}" "$@"\n')
+    (folder / "site/vllm/lora").mkdir(parents=True)
+    (folder / "site/vllm/__init__.py").write_text(PACKAGE)
+    (folder / "site/vllm/lora/__init__.py").write_text("")
+    (folder / "site/vllm/lora/request.py").write_text(LORA)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder / "site"}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     return python
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    return write_stand_in(tmp_path)
 
 
 @pytest.fixture
