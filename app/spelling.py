@@ -17,6 +17,8 @@ from pydantic import BaseModel
 #: How alike two words have to be, from 0 to 1.
 _ALIKE = 0.7
 _MAX_CHARS = 80
+#: `n` and the like are the end of too many words to say anything.
+_MIN_CHARS_OF_A_PART = 4
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -26,6 +28,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     part_of = [name for name in names if word in name.split("_")]
     if not near and len(part_of) == 1:
         near = part_of
+    last = word.rpartition("_")[2]
+    if not near and len(last) >= _MIN_CHARS_OF_A_PART and last in names:  # other servers' lora_name and lora_path
+        near = [last]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

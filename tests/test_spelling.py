@@ -17,10 +17,12 @@ from app.spelling import did_you_mean, fields_at
         ("x", None),
         ("replicas", "num_replicas"),
         ("logit_bias", None),
+        ("lora_name", "name"),
+        ("best_n", None),
     ],
 )
 def test_a_guess_is_close(word: str, guess: str | None) -> None:
-    known = ["max_tokens", "num_replicas", "stop", "temperature"]
+    known = ["max_tokens", "num_replicas", "stop", "temperature", "name", "n"]
     assert did_you_mean(word, known) == (f"; did you mean {guess!r}?" if guess else "")
 
 

@@ -17,6 +17,7 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import NotFound, UnsafeSource
 
 _MAX_CHARS = 4096
+_WAY_OUT = "put the adapter under one of them: adapters.roots, or LORA_PATH when the service is started"
 
 
 def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
@@ -52,9 +53,7 @@ def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
     if asked.is_absolute() and not any(
         _is_under(asked, (root.absolute(), real or root)) for root, real in zip(roots, real_roots, strict=True)
     ):
-        raise UnsafeSource(
-            f"{short(path_or_name)} is outside the server's adapter roots; put the adapter under LORA_PATH"
-        )
+        raise UnsafeSource(f"{short(path_or_name)} is outside the server's adapter roots; {_WAY_OUT}")
     raise NotFound(f"there is no adapter at {short(path_or_name)} under the server's adapter roots")
 
 
@@ -72,4 +71,4 @@ def _is_under(path: Path, roots: Sequence[Path]) -> bool:
 
 def _check_inside(real: Path, real_roots: Sequence[Path | None], asked: str) -> None:
     if not _is_under(real, [root for root in real_roots if root is not None]):
-        raise UnsafeSource(f"{short(asked)} leads outside the server's adapter roots; put the files under LORA_PATH")
+        raise UnsafeSource(f"{short(asked)} leads outside the server's adapter roots; {_WAY_OUT}")

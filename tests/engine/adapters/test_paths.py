@@ -109,6 +109,12 @@ def test_what_does_not_exist_under_a_root_is_not_found(tmp_path: Path, roots: li
             resolve_adapter_path(asked, roots)
 
 
+def test_what_is_outside_is_told_where_it_could_be(tmp_path: Path, roots: list[Path]) -> None:
+    for asked in (str(tmp_path / "elsewhere"), str(tmp_path / "outside" / "secret")):
+        with pytest.raises(UnsafeSource, match=r"adapters\.roots, or LORA_PATH when the service is started"):
+            resolve_adapter_path(asked, roots)
+
+
 def test_without_roots_nothing_is_read() -> None:
     with pytest.raises(UnsafeSource, match="LORA_PATH"):
         resolve_adapter_path("sql", [])
