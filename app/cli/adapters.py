@@ -21,9 +21,9 @@ from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card,
 from app.engine.adapters.formats.card_rows import LORA, rows_of
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.fused_experts import with_one_gate_up
-from app.engine.adapters.formats.quantize import Quantization
 from app.engine.adapters.formats.reading import read_stored
 from app.engine.adapters.lora import FEATURES
+from app.engine.adapters.quantize import Quantization
 from app.engine.adapters.stored import StoredAdapter, StoredModule, content_digest
 from app.engine.adapters.strict_json import short
 from app.engine.errors import AdapterError, AdapterFormatError

@@ -12,13 +12,13 @@ from typing import Any
 import tokenizers
 
 from app.config import AppConfig, PriceConfig
-from app.deployments.ingress.frontend import TextModel
+from app.deployments.ingress.base_text import BaseText
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.structured import Asked
 from app.deployments.ingress.tenancy import Rates, Tenancy
-from app.deployments.ingress.text_model import BaseText
+from app.deployments.ingress.text_model import TextModel
 from app.deployments.links.transport import Frame
 from app.deployments.tenants.prices import Prices
 from app.engine.models.tokenizer import Tokenizer

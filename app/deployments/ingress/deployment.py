@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from app.config import AppConfig, usage_folder
 from app.deployments.ingress import python_calls
+from app.deployments.ingress.base_text import open_text
 from app.deployments.ingress.batcher import ServeBatcher
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_answers import BatchAnswers
@@ -31,7 +32,6 @@ from app.deployments.ingress.metrics import IngressMetrics
 from app.deployments.ingress.plain_errors import plain_errors
 from app.deployments.ingress.service import IngressService, Parts
 from app.deployments.ingress.tenancy import Rates, Tenancy, WatchedTenants
-from app.deployments.ingress.text_model import open_text
 from app.deployments.ingress.watching import WatchedRegistry
 from app.deployments.kept.client import KeptClient
 from app.deployments.links.gauges import repeat_gauges

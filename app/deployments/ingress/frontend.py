@@ -1,23 +1,22 @@
 """Requests in words become requests in token ids: everything between a parsed body and the dispatcher.
 
 In: parsed bodies, and who sent them. Out: `Job`s: the sequences of one request, ready to run. Names become adapter
-references here and text becomes token ids; behind this module there are neither. What is drawn at random is drawn here
-once (the seed of a request without one), so that a request can be computed again anywhere with the same result.
+references here and text becomes token ids; behind this module there are neither.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from app.config import LimitsConfig
 from app.deployments.ingress.finding import AdapterFinder, Asks, Names, Reads
 from app.deployments.ingress.job import Job, StreamSource
+from app.deployments.ingress.requests import FieldNames, RequestBuilder, RequestIds, request_ids
 from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.decision import Decision
 from app.deployments.ingress.schema import (
@@ -30,7 +29,7 @@ from app.deployments.ingress.schema import (
 )
 from app.deployments.ingress.structured import Asked, asked
 from app.deployments.ingress.tenants import Caller
-from app.deployments.ingress.text import Decoder
+from app.deployments.ingress.text_model import TextModel, beside_if_long
 from app.deployments.ingress.token_answers import in_token_ids
 from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.ingress.tool_use import ChatFields, chat_grammar, told_messages, told_tools
@@ -38,72 +37,11 @@ from app.deployments.registry.entries import AUTO
 from app.deployments.tenants.limiter import Reservation
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import Composition, Recipe
-from app.engine.errors import ContextOverflow, InvalidRequest
-from app.engine.models.spec import ModelSpec
-from app.engine.models.tool_formats import ToolFormat
-from app.engine.request import GenerateRequest, SamplingParams
+from app.engine.errors import InvalidRequest
+from app.engine.request import GenerateRequest
 
-T = TypeVar("T")
-
-#: What a request has more characters or token ids of than this is worked on in a thread: it would hold up every stream
-#: of this process.
-MAX_INLINE_CHARS = 20_000
 #: A message without text takes as long as so many characters: its role is written by the template and tokenized too.
 CHARS_PER_MESSAGE = 32
-
-
-class TextModel(Protocol):
-    """The base model as far as text is concerned."""
-
-    @property
-    def max_context(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    def encode(self, text: str) -> Sequence[int]: ...
-
-    def encode_answer(self, text: str) -> Sequence[int]: ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        text: str = "",
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Sequence[int]: ...
-
-    def tool_format(self, text: str = "") -> ToolFormat: ...
-
-    def specials(self, form: ToolFormat) -> Mapping[str, int]: ...
-
-    def check_grammar(self, wanted: Asked) -> None: ...
-
-    def decoder(self, shown: frozenset[int] = frozenset()) -> Decoder: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def text_bytes(self, token_id: int) -> bytes: ...
-
-
-class _Fields(NamedTuple):
-    """What the client called things, for errors to name them."""
-
-    prompt: str
-    limit: str
-    logprobs: str
-    num_answers: str = "n"
-
-
-class _Ids(NamedTuple):
-    """A request's id as its sender is told it, and one that no other request has, whatever senders choose."""
-
-    shown: str
-    unique: str
 
 
 class Admit(Protocol):
@@ -145,6 +83,7 @@ class Frontend:
         self._finder = AdapterFinder(base_name, names, unregistered, first_reads)
         self._source = source
         self.limits = limits
+        self._requests = RequestBuilder(model, lambda: self.limits, lambda: self.max_context)
         self._admit = admit
         self._clock = clock
         self.chooser = chooser
@@ -215,9 +154,9 @@ class Frontend:
             token_ids = await self.chat_ids(body, text)
             wanted, tools = chat_grammar(body, self._model, text)
             num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            names = _Fields("messages", body.limit_field, "top_logprobs")
+            names = FieldNames("messages", body.limit_field, "top_logprobs")
             return await self._job(
-                _ids("chatcmpl", request_id),
+                request_ids("chatcmpl", request_id),
                 caller,
                 arrival_s,
                 body,
@@ -268,11 +207,11 @@ class Frontend:
         if body.model == AUTO and (len(prompts) != 1 or not isinstance(prompts[0], str)):
             raise InvalidRequest(f"model {AUTO!r} chooses for one prompt of characters", param="prompt")
         async with self._found(body, caller, str(prompts[0]) if prompts else "") as found:
-            names = _Fields("prompt", "max_tokens", "logprobs")
-            self._check_sequences(len(prompts), body.n, names)
+            names = FieldNames("prompt", "max_tokens", "logprobs")
+            self._requests.check_sequences(len(prompts), body.n, names)
             token_ids = await self.prompt_ids(prompts, "prompt")
             job = await self._job(
-                _ids("cmpl", request_id),
+                request_ids("cmpl", request_id),
                 caller,
                 arrival_s,
                 body,
@@ -302,12 +241,12 @@ class Frontend:
         if body.adapters is not None and body.lora_path is not None:
             raise InvalidRequest("adapters lists all adapters of a request; leave lora_path out", param="adapters")
         params = body.sampling_params
-        names = _Fields("text", params.limit_field, "logprobs", "sampling_params.n")
-        self._check_sequences(len(body.names), params.n, names)
+        names = FieldNames("text", params.limit_field, "logprobs", "sampling_params.n")
+        self._requests.check_sequences(len(body.names), params.n, names)
         refs = [await self.find_adapter(self._base_name, caller, name, adapters=body.adapters) for name in body.names]
         token_ids = await self.prompt_ids(body.texts, "text")
         return await self._job(
-            _ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
+            request_ids("gen", request_id), caller, arrival_s, params, token_ids, refs, params.token_limit, None, names
         )
 
     def _check_generates(self) -> None:
@@ -335,7 +274,7 @@ class Frontend:
 
     async def _job(
         self,
-        ids: _Ids,
+        ids: RequestIds,
         caller: Caller,
         arrival_s: float,
         fields: SamplingFields,
@@ -343,7 +282,7 @@ class Frontend:
         refs: Sequence[AdapterRef | None],
         max_tokens: int | None,
         num_logprobs: int | None,
-        names: _Fields,
+        names: FieldNames,
         *,
         wanted: Asked | None = None,
         tools: ToolUse | None = None,
@@ -354,33 +293,10 @@ class Frontend:
         wanted = wanted or asked(fields)
         if wanted is not None:
             await asyncio.to_thread(self._model.check_grammar, wanted)
-        self._check_sizes(len(prompts), fields, num_logprobs, names)
-        seed = secrets.randbits(63) if fields.seed is None else fields.seed
-        # Equal prompts without a seed have different answers; with one, each has the answer it would have alone.
-        seeds_per_prompt = fields.n if fields.seed is None else 0
-        requests = tuple(
-            GenerateRequest(
-                request_id=f"{ids.unique}-{prompt_index * fields.n + copy}",
-                tenant_id=caller.tenant_id,
-                token_ids=tuple(token_ids),
-                sampling=self._sampling(
-                    fields,
-                    self._room(token_ids, max_tokens, names),
-                    derived_seed(seed, prompt_index * seeds_per_prompt + copy),
-                    num_logprobs,
-                    "" if wanted is None else wanted.grammar,
-                ),
-                adapter=ref,
-                weight=caller.tenant.weight,
-                cache_salt=caller.tenant.salt,
-                arrival_s=arrival_s,
-                key_id=caller.key_id,
-                is_batch=caller.is_batch,
-                prediction_ids=prediction,
-            )
-            for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True))
-            for copy in range(fields.n)
-        )
+        requests = self._requests.build(
+            ids, caller, arrival_s, fields, prompts, refs, max_tokens, num_logprobs, names,
+            "" if wanted is None else wanted.grammar, prediction,
+        )  # fmt: skip
         deadline_s = asyncio.get_running_loop().time() + self.limits.request_timeout_s
         reservation = await self._admit(caller, requests, None if found is None else found.held)
         return Job(
@@ -399,109 +315,7 @@ class Frontend:
             decision=None if found is None else found.decision,
         )
 
-    def _check_sizes(self, num_prompts: int, fields: SamplingFields, num_logprobs: int | None, names: _Fields) -> None:
-        """Raises InvalidRequest for more than `limits` allow."""
-        self._check_sequences(num_prompts, fields.n, names)
-        if len(fields.stop_strings) > self.limits.max_stop_strings:
-            raise InvalidRequest(
-                f"{len(fields.stop_strings)} stop strings exceed limits.max_stop_strings "
-                f"{self.limits.max_stop_strings}",
-                param="stop",
-            )
-        if num_logprobs is not None and num_logprobs > self.limits.max_logprobs:
-            raise InvalidRequest(
-                f"{num_logprobs} logprobs per token exceed limits.max_logprobs {self.limits.max_logprobs}",
-                param=names.logprobs,
-            )
-
-    def _room(self, token_ids: Sequence[int], max_tokens: int | None, names: _Fields) -> int:
-        """How many tokens may be generated; everything that is left when the client sets no limit."""
-        num_prompt, max_context = len(token_ids), self.max_context
-        if not num_prompt:
-            raise InvalidRequest("the prompt has no tokens; at least one is needed", param=names.prompt)
-        wanted = 1 if max_tokens is None else max_tokens
-        if num_prompt + wanted > max_context:
-            raise ContextOverflow(
-                f"the prompt has {num_prompt} tokens and {wanted} more are asked for, {num_prompt + wanted} together, "
-                f"but the context holds {max_context}; shorten the prompt or lower {names.limit}",
-                param=names.prompt if num_prompt >= max_context else names.limit,
-            )
-        return max_context - num_prompt if max_tokens is None else max_tokens
-
-    def _check_sequences(self, num_prompts: int, num_per_prompt: int, names: _Fields) -> None:
-        if num_prompts < 1:
-            raise InvalidRequest("the request has no prompt", param=names.prompt)
-        if num_prompts * num_per_prompt > self.limits.max_sequences:
-            raise InvalidRequest(
-                f"prompts times n is {num_prompts * num_per_prompt} but limits.max_sequences is "
-                f"{self.limits.max_sequences}; send several requests",
-                param=names.prompt if num_per_prompt == 1 else names.num_answers,
-            )
-
-    def _sampling(
-        self, fields: SamplingFields, max_tokens: int, seed: int, num_logprobs: int | None, grammar: str
-    ) -> SamplingParams:
-        _check_grammar_fields(fields, grammar)
-        for token_id, _ in fields.biases:
-            if token_id >= self._model.vocab_size:
-                raise InvalidRequest(
-                    f"logit_bias has token id {token_id} but the vocabulary ends at {self._model.vocab_size - 1}",
-                    param="logit_bias",
-                )
-        if fields.min_tokens > max_tokens:
-            raise InvalidRequest(
-                f"min_tokens is {fields.min_tokens} but at most {max_tokens} may be generated", param="min_tokens"
-            )
-        is_likeliest = fields.top_p == 0  # the least set of tokens that has any probability at all
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=fields.temperature,
-            top_p=1.0 if is_likeliest else fields.top_p,
-            top_k=1 if is_likeliest else max(fields.top_k, 0),
-            min_p=fields.min_p,
-            seed=seed,
-            stop_token_ids=tuple(fields.stop_token_ids or ()),
-            ignore_eos=fields.ignore_eos,
-            presence_penalty=fields.presence_penalty,
-            frequency_penalty=fields.frequency_penalty,
-            repetition_penalty=fields.repetition_penalty,
-            num_logprobs=num_logprobs,
-            logit_bias=fields.biases,
-            min_tokens=fields.min_tokens,
-            grammar=grammar,
-        )
-
-
-def _check_grammar_fields(fields: SamplingFields, grammar: str) -> None:
-    """Raises InvalidRequest for fields that contradict a grammar."""
-    if grammar and (fields.ignore_eos or fields.min_tokens):
-        name = "ignore_eos" if fields.ignore_eos else "min_tokens"
-        raise InvalidRequest(f"{name} is not for an answer with a grammar, which says itself where it ends", param=name)
-
 
 def last_words(messages: Sequence[ChatMessage]) -> str:
     """What a conversation asks now: its last message of a user."""
     return next((message.text for message in reversed(messages) if message.role == "user"), messages[-1].text)
-
-
-def _ids(prefix: str, given: str | None) -> _Ids:
-    if given is None:
-        request_id = f"{prefix}-{secrets.token_hex(12)}"
-        return _Ids(request_id, request_id)
-    return _Ids(f"{prefix}-{given}", f"{prefix}-{given}.{secrets.token_hex(8)}")
-
-
-async def beside_if_long(length: int, work: Callable[[], T]) -> T:
-    """What is done for each of so many characters or token ids, in a thread where they are many."""
-    return await asyncio.to_thread(work) if length > MAX_INLINE_CHARS else work()
-
-
-def derived_seed(seed: int, copy: int) -> int:
-    """The seed of the n-th answer: the request's own first, then a splitmix64 sequence of it."""
-    seed &= 2**64 - 1
-    if copy == 0:
-        return seed
-    mixed = (seed + copy * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return mixed ^ (mixed >> 31)

@@ -20,7 +20,7 @@ from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.dispatcher import Batcher, Dispatcher
 from app.deployments.ingress.embeddings import Embedder
 from app.deployments.ingress.first_reads import FirstReads
-from app.deployments.ingress.frontend import Frontend, TextModel
+from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.heads import Heads
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.links import Links
@@ -32,6 +32,7 @@ from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbed
 from app.deployments.ingress.routing.router import Router, TextEmbedder
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, batch_caller
+from app.deployments.ingress.text_model import TextModel
 from app.deployments.ingress.unregistered import Unregistered
 from app.deployments.kept.client import KeptClient
 from app.deployments.kept.entries import Batch

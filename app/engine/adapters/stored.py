@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.adapters.formats.quantize import dequantize
 from app.engine.adapters.lora import BFLOAT16, Matrix
+from app.engine.adapters.quantize import dequantize
 from app.engine.errors import AdapterFormatError
 
 #: Bytes per element of the types a trained tensor may have, by safetensors name.
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
-#: Bits per element of quantised storage (Arrow cards only); see `app.engine.adapters.formats.quantize`.
+#: Bits per element of quantised storage (Arrow cards only); see `app.engine.adapters.quantize`.
 QUANTIZED_BITS = {"I8": 8, "I4": 4}
 
 #: The module whose LoRA is looked up instead of multiplied.

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.blocks import finished
 from app.deployments.ingress.body import parse_body
-from app.deployments.ingress.frontend import beside_if_long
 from app.deployments.ingress.http.batch_routes import KeepingService
 from app.deployments.ingress.http.bodies import read_json
 from app.deployments.ingress.http.conversations import answered, begun, streamed
@@ -22,6 +21,7 @@ from app.deployments.ingress.http.response_routes import add_response_routes
 from app.deployments.ingress.http.running import RunningService, counted_if_cancelled, while_connected
 from app.deployments.ingress.messages_schema import CountTokensRequest, MessagesRequest
 from app.deployments.ingress.tenants import inference_caller
+from app.deployments.ingress.text_model import beside_if_long
 from app.deployments.ingress.tokenize_schema import DetokenizeRequest, TokenizeRequest
 
 

@@ -36,9 +36,9 @@ import pyarrow as pa
 
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.formats.card_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, rows_of, stored_of
-from app.engine.adapters.formats.quantize import Quantization, num_groups
 from app.engine.adapters.limits import DEFAULT_LIMITS, MACHINES_ERRORS, ReadLimits, reading_error, regular_file_size
 from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.quantize import Quantization, num_groups
 from app.engine.adapters.stored import (
     DTYPE_BYTES,
     QUANTIZED_BITS,

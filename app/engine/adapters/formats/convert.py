@@ -24,8 +24,8 @@ from app.engine.adapters.formats.peft_file import (
     TOKEN_ROWS,
     WEIGHTS_NAME,
 )
-from app.engine.adapters.formats.quantize import Quantization, delta_error, quantize
 from app.engine.adapters.formats.safetensors_file import write_safetensors
+from app.engine.adapters.quantize import Quantization, delta_error, quantize
 from app.engine.adapters.stored import EMBEDDING_PATH, QUANTIZED_BITS, StoredAdapter, StoredModule, StoredTensor
 from app.engine.adapters.text import AdapterText, write_text
 from app.engine.errors import AdapterFormatError

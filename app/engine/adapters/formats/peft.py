@@ -17,18 +17,18 @@ from app.engine.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, par
 from app.engine.adapters.formats.peft_experts import check_options, expert_modules, is_fused, selects_parameter
 from app.engine.adapters.formats.peft_file import WEIGHTS_NAME, PeftTensors, sort_tensors
 from app.engine.adapters.formats.safetensors_file import read_safetensors
-from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
-from app.engine.adapters.lora import LoraAdapter
-from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, Module, assumed_modules, layer_modules
-from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
-from app.engine.adapters.strict_json import short
-from app.engine.adapters.targets import (
+from app.engine.adapters.formats.targets import (
     check_modules,
     check_parameters,
     check_target_parameters,
     token_row_paths,
     whole_matrices,
 )
+from app.engine.adapters.limits import DEFAULT_LIMITS, ReadLimits, read_bounded
+from app.engine.adapters.lora import LoraAdapter
+from app.engine.adapters.modules import OUTER_MODULES, UNREAD_MODULE, Module, assumed_modules, layer_modules
+from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows
+from app.engine.adapters.strict_json import short
 from app.engine.adapters.text import read_text
 from app.engine.errors import AdapterFormatError, AdapterMismatch, AdapterTooLarge
 from app.engine.models.encoder_names import LAYERS as ENCODER_LAYERS

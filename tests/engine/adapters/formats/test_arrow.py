@@ -31,9 +31,9 @@ from app.engine.adapters.formats.arrow import (
 from app.engine.adapters.formats.card_rows import CardRow, stored_of
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.peft import read_peft, read_peft_stored
-from app.engine.adapters.formats.quantize import delta_error, dequantize, quantize
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.limits import ReadLimits
+from app.engine.adapters.quantize import delta_error, dequantize, quantize
 from app.engine.adapters.stored import StoredAdapter, StoredModule, StoredRows, StoredTensor, content_digest
 from app.engine.errors import AdapterError, AdapterFormatError, AdapterTooLarge
 from app.engine.models.names import expected_tensors

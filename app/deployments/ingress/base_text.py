@@ -1,0 +1,110 @@
+"""The base model's text side: words into token ids and back.
+
+In: the configuration. Out: a `BaseText`. The model's description is read, its weights are not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from app.config import AppConfig
+from app.deployments.ingress.structured import Asked
+from app.deployments.ingress.text import Decoder
+from app.engine.adapters.chats import encode_chat, tool_template
+from app.engine.adapters.text import AdapterText
+from app.engine.errors import InvalidRequest
+from app.engine.models.checkpoint import open_model
+from app.engine.models.spec import ModelSpec
+from app.engine.models.template_process import TemplateProcess
+from app.engine.models.tokenizer import Tokenizer, load_tokenizer
+from app.engine.models.tool_formats import ToolFormat, fixed_texts, tool_format
+from app.engine.structured.grammars import json_grammar
+from app.engine.structured.guidance import Vocabulary, place_of
+
+_NUM_CHECKED = 256
+
+
+def open_text(config: AppConfig) -> BaseText:
+    """The text side of the configured base model. Raises SourceError, CheckpointError."""
+    checkpoint = open_model(config.model.uri, config.model.name)
+    has_memory = checkpoint.spec.encoder is None
+    kv_tokens = has_memory * config.engine.num_kv_blocks * config.engine.block_size
+    positions = checkpoint.spec.max_positions
+    max_context = min(config.engine.max_context or positions, kv_tokens or positions)  # 0 blocks: as many as fit
+    return BaseText(load_tokenizer(checkpoint.tokenizer_source), checkpoint.spec, max_context)
+
+
+class BaseText:
+    """`TextModel` over a tokenizer. `max_context` is the longest prompt plus answer the engines take."""
+
+    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, max_context: int) -> None:
+        self._tokenizer = tokenizer
+        self._templates = TemplateProcess()
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._checked: dict[str, None] = {}  # grammars that can be followed, in the order in which they came
+        self.spec = spec
+        self.vocab_size = spec.vocab_size
+        self.max_context = max_context
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self._tokenizer.encode(text)
+
+    def encode_answer(self, text: str) -> Sequence[int]:
+        """A text as an answer has it: nothing before it, and no special tokens in it."""
+        return self._tokenizer.encode(text, add_special_tokens=False, allow_special=False)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        text: str = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Sequence[int]:
+        """The conversation as the model's template writes it, or the adapter's own, up to where the assistant answers.
+
+        text: what of the adapter's text is its own (`AdapterCard.text`); it may take `TemplateProcess`'s time.
+        """
+        return encode_chat(self._tokenizer, messages, AdapterText.parsed(text), self._templates, tools)
+
+    def tool_format(self, text: str = "") -> ToolFormat:
+        """How the model has learnt to call tools, by its template or the adapter's own. Raises InvalidRequest."""
+        return tool_format(tool_template(self._tokenizer, AdapterText.parsed(text)))
+
+    def specials(self, form: ToolFormat) -> Mapping[str, int]:
+        """Those of the fixed texts of calls that are special tokens here, with their ids."""
+        found = {text: self._tokenizer.token_id(text) for text in fixed_texts(form)}
+        return {text: i for text, i in found.items() if i is not None and i in self._tokenizer.special_ids}
+
+    def check_grammar(self, wanted: Asked) -> None:
+        """Raises InvalidRequest, with the place, for what no engine can follow. Takes milliseconds; from any thread."""
+        with self._lock:
+            if self._vocabulary is None:
+                spec = self.spec
+                self._vocabulary = Vocabulary(self._tokenizer.to_json(), spec.vocab_size, spec.eos_token_ids)
+            if wanted.grammar in self._checked:
+                return
+            complaint, place = self._vocabulary.complaint(wanted.grammar), wanted.place
+            for path, schema in wanted.schemas if complaint else ():
+                if self._vocabulary.complaint(json_grammar(schema, path)):
+                    place, complaint = place_of(schema, path, self._vocabulary)
+                    break
+            if complaint:
+                raise InvalidRequest(f"{place}: {complaint}", param=place)
+            self._checked[wanted.grammar] = None
+            if len(self._checked) > _NUM_CHECKED:
+                del self._checked[next(iter(self._checked))]
+
+    def decoder(self, shown: frozenset[int] = frozenset()) -> Decoder:
+        return self._tokenizer.incremental_decoder(shown=shown)
+
+    def token_text(self, token_id: int) -> str:
+        return self._tokenizer.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds to an answer; a special token adds none."""
+        return b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
