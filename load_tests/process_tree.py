@@ -61,10 +61,15 @@ def cpu_seconds(session_id: int) -> Mapping[str, float]:
     for name, pids in processes(session_id).items():
         for pid in pids:
             with suppress(FileNotFoundError, ProcessLookupError):
-                # Fields 14 and 15, counted from behind the name, which may hold spaces.
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                seconds[name] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                seconds[name] += process_seconds(pid)
     return seconds
+
+
+def process_seconds(pid: int) -> float:
+    """User and system time of one process. FileNotFoundError or ProcessLookupError where there is none."""
+    # Fields 14 and 15, counted from behind the name, which may hold spaces.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def role(command: str) -> str:

@@ -44,7 +44,8 @@ class Endpoint:
 @dataclass(slots=True)
 class Outcome:
     """One request's life in seconds from the start of the run. `chunk_s` are times of events with new text, or of
-    the last one of an answer without any; `error` is None for a complete answer."""
+    the last one of an answer without any; `error` is None for a complete answer.
+    `cached_tokens` of the prompt were, as far as the server says."""
 
     index: int
     model: str
@@ -56,6 +57,7 @@ class Outcome:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
+    cached_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -189,6 +191,7 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome, start: float
             counted = True
             outcome.prompt_tokens = _tokens(usage["prompt_tokens"])
             outcome.completion_tokens = _tokens(usage["completion_tokens"])
+            outcome.cached_tokens = _tokens((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         choices = event.get("choices") or ()
         # An answer without any text still has a first chunk: the one that ends it.
         if any(c.get("text") or (c.get("finish_reason") and not outcome.chunk_s) for c in choices):

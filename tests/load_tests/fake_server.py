@@ -74,7 +74,9 @@ class FakeServer:
             if body["model"] == "break":
                 return response
             await asyncio.sleep(0)
-        usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": body["max_tokens"]}
+        num_words = len(body["prompt"].split())
+        usage: dict[str, Any] = {"prompt_tokens": num_words, "completion_tokens": body["max_tokens"]}
+        usage["prompt_tokens_details"] = {"cached_tokens": num_words // 2}
         if body["model"] == "silent":
             usage["completion_tokens"] = 0
         await send({"choices": [], "usage": usage})
