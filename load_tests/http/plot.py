@@ -1,6 +1,6 @@
 """One picture of a run: first tokens over time, the distributions, throughput.
 
-In: outcomes. Out: a PNG file. The only module that imports matplotlib.
+In: outcomes. Out: a PNG file. Imports matplotlib, as `load_tests.simulate.plot` does and nothing else.
 """
 
 from __future__ import annotations

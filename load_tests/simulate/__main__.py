@@ -1,10 +1,10 @@
 """Put the same traffic to different fleets, on a virtual clock: the service's own decisions, measured times.
 
 In: what to run. Out: Markdown on stdout. `policies` compares placement policies in Dynamo's scenarios, with ranks and
-with a tenant that floods, `--write-factor 30` with loads that are so many times dearer; `alternating` has the load that
-Dynamo's allocator cannot follow; `heads` shows what `placement.prefix_aware` brings; `scaling` puts the service's
-autoscaling beside Ray's, and `starts` shows what a replica's start-up time does to a crowd; `scale` runs a large fleet
-and says how long that took.
+with a tenant that floods, `--write-factor 30` with loads that are so many times dearer, `--plot FILE` as a picture;
+`alternating` has the load that Dynamo's allocator cannot follow; `heads` shows what `placement.prefix_aware` brings;
+`scaling` puts the service's autoscaling beside Ray's, and `starts` shows what a replica's start-up time does to a
+crowd; `scale` runs a large fleet and says how long that took.
 
     python -m load_tests.simulate policies --seeds 20
     python -m load_tests.simulate scale --replicas 1000 --adapters 100000 --requests 1000000
@@ -64,18 +64,26 @@ def summaries(make: Callable[[np.random.Generator], Traffic], plan: Plan, num_se
     return [simulate(make(np.random.default_rng(seed)), plan, seed).summary() for seed in range(num_seeds)]
 
 
-def compare_policies(names: Sequence[str], num_seeds: int, costs: Costs) -> str:
-    """A table per scenario: 8 replicas, 100 adapters."""
-    parts = []
+def simulate_policies(names: Sequence[str], num_seeds: int, costs: Costs) -> dict[str, dict[str, dict[str, Interval]]]:
+    """Scenario -> policy -> number -> interval: 8 replicas, 100 adapters."""
+    found: dict[str, dict[str, dict[str, Interval]]] = {}
     for name in names:
-        make = SCENARIOS[name]
         size = ROWS_256 if name == "ranks" else FOUR_SLOTS
-        rows = {}
+        found[name] = {}
         for policy in POLICIES:
             plan = Plan(8, costs, size, PlacementConfig(policy=policy))
-            rows[policy] = intervals(summaries(make, plan, num_seeds))
-        parts.append(f"**{name}**\n\n" + table(rows))
-    return "\n\n".join(parts)
+            found[name][policy] = intervals(summaries(SCENARIOS[name], plan, num_seeds))
+    return found
+
+
+def compare_policies(names: Sequence[str], num_seeds: int, costs: Costs, picture: Path | None = None) -> str:
+    """A table per scenario, and all of it as an SVG file in `picture`."""
+    found = simulate_policies(names, num_seeds, costs)
+    if picture is not None:
+        from load_tests.simulate.plot import plot_policies
+
+        plot_policies(found, picture)
+    return "\n\n".join(f"**{name}**\n\n{table(rows)}" for name, rows in found.items())
 
 
 def compare_alternating(num_seeds: int, costs: Costs) -> str:
@@ -180,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("policies", "alternating", "heads", "scaling", "starts", "scale"))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="of `policies`; else all of them")
+    parser.add_argument("--plot", type=Path, help="of `policies`: draw them into this SVG file, too (needs matplotlib)")
     parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="what steps and loads take (JSON)")
     parser.add_argument("--write-factor", type=float, default=1.0, help="writing adapters takes so many times as long")
     parser.add_argument("--replicas", type=int, default=1000)
@@ -192,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Times of {costs.machine}.\n")
     match arguments.what:
         case "policies":
-            print(compare_policies(arguments.scenario or [*SCENARIOS], arguments.seeds, costs))
+            print(compare_policies(arguments.scenario or [*SCENARIOS], arguments.seeds, costs, arguments.plot))
         case "alternating":
             print(compare_alternating(arguments.seeds, costs))
         case "heads":
