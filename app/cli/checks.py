@@ -67,7 +67,7 @@ def check_preloaded(settings: AppConfig) -> None:
     """Raises ConfigError for an adapter that is to be there from the start and cannot be: local ones have to exist."""
     from app.deployments.store.sources.opening import open_sources  # heavy
 
-    sources = open_sources(settings.adapters)
+    sources = open_sources(settings.adapters, base_name=settings.model.name)
     for adapter in settings.adapters.preload:
         try:
             sources.locate(adapter.path)

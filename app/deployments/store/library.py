@@ -187,7 +187,7 @@ def open_library(
     root = Path(config.state_dir) / f"adapters-{spec.digest[:12]}"
     disk = DiskTier(root, config.disk_cache_bytes, config.disk_eviction, counts, events, pinned=pinned)
     try:
-        sources = open_sources(config, reserve=disk.reserve, uploads=uploads)
+        sources = open_sources(config, base_name=spec.name, reserve=disk.reserve, uploads=uploads)
     except ConfigError:
         disk.close()
         raise

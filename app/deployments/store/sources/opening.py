@@ -22,13 +22,14 @@ def open_sources(
     config: AdaptersConfig,
     environ: Mapping[str, str] | None = None,
     *,
+    base_name: str,
     reserve: Reserve = unbounded,
     uploads: Path | None = None,
 ) -> Sources:
     """URLs first, then the operator's downloader, then the hub; each within its time.
 
     `reserve` finds room for what the hub and web servers say they will send; of a downloader's bytes nothing is known.
-    `uploads`: where adapters lie that came as bytes.
+    `base_name`: what clients call the base model, for a downloader. `uploads`: where adapters lie that came as bytes.
     """
     environ = os.environ if environ is None else environ
     max_bytes, timeout_s = config.max_adapter_bytes, config.source_timeout_s
@@ -46,7 +47,7 @@ def open_sources(
         )
     downloader = config.downloader or environ.get("LORA_DOWNLOADER_PLUGIN")
     if downloader:
-        fetchers.append(PluginFetcher(downloader))
+        fetchers.append(PluginFetcher(downloader, base_name))
     elif config.allow_hub:
         token = environ.get("LORA_HF_TOKEN")
         fetchers.append(

@@ -64,11 +64,11 @@ def test_what_is_not_allowed_is_refused_by_its_text(tmp_path: Path, source: str)
 
 def test_a_configuration_opens_only_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config({"adapters": {"roots": [str(tmp_path)]}}).adapters
-    assert isinstance(open_sources(config, {}).locate("hf://o/n@main"), RemotePlace)
+    assert isinstance(open_sources(config, {}, base_name="base").locate("hf://o/n@main"), RemotePlace)
     with pytest.raises(UnsafeSource):
-        open_sources(config, {}).locate("https://host/a")
+        open_sources(config, {}, base_name="base").locate("https://host/a")
     with pytest.raises(UnsafeSource):
-        open_sources(config.model_copy(update={"allow_hub": False}), {}).locate("hf://o/n@main")
+        open_sources(config.model_copy(update={"allow_hub": False}), {}, base_name="base").locate("hf://o/n@main")
     for bad in ("https://host", "file:///", "s3://bucket/../", "https://host/a?", "https://u@h/"):
         with pytest.raises(ConfigError, match="urls"):
             load_config({"adapters": {"urls": [bad]}})
@@ -76,7 +76,7 @@ def test_a_configuration_opens_only_what_it_names(tmp_path: Path, monkeypatch: p
     asked: list[str] = []
     module.get = lambda uri, _: asked.append(uri)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_plugin", module)
-    sources = open_sources(config, {"LORA_DOWNLOADER_PLUGIN": "a_plugin:get"})
+    sources = open_sources(config, {"LORA_DOWNLOADER_PLUGIN": "a_plugin:get"}, base_name="base")
     for uri in ("hf://o/n@main", "models://anything/else"):
         place = sources.locate(uri)
         assert isinstance(place, RemotePlace)
@@ -84,8 +84,39 @@ def test_a_configuration_opens_only_what_it_names(tmp_path: Path, monkeypatch: p
     assert asked == ["hf://o/n@main", "models://anything/else"]
     for bad in ("a_plugin:put", "no_such_module:get", "get", ""):
         with pytest.raises(ConfigError, match="downloader"):
-            PluginFetcher(bad)
+            PluginFetcher(bad, "base")
     assert AdaptersConfig().downloader is None
+
+
+def test_a_downloader_may_be_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, str]] = []
+
+    class Downloader:
+        def download_lora_to_disk(self, name: str, base_model: str, path: str) -> str:
+            asked.append((name, base_model, path))
+            return path
+
+    class Nothing:
+        pass
+
+    class Broken:
+        def __init__(self, host: str) -> None: ...
+
+        def download_lora_to_disk(self, name: str, base_model: str, path: str) -> None: ...
+
+    module = types.ModuleType("a_plugin")
+    for one in (Downloader, Nothing, Broken):
+        setattr(module, one.__name__, one)
+    monkeypatch.setitem(sys.modules, "a_plugin", module)
+    config = load_config({"adapters": {"roots": [str(tmp_path)]}}).adapters
+    place = open_sources(config, {"LORA_DOWNLOADER_PLUGIN": "a_plugin.Downloader"}, base_name="base").locate("any://a")
+    assert isinstance(place, RemotePlace)
+    assert place.fetch(tmp_path) == "any://a", "what the method returns is not where the adapter came from"
+    assert asked == [("any://a", "base", str(tmp_path))]
+    with pytest.raises(ConfigError, match="without download_lora_to_disk"):
+        PluginFetcher("a_plugin.Nothing", "base")
+    with pytest.raises(ConfigError, match="cannot be made: TypeError"):
+        PluginFetcher("a_plugin.Broken", "base")
 
 
 def test_lanes_separate_hosts_and_buckets(tmp_path: Path) -> None:
@@ -213,7 +244,7 @@ class Plugin:
         module = types.ModuleType("test_plugin")
         module.download = deed  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "test_plugin", module)
-        self.fetcher = PluginFetcher("test_plugin:download")
+        self.fetcher = PluginFetcher("test_plugin:download", "base")
 
 
 def test_a_plugin(
