@@ -61,7 +61,7 @@ def test_a_renamed_adapter_keeps_its_prefixes_and_rows() -> None:
         cached.append(chunks[-1].usage.cached_tokens)
     assert cached == [0, 24, 24]
     assert len(backend.writes) == 1, "equal contents share their rows"
-    assert [resident.rank for resident in engine.stats().residents] == [8]
+    assert [resident.num_needed for resident in engine.stats().residents] == [8]
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
