@@ -144,8 +144,8 @@ ledger = Table(
     Column("num_loads", BigInteger, nullable=False),
     Column("load_bytes", BigInteger, nullable=False),
     Column("cost_nanos", BigInteger, nullable=False),
-    Column("rank_row_ms", BigInteger, nullable=False, server_default="0"),
-    Column("kv_block_ms", BigInteger, nullable=False, server_default="0"),
+    Column("rank_row_ms", BigInteger, nullable=False),
+    Column("kv_block_ms", BigInteger, nullable=False),
 )
 
 #: Which batches of each writer are in the ledger: the highest number, as each writer sends them in order.

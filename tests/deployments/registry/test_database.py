@@ -41,7 +41,7 @@ def test_the_revisions_make_exactly_the_tables(empty_url: str) -> None:
         assert kept_metadata is metadata, "the tables of what is kept are among them"
         differences = [item for item in compare_metadata(context, metadata) if "alembic_version" not in str(item)]
         assert differences == []
-        assert context.get_current_revision() == "r0007"
+        assert context.get_current_revision() == "v0001"
     database.close()
 
 
@@ -106,7 +106,7 @@ def test_a_revision_that_fails_leaves_nothing_behind(empty_url: str, monkeypatch
     database.close()
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002", "0003", "0004", "0005", "0006", "r9999"])
+@pytest.mark.parametrize("revision", ["0001", "r0001", "r0007", "v9999"])
 def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty_url: str, revision: str) -> None:
     database = Database(empty_url, "base")
     with database.write() as connection:
@@ -114,8 +114,7 @@ def test_a_registry_that_another_version_made_is_refused_and_left_as_it_is(empty
         connection.execute(text("DROP TABLE uses"))  # an upgrade would make it, or end over the others
     for _ in range(2):
         with pytest.raises(
-            ConfigError,
-            match=rf"has schema revision '{revision}', but .* knows r0001, .*, r0005, r0006, r0007 only.* empty place",
+            ConfigError, match=rf"has schema revision '{revision}', but .* knows v0001 only.* empty place"
         ):
             Database(empty_url, "base")
     with database.read() as connection:

@@ -1,11 +1,11 @@
-"""The first release's schema: names, what they have meant, jobs, aliases, events, audit, use, stores, and tenants."""
+"""The first release's schema: names and their history, jobs, events, stores, tenants, files, batches, responses."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "r0001"
+revision = "v0001"
 down_revision = None
 
 #: 64 bits in every database; SQLite counts up in a column of this very type only.
@@ -22,6 +22,9 @@ def upgrade() -> None:
     _tenants()
     _tenant_rights()
     _tenant_usage()
+    _files()
+    _batches()
+    _responses()
 
 
 def _registries() -> None:
@@ -56,6 +59,8 @@ def _names() -> None:
         sa.Column("source", sa.Text, nullable=False),
         sa.Column("extra_bytes", sa.BigInteger, nullable=False),
         sa.Column("text", sa.Text, nullable=False),
+        sa.Column("description", sa.Text, nullable=False),
+        sa.Column("invocation_tokens", sa.Text, nullable=False),
         sa.Column("revision", sa.BigInteger, nullable=False),
     )
     op.create_index("adapters_by_digest", "adapters", ["base_digest", "digest"])
@@ -90,6 +95,7 @@ def _jobs() -> None:
         sa.Column("updated_s", sa.Double, nullable=False),
         sa.Column("owner", sa.String(32), nullable=False),
         sa.Column("number", sa.BigInteger, nullable=False),
+        sa.Column("description", sa.Text),
     )
     op.create_index("jobs_by_name", "jobs", ["base_digest", "tenant_id", "name", "number"])
     op.create_index("jobs_by_state", "jobs", ["base_digest", "state"])
@@ -131,6 +137,7 @@ def _journal() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("events_by_name", "events", ["base_digest", "tenant_id", "name", "id"])
+    op.create_index("events_by_tenant", "events", ["base_digest", "tenant_id", "id"])
     op.create_table(
         "audit",
         sa.Column("id", _COUNTER, primary_key=True, autoincrement=True),
@@ -143,6 +150,7 @@ def _journal() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("audit_by_name", "audit", ["base_digest", "tenant_id", "name", "id"])
+    op.create_index("audit_by_tenant", "audit", ["base_digest", "tenant_id", "id"])
 
 
 def _uses() -> None:
@@ -214,6 +222,14 @@ def _tenant_rights() -> None:
         sa.Column("requests_per_day", sa.BigInteger),
     )
     op.create_table(
+        "shared_limits",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("project_id", sa.String(64), primary_key=True),
+        sa.Column("kind", sa.String(16), primary_key=True),
+        sa.Column("model", sa.String(128), primary_key=True),
+        sa.Column("state", sa.Text, nullable=False),
+    )
+    op.create_table(
         "adapter_shares",
         sa.Column("base_digest", sa.String(64), primary_key=True),
         sa.Column("owner_id", sa.String(64), primary_key=True),
@@ -257,6 +273,8 @@ def _tenant_usage() -> None:
         sa.Column("num_loads", sa.BigInteger, nullable=False),
         sa.Column("load_bytes", sa.BigInteger, nullable=False),
         sa.Column("cost_nanos", sa.BigInteger, nullable=False),
+        sa.Column("rank_row_ms", sa.BigInteger, nullable=False),
+        sa.Column("kv_block_ms", sa.BigInteger, nullable=False),
     )
     op.create_table(
         "ledger_writers",
@@ -265,6 +283,83 @@ def _tenant_usage() -> None:
         sa.Column("number", sa.BigInteger, nullable=False),
         sa.Column("time_s", sa.Double, nullable=False),
     )
+
+
+def _files() -> None:
+    op.create_table(
+        "files",
+        *_id(),
+        sa.Column("tenant_id", sa.String(128), nullable=False),
+        sa.Column("filename", sa.String(256), nullable=False),
+        sa.Column("purpose", sa.String(32), nullable=False),
+        sa.Column("size_bytes", sa.BigInteger, nullable=False),
+        sa.Column("created_s", sa.Double, nullable=False),
+        sa.Column("expires_s", sa.Double, nullable=False),
+        sa.Column("num_parts", sa.Integer),
+        sa.Column("batch_id", sa.String(64)),
+        sa.Column("is_error", sa.Boolean, nullable=False),
+    )
+    op.create_index("files_by_tenant", "files", ["base_digest", "tenant_id", "created_s", "id"])
+    op.create_index("files_by_expiry", "files", ["base_digest", "expires_s"])
+    op.create_table(
+        "file_parts",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("file_id", sa.String(64), primary_key=True),
+        sa.Column("number", sa.Integer, primary_key=True),
+        sa.Column("content", sa.LargeBinary, nullable=False),
+    )
+
+
+def _batches() -> None:
+    op.create_table(
+        "batches",
+        *_id(),
+        sa.Column("tenant_id", sa.String(128), nullable=False),
+        sa.Column("key_id", sa.String(64), nullable=False),
+        sa.Column("endpoint", sa.String(64), nullable=False),
+        sa.Column("input_file_id", sa.String(64), nullable=False),
+        sa.Column("status", sa.String(16), nullable=False),
+        sa.Column("created_s", sa.Double, nullable=False),
+        sa.Column("expires_s", sa.Double, nullable=False),
+        sa.Column("began_s", sa.Double),
+        sa.Column("cancelling_s", sa.Double),
+        sa.Column("ended_s", sa.Double),
+        sa.Column("output_life_s", sa.Double, nullable=False),
+        sa.Column("num_lines", sa.Integer, nullable=False),
+        sa.Column("num_completed", sa.Integer, nullable=False),
+        sa.Column("num_failed", sa.Integer, nullable=False),
+        sa.Column("output_file_id", sa.String(64)),
+        sa.Column("error_file_id", sa.String(64)),
+        sa.Column("note", sa.Text, nullable=False),
+        sa.Column("errors", sa.Text, nullable=False),
+        sa.Column("owner", sa.String(128), nullable=False),
+        sa.Column("lease_s", sa.Double, nullable=False),
+    )
+    op.create_index("batches_by_tenant", "batches", ["base_digest", "tenant_id", "created_s", "id"])
+    op.create_index("batches_by_status", "batches", ["base_digest", "status", "lease_s"])
+    op.create_table(
+        "batch_lines",
+        sa.Column("base_digest", sa.String(64), primary_key=True),
+        sa.Column("batch_id", sa.String(64), primary_key=True),
+        sa.Column("number", sa.Integer, primary_key=True),
+        sa.Column("is_error", sa.Boolean, nullable=False),
+        sa.Column("line", sa.Text, nullable=False),
+    )
+
+
+def _responses() -> None:
+    op.create_table(
+        "responses",
+        *_id(),
+        sa.Column("tenant_id", sa.String(128), nullable=False),
+        sa.Column("created_s", sa.Double, nullable=False),
+        sa.Column("expires_s", sa.Double, nullable=False),
+        sa.Column("size_bytes", sa.BigInteger, nullable=False),
+        sa.Column("items", sa.Text, nullable=False),
+        sa.Column("body", sa.Text, nullable=False),
+    )
+    op.create_index("responses_by_tenant", "responses", ["base_digest", "tenant_id", "created_s", "id"])
+    op.create_index("responses_by_expiry", "responses", ["base_digest", "expires_s"])
 
 
 def _id() -> list[sa.Column]:  # type: ignore[type-arg]
