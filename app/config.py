@@ -28,6 +28,8 @@ from app.spelling import did_you_mean, fields_at
 
 #: One line of letters, digits, dot, dash and underscore: no path, no colon, nothing to escape with.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+#: Longest text that says what an adapter is for.
+MAX_DESCRIPTION_CHARS = 1000
 #: A path or URI with {name} in it, or module:function.
 RESOLVER_PATTERN = r"^(.*\{name\}.*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
@@ -69,6 +71,11 @@ class PreloadedAdapter(_Settings):
 
     name: str = Field(pattern=NAME_PATTERN, description="The name clients use.")
     path: str = Field(description="A folder under one of the roots, or a source URI.")
+    description: str | None = Field(
+        default=None,
+        max_length=MAX_DESCRIPTION_CHARS,
+        description='What it is for, as lists show it and model "auto" compares it; by default as its card says.',
+    )
 
 
 class SigningConfig(_Settings):

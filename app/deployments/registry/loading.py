@@ -18,11 +18,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+from app.config import MAX_DESCRIPTION_CHARS
 from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import (
     AHEAD,
-    MAX_DESCRIPTION_CHARS,
     CatalogEntry,
     LoadRequest,
     ReadAdapter,

@@ -187,8 +187,10 @@ audit = Table(
     sqlite_autoincrement=True,
 )
 
-#: From where a configuration last had a name loaded: only another place is news.
-preloads = Table("preloads", metadata, *_name_key(), Column("source", Text, nullable=False))
+#: From where a configuration last had a name loaded, and as what it described it: only another place or text is news.
+preloads = Table(
+    "preloads", metadata, *_name_key(), Column("source", Text, nullable=False), Column("description", Text)
+)
 
 #: When requests last used the contents of registered adapters: a new replica loads the last used before it is ready.
 uses = Table(

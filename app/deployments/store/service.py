@@ -123,7 +123,7 @@ class StoreService(Generic[H]):
         wanted, roots = self._parts.preloaded, self._parts.roots
         if (wanted, roots) != self._preloads or self._preloading is None or (is_done and self._preloading.exception()):
             self._preloads = wanted, roots
-            work = preload(self._registry, self._lifecycle.load_and_wait, wanted, tenant_id=DEFAULT_TENANT, roots=roots)
+            work = preload(self._registry, self._lifecycle, wanted, tenant_id=DEFAULT_TENANT, roots=roots)
             self._preloading = asyncio.create_task(work)
         await asyncio.shield(self._preloading)
 

@@ -28,13 +28,18 @@ class Service:
         self.managed = ManagedStore(self._open(), store)
         return self.managed
 
-    async def preload(self, roots: Sequence[Path] = (), **names: str) -> Sequence[str]:
-        """What was read for it."""
+    async def preload(self, roots: Sequence[Path] = (), *, about: str | None = None, **names: str) -> Sequence[str]:
+        """What was read for it. `about`: what the configuration says of each."""
         before = len(self.managed.store.loads)
-        wanted = [PreloadedAdapter(name=name, path=path) for name, path in names.items()]
-        load = self.managed.lifecycle.load_and_wait
-        await preload(self.managed.registry, load, wanted, tenant_id=DEFAULT_TENANT, roots=roots)
+        wanted = [PreloadedAdapter(name=name, path=path, description=about) for name, path in names.items()]
+        await preload(self.managed.registry, self.managed.lifecycle, wanted, tenant_id=DEFAULT_TENANT, roots=roots)
         return self.managed.store.loads[before:]
+
+    def description(self, name: str) -> str:
+        """As every ingress has it."""
+        entry = self.managed.view.adapter(name, DEFAULT_TENANT)
+        assert entry is not None
+        return entry.description
 
     def meaning(self, name: str) -> tuple[int, str] | None:
         entry = self.managed.registry.catalog.get(name, tenant_id=DEFAULT_TENANT)
@@ -100,3 +105,45 @@ async def test_a_folder_that_moved_with_its_root_is_read_where_it_is_now(service
     assert await service.preload(roots=[tmp_path / "elsewhere"], sql="v1", other="v1") == [], "it is not there either"
     assert await service.preload(roots=[tmp_path], sql="v1", other="v1") == ["v1"], "the other is an operator's now"
     assert service.meaning("sql") == (1, "d1")
+
+
+async def test_a_configuration_describes_what_it_has_loaded(service: Service) -> None:
+    await service.preload(sql="v1", about="answers in SQL")
+    assert service.description("sql") == "answers in SQL"
+    assert await service.preload(sql="v1", about="asks a shop's database") == [], "nothing is read for it"
+    assert service.description("sql") == "asks a shop's database"
+    await service.preload(sql="v1")
+    assert service.description("sql") == "asks a shop's database", "as it was"
+
+
+async def test_a_configuration_that_begins_to_describe_needs_no_source(service: Service) -> None:
+    await service.preload(sql="v1")
+    await service.managed.close()
+    service.restart({})
+    assert await service.preload(sql="v1", about="answers in SQL") == []
+    assert service.description("sql") == "answers in SQL"
+
+
+async def test_an_operator_s_description_stays_until_the_configuration_has_another(
+    service: Service, tmp_path: Path
+) -> None:
+    await service.preload(sql="v1", about="answers in SQL")
+    await service.managed.client.configure("sql", description="an operator's", **ADA)
+    await service.preload(sql="v1", about="answers in SQL")
+    assert service.description("sql") == "an operator's"
+    (tmp_path / "v1").mkdir()
+    assert await service.preload([tmp_path], sql="v1", about="answers in SQL") == ["v1"]
+    assert service.description("sql") == "an operator's", "its folder has moved, no more"
+    await service.preload(sql="v1", about="another")
+    assert service.description("sql") == "another"
+
+
+async def test_what_others_loaded_or_unloaded_is_not_described(service: Service) -> None:
+    await service.preload(sql="v1", gone="v1", about="one")
+    await service.managed.client.load_and_wait(wanted("sql", "v2"))
+    await service.managed.client.begin_unload("gone", **ADA)
+    await service.managed.client.load_and_wait(wanted("mine", "v1"))
+    assert await service.preload(sql="v1", gone="v1", mine="v1", about="two") == []
+    assert service.description("sql") == ""
+    assert service.description("mine") == ""
+    assert service.meaning("gone") is None

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from app.deployments.ingress.tenants import Caller
-from load_tests.control.bench_routing import Asked, accuracy, run
+from load_tests.control.bench_routing import Asked, accuracy, demo_prompts, run
 from load_tests.control.routing_topics import TOPICS
 
 
@@ -44,10 +44,18 @@ def test_the_threshold_that_is_right_most_often_is_found() -> None:
     assert accuracy(asked, 0.2).at == pytest.approx(1 / 3)
 
 
-def test_every_embedder_has_a_line() -> None:
-    last = run([Letters(), Letters()], num_demo_prompts=3, num_topics=4, num_candidates=200).splitlines()[-2:]
-    for line in last:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[0] == "letters"
-        assert len(cells) == 9
-        assert all(0 <= float(cell.rstrip("%")) <= 100 for cell in cells[2:7])
+def test_demo_prompts_of_a_split_never_meet_those_of_the_other() -> None:
+    seen, held_out = (demo_prompts(split, 8, 12) for split in ("train", "heldout"))
+    assert not {prompt for _, prompt in seen} & {prompt for _, prompt in held_out}
+    for prompts in (seen, held_out):
+        assert {wanted for wanted, _ in prompts} == {"sql", "extract", "support", "tools", None}
+        assert not [prompt for _, prompt in prompts if "tool_response" in prompt]
+
+
+def test_every_embedder_has_a_line_for_each_set() -> None:
+    markdown = run([Letters(), Letters()], num_demo_prompts=3, num_topics=4, num_candidates=200)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
+    lines = [cells for cells in lines if cells[0] == "letters"]
+    assert [len(cells) for cells in lines] == [7, 7, 10, 10, 10, 10]
+    for cells in lines:
+        assert all(0 <= float(cell.rstrip("%")) <= 100 for cell in cells[3:5])

@@ -154,7 +154,9 @@ def _journal() -> None:
 
 
 def _uses() -> None:
-    op.create_table("preloads", *_key(), sa.Column("source", sa.Text, nullable=False))
+    op.create_table(
+        "preloads", *_key(), sa.Column("source", sa.Text, nullable=False), sa.Column("description", sa.Text)
+    )
     op.create_table(
         "uses",
         sa.Column("base_digest", sa.String(64), primary_key=True),
