@@ -14,9 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.engine.adapters.card import AdapterCard, AdapterRef
+from app.engine.adapters.invocation import is_activated
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.batch import ForwardOutput
@@ -168,8 +169,8 @@ class Engine:
         """Queue a request; its chunks come out of later steps.
 
         Raises InvalidRequest (ContextOverflow), AdapterTooLarge, AdapterMismatch, QueueFull or EngineFailure;
-        then nothing was queued. `adapter` holds the weights `request.adapter` refers to. A resumed request is
-        queued however many wait: its client has begun to read the answer.
+        then nothing was queued. `adapter` holds the weights `request.adapter` refers to; one that the prompt does not
+        activate takes no part. A resumed request is queued however many wait: its client has begun to read the answer.
         """
         if self._failure is not None:
             raise self._failure
@@ -181,6 +182,8 @@ class Engine:
         self._check_adapter(request, adapter)
         if self.merged is not None:
             adapter = None  # it is in the weights
+        elif adapter is not None and not is_activated(request.token_ids, adapter.card.invocation_tokens):
+            request, adapter = replace(request, adapter=None, unactivated=request.adapter), None
         num_waiting = len(self._live_ids) - self._scheduler.num_running
         if num_waiting >= self._max_waiting and not request.resume_token_ids:
             raise QueueFull(

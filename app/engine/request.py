@@ -75,6 +75,8 @@ class GenerateRequest:
     `prediction_ids` are what the client expects as the answer: where they are right it comes sooner, and
     they change nothing of it.
     `is_batch`: nobody waits for it; it is computed after everything that somebody waits for.
+    `unactivated`: the adapter that was asked for where it changes nothing, because the prompt has not its invocation
+    (`app.engine.adapters.invocation`): the base computes, `adapter` is None, and what it takes is the adapter's.
     """
 
     request_id: str
@@ -92,6 +94,12 @@ class GenerateRequest:
     num_charged: int | None = None
     prediction_ids: tuple[int, ...] = ()
     is_batch: bool = False
+    unactivated: AdapterRef | None = None
+
+    @property
+    def asked_for(self) -> AdapterRef | None:
+        """The adapter that its sender named, whether or not anything is computed with it; None: the base."""
+        return self.unactivated if self.adapter is None else self.adapter
 
 
 @message

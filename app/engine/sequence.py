@@ -140,7 +140,8 @@ class Sequence:
         self.first_own_block: int | None = None
         if adapter is not None and adapter.card.invocation_tokens:
             start = invocation_start(self.token_ids[: self.num_prompt], adapter.card.invocation_tokens)
-            self.adapter_start = capacity if start is None else start
+            assert start is not None, "a prompt without its invocation is the base's"
+            self.adapter_start = start
             self.first_own_block = self.adapter_start // block_size
         root_digest = self.adapter_digest if self.first_own_block is None else None
         self.root = root_hash(spec.digest, root_digest, request.cache_salt)

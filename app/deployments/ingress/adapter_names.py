@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from app.deployments.links.tasks import Tasks
@@ -17,6 +17,7 @@ from app.deployments.placement.placer import Placer
 from app.deployments.registry.view import RegistryView
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import is_composition, read_composition
+from app.engine.adapters.invocation import is_activated
 from app.engine.errors import NotReady
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,22 @@ class AdapterNames:
         return self._registry.resolve(name, sticky_key, tenant_id)
 
     def expect(self, ref: AdapterRef) -> None:
-        """A request with this adapter is on its way: have it read unless it is on a device."""
-        if not self._placer.view.is_resident(ref.digest):
+        """A request with this adapter is on its way: have it read unless it is on a device.
+
+        Whether one that is activated in the middle of a prompt is needed is known with the prompt's tokens.
+        """
+        if not self._placer.view.is_resident(ref.digest) and not self._registry.invocation(ref):
             self._read_ahead(ref)
+
+    def needed(self, ref: AdapterRef, prompts: Sequence[Sequence[int]]) -> list[bool]:
+        """Of each prompt, in token ids, whether its answer needs the adapter (`app.engine.adapters.invocation`)."""
+        invocation = self._registry.invocation(ref)
+        if not invocation:
+            return [True] * len(prompts)
+        found = [is_activated(token_ids, invocation) for token_ids in prompts]
+        if any(found) and not self._placer.view.is_resident(ref.digest):
+            self._read_ahead(ref)
+        return found
 
     def text(self, ref: AdapterRef) -> str:
         """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`).

@@ -82,6 +82,8 @@ class Names(Protocol):
         adapters: Sequence[WeightedAdapter] | None = None,
     ) -> AdapterRef | None: ...
 
+    def needed(self, ref: AdapterRef | None, prompts: Sequence[Sequence[int]]) -> list[bool]: ...
+
     async def prompt_ids(self, prompts: Sequence[str | list[int]], param: str) -> list[Sequence[int]]: ...
 
 
@@ -112,7 +114,8 @@ class Embedder:
                 tenant_id=caller.tenant_id,
                 token_ids=tuple(ids),
                 sampling=SamplingParams(),
-                adapter=ref,
+                adapter=ref if is_needed else None,
+                unactivated=None if is_needed else ref,
                 weight=caller.tenant.weight,
                 cache_salt=caller.tenant.salt,
                 arrival_s=arrival_s,
@@ -120,7 +123,7 @@ class Embedder:
                 key_id=caller.key_id,
                 is_batch=caller.is_batch,
             )
-            for index, ids in enumerate(token_ids)
+            for index, (ids, is_needed) in enumerate(zip(token_ids, self._frontend.needed(ref, token_ids), strict=True))
         )
         deadline_s = asyncio.get_running_loop().time() + self._frontend.request_timeout_s
         decoder = self._frontend.text_model.decoder

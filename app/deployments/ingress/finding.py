@@ -35,6 +35,10 @@ class Names(Protocol):
         """A request with this adapter is on its way."""
         ...
 
+    def needed(self, ref: AdapterRef, prompts: Sequence[Sequence[int]]) -> list[bool]:
+        """Of each prompt, in token ids, whether the adapter is needed to answer it."""
+        ...
+
     def text(self, ref: AdapterRef) -> str:
         """What of the adapter's chat template and special tokens is its own (`AdapterCard.text`)."""
         ...

@@ -83,7 +83,7 @@ class Frontend:
         self._finder = AdapterFinder(base_name, names, unregistered, first_reads)
         self._source = source
         self.limits = limits
-        self._requests = RequestBuilder(model, lambda: self.limits, lambda: self.max_context)
+        self._requests = RequestBuilder(model, lambda: self.limits, lambda: self.max_context, self.needed)
         self._admit = admit
         self._clock = clock
         self.chooser = chooser
@@ -112,6 +112,10 @@ class Frontend:
     ) -> AdapterRef | None:
         """`AdapterFinder.find`."""
         return await self._finder.find(model, caller, lora_path, user, adapters)
+
+    def needed(self, ref: AdapterRef | None, prompts: Sequence[Sequence[int]]) -> list[bool]:
+        """Of each prompt, in token ids, whether it needs what was found for it; nobody needs no adapter."""
+        return [False] * len(prompts) if ref is None else self._names.needed(ref, prompts)
 
     @asynccontextmanager
     async def _found(

@@ -41,8 +41,16 @@ class RequestBuilder:
     answer that every engine takes, in tokens, each time.
     """
 
-    def __init__(self, model: TextModel, limits: Callable[[], LimitsConfig], max_context: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        limits: Callable[[], LimitsConfig],
+        max_context: Callable[[], int],
+        needed: Callable[[AdapterRef | None, Sequence[Sequence[int]]], list[bool]],
+    ) -> None:
+        """needed: of each prompt whether it needs its adapter."""
         self._model = model
+        self._needed = needed
         self._limits = limits
         self._max_context = max_context
 
@@ -65,29 +73,28 @@ class RequestBuilder:
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         # Equal prompts without a seed have different answers; with one, each has the answer it would have alone.
         seeds_per_prompt = fields.n if fields.seed is None else 0
-        return tuple(
-            GenerateRequest(
-                request_id=f"{ids.unique}-{prompt_index * fields.n + copy}",
-                tenant_id=caller.tenant_id,
-                token_ids=tuple(token_ids),
-                sampling=self._sampling(
-                    fields,
-                    self._room(token_ids, max_tokens, names),
-                    derived_seed(seed, prompt_index * seeds_per_prompt + copy),
-                    num_logprobs,
-                    grammar,
-                ),
-                adapter=ref,
-                weight=caller.tenant.weight,
-                cache_salt=caller.tenant.salt,
-                arrival_s=arrival_s,
-                key_id=caller.key_id,
-                is_batch=caller.is_batch,
-                prediction_ids=prediction,
-            )
-            for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True))
-            for copy in range(fields.n)
-        )
+        requests = []
+        for prompt_index, (token_ids, ref) in enumerate(zip(prompts, refs, strict=True)):
+            max_new = self._room(token_ids, max_tokens, names)
+            (is_needed,) = self._needed(ref, [token_ids])
+            for copy in range(fields.n):
+                of_answer = derived_seed(seed, prompt_index * seeds_per_prompt + copy)
+                request = GenerateRequest(
+                    request_id=f"{ids.unique}-{prompt_index * fields.n + copy}",
+                    tenant_id=caller.tenant_id,
+                    token_ids=tuple(token_ids),
+                    sampling=self._sampling(fields, max_new, of_answer, num_logprobs, grammar),
+                    adapter=ref if is_needed else None,
+                    unactivated=None if is_needed else ref,
+                    weight=caller.tenant.weight,
+                    cache_salt=caller.tenant.salt,
+                    arrival_s=arrival_s,
+                    key_id=caller.key_id,
+                    is_batch=caller.is_batch,
+                    prediction_ids=prediction,
+                )
+                requests.append(request)
+        return tuple(requests)
 
     def _check_sizes(
         self, num_prompts: int, fields: SamplingFields, num_logprobs: int | None, names: FieldNames

@@ -14,7 +14,7 @@ from app.engine.request import Usage
 
 def generate_result(job: Job, index: int, answer: Answer) -> dict[str, Any]:
     """One answer of /generate and of the Python handle."""
-    adapter = job.requests[index].adapter
+    adapter = job.requests[index].asked_for
     usage = usage_body([answer.usage])
     return {
         "text": answer.text,

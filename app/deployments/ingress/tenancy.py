@@ -157,7 +157,7 @@ class Tenancy:
         return Need(model, num_prompt + max_tokens, self._rates.prices.at_most(model, num_prompt, max_tokens))
 
     def _model(self, request: GenerateRequest) -> str:
-        return self._rates.base_name if request.adapter is None else request.adapter.name
+        return self._rates.base_name if request.asked_for is None else request.asked_for.name
 
     def note_use(self, key_id: str, now_s: float) -> None:
         """A key has let a request in."""

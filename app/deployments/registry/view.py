@@ -127,8 +127,17 @@ class RegistryView:
 
     def text(self, ref: AdapterRef) -> str:
         """What of the adapter's text is its own; nothing once its name means other contents."""
+        entry = self._entry_of(ref)
+        return "" if entry is None else entry.text
+
+    def invocation(self, ref: AdapterRef) -> tuple[int, ...]:
+        """The tokens that activate the adapter; none once its name means other contents."""
+        entry = self._entry_of(ref)
+        return () if entry is None else entry.invocation_tokens
+
+    def _entry_of(self, ref: AdapterRef) -> CatalogEntry | None:
         entry = self.adapter(ref.name, ref.tenant_id)
-        return entry.text if entry is not None and entry.ref.digest == ref.digest else ""
+        return entry if entry is not None and entry.ref.digest == ref.digest else None
 
     def page(
         self,

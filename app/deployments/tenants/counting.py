@@ -52,7 +52,7 @@ class Counting:
             self.metering.add(key, Charge(num_loads=1, load_bytes=size_bytes))
 
     def _key(self, request: GenerateRequest) -> LedgerKey:
-        adapter = request.adapter
+        adapter = request.asked_for
         model, digest = (self._base_name, "") if adapter is None else (adapter.name, adapter.digest)
         kind: RouteKind = "completions" if request.pooling is None else "embeddings"
         return LedgerKey(self._minute(), request.tenant_id, request.key_id or "", _shortened(model), digest, kind)

@@ -127,6 +127,19 @@ def test_all_in_one_batch_have_the_bits_that_they_have_alone(served: Served) -> 
     assert len({answer.token_ids for answer in together}) > len(PROMPTS)
 
 
+def test_a_prompt_without_the_invocation_takes_no_rows(served: Served, tmp_path: Path) -> None:
+    settings = {"task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 8, "target_modules": ALL}
+    save_random_adapter(served.model, tmp_path, LoraConfig(**settings, alora_invocation_tokens=list(INVOCATION)))
+    engine, adapter = served.llm._engine, served.llm.load_adapter(tmp_path)
+    before = engine.stats()
+    answer = served.answer(PROMPTS["cut off"], tmp_path)
+    assert answer.logprobs == served.answer(PROMPTS["cut off"], None).logprobs
+    after = engine.stats()
+    assert (after.residents, after.num_adapter_writes) == (before.residents, before.num_adapter_writes)
+    served.answer(PROMPTS["at the end"], tmp_path)
+    assert adapter.card.digest in {resident.digest for resident in engine.stats().residents}
+
+
 def test_an_invocation_that_is_generated_activates_nothing(served: Served) -> None:
     """As in PEFT, whose `generate` searches the prompt once; and so does whoever continues from another's tokens."""
     prompt = PROMPTS["not there"]

@@ -39,7 +39,7 @@ class RunningService(Protocol):
 
 def adapter_header(job: Job) -> dict[str, str]:
     """Says which adapter answers, and how the service has chosen it, if it was to."""
-    adapter = job.requests[0].adapter
+    adapter = job.requests[0].asked_for
     headers: dict[str, str] = {}
     if adapter is not None:
         headers = {ADAPTER_HEADER: f"{adapter.name}@{adapter.generation}", DIGEST_HEADER: adapter.digest}
