@@ -25,14 +25,19 @@ _SIZES = {
     "max_position_embeddings": 130,
     "type_vocab_size": 2,
 }
-MODELS = {"bert": "BertModel", "roberta": "RobertaModel"}
+MODELS = {
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+    "camembert": "CamembertModel",
+}
 
 
-def tiny_encoder(kind: str) -> Any:
-    """A float32 model with fresh random weights, biases and norms included, in evaluation mode."""
+def tiny_encoder(kind: str, **sizes: int) -> Any:
+    """A float32 model of these sizes with fresh random weights, biases and norms included, in evaluation mode."""
     name = MODELS[kind].removesuffix("Model")
-    padding = {"pad_token_id": 1} if kind == "roberta" else {"pad_token_id": 0}
-    config = getattr(transformers, f"{name}Config")(**_SIZES, **padding, attn_implementation="eager")
+    padding = {"pad_token_id": 0} if kind == "bert" else {"pad_token_id": 1}
+    config = getattr(transformers, f"{name}Config")(**_SIZES | sizes, **padding, attn_implementation="eager")
     model = getattr(transformers, f"{name}Model")(config).float().eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -50,6 +55,7 @@ def save_encoder(model: Any, folder: Path) -> Path:
     backend.pre_tokenizer = BertPreTokenizer()
     backend.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
 
 

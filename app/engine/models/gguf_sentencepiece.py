@@ -40,8 +40,10 @@ def sentencepiece_from_gguf(file: GgufFile) -> tuple[tokenizers.Tokenizer, list[
     named = dict(CLASSES[name].named) | _own_names(file, tokens)
     if named["unk_token"] not in vocab:
         raise CheckpointError(f"the GGUF file's vocabulary lacks the unknown token {named['unk_token']!r}")
+    build = CLASSES[name].build
+    assert build is not None, "Llama's and Gemma's classes are over merges"
     try:
-        built = CLASSES[name].build(vocab, _merges(vocab, dict(zip(tokens, scores, strict=True))), named)
+        built = build(vocab, _merges(vocab, dict(zip(tokens, scores, strict=True))), named)
     except Exception as error:  # the binding raises bare Exception
         raise CheckpointError(f"no tokenizer can be made of the GGUF file's vocabulary: {error}") from error
     return built, [token for token in named.values() if token in vocab]

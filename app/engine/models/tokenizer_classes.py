@@ -8,6 +8,7 @@ class that transformers rebuilds in a way that is not followed here is refused b
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,13 +35,17 @@ _OF_MODEL_TYPE = {
     "gemma3": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
     "olmoe": "GPTNeoXTokenizer",
+    "bert": "BertTokenizer",
+    "roberta": "RobertaTokenizer",
+    "xlm-roberta": "XLMRobertaTokenizer",
+    "camembert": "CamembertTokenizer",
 }
 _ALWAYS = frozenset({"qwen2"})
 #: Classes that transformers rebuilds, or computes without the tokenizers library, in ways that are not followed here.
 _OTHERS = """
     AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BertGenerationTokenizer BertJapaneseTokenizer
     BertTokenizerLegacy BertweetTokenizer BigBirdTokenizer BioGptTokenizer BlenderbotSmallTokenizer
-    BlenderbotTokenizer ByT5Tokenizer CLIPTokenizer CTRLTokenizer CamembertTokenizer CanineTokenizer ClvpTokenizer
+    BlenderbotTokenizer ByT5Tokenizer CLIPTokenizer CTRLTokenizer CanineTokenizer ClvpTokenizer
     CodeGenTokenizer CohereTokenizer CpmAntTokenizer CpmTokenizer DPRContextEncoderTokenizer DPRQuestionEncoderTokenizer
     DPRReaderTokenizer DebertaTokenizer DebertaV2Tokenizer DiaTokenizer DistilBertTokenizer EsmTokenizer EsmcTokenizer
     FSMTTokenizer FastSpeech2ConformerTokenizer FlaubertTokenizer FunnelTokenizer GPTNeoXJapaneseTokenizer
@@ -52,25 +57,32 @@ _OTHERS = """
     RemBertTokenizer RoCBertTokenizer RoFormerTokenizer SeamlessM4TTokenizer Siglip2Tokenizer
     SiglipTokenizer Speech2TextTokenizer SpeechT5Tokenizer SplinterTokenizer SqueezeBertTokenizer T5Tokenizer
     TapasTokenizer Tipsv2Tokenizer UdopTokenizer VideoPrismTokenizer VitsTokenizer Wav2Vec2CTCTokenizer
-    Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer XLMTokenizer XLNetTokenizer
+    Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMTokenizer XLNetTokenizer
 """
 NOT_FOLLOWED = frozenset(_OTHERS.split())
+
+
+#: (BPE's vocabulary, its merges, tokenizer_config.json with the special tokens) → tokenizer without added ones.
+BuildMerges = Callable[[dict[str, int], list[tuple[str, str]], Mapping[str, Any]], tokenizers.Tokenizer]
+#: (Unigram's tokens with their scores, what its characters become, as above) → the same.
+BuildUnigram = Callable[[list[tuple[str, float]], bytes | None, Mapping[str, Any]], tokenizers.Tokenizer]
 
 
 class TokenizerClass(NamedTuple):
     """What a class brings: its special tokens where tokenizer_config.json does not name them, and the building.
 
-    build: (BPE's vocabulary, its merges, tokenizer_config.json with the special tokens) → tokenizer without added ones.
+    build: from BPE's merges; unigram: from scores. One of the two.
     extra: further special tokens. flags_all: whether every special token is added once more, without its flags.
-    adds_bos: whether a bos goes before a text, whatever tokenizer.json says; wraps: a cls before it and a sep behind.
+    before, behind: names of the tokens that go around a text, whatever tokenizer.json says; None: it says.
     """
 
     named: Mapping[str, str]
-    build: Callable[[dict[str, int], list[tuple[str, str]], Mapping[str, Any]], tokenizers.Tokenizer]
+    build: BuildMerges | None = None
+    unigram: BuildUnigram | None = None
     extra: tuple[str, ...] = ()
     flags_all: bool = False
-    adds_bos: bool = False
-    wraps: bool = False
+    before: str | None = None
+    behind: str | None = None
 
 
 def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], is_byte_level: bool) -> str:
@@ -103,23 +115,42 @@ def tokenizer_class(config: Mapping[str, Any], model_config: Mapping[str, Any], 
 def rebuilt(
     name: str, content: Mapping[str, Any], backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of class `name` over the vocabulary and merges of tokenizer.json's `content`.
+    """The tokenizer of class `name` over the vocabulary of tokenizer.json's `content`, with its merges or scores.
 
-    backend: tokenizer.json as it is, of which the post-processor is kept. CheckpointError if its model is not BPE.
+    backend: tokenizer.json as it is, of which the post-processor is kept. CheckpointError if its model is of another
+    kind than the class is for.
     """
     model = content.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    build, unigram = CLASSES[name].build, CLASSES[name].unigram
+    if isinstance(model, dict) and isinstance(vocab, dict) and build is not None:
+        merges = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges", []))
+        built = build(vocab, [(str(left), str(right)) for left, right in merges], config)
+    elif isinstance(vocab, list) and unigram is not None:
+        try:
+            built = unigram([(str(token), float(score)) for token, score in vocab], _charsmap(content), config)
+        except Exception as error:  # the binding raises bare Exception
+            raise CheckpointError(
+                f"tokenizer.json has no Unigram model that {name} can be built from: {error}"
+            ) from error
+    else:
         kind = model.get("type") if isinstance(model, dict) else None
+        wanted = "byte-pair encoding" if build is not None else "a Unigram model"
         raise CheckpointError(
-            f"tokenizer_class {name!r} is byte-pair encoding but tokenizer.json has a model of type {kind!r}; "
+            f"tokenizer_class {name!r} is {wanted} but tokenizer.json has a model of type {kind!r}; "
             "save the tokenizer with tokenizer_class PreTrainedTokenizerFast if tokenizer.json is right"
         )
-    merges = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges", []))
-    pairs = [(str(left), str(right)) for left, right in merges]
-    built = CLASSES[name].build(model["vocab"], pairs, config)
     if backend.post_processor is not None:
         built.post_processor = backend.post_processor
     return built
+
+
+def _charsmap(content: Mapping[str, Any]) -> bytes | None:
+    """What SentencePiece's characters become, of the first normaliser that has such a table."""
+    normalizer = content.get("normalizer") or {}
+    parts = normalizer.get("normalizers", []) if normalizer.get("type") == "Sequence" else [normalizer]
+    tables = [part["precompiled_charsmap"] for part in parts if part.get("type") == "Precompiled"]
+    return base64.b64decode(tables[0]) if tables else None
 
 
 def _llama(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -185,6 +216,33 @@ def _qwen2(vocab: dict[str, int], merges: list[tuple[str, str]], config: Mapping
     return built
 
 
+def _xlm_roberta(
+    scores: list[tuple[str, float]], charsmap: bytes | None, config: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
+    return _unigram(scores, 3, charsmap, config)
+
+
+def _camembert(
+    scores: list[tuple[str, float]], charsmap: bytes | None, config: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
+    unknown = str(config["unk_token"])
+    unk_id = next((index for index, (token, _) in enumerate(scores) if token == unknown), 0)
+    return _unigram(scores, unk_id, charsmap, config)
+
+
+def _unigram(
+    scores: list[tuple[str, float]], unk_id: int, charsmap: bytes | None, config: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
+    built = tokenizers.Tokenizer(models.Unigram(scores, unk_id=unk_id, byte_fallback=False))
+    if charsmap is not None:
+        built.normalizer = normalizers.Precompiled(charsmap)
+    scheme = "always" if config.get("add_prefix_space", True) else "never"
+    spaces = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme)
+    built.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    built.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=scheme)
+    return built
+
+
 def _byte_level_model(vocab: dict[str, int], merges: list[tuple[str, str]]) -> models.BPE:
     return models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
 
@@ -202,10 +260,11 @@ _INFILLING = {
     "fill_token": "<FILL_ME>",
 }
 _END = "<|endoftext|>"
+_ROBERTA = _SENTENCE | {"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"}
 CLASSES: Mapping[str, TokenizerClass] = {
     "LlamaTokenizer": TokenizerClass(_SENTENCE, _llama),
     "CodeLlamaTokenizer": TokenizerClass(
-        _SENTENCE | _INFILLING, _code_llama, extra=tuple(_INFILLING.values()), adds_bos=True
+        _SENTENCE | _INFILLING, _code_llama, extra=tuple(_INFILLING.values()), before="bos_token"
     ),
     "BertTokenizer": TokenizerClass(
         {
@@ -218,10 +277,14 @@ CLASSES: Mapping[str, TokenizerClass] = {
         _bert,
     ),
     "GPT2Tokenizer": TokenizerClass({"unk_token": _END, "bos_token": _END, "eos_token": _END}, _gpt2),
-    "RobertaTokenizer": TokenizerClass(
-        _SENTENCE | {"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
-        _gpt2,
-        wraps=True,
+    "RobertaTokenizer": TokenizerClass(_ROBERTA, _gpt2, before="cls_token", behind="sep_token"),
+    "XLMRobertaTokenizer": TokenizerClass(_ROBERTA, unigram=_xlm_roberta, before="bos_token", behind="eos_token"),
+    "CamembertTokenizer": TokenizerClass(
+        _ROBERTA,
+        unigram=_camembert,
+        extra=("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED"),
+        before="bos_token",
+        behind="eos_token",
     ),
     "Qwen2Tokenizer": TokenizerClass({"unk_token": _END, "eos_token": _END, "pad_token": _END}, _qwen2, flags_all=True),
     "GemmaTokenizer": TokenizerClass(

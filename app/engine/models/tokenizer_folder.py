@@ -61,20 +61,24 @@ def read_tokenizer_folder(folder: Path) -> FolderTokenizer:
     _add(backend, tokens, name)
     backend.encode_special_tokens = config.get("split_special_tokens") is True
     special = {key: str(token) for key, token in tokens.named.items()}
-    if name != PLAIN and CLASSES[name].adds_bos:
-        bos, bos_id = special["bos_token"], backend.token_to_id(special["bos_token"])
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
-    if name != PLAIN and CLASSES[name].wraps:
-        cls, sep = (_with_id(backend, special, key) for key in ("cls_token", "sep_token"))
-        backend.post_processor = processors.RobertaProcessing(sep, cls)
+    if name != PLAIN:
+        _wrap(backend, special, CLASSES[name].before, CLASSES[name].behind)
     return FolderTokenizer(backend, special, _templates(folder, config))
 
 
-def _with_id(backend: tokenizers.Tokenizer, special: Mapping[str, str], key: str) -> tuple[str, int]:
-    token_id = backend.token_to_id(special[key]) if key in special else None
-    if token_id is None:
-        raise CheckpointError(f"{_CONFIG} has no {key}, which goes around every text of this tokenizer")
-    return special[key], token_id
+def _wrap(backend: tokenizers.Tokenizer, special: Mapping[str, str], before: str | None, behind: str | None) -> None:
+    """Put the tokens of these names around every text; with neither, what tokenizer.json says stays."""
+    keys = [key for key in (before, behind) if key is not None]
+    if not keys:
+        return
+    ids = {}
+    for key in keys:
+        token_id = backend.token_to_id(special[key]) if key in special else None
+        if token_id is None:
+            raise CheckpointError(f"{_CONFIG} has no {key}, which goes around every text of this tokenizer")
+        ids[special[key]] = token_id
+    pieces = [*([special[before]] if before else []), "$A", *([special[behind]] if behind else [])]
+    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=list(ids.items()))
 
 
 def _optional(path: Path) -> dict[str, Any]:

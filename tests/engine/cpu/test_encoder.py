@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
 
 from app.engine.api import LLM
 from app.engine.config import CpuConfig, EngineConfig, XlaConfig
@@ -17,6 +18,7 @@ from app.engine.models.checkpoint import load_checkpoint
 from app.engine.open import load_backend
 from app.engine.request import PoolingParams, SamplingParams
 from tests.engine.encoders import MODELS, reference_embedding, save_adapter, save_encoder, tiny_encoder
+from tests.engine.models.test_tokenizer_folder import BACKENDS
 from tests.seeds import rng
 
 # PEFT 0.21 still asks transformers 5.23 for a name it has renamed.
@@ -59,6 +61,21 @@ def test_embeddings_equal_transformers_and_peft_and_keep_their_bits_in_company(k
         assert llm.stats().num_blocks == 0
         assert llm.tokenizer.encode("ab c") == [2, 4, 31, 6, 3]
         np.testing.assert_array_equal(llm.embed("ab c")[0], llm.embed([2, 4, 31, 6, 3])[0])
+
+
+@pytest.mark.parametrize("kind", ["xlm-roberta", "camembert"])
+def test_texts_are_embedded_by_the_kind_s_own_tokens(kind: str, tmp_path: Path) -> None:
+    """SentencePiece with scores: nothing but config.json says which class of transformers' reads it."""
+    model = tiny_encoder(kind, vocab_size=BACKENDS[kind].get_vocab_size())
+    folder = save_encoder(model, tmp_path / "model")
+    BACKENDS[kind].save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").unlink()
+    theirs = AutoTokenizer.from_pretrained(folder)
+    with LLM(folder, CONFIG) as llm:
+        for text in ("The quick brown fox", "Ａ １2  ﬁ naïve <mask> 你好"):
+            ids = theirs.encode(text)
+            assert llm.tokenizer.encode(text) == ids
+            assert np.abs(llm.embed(text)[0] - reference_embedding(model, None, ids, "mean")).max() < 1e-5
 
 
 def test_what_an_encoder_cannot_do_is_refused_by_name(tmp_path: Path) -> None:

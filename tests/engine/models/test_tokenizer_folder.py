@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import transformers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
@@ -85,9 +86,66 @@ def _sentence(kind: str) -> tokenizers.Tokenizer:
     return backend
 
 
-BACKENDS = {kind: _byte_level(kind) for kind in BYTE_LEVEL} | {
-    kind: _sentence(kind) for kind in ("prepend", "metaspace", "replace")
-}
+def _charsmap(becomes: Mapping[str, str]) -> bytes:
+    """SentencePiece's table of characters, as darts-clone lays it out: a trie in units of 32 bits, then the texts."""
+    trie: dict[int, Any] = {}
+    texts = b""
+    for character, text in becomes.items():
+        node = trie
+        for byte in character.encode():
+            node = node.setdefault(byte, {})
+        node[0] = len(texts)
+        texts += text.encode() + b"\0"
+    units: dict[int, int] = {}
+
+    def place(node: dict[int, Any], at: int, label: int) -> None:
+        base = 256 * (1 + len(bases))
+        bases.append(base)
+        units[at] = (at ^ base) << 10 | (0 in node) << 8 | label
+        for byte, child in node.items():
+            if byte == 0:
+                units[base] = child | 1 << 31
+            else:
+                place(child, base ^ byte, byte)
+
+    bases: list[int] = []
+    place(trie, 0, 0)
+    array = np.zeros(256 * (1 + len(bases)), "<u4")
+    array[list(units)] = list(units.values())
+    return len(array.tobytes()).to_bytes(4, "little") + array.tobytes() + texts
+
+
+def _unigram(kind: str) -> tokenizers.Tokenizer:
+    """SentencePiece's kind with scores, as converted for XLM-RoBERTa and CamemBERT."""
+    special = {
+        "xlm-roberta": ["<s>", "<pad>", "</s>", "<unk>"],
+        "camembert": ["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>"],
+    }[kind]
+    trained = tokenizers.Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=200, show_progress=False, unk_token="<unk>")
+    trained.train_from_iterator(CORPUS * 5, trainer)
+    pieces = [(token, score) for token, score in json.loads(trained.to_str())["model"]["vocab"] if token != "<unk>"]
+    vocab = [*((token, 0.0) for token in special), *pieces, ("<mask>", 0.0)]
+    backend = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=3))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Precompiled(CHARSMAP), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([*special, AddedToken("<mask>", lstrip=True, special=True)])
+    around = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=around)
+    return backend
+
+
+#: Full-width letters become others, and a ligature two.
+CHARSMAP = _charsmap({"Ａ": "A", "１": "1", "ﬁ": "fi", "ﬂ": "fl"})
+BACKENDS = (
+    {kind: _byte_level(kind) for kind in BYTE_LEVEL}
+    | {kind: _sentence(kind) for kind in ("prepend", "metaspace", "replace")}
+    | {kind: _unigram(kind) for kind in ("xlm-roberta", "camembert")}
+)
 
 
 def write(
@@ -106,7 +164,8 @@ def assert_equal(folder: Path, *texts: str, num_lines: int = examples(60)) -> No
     """Ids, text, special tokens and prompts are transformers', over mixed lines and these texts."""
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     seed = any_seed()
-    lines = [*random_lines(num_lines, seed), "\n\n1", "12", " a\n\nb", "e\u0301 12a", " <s>x </s> y", "a  b", *texts]
+    lines = [*random_lines(num_lines, seed), "\n\n1", "12", " a\n\nb", "e\u0301 12a", " <s>x </s> y", "a  b"]
+    lines += ["Ａ１ ﬁx  the ﬂy\t １2", "The quick  <mask>,<mask> fox", "", *texts]
     for line in lines:
         for special in (True, False):
             ids = theirs.encode(line, add_special_tokens=special)
@@ -150,6 +209,26 @@ CASES: list[tuple[str, str | None, str | None, dict[str, Any]]] = [
     ("gpt2", "RobertaTokenizer", "roberta", {}),
     ("digits", "RobertaTokenizerFast", "roberta", {"add_prefix_space": True}),
     ("llama3", "RobertaTokenizer", "llama", {"cls_token": "<|endoftext|>", "sep_token": "</s>"}),
+    ("gpt2", None, "roberta", {}),
+    *(
+        (kind, name, kind, keys)
+        for kind, name in (("xlm-roberta", "XLMRobertaTokenizer"), ("camembert", "CamembertTokenizer"))
+        for keys in (
+            {},
+            {"add_prefix_space": False},
+            {"mask_token": "<mask>"},
+            {"bos_token": "<pad>"},
+            {"added_tokens_decoder": {}},
+        )
+    ),
+    ("xlm-roberta", None, "xlm-roberta", {}),
+    ("camembert", None, "camembert", {}),
+    ("xlm-roberta", "XLMRobertaTokenizerFast", "bert", {"unk_token": "</s>"}),
+    ("camembert", "CamembertTokenizerFast", "bert", {"unk_token": "</s>"}),
+    ("camembert", "XLMRobertaTokenizer", "xlm-roberta", {"additional_special_tokens": ["<tool>"]}),
+    ("camembert", "CamembertTokenizer", "camembert", {"extra_special_tokens": ["<tool>"]}),
+    ("xlm-roberta", "CamembertTokenizer", "camembert", {}),
+    ("xlm-roberta", "PreTrainedTokenizerFast", "xlm-roberta", {}),
     ("replace", "GemmaTokenizer", "gemma3_text", {"bos_token": "<bos>", "eos_token": "<eos>"}),
     ("replace", "GemmaTokenizerFast", "gemma2", {}),
     ("prepend", None, "gemma", {"bos_token": "<bos>", "eos_token": "<eos>"}),
@@ -225,9 +304,19 @@ def test_token_files_that_are_not_understood_are_refused(tmp_path: Path, files: 
         load_tokenizer(write(tmp_path, "gpt2", PLAIN_CONFIG, **files))
 
 
-def test_a_class_that_wraps_texts_needs_what_it_wraps_them_in(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no cls_token"):
-        load_tokenizer(write(tmp_path, "gpt2", {"tokenizer_class": "RobertaTokenizer", "cls_token": None}))
+@pytest.mark.parametrize(
+    ("backend", "name", "key"),
+    [
+        ("gpt2", "Roberta", "cls_token"),
+        ("camembert", "Camembert", "bos_token"),
+        ("xlm-roberta", "XLMRoberta", "eos_token"),
+    ],
+)
+def test_a_class_that_wraps_texts_needs_what_it_wraps_them_in(
+    tmp_path: Path, backend: str, name: str, key: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"has no {key}"):
+        load_tokenizer(write(tmp_path, backend, {"tokenizer_class": f"{name}Tokenizer", key: None}))
 
 
 def test_a_class_over_another_kind_of_model_is_refused(tmp_path: Path) -> None:
@@ -236,6 +325,11 @@ def test_a_class_over_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     with pytest.raises(CheckpointError, match=r"'LlamaTokenizer' is byte-pair encoding .* 'Unigram'"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "XLMRobertaTokenizer"}))
+    with pytest.raises(CheckpointError, match=r"no Unigram model that XLMRobertaTokenizer can be built from"):
+        load_tokenizer(tmp_path)  # its unknown token is the fourth
+    with pytest.raises(CheckpointError, match=r"'XLMRobertaTokenizer' is a Unigram model .* 'BPE'"):
+        load_tokenizer(write(tmp_path, "gpt2", {"tokenizer_class": "XLMRobertaTokenizer"}))
 
 
 def test_every_class_of_transformers_is_followed_plain_or_refused() -> None:
