@@ -280,6 +280,17 @@ class EngineConfig(BaseModel):
     def _off_in_yaml(cls, value: Any) -> Any:
         return "off" if value is False else value  # what YAML makes of off
 
+    @field_validator("merged_adapter")
+    @classmethod
+    def _merging_is_a_choice(cls, value: str) -> str:
+        if value == "auto":
+            raise ValueError(
+                "engine.merged_adapter is 'auto', but whether to merge is not chosen here: a merged engine refuses the "
+                "base and every other adapter, so speed alone cannot decide it. Name the adapter's path (one adapter "
+                "and a base in float32: merging is faster) or leave it out; docs/performance.md has both measured"
+            )
+        return value
+
     @model_validator(mode="after")
     def _guesses_can_be_verified(self) -> Self:
         if isinstance(self.speculation, int) and self.cpu is None:
