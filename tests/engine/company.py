@@ -21,6 +21,7 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.backend import Backend
 from app.engine.config import CpuConfig, DeviceConfig, EngineConfig, Speculation
 from app.engine.engine import Engine
+from app.engine.models.hf_config import spec_from_config
 from app.engine.models.names import expected_tensors
 from app.engine.models.products import DENSE_TARGETS
 from app.engine.models.spec import (
@@ -66,16 +67,15 @@ def _spec() -> ModelSpec:
     )
 
 
-def gemma_spec() -> ModelSpec:
-    """The same with soft caps, scaled embeddings, and norms of heads and behind each block."""
-    spec = _spec()
-    layers = tuple(
-        dataclasses.replace(
-            layer, attention=dataclasses.replace(layer.attention, softcap=5.0, qk_norm=True), post_norms=True
-        )
-        for layer in spec.layers
-    )
-    return dataclasses.replace(spec, layers=layers, embedding_scale=6.25, logit_softcap=4.0)
+def gemma_spec(model_type: str) -> ModelSpec:
+    """What a small configuration of Gemma 2 or 3 says: soft caps in one; norms of heads and two ropes in the other."""
+    sizes = {"vocab_size": 120, "hidden_size": 40, "intermediate_size": 72, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24, "query_pre_attn_scalar": 24}
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0} if model_type == "gemma2" else {}
+    layers = {"num_hidden_layers": 2, "sliding_window": 21, "sliding_window_pattern": 2}
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    config = {"model_type": model_type} | sizes | heads | caps | layers | ids
+    return spec_from_config(config, "fuzz", "base")
 
 
 def mixture_spec() -> ModelSpec:

@@ -26,13 +26,25 @@ KINDS = ("batches", "preemptions", "evictions", "hits", "right guesses", "wrong 
     [
         ("float32", None),
         ("auto", None),
-        ("float32", gemma_spec()),
+        ("float32", gemma_spec("gemma2")),
+        ("float32", gemma_spec("gemma3_text")),
+        ("auto", gemma_spec("gemma3_text")),
         ("float32", mixture_spec()),
         ("auto", mixture_spec()),
         ("float32", latent_spec()),
         ("float32", sinks_spec()),
     ],
-    ids=["dense", "dense in 8 bits", "gemma", "mixture", "mixture in 8 bits", "latents", "sinks"],
+    ids=[
+        "dense",
+        "dense in 8 bits",
+        "gemma2",
+        "gemma3",
+        "gemma3 in 8 bits",
+        "mixture",
+        "mixture in 8 bits",
+        "latents",
+        "sinks",
+    ],
 )
 def test_a_request_is_answered_with_the_same_bits_alone_and_in_any_company(
     weight_storage: WeightStorage, spec: ModelSpec | None
