@@ -28,7 +28,7 @@ from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.text import AdapterText
 from app.engine.config import EngineConfig
-from app.engine.errors import InvalidRequest, QueueFull
+from app.engine.errors import InvalidRequest, NotFound, QueueFull
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.models.sources import Progress, resolve_model
 from app.engine.models.template_process import TemplateProcess
@@ -103,6 +103,24 @@ class LLM:
             adapter = replace(adapter, card=self._texts.of(adapter.card))
             self._adapters[path] = adapter
         return adapter
+
+    def remove_adapter(self, path: str | Path) -> int:
+        """Forget an adapter, and free its rank rows once answers under way have ended; returns how many were freed.
+
+        Nothing else is forgotten: the same contents under another path stay loaded. Raises NotFound for one that is not
+        loaded.
+        """
+        path = Path(path).resolve()
+        adapter = self._adapters.pop(path, None)
+        if adapter is None:
+            raise NotFound(f"adapter '{path}' is not loaded")
+        digest = adapter.card.digest
+        if any(other.card.digest == digest for other in self._adapters.values()):
+            return 0
+        freed = self._engine.drop_adapter(digest)
+        while not freed.done():
+            self._step()
+        return freed.result()
 
     def chat_prompt(self, message: str, *, system: str | None = None, adapter: str | Path | None = None) -> list[int]:
         """Token ids of a one-message conversation, as the model's chat template writes it, or the adapter's own."""
@@ -199,9 +217,7 @@ class LLM:
                         break
                     left.pop()
                 if not any(self._arrived[request_id] for request_id in live):
-                    for chunk in self._engine.step():
-                        if chunk.request_id in self._arrived:  # else it was abandoned
-                            self._arrived[chunk.request_id].append(chunk)
+                    self._step()
                 for request_id in list(live):
                     chunks, self._arrived[request_id] = self._arrived[request_id], []
                     for chunk in chunks:
@@ -215,6 +231,12 @@ class LLM:
                 self._engine.abort(request_id)
             for request, _ in requests:
                 del self._arrived[request.request_id]
+
+    def _step(self) -> None:
+        """Keep what it brings for whoever reads it."""
+        for chunk in self._engine.step():
+            if chunk.request_id in self._arrived:  # else it was abandoned
+                self._arrived[chunk.request_id].append(chunk)
 
     def _generation(self, chunks: list[TokenChunk]) -> Generation:
         last = chunks[-1]

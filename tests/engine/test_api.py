@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from app.engine.__main__ import main
 from app.engine.adapters.card import AdapterRef
 from app.engine.api import LLM, TENANT
 from app.engine.config import CpuConfig, EngineConfig
-from app.engine.errors import AdapterFormatError, ContextOverflow, InvalidRequest, SourceError
+from app.engine.errors import AdapterFormatError, ContextOverflow, InvalidRequest, NotFound, SourceError
 from app.engine.models.checkpoint import load_checkpoint
 from app.engine.request import GenerateRequest, SamplingParams
 from tests.engine.adapters.making import peft_config, peft_tensors, random_arrays, write_peft
@@ -78,6 +79,28 @@ def test_streams_read_in_turns_lose_nothing(llm: LLM, adapter: Path) -> None:
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
     expected = llm.generate([[4, 5], [4, 6]], [adapter, None], LONG)
     assert texts == [answer.text for answer in expected]
+
+
+def test_a_removed_adapter_leaves_nothing_and_nothing_else_goes(llm: LLM, adapter: Path, tmp_path: Path) -> None:
+    other = write_peft(tmp_path / "other", peft_config(4), peft_tensors(random_arrays(llm.spec, 4, seed=5)))
+    copy = shutil.copytree(adapter, tmp_path / "copy")
+    prompts, paths = ["w5 w6"] * 3, [None, adapter, other]
+    before = llm.generate(prompts, paths, LONG)
+    vectors = llm.embed(prompts, paths)
+    digest, kept = (llm.load_adapter(path).card.digest for path in (adapter, other))
+    llm.load_adapter(copy)
+    assert llm.remove_adapter(copy) == 0, "the same contents are loaded from elsewhere"
+    assert digest in {resident.digest for resident in llm.stats().residents}
+    pieces = llm.stream("w5 w6", adapter, LONG)
+    text = next(pieces)
+    assert llm.remove_adapter(adapter) == 8, "when the answer under way has ended"
+    assert text + "".join(pieces) == before[1].text
+    assert {resident.digest for resident in llm.stats().residents} == {kept}
+    with pytest.raises(NotFound, match="is not loaded"):
+        llm.remove_adapter(adapter)
+    assert llm.generate(prompts[::2], paths[::2], LONG) == before[::2]
+    assert llm.generate(prompts, paths, LONG) == before, "it is read again"
+    np.testing.assert_array_equal(llm.embed(prompts, paths), vectors)
 
 
 def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
