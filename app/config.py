@@ -4,8 +4,8 @@ In: a mapping (YAML). Out: a frozen `AppConfig`, checked before anything loads; 
 replicas there are and what each may use is Ray Serve's own configuration (`deployments:` in the same file) and is not
 repeated here. Environment variables carry secrets and paths only: `LORA_PATH` adds a folder that adapters may be loaded
 from, `POLYLORA_STATE_DIR` moves the registry and `POLYLORA_REGISTRY_URL` puts it into another database; a password in
-it is for the process of the registry alone. `POLYLORA_MANAGEMENT_TOKEN` and `POLYLORA_ADMIN_KEY` are read where an
-ingress runs and nowhere else.
+it is for the process of the registry alone. `POLYLORA_MANAGEMENT_TOKEN` and `POLYLORA_ADMIN_KEY`, or their
+SHA-256 under the same names with `_SHA256`, are read where an ingress runs and nowhere else.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ MANAGEMENT_TOKEN = "POLYLORA_MANAGEMENT_TOKEN"
 
 #: The environment variable that holds an admin key, beside those that are in the database.
 ADMIN_KEY = "POLYLORA_ADMIN_KEY"
+
+#: What follows either name where the environment holds the SHA-256, in hexadecimal digits, in place of the secret.
+DIGEST = "_SHA256"
 
 ManagementAccess = Literal["loopback", "token", "open"]
 AuthMode = Literal["auto", "keys", "open"]

@@ -4,6 +4,8 @@ In: records of the loggers under `app`. Out: lines of text or of JSON in `polylo
 process and what is known by name: adapter, tenant, replica, request. Rule: a line is written whole, so that processes
 may share the file; whoever rotates it (logrotate) moves it away, and the next line opens a new one.
 
+An API key that somebody put where none belongs is written as its prefix.
+
 Ray's and Serve's own logs stay where Ray keeps them.
 """
 
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import LogsConfig
+from app.redaction import without_keys
 
 FILE = "polylora.log"
 #: Beyond it a line could be written in two pieces.
@@ -58,7 +61,8 @@ def start_log(config: LogsConfig, process: str) -> Path:
 
 
 class _LogFile(WatchedFileHandler):
-    pass
+    def format(self, record: logging.LogRecord) -> str:
+        return without_keys(super().format(record))
 
 
 class _Text(logging.Formatter):

@@ -13,6 +13,7 @@ from typing import Literal
 import pytest
 
 from app.config import LogsConfig, load_config
+from app.deployments.tenants.key_material import new_key
 from app.logs import FILE, MAX_LINE_CHARS, Happened, start_log
 
 logger = logging.getLogger("app.somewhere")
@@ -103,3 +104,11 @@ def test_the_folder_is_in_the_state_unless_it_is_said(tmp_path: Path) -> None:
     assert load_config({"adapters": adapters}, environ={}).logs.folder == str(tmp_path / "logs")
     said = load_config({"adapters": adapters, "logs": {"folder": str(tmp_path / "x")}}, environ={})
     assert said.logs.folder == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_a_key_that_somebody_put_somewhere_is_not_written(tmp_path: Path, kind: Literal["text", "json"]) -> None:
+    key = new_key(is_admin=False).value
+    lines = written(tmp_path, kind, Happened("request", path=f"/v1/models/{key}", model=key[:40]), f"no {key}")
+    assert not [line for line in lines if key[12:30] in line]
+    assert all("sk-poly-..." in line for line in lines)

@@ -14,6 +14,7 @@ What changes, and why:
   is behind it.
 - `X-Forwarded-For` is the address that HAProxy sees, unless it comes from `POLYLORA_TRUSTED_PROXIES` (addresses or
   networks, separated by commas). Ray's template leaves it to the client what the audit says of it.
+- Its log has no queries, and no API keys in paths or in `X-Request-ID`, which Serve answers and logs.
 - Its control socket is open to its own user only, not to every user of the machine.
 - HAProxy's own metrics and statistics listen nowhere unless their ports were asked for
   (`RAY_SERVE_HAPROXY_METRICS_PORT`, `RAY_SERVE_HAPROXY_STATS_PORT`), and then on loopback.
@@ -39,6 +40,14 @@ LISTENERS = (
     ("listen stats", "RAY_SERVE_HAPROXY_STATS_PORT"),
 )
 RETRY_AFTER_S = 2
+
+#: An API key, as HAProxy's regular expressions find it.
+_KEY = "sk-[a-z-]*poly-[A-Za-z0-9_-]+"
+#: `option httplog`, with a path in the place of the request's line.
+_LOG_FORMAT = (
+    '    log-format "%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq '
+    '%hr %hs %{+Q}HM %{+Q}[var(txn.path)] %HV"'
+)
 
 _Section = list[str]
 
@@ -172,6 +181,9 @@ def _defaults(lines: Sequence[str], errors: Mapping[int, Path]) -> _Section:
     spliced, left = left, [line for line in left if not re.match(r"\s*option splice-", line)]
     if len(left) == len(spliced):
         raise UnknownConfiguration("Ray's HAProxy configuration no longer splices; see whether it needs to be changed")
+    if sum(line.strip() == "option httplog" for line in left) != 1:
+        raise UnknownConfiguration("Ray's HAProxy configuration no longer logs as HTTP; see whether it tells queries")
+    left = [_LOG_FORMAT if line.strip() == "option httplog" else line for line in left]
     return [*left, *(f"    errorfile {status} {path}" for status, path in errors.items())]
 
 
@@ -184,6 +196,8 @@ def _frontend(lines: Sequence[str], servers: Sequence[str], trusted: str) -> _Se
     unless = f" unless {{ src {' '.join(networks)} }}" if networks else ""
     rules = [
         f"    http-request set-header X-Forwarded-For %[src]{unless}",
+        f"    http-request del-header X-Request-ID if {{ req.hdr(X-Request-ID) -m reg {_KEY} }}",
+        f"    http-request set-var(txn.path) path,regsub({_KEY},sk-...,g)",
         '    http-request return status 200 content-type application/json string \'{"status": "alive"}\''
         " if { path /livez }",
         *(f"    acl an_ingress_is_up srv_is_up({server})" for server in servers),

@@ -1,7 +1,8 @@
 """The first admin key, and whether a service would be open to everybody.
 
-In: the settings of a service. Out: a key, printed once; or the refusal to listen on a network without any. What is read
-and written is the registry's database, so the service need not run; one that runs knows the key within seconds.
+In: the settings of a service. Out: a key, printed once; or the refusal to listen on a network without any; or an
+environment that processes may inherit. What is read and written is the registry's database, so the service need not
+run; one that runs knows the key within seconds.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import ipaddress
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
-from app.config import ADMIN_KEY, AppConfig, without_password
+from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, AppConfig, without_password
+from app.deployments.tenants.key_material import environment_digest
 from app.engine.errors import ConfigError
 
 #: What is said at start of a service that lets everybody in who can reach it.
@@ -53,12 +55,24 @@ def registered_in(settings: AppConfig) -> str:
 
 def check_open_door(settings: AppConfig, host: str, environ: Mapping[str, str]) -> None:
     """Raises ConfigError if a network could reach a service that asks nobody for a key."""
-    if settings.http.auth != "auto" or environ.get(ADMIN_KEY) or _is_loopback(host) or _has_keys(settings):
+    has_key = environ.get(ADMIN_KEY) or environ.get(f"{ADMIN_KEY}{DIGEST}")
+    if settings.http.auth != "auto" or has_key or _is_loopback(host) or _has_keys(settings):
         return
     raise ConfigError(
         f"the service would listen on {host} without any API key; make one with `polylora keygen --admin`, set "
         f"{ADMIN_KEY}, or let everybody in with http.auth: open"
     )
+
+
+def keep_digests(environ: MutableMapping[str, str]) -> None:
+    """Put the SHA-256 in the place of the admin key and the management token: processes that inherit have only that.
+
+    Raises ConfigError.
+    """
+    for name in (ADMIN_KEY, MANAGEMENT_TOKEN):
+        if digest := environment_digest(environ, name):
+            environ[f"{name}{DIGEST}"] = digest
+            environ.pop(name, None)
 
 
 def is_open(url: str) -> bool:

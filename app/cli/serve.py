@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.cli.checks import check_device, check_folders, check_ha_proxy_ports, check_port, check_preloaded
-from app.cli.keys import OPEN_NOTICE, check_open_door, is_open
+from app.cli.keys import OPEN_NOTICE, check_open_door, is_open, keep_digests
 from app.cli.ray_switches import ha_proxy_folder, set_ray_switches
 from app.cli.settings_file import IMPORT_PATH, address_in, read_document, settings_of
 from app.cli.waiting import StartFailed, check_actors, check_ha_proxy, reason_in, wait_until_ready
@@ -58,6 +58,7 @@ def serve_until_stopped(
     if not is_joined:
         check_preloaded(settings)
         make_policy(settings.placement)
+    keep_digests(os.environ)  # before Ray starts: its processes inherit what is left
     has_ha_proxy = set_ray_switches()
     if not has_ha_proxy:
         _say("HAProxy is not used; Serve's own proxy costs more CPU per token")

@@ -288,8 +288,9 @@ def test_nothing_else_changes(write: Write, tmp_path: Path) -> None:
     before, after = text.splitlines(), rewritten(text, {503: tmp_path / "503.http"}, {}).splitlines()
     gone = {line.strip() for line in before} - {line.strip() for line in after}
     added = {line.strip() for line in after} - {line.strip() for line in before}
-    left_out = r"option splice|errorfile|bind |stats|http-request use-serv|frontend prometheus|listen stats|no log"
-    put_in = r"errorfile 503|http-request set-header X-For|http-re\w+ return|acl an_ingress|stats socket"
+    left_out = r"option (splice|httplog)|errorfile|bind |stats|http-request use-serv|frontend prom|listen stats|no log"
+    put_in = r"errorfile 503|log-format |http-re\w+ (set-header X-For|return|del-header X-Req|set-var\(txn.path)|"
+    put_in += "acl an_ingress|stats socket"
     assert all(re.match(left_out, line) for line in gone), gone
     assert all(re.match(put_in, line) for line in added), added
 
@@ -405,7 +406,9 @@ def test_one_that_cannot_run_says_why_and_leaves_it_to_ray(write: Write, tmp_pat
     assert (tmp_path / "failures").read_text().count("\n") == 1
 
 
-@pytest.mark.parametrize("anchor", ["frontend http_frontend", "defaults", "backend default_backend", "option splice-"])
+@pytest.mark.parametrize(
+    "anchor", ["frontend http_frontend", "defaults", "backend default_backend", "option splice-", "option httplog"]
+)
 def test_a_configuration_that_is_not_rays_is_refused_in_words(write: Write, anchor: str) -> None:
     text = write(8000).read_text()
     assert anchor in text

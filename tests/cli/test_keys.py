@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from app.cli.keys import check_open_door, make_admin_key
+from app.cli.keys import check_open_door, keep_digests, make_admin_key
 from app.cli.main import main
-from app.config import ADMIN_KEY, AppConfig
+from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, AppConfig
 from app.deployments.registry.books import open_registry
 from app.deployments.tenants.books import TenantBooks
-from app.deployments.tenants.key_material import is_key, key_digest
+from app.deployments.tenants.key_material import is_key, key_digest, new_key
 from app.deployments.tenants.service import LOOK_INTERVAL_S
 from app.engine.errors import ConfigError
 from app.engine.models import checkpoint
@@ -81,3 +81,16 @@ def test_a_network_is_not_let_in_without_keys(settings: AppConfig, host: str) ->
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
 def test_this_machine_is_let_in_without_keys(host: str) -> None:
     check_open_door(AppConfig(), host, {})
+
+
+def test_what_processes_inherit_are_hashes(settings: AppConfig) -> None:
+    key = new_key(is_admin=True).value
+    environ = {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret", "PATH": "/bin"}
+    keep_digests(environ)
+    kept = {f"{ADMIN_KEY}{DIGEST}": key_digest(key), f"{MANAGEMENT_TOKEN}{DIGEST}": key_digest("s3cret")}
+    assert environ == kept | {"PATH": "/bin"}
+    keep_digests(environ)
+    assert environ == kept | {"PATH": "/bin"}, "what holds hashes already is left as it is"
+    check_open_door(settings, "0.0.0.0", environ)
+    with pytest.raises(ConfigError, match="keygen --admin"):
+        keep_digests({ADMIN_KEY: "hunter2"})

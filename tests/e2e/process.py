@@ -21,6 +21,9 @@ from app.cli.ray_switches import HA_PROXY_SWITCHES, ha_proxy_places
 from load_tests.process_tree import session_processes
 from load_tests.service import ROOT, end_session, own_environment
 
+#: The command `polylora` with this Python.
+POLYLORA = (sys.executable, "-c", "import sys; from app.cli.main import main; sys.exit(main())")
+
 
 def tiny_document(
     port: int,
@@ -160,4 +163,14 @@ def serve_run(document: dict[str, Any], port: int, environment: dict[str, str] |
     code = "from ray.serve._private import api; api.HTTP_PROXY_TIMEOUT = 600; from ray.serve.scripts import cli; cli()"
     # Without an address it would join whatever Ray runs on this machine, with that one's environment.
     command = [sys.executable, "-c", code, "run", "--address", "local", str(path)]
+    return ServiceProcess(command, port, environment or {})
+
+
+def polylora_serve(
+    document: dict[str, Any], port: int, environment: dict[str, str] | None = None, arguments: Sequence[str] = ()
+) -> ServiceProcess:
+    """`polylora serve` with this document and these arguments beside it; `environment` is added to the usual one."""
+    path = Path(tempfile.mkdtemp(prefix="plc", dir="/tmp")) / "serve.yaml"
+    path.write_text(yaml.safe_dump(document))
+    command = [*POLYLORA, "serve", "--config", str(path), *arguments]
     return ServiceProcess(command, port, environment or {})

@@ -2,7 +2,7 @@
 
 In: an exception. Out: status, body, headers. An error of the tree carries its own words; anything else
 is a bug: it is logged here with its trace and the client learns only that it happened. A traceback
-never leaves the process.
+never leaves the process, nor does an API key that the client sent where none belongs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from app.deployments.kept.entries import KeptQuotaReached
 from app.deployments.tenants.limits import AdapterQuotaReached, LimitReached, SpendReached
 from app.engine import errors
+from app.redaction import without_keys
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +131,17 @@ def error_answer(error: BaseException) -> ErrorAnswer:
         logger.error("unexpected error while serving a request", exc_info=error)
         row, message = UNEXPECTED, "internal error; the server's log has the details"
     else:
-        message = str(error)
+        message = without_keys(str(error))
     kind = "tokens" if isinstance(error, LimitReached) and error.kind == "tokens" else row.type
-    body = {"error": {"message": message, "type": kind, "param": getattr(error, "param", None), "code": row.code}}
+    param = getattr(error, "param", None)
+    body = {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": None if param is None else without_keys(param),
+            "code": row.code,
+        }
+    }
     headers = {}
     if isinstance(error, errors.Overloaded | errors.AdapterQuarantined):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

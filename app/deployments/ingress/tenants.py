@@ -18,6 +18,7 @@ from app.deployments.registry.view import Entry, Page, RegistryView
 from app.deployments.tenants.entries import PUBLIC, Tenant
 from app.engine.adapters.composing.composition import Composition, is_composition
 from app.engine.errors import UnsafeSource
+from app.redaction import holds_key
 
 #: Where the door leaves the caller, in the request's state.
 STATE = "caller"
@@ -84,6 +85,8 @@ def load_request(
     A project's folders are those below its own, `<root>/<project id>/`: the others are the operator's or another's.
     """
     check_settings(caller, pinned, traffic_weight)
+    if holds_key(source) or holds_key(description or ""):  # the audit and events have them
+        raise UnsafeSource("the adapter's place or description holds an API key; leave it out")
     if is_composition(source):  # it names places, and is made here only, of adapters that the caller may use
         raise UnsafeSource(f"{source[:80]!r} is no place; POST /v1/loras with compose combines adapters")
     if source.startswith(UPLOADED):  # whose it is nobody could say; the service makes these

@@ -16,6 +16,7 @@ from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.composing.composition import is_composition
 from app.engine.errors import InvalidRequest, UnsafeSource
 from app.engine.message import message
+from app.redaction import holds_key
 
 DEFAULT_TENANT = "default"
 #: The model's name in requests whose adapter the service is to choose.
@@ -271,11 +272,13 @@ class Description(NamedTuple):
 
 def is_name(text: str) -> bool:
     """Whether an adapter or an alias may be called this."""
-    return re.fullmatch(NAME_PATTERN, text) is not None
+    return re.fullmatch(NAME_PATTERN, text) is not None and not holds_key(text)  # lists, metrics and logs have names
 
 
 def check_name(name: str) -> None:
     """Raises InvalidRequest for what cannot be an adapter's or an alias's name."""
+    if holds_key(name):
+        raise InvalidRequest("an API key is given for a name; is it in the wrong place?", param="name")
     if not is_name(name):
         raise InvalidRequest(
             f"adapter name {name[:80]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "

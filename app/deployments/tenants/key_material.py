@@ -11,7 +11,11 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from app.config import ADMIN_KEY, DIGEST
+from app.engine.errors import ConfigError
 
 #: How keys begin. What begins otherwise is no key of ours.
 PROJECT_PREFIX = "sk-poly-"
@@ -51,6 +55,21 @@ def redacted(value: str) -> str:
 def is_key(value: str) -> bool:
     """Whether this is written as our keys are."""
     return _SECRET.fullmatch(value) is not None
+
+
+def environment_digest(environ: Mapping[str, str], name: str) -> str | None:
+    """The SHA-256 of the admin key or the management token of an environment, which may hold that alone.
+
+    Raises ConfigError for an admin key, or a SHA-256, that is not written as one.
+    """
+    if secret := environ.get(name):
+        if name == ADMIN_KEY and not is_key(secret):
+            raise ConfigError(f"{ADMIN_KEY} is not written as a key; polylora keygen --admin makes one")
+        return key_digest(secret)
+    digest = environ.get(f"{name}{DIGEST}", "")
+    if digest and not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ConfigError(f"{name}{DIGEST} is not 64 digits of 0-9a-f, as `printf %s SECRET | sha256sum` writes them")
+    return digest or None
 
 
 def derived_salt(secret: bytes, version: int) -> bytes:

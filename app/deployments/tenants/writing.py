@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Table, insert, select, update
 from app.deployments.registry.database import Database
 from app.deployments.tenants.tables import projects, tenant_audit, tenant_revisions
 from app.engine.errors import InvalidRequest, NotFound
+from app.redaction import holds_key, without_keys
 
 
 class Writing:
@@ -81,11 +82,13 @@ def new_id(prefix: str) -> str:
 
 
 def absent(what: str, row_id: str) -> NotFound:
-    return NotFound(f"there is no {what} {row_id[:64]!r}")
+    return NotFound(f"there is no {what} {without_keys(row_id)[:64]!r}")
 
 
 def checked_name(name: str, what: str) -> str:
     """Raises InvalidRequest for a name that nobody could read in a list."""
+    if holds_key(name):
+        raise InvalidRequest(f"a {what}'s name holds an API key; give it another", param="name")
     if not 1 <= len(name.strip()) <= 256 or not name.isprintable():
         raise InvalidRequest(f"a {what}'s name is 1 to 256 printable characters, not {name[:80]!r}", param="name")
     return name.strip()

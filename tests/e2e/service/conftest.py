@@ -69,18 +69,8 @@ def running_service(
     folder: Path, engine: dict[str, Any], num_replicas: int, environment: Mapping[str, str] | None = None
 ) -> Iterator[Service]:
     """A tiny model with adapters of all `RANKS`, served by so many engine replicas and ingresses."""
-    save_tiny_model(folder / "model")
-    for seed, (name, rank) in enumerate(RANKS.items()):
-        save_adapter(folder / "loras" / name, rank=rank, seed=seed)
     port = free_port()
-    document = tiny_document(
-        port,
-        folder,
-        {"num_kv_blocks": 512, "adapter_rank_rows": 128, **engine},
-        num_replicas=num_replicas,
-        preload=list(RANKS),
-        limits={"max_body_bytes": 200_000},
-    )
+    document = service_document(folder, port, engine, num_replicas)
     switches = {name: value for name, value, _ in RAY_SWITCHES}  # as `polylora serve` does
     process = serve_run(document, port, {**switches, **(environment or {})})
     try:
@@ -88,6 +78,21 @@ def running_service(
         yield Service(process, document, folder / "loras")
     finally:
         process.stop()
+
+
+def service_document(folder: Path, port: int, engine: dict[str, Any], num_replicas: int) -> dict[str, Any]:
+    """The application file of `running_service`, whose model and adapters are made in the folder."""
+    save_tiny_model(folder / "model")
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        save_adapter(folder / "loras" / name, rank=rank, seed=seed)
+    return tiny_document(
+        port,
+        folder,
+        {"num_kv_blocks": 512, "adapter_rank_rows": 128, **engine},
+        num_replicas=num_replicas,
+        preload=list(RANKS),
+        limits={"max_body_bytes": 200_000},
+    )
 
 
 @pytest.fixture(scope="package")

@@ -5,28 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import httpx
 import openai
 import pytest
 
-from app.config import ADMIN_KEY
 from app.deployments.tenants.attained import MAX_NAMED, OTHER
-from app.deployments.tenants.key_material import new_key
-from tests.e2e.service.conftest import ENGINES, Service, running_service
-
-KEY = new_key(is_admin=True).value
-
-pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("tenants")
-    with running_service(folder, ENGINES["cpu"], num_replicas=2, environment={ADMIN_KEY: KEY}) as started:
-        yield started
+from tests.e2e.service.conftest import Service
+from tests.e2e.tenants.conftest import KEY, metric_lines
 
 
 def client(service: Service, api_key: str = "none") -> openai.AsyncOpenAI:
@@ -78,7 +66,7 @@ async def test_gauges_of_tenants_and_refusals_are_on_the_port_of_metrics(keyed: 
         while True:
             await asyncio.gather(*(_ask(administering, project, 8) for project in much))
             await asyncio.gather(*(_ask(administering, project, 1) for project in little))
-            told = Told(await asyncio.to_thread(_metrics, keyed))
+            told = Told(await asyncio.to_thread(metric_lines, keyed))
             if told.is_whole({OTHER, *(project.id for project in much)}):
                 break
             assert time.monotonic() < deadline_s, f"last seen: {told.lines}"
@@ -117,17 +105,6 @@ class Told:
 
     def _of(self, name: str) -> list[str]:
         return [line for line in self.lines if line.partition("{")[0].split()[0] == name]
-
-
-def _metrics(service: Service) -> list[str]:
-    """The lines of every node's port, which Ray writes into a file."""
-    files = service.process.folder.rglob("metrics_export_port_*")
-    ports = {port for path in files if (port := path.read_text().strip())}
-    return [
-        line
-        for port in sorted(ports)
-        for line in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text.splitlines()
-    ]
 
 
 async def _project(administering: openai.AsyncOpenAI, name: str) -> Project:

@@ -53,6 +53,7 @@ from app.deployments.registry.view import Entry
 from app.deployments.tenants.limits import LimitReached
 from app.engine.adapters.composing.composition import is_composition
 from app.engine.errors import InvalidRequest, NotFound, PolyloraError
+from app.redaction import without_keys
 
 
 class HttpService(ManagedService, AboutService, KeepingService, Protocol):
@@ -333,7 +334,7 @@ class _HeadAsGet:
 async def _http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, wrong method) in the shape of every other error."""
     assert isinstance(error, HTTPException), "registered for it"
-    path = request.url.path[:80]
+    path = without_keys(request.url.path)[:80]
     message = {
         404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions, "
         "/v1/embeddings or /generate, GET /v1/models lists models and adapters, GET /openapi.json has every route",

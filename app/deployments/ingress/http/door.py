@@ -22,7 +22,8 @@ from app.deployments.registry.entries import DEFAULT_TENANT
 from app.deployments.tenants.entries import PUBLIC
 from app.deployments.tenants.key_material import is_key, key_digest
 from app.deployments.tenants.view import KnownKey
-from app.engine.errors import PolyloraError
+from app.engine.errors import InvalidRequest, PolyloraError
+from app.redaction import holds_key
 
 #: What anybody may ask: whether the service lives.
 FREE_PATHS = frozenset({"/health", "/readyz", "/livez"})
@@ -97,6 +98,15 @@ class Gate:
         return Caller(tenant.id, who, tenant, key_id, "admin")
 
 
+def _check_url(scope: Scope) -> None:
+    """Raises InvalidRequest for a URL with an API key in it: proxies, logs and browsers keep URLs."""
+    if holds_key(scope["path"]) or holds_key(scope["query_string"].decode("latin-1")):
+        raise InvalidRequest(
+            "the URL holds an API key, which may have been written down on its way: revoke it, and send keys in the "
+            "header Authorization: Bearer"
+        )
+
+
 def _given_key(request: HTTPConnection) -> str:
     """What a request gives for its key; empty where it gives none. Of two, the one in Authorization."""
     kind, _, value = request.headers.get("authorization", "").partition(" ")
@@ -122,6 +132,7 @@ class Door:
         if scope["type"] == "http" and scope["path"] not in FREE_PATHS:
             try:
                 caller = self._gate.caller(HTTPConnection(scope))
+                _check_url(scope)
             except PolyloraError as error:
                 answer = error_answer(error)
                 refusal = JSONResponse(

@@ -32,7 +32,7 @@ from app.deployments.ingress.status import (
     error_answer,
 )
 from app.deployments.ingress.tenants import http_caller
-from app.deployments.tenants.key_material import is_key, key_digest
+from app.deployments.tenants.key_material import environment_digest, key_digest
 from app.engine.errors import ConfigError, PolyloraError
 
 #: What a browser sends to another site without asking it first (Fetch standard, "CORS-safelisted").
@@ -44,9 +44,9 @@ _READING = ("GET", "HEAD", "OPTIONS")
 
 @dataclass(frozen=True, slots=True)
 class DoorRules:
-    """`allowed_origins`, `allowed_hosts`: beside the service's own. `token`: what management asks for.
+    """`allowed_origins`, `allowed_hosts`: beside the service's own. `auth`: when a request needs an API key.
 
-    `auth`: when a request needs an API key. `admin_digest`: the SHA-256 of the admin key of the environment.
+    `token_digest`, `admin_digest`: the SHA-256 of what management asks for, and of the environment's admin key.
     `sees_clients`: whether a client's address is what our own proxy, or this process, has seen. It is not behind a
     HAProxy that was started without `polylora-haproxy`: everybody comes from this machine then.
     """
@@ -54,7 +54,7 @@ class DoorRules:
     management: ManagementAccess = "loopback"
     allowed_origins: Sequence[str] = ()
     allowed_hosts: Sequence[str] = ()
-    token: str | None = None
+    token_digest: str | None = None
     sees_clients: bool = True
     auth: AuthMode = "auto"
     admin_digest: str | None = None
@@ -62,23 +62,20 @@ class DoorRules:
     @classmethod
     def of(cls, config: HttpConfig, environ: Mapping[str, str]) -> DoorRules:
         """Raises ConfigError if a token is asked for and none is set, or for an admin key that is none."""
-        token = environ.get(MANAGEMENT_TOKEN) or None
-        if config.management == "token" and token is None:
+        token_digest = environment_digest(environ, MANAGEMENT_TOKEN)
+        if config.management == "token" and token_digest is None:
             raise ConfigError(f"http.management is 'token' but {MANAGEMENT_TOKEN} is not set where an ingress runs")
         has_ha_proxy = environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
         is_ours = environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "").endswith("polylora-haproxy")
         hosts = tuple(host.lower() for host in config.allowed_hosts)
-        admin_key = environ.get(ADMIN_KEY) or None
-        if admin_key is not None and not is_key(admin_key):
-            raise ConfigError(f"{ADMIN_KEY} is not written as a key; polylora keygen --admin makes one")
         return cls(
             config.management,
             config.allowed_origins,
             hosts,
-            token,
+            token_digest,
             is_ours or not has_ha_proxy,
             config.auth,
-            None if admin_key is None else key_digest(admin_key),
+            environment_digest(environ, ADMIN_KEY),
         )
 
     def check_site(self, scope: Scope) -> None:
@@ -125,9 +122,9 @@ class DoorRules:
 
     def is_management_token(self, value: str) -> bool:
         """Whether this is the token of `http.management: token`."""
-        if self.management != "token" or self.token is None:
+        if self.management != "token" or self.token_digest is None:
             return False
-        return hmac.compare_digest(value.encode(), self.token.encode())
+        return hmac.compare_digest(key_digest(value), self.token_digest)
 
     def is_local(self, scope: Scope) -> bool:
         """Whether a request comes from the service's own machine."""

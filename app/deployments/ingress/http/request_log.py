@@ -15,6 +15,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.logs import Happened
+from app.redaction import holds_key
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ _PLAIN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def request_id_of(connection: HTTPConnection) -> str | None:
     """The request's id: the client's `X-Request-ID`, or the one that Serve or HAProxy gave it."""
     given = connection.headers.get("x-request-id", "")
-    return given if _PLAIN_ID.fullmatch(given) else None
+    return given if _PLAIN_ID.fullmatch(given) and not holds_key(given) else None
 
 
 def note_failure(request: Request, message: str) -> None:

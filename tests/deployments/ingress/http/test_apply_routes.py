@@ -16,6 +16,7 @@ import uvicorn
 from app.cli.main import main
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.tenants.key_material import key_digest
 from app.engine.errors import AdapterFormatError
 from tests.deployments.http_service import Service
 
@@ -58,7 +59,7 @@ async def apply(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 async def test_the_token_is_sent_along(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = DoorRules(management="token", token="right")
+    rules = DoorRules(management="token", token_digest=key_digest("right"))
     async with served(service, rules) as url:
         file = tmp_path / "adapters.yaml"
         file.write_text(WANTED)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from app.config import ADMIN_KEY, HttpConfig
+from app.config import ADMIN_KEY, DIGEST, MANAGEMENT_TOKEN, HttpConfig
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.door import FREE_PATHS
 from app.deployments.ingress.http.guard import DoorRules
@@ -219,6 +219,17 @@ async def test_the_key_of_the_environment_administers(service: Service) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+def test_the_environment_may_hold_a_hash_instead() -> None:
+    key = new_key(is_admin=True).value
+    environ = {f"{ADMIN_KEY}{DIGEST}": key_digest(key), f"{MANAGEMENT_TOKEN}{DIGEST}": key_digest("s3cret")}
+    rules = DoorRules.of(HttpConfig(management="token"), environ)
+    assert rules == DoorRules.of(HttpConfig(management="token"), {ADMIN_KEY: key, MANAGEMENT_TOKEN: "s3cret"})
+    assert rules.is_management_token("s3cret")
+    assert not rules.is_management_token(key_digest("s3cret")), "whoever reads the environment has not the token"
+    with pytest.raises(ConfigError, match="64 digits"):
+        DoorRules.of(HttpConfig(), {f"{ADMIN_KEY}{DIGEST}": "hunter2"})
+
+
 async def test_admin_keys_infer_nothing_and_inference_keys_administer_nothing(org: Org) -> None:
     """Every route: a generating one refuses admin keys, an administering one all others, before it reads a body."""
     generating = {"/v1/chat/completions", "/v1/completions", "/generate"}
@@ -386,6 +397,32 @@ async def test_uses_of_keys_are_told_once_a_minute(org: Org) -> None:
     (after,) = await owner.keys(org.ids["ada"], 10, None)
     assert before.last_used_s is None
     assert after.last_used_s is not None
+
+
+async def test_a_key_in_the_url_of_whoever_has_one_is_refused_and_not_repeated(org: Org) -> None:
+    key = org.keys["ada"]
+    for path, query in ((f"/v1/models/{key}", {}), (f"/v1/loras/{key[:30]}", {}), ("/v1/models", {"api_key": key})):
+        answer = await org.ask("ada", "GET", path, params=query)
+        assert answer.status_code == 400, path
+        assert "Authorization: Bearer" in answer.json()["error"]["message"]
+        assert key[:30] not in answer.text
+
+
+async def test_a_key_in_a_body_is_not_repeated_and_names_nothing(org: Org) -> None:
+    key = org.keys["ada"]
+    load = {"lora_name": key, "lora_path": f"{org.ids['ada']}/x"}
+    for path, body in (
+        ("/v1/completions", {"model": key, "prompt": "x"}),
+        ("/v1/completions", {"model": "tiny", "prompt": "x", key: 1}),
+        ("/v1/load_lora_adapter", load),
+        ("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": f"{org.ids['ada']}/{key}"}),
+    ):
+        answer = await org.ask("ada", "POST", path, json=body)
+        assert 400 <= answer.status_code < 500, body
+        assert key[12:-6] not in answer.text
+    renamed = await org.ask("admin", "POST", "/v1/organization/projects", json={"name": f"of {key}"})
+    assert renamed.status_code == 400
+    assert key[12:-6] not in renamed.text
 
 
 async def test_no_key_is_written_anywhere(org: Org, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,7 +54,7 @@ async def test_one_id_is_in_the_header_the_body_and_the_log(
     assert second.known["id"] == "r-1"
 
 
-@pytest.mark.parametrize("given", ["", "two words", "x" * 65, "é", "a\tb", "-x"])
+@pytest.mark.parametrize("given", ["", "two words", "x" * 65, "é", "a\tb", "-x", f"sk-poly-{'x' * 43}"])
 async def test_an_id_that_is_not_plain_is_replaced(logged: httpx.AsyncClient, given: str) -> None:
     answer = await logged.post("/v1/completions", json=BODY, headers={"X-Request-ID": given.encode()})
     assert answer.status_code == 200
