@@ -1,12 +1,14 @@
 """Where runs of rank rows may lie, and who owns which.
 
 In: lengths in units (a unit is the rank alignment) that are powers of two. Out: runs. Rule: a run starts at a multiple
-of its length, as in a buddy allocator, so two freed neighbours always make one run of twice the length. Who may be
-asked to leave, and what that costs, is for the caller to say.
+of its length, as in a buddy allocator, so two freed neighbours always make one run of twice the length. The free ones
+are kept by their lengths, so that finding one does not grow with the number of units. Who may be asked to leave, and
+what that costs, is for the caller to say.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -35,6 +37,13 @@ class RowRuns(Generic[Owner]):
         self.num_units = num_units
         self._owners: list[Owner | None] = [None] * num_units
         self._places: dict[int, tuple[Run, ...]] = {}  # by length, as they are asked for
+        #: Starts of the free runs that no longer free one holds, in order; by length, the shortest first.
+        self._free: dict[int, list[int]] = {1 << power: [] for power in range(num_units.bit_length())}
+        start = 0
+        for length in reversed(self._free):
+            if num_units & length:
+                self._free[length].append(start)
+                start += length
 
     @property
     def max_length(self) -> int:
@@ -58,21 +67,28 @@ class RowRuns(Generic[Owner]):
         """Everything in the run is free and becomes this owner's."""
         assert self._is_free(run), "two adapters share a row"
         self._owners[run.start : run.end] = [owner] * run.length
+        held = run
+        while not self._forget(held):  # the free run that holds it is halved down to it
+            self._remember(self._buddy(held))
+            held = self._doubled(held)
 
     def take_back(self, run: Run) -> None:
-        """The run is free from now on."""
+        """The run, which has one owner, is free from now on."""
         self._owners[run.start : run.end] = [None] * run.length
+        while self._forget(self._buddy(run)):
+            run = self._doubled(run)
+        self._remember(run)
 
     def best_fit(self, length: int, closed: Run | None) -> Run | None:
-        """A free run whose surrounding free buddy run is the shortest, so that long runs stay whole."""
-        best: tuple[int, Run] | None = None
-        for run in self.places(length):
-            if self._owners[run.start] is not None or run.overlaps(closed) or not self._is_free(run):
+        """A free run in the shortest free one that has room for it beside `closed`, so that long runs stay whole."""
+        for room, starts in self._free.items():
+            if room < length:
                 continue
-            room = self._free_around(run)
-            if best is None or room < best[0]:
-                best = room, run
-        return None if best is None else best[1]
+            for start in starts:
+                runs = (Run(at, length) for at in range(start, start + room, length))
+                if (run := next((run for run in runs if not run.overlaps(closed)), None)) is not None:
+                    return run
+        return None
 
     def cheapest(self, length: int, cost: Callable[[list[Owner]], Any], closed: Run | None) -> Run | None:
         """The place that costs least to clear, the lowest of equals.
@@ -80,10 +96,13 @@ class RowRuns(Generic[Owner]):
         `cost` maps the owners of a place to something that compares, or to None if one of them must stay.
         """
         best: tuple[Any, Run] | None = None
+        priced: list[Owner] | None = None
         for run in self.places(length):
-            if (closed is not None and run.overlaps(closed)) or (price := cost(self.owners(run))) is None:
-                continue
-            if best is None or price < best[0]:
+            if run.overlaps(closed) or (owners := self.owners(run)) == priced:
+                continue  # what the place before it costs, this one costs, too
+            priced = owners
+            price = cost(owners)
+            if price is not None and (best is None or price < best[0]):
                 best = price, run
         return None if best is None else best[1]
 
@@ -97,17 +116,35 @@ class RowRuns(Generic[Owner]):
                 assert expected[unit] is None, "two adapters share a row"
                 expected[unit] = owner
         assert expected == self._owners
+        free = [Run(start, length) for length, starts in self._free.items() for start in starts]
+        assert all(map(self._is_free, free))
+        assert sum(run.length for run in free) == expected.count(None), "a free unit is in one free run"
+        assert not any(self._buddy(run) in free for run in free), "two free buddies are one run"
 
     def _is_free(self, run: Run) -> bool:
         return self._owners[run.start : run.end].count(None) == run.length
 
-    def _free_around(self, run: Run) -> int:
-        """Length of the longest free buddy run that holds this free one."""
-        while True:
-            wider = Run(run.start - run.start % (2 * run.length), 2 * run.length)
-            if wider.end > self.num_units or not self._is_free(wider):
-                return run.length
-            run = wider
+    def _forget(self, run: Run) -> bool:
+        """Whether this was one of the free runs, which it is no longer."""
+        starts = self._free.get(run.length, [])
+        at = bisect_left(starts, run.start)
+        if at == len(starts) or starts[at] != run.start:
+            return False
+        del starts[at]
+        return True
+
+    def _remember(self, run: Run) -> None:
+        insort(self._free[run.length], run.start)
+
+    @staticmethod
+    def _buddy(run: Run) -> Run:
+        """The other half of the run of twice the length."""
+        return Run(run.start ^ run.length, run.length)
+
+    @staticmethod
+    def _doubled(run: Run) -> Run:
+        """The run of twice the length that holds this one."""
+        return Run(run.start & ~run.length, 2 * run.length)
 
 
 def length_of(rank: int, alignment: int) -> int:

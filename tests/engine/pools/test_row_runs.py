@@ -92,6 +92,31 @@ def test_a_run_that_somebody_has_is_not_given_twice() -> None:
         runs.give(Run(1, 1), "b")
 
 
+def test_finding_a_free_run_looks_at_no_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool has a unit for each rank row: a walk over them would hold up the step."""
+    runs: RowRuns[int] = RowRuns(1 << 16)
+    for owner in range(1000):
+        runs.give(Run(64 * owner, 1), owner)
+    monkeypatch.setattr(runs, "_owners", None)
+    assert runs.best_fit(1, None) == Run(1, 1)
+    assert runs.best_fit(64, None) == Run(64_000, 64)
+    assert runs.best_fit(2, closed=Run(2, 2)) == Run(66, 2)
+
+
+def test_a_long_run_is_priced_once_for_all_the_short_ones_in_it() -> None:
+    runs: RowRuns[str] = RowRuns(48)
+    for start, owner in enumerate("abc"):
+        runs.give(Run(16 * start, 16), owner)
+    asked: list[list[str]] = []
+
+    def cost(owners: list[str]) -> int:
+        asked.append(owners)
+        return {"a": 2, "b": 1, "c": 1}[owners[0]]
+
+    assert runs.cheapest(1, cost, None) == Run(16, 1)
+    assert asked == [["a"], ["b"], ["c"]]
+
+
 @given(rank=st.integers(1, 300), alignment=st.sampled_from([1, 8, 16]))
 def test_a_run_is_the_shortest_power_of_two_that_holds_the_rank(rank: int, alignment: int) -> None:
     length = length_of(rank, alignment)
