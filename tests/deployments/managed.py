@@ -63,7 +63,8 @@ class Here:
 class FakeStore:
     """`contents` maps a source to a digest, or to the error that reading it raises; `gates` hold readers up.
 
-    `texts` maps a digest to what the adapter says about text, `invocations` to the tokens that activate it.
+    `texts` maps a digest to what the adapter says about text, `invocations` to the tokens that activate it, `metadata`
+    to what its card says beside the description, as JSON.
     """
 
     def __init__(self) -> None:
@@ -71,6 +72,7 @@ class FakeStore:
         self.gates: dict[str, asyncio.Event] = {}
         self.texts: dict[str, str] = {}
         self.invocations: dict[str, tuple[int, ...]] = {}
+        self.metadata: dict[str, str] = {}
         self.loads: list[str] = []
         self.cached_digests: set[str] = set()
         self.pinned: list[set[str]] = []
@@ -92,8 +94,8 @@ class FakeStore:
         await asyncio.sleep(0)  # the lifecycle takes a note of it before it hears the result, as from a thread
         self.cached_digests.add(found)
         uri = source if is_composition(source) or source.startswith(UPLOADED) else f"/roots/{source}"
-        invocation = self.invocations.get(found, ())
-        return ReadAdapter(uri, replace(card(found), text=self.texts.get(found, ""), invocation_tokens=invocation))
+        facts = {"text": self.texts.get(found, ""), "metadata": self.metadata.get(found, "")}
+        return ReadAdapter(uri, replace(card(found), invocation_tokens=self.invocations.get(found, ()), **facts))
 
     def host(self, source: str) -> str:
         return source.rpartition("/")[0]

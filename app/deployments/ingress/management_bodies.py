@@ -28,7 +28,7 @@ from app.engine.adapters.composing.composition import shown_source
 
 def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
     """One adapter as the management routes show it. `alora_invocation_tokens`, PEFT's name, is None for an adapter that
-    is not activated, or not read yet."""
+    is not activated, or not read yet; `metadata` is what its card says beside the description."""
     return {
         "id": entry.name,
         "object": "lora",
@@ -44,6 +44,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "pinned": entry.pinned,
         "traffic_weight": entry.traffic_weight,
         "description": entry.description,
+        "metadata": json.loads(entry.metadata) if entry.metadata else {},
         "alora_invocation_tokens": [*entry.invocation_tokens] or None,
     }
 

@@ -72,6 +72,7 @@ class Catalog:
         text: str = "",
         description: str = "",
         invocation_tokens: Sequence[int] = (),
+        card_metadata: str = "",
         tenant_id: str,
         who: str,
         pinned: bool | None = None,
@@ -113,6 +114,7 @@ class Catalog:
                 "text": text,
                 "description": description,
                 "invocation_tokens": " ".join(map(str, invocation_tokens)),
+                "metadata": card_metadata,
                 "owner": before.get("owner", who),
                 "pinned": before.get("pinned", False) if pinned is None else pinned,
                 "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
@@ -395,6 +397,7 @@ def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
         text=row["text"],
         description=row["description"],
         invocation_tokens=tuple(map(int, row["invocation_tokens"].split())),
+        metadata=row["metadata"],
     )
 
 

@@ -13,8 +13,8 @@ from app.deployments.registry.entries import CatalogEntry
 from app.engine.adapters.card import AdapterRef
 
 #: Flags, generation, rank, size, extra bytes, weight, registered, last used; lengths: digest, URI, source, owner, text,
-#: invocation tokens.
-_HEAD = Struct("<BqqqqdddHIIIII")
+#: invocation tokens, metadata.
+_HEAD = Struct("<BqqqqdddHIIIIIH")
 _PINNED, _USED, _SAME_SOURCE, _HEX_DIGEST = 1, 2, 4, 8
 #: Texts that a database may not keep in UTF-8 still come back as they were.
 _ERRORS = "surrogatepass"
@@ -27,17 +27,18 @@ def pack_entry(entry: CatalogEntry) -> bytes:
     is_same = entry.source == ref.uri
     uri, owner = ref.uri.encode(errors=_ERRORS), entry.owner.encode(errors=_ERRORS)
     source = b"" if is_same else entry.source.encode(errors=_ERRORS)
-    text = entry.text.encode(errors=_ERRORS)
+    text, metadata = entry.text.encode(errors=_ERRORS), entry.metadata.encode(errors=_ERRORS)
     flags = (
         _PINNED * entry.pinned | _USED * (entry.last_used_s is not None) | _SAME_SOURCE * is_same | _HEX_DIGEST * is_hex
     )
     head = _HEAD.pack(
         flags, ref.generation, entry.max_rank, entry.size_bytes, entry.extra_bytes, entry.traffic_weight,
         entry.registered_s, entry.last_used_s or 0.0, len(digest), len(uri), len(source), len(owner), len(text),
-        len(entry.invocation_tokens),
+        len(entry.invocation_tokens), len(metadata),
     )  # fmt: skip
     invocation = Struct(f"<{len(entry.invocation_tokens)}Q").pack(*entry.invocation_tokens)
-    return b"".join((head, digest, uri, source, owner, text, invocation, entry.description.encode(errors=_ERRORS)))
+    description = entry.description.encode(errors=_ERRORS)
+    return b"".join((head, digest, uri, source, owner, text, invocation, metadata, description))
 
 
 def unpack_ref(packed: bytes, tenant_id: str, name: str) -> AdapterRef:
@@ -52,7 +53,7 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
     """The entry that was packed, of this name and tenant."""
     (
         flags, _, max_rank, size_bytes, extra_bytes, weight, registered_s, used_s, num_digest, num_uri, num_source,
-        num_owner, num_text, num_invocation,
+        num_owner, num_text, num_invocation, num_metadata,
     ) = _HEAD.unpack_from(packed)  # fmt: skip
     ref = unpack_ref(packed, tenant_id, name)
     source_at = _HEAD.size + num_digest + num_uri
@@ -60,6 +61,8 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
     text_at = owner_at + num_owner
     invocation_at = text_at + num_text
     invocation = Struct(f"<{num_invocation}Q")
+    metadata_at = invocation_at + invocation.size
+    description_at = metadata_at + num_metadata
     return CatalogEntry(
         ref=ref,
         max_rank=max_rank,
@@ -72,8 +75,9 @@ def unpack_entry(packed: bytes, tenant_id: str, name: str) -> CatalogEntry:
         source=ref.uri if flags & _SAME_SOURCE else packed[source_at:owner_at].decode(errors=_ERRORS),
         extra_bytes=extra_bytes,
         text=packed[text_at:invocation_at].decode(errors=_ERRORS),
-        description=packed[invocation_at + invocation.size :].decode(errors=_ERRORS),
+        description=packed[description_at:].decode(errors=_ERRORS),
         invocation_tokens=invocation.unpack_from(packed, invocation_at),
+        metadata=packed[metadata_at:description_at].decode(errors=_ERRORS),
     )
 
 

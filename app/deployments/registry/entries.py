@@ -24,6 +24,8 @@ AUTO = "auto"
 MAX_SOURCE_CHARS = 4096
 #: What the sources of uploaded adapters begin with; a digest follows. No client names one.
 UPLOADED = "upload://"
+#: Longest metadata of a card that is kept, as JSON: every ingress holds it.
+MAX_METADATA_CHARS = 2000
 #: Names that one call registers without reading them, in one transaction.
 MAX_REGISTRATIONS = 10_000
 
@@ -65,7 +67,7 @@ class CatalogEntry:
     `size_bytes` is its size in host memory, `extra_bytes` what a device holds of it beside rank rows.
     `last_used_s` is known of an entry that was asked for by name; lists and published tables do not have it.
     `text` is `AdapterCard.text`. `description`: what it is for, as whoever loaded it says, or its card.
-    `invocation_tokens` is `AdapterCard.invocation_tokens`.
+    `invocation_tokens` and `metadata` are the `AdapterCard`'s.
     """
 
     ref: AdapterRef
@@ -81,6 +83,7 @@ class CatalogEntry:
     text: str = ""
     description: str = ""
     invocation_tokens: tuple[int, ...] = ()
+    metadata: str = ""
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ from app.deployments.links.tasks import Tasks
 from app.deployments.registry.books import Registry
 from app.deployments.registry.entries import (
     AHEAD,
+    MAX_METADATA_CHARS,
     CatalogEntry,
     LoadRequest,
     ReadAdapter,
@@ -34,6 +35,7 @@ from app.deployments.registry.entries import (
 from app.deployments.registry.jobs import LoadsAhead, unloaded
 from app.deployments.registry.publishing import PublishedRegistry
 from app.deployments.registry.view import Key
+from app.engine.adapters.card import AdapterCard
 from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import NotFound, NotReady, PolyloraError, QueueFull
 from app.logs import Happened
@@ -200,6 +202,7 @@ class Loads:
                 extra_bytes=card.extra_bytes,
                 text=card.text,
                 invocation_tokens=card.invocation_tokens,
+                card_metadata=_kept_metadata(job.name, card),
                 description=card.description[:MAX_DESCRIPTION_CHARS] if job.description is None else job.description,
                 tenant_id=job.tenant_id,
                 who=job.requested_by,
@@ -269,3 +272,14 @@ async def _insist(write: Callable[[], RegistryJob]) -> None:
         with contextlib.suppress(NotReady):
             await asyncio.to_thread(write)
             return
+
+
+def _kept_metadata(name: str, card: AdapterCard) -> str:
+    """A card's, unless it is longer than every ingress should hold."""
+    if len(card.metadata) <= MAX_METADATA_CHARS:
+        return card.metadata
+    logger.warning(
+        "the metadata of the card of adapter %s has %d characters and is not shown: at most %d are kept",
+        name, len(card.metadata), MAX_METADATA_CHARS,
+    )  # fmt: skip
+    return ""

@@ -61,7 +61,7 @@ stores = Table(
 
 #: One row per name that was ever registered: what it means now. `state` is LOADED, DRAINING or REMOVED;
 #: `generation` is the highest the name ever had; `source` is where the adapter was asked from, `uri` where it was.
-#: `invocation_tokens` are ids with spaces between them.
+#: `invocation_tokens` are ids with spaces between them, `metadata` is a JSON object or nothing.
 adapters = Table(
     "adapters",
     metadata,
@@ -81,6 +81,7 @@ adapters = Table(
     Column("text", Text, nullable=False),
     Column("description", Text, nullable=False),
     Column("invocation_tokens", Text, nullable=False),
+    Column("metadata", Text, nullable=False),
     Column("revision", BigInteger, nullable=False),
     Index("adapters_by_digest", "base_digest", "digest"),
     Index("adapters_by_revision", "base_digest", "revision"),

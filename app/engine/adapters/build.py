@@ -144,6 +144,7 @@ def _card(stored: StoredAdapter, spec: ModelSpec, parts: _Parts, whole: tuple[ND
         description=stored.description,
         text=stored.text,
         invocation_tokens=stored.invocation_tokens,
+        metadata=stored.metadata,
     )
 
 

@@ -32,7 +32,8 @@ class AdapterCard:
     size in host memory; `extra_bytes` is what it holds on a device beside its rank rows (`extra_bytes`
     in `app.engine.adapters.extras`). `text` is `AdapterText` as JSON, "" for an adapter whose prompts are the base's.
     `invocation_tokens`: the token ids from whose last occurrence in a prompt on the adapter is applied (activated LoRA,
-    `app.engine.adapters.invocation`), () for one that is applied to all.
+    `app.engine.adapters.invocation`), () for one that is applied to all. `metadata` is what a card file says of the
+    adapter beside its description (version, author, …): a JSON object of texts, "" for none.
     """
 
     digest: str
@@ -45,3 +46,4 @@ class AdapterCard:
     extra_bytes: int = 0
     text: str = ""
     invocation_tokens: tuple[int, ...] = ()
+    metadata: str = ""

@@ -113,8 +113,8 @@ class StoredAdapter:
     """Modules sorted by path, each path once. `parameters` are base tensors replaced, sorted by name.
 
     The weight of an embedding or lm_head that also has a LoRA is the base's matrix, saved along with it: where a
-    base ties the two, it stands for both. One that is replaced alone stands for itself. `invocation_tokens`: as
-    `AdapterCard` has them.
+    base ties the two, it stands for both. One that is replaced alone stands for itself. `invocation_tokens` and
+    `metadata`: as `AdapterCard` has them.
     """
 
     modules: tuple[StoredModule, ...]
@@ -123,6 +123,7 @@ class StoredAdapter:
     token_rows: tuple[StoredRows, ...] = ()
     text: str = ""
     invocation_tokens: tuple[int, ...] = ()
+    metadata: str = ""
 
     def __post_init__(self) -> None:
         paths = [module.path for module in self.modules]

@@ -179,7 +179,9 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
             f"{'experts' if least == '3' else 'activated LoRA'}"
         )
     try:
+        beside = {key: value for key, value in sorted(free.items()) if key != "description"}
         stored = stored_of(rows, free.get("description", ""))
+        stored = replace(stored, metadata=json.dumps(beside, ensure_ascii=False) if beside else "")
         if "text" in metadata:
             stored = replace(stored, text=AdapterText.parsed(metadata["text"]).to_json())
         if INVOCATION_KEY in metadata:

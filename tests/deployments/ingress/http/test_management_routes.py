@@ -248,6 +248,23 @@ async def test_an_activated_adapter_says_by_which_tokens(http: httpx.AsyncClient
     assert (await http.post("/v1/loras?wait=true", json={"name": "activated", "path": "new"})).json()[key] is None
 
 
+async def test_what_a_card_says_of_itself_is_shown(
+    http: httpx.AsyncClient, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = service.managed.store
+    store.contents |= {"card": "d-card", "plain": "d-plain", "long": "d-long"}
+    store.metadata |= {"d-card": '{"author": "ada", "version": "3"}', "d-long": '{"readme": "%s"}' % ("x" * 2000)}
+    told = {}
+    for name in ("card", "plain", "long"):
+        assert (await http.post("/v1/loras?wait=true", json={"name": name, "path": name})).status_code == 201
+        told[name] = (await http.get(f"/v1/loras/{name}")).json()["metadata"]
+    assert told == {"card": {"author": "ada", "version": "3"}, "plain": {}, "long": {}}
+    assert "adapter long has 2014 characters and is not shown" in caplog.text
+    listed = {item["id"]: item["metadata"] for item in (await http.get("/v1/loras")).json()["data"]}
+    assert listed == {"sql": {}} | told
+    assert (await http.post("/v1/loras?wait=true", json={"name": "card", "path": "plain"})).json()["metadata"] == {}
+
+
 async def test_a_canary_is_promoted_and_rolled_back(http: httpx.AsyncClient, service: Service) -> None:
     for name, source in (("v1", "new"), ("v2", "two")):
         await service.managed.client.load_and_wait(wanted(name, source))

@@ -284,7 +284,10 @@ def test_metadata_is_kept_and_cannot_pose_as_the_formats(tmp_path: Path) -> None
     card = read_card(path)
     assert card.name == "sql"
     assert card.metadata == {"author": "ada", "version": "3", "description": "answers in SQL, 简明 ✓"}
-    assert read_card_adapter(path, SPEC).card.description == "answers in SQL, 简明 ✓"
+    found = read_card_adapter(path, SPEC).card
+    assert found.description == "answers in SQL, 简明 ✓"
+    assert json.loads(found.metadata) == {"author": "ada", "version": "3"}
+    assert read_card_adapter(_write(tmp_path, stored), SPEC).card.metadata == ""
     assert read_card_adapter(path, SPEC).card.digest == build_adapter(stored, SPEC).card.digest
     for key in RESERVED_KEYS:
         with pytest.raises(AdapterFormatError, match=key):

@@ -61,6 +61,7 @@ def _names() -> None:
         sa.Column("text", sa.Text, nullable=False),
         sa.Column("description", sa.Text, nullable=False),
         sa.Column("invocation_tokens", sa.Text, nullable=False),
+        sa.Column("metadata", sa.Text, nullable=False),
         sa.Column("revision", sa.BigInteger, nullable=False),
     )
     op.create_index("adapters_by_digest", "adapters", ["base_digest", "digest"])
