@@ -50,10 +50,14 @@ class Grant(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """This process, and all that live and own the limits of this registry, this one among them."""
+    """This process, and all that live and own the limits of this registry, this one among them.
+
+    `gone`: ingresses of this process that hold nothing any more, whatever the database says.
+    """
 
     mine: str = ""
     living: frozenset[str] = frozenset({""})
+    gone: frozenset[str] = frozenset()
 
 
 class Asked(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from app.deployments.links.tasks import Tasks
@@ -29,6 +30,9 @@ T = TypeVar("T")
 ALONE_S = 60.0
 #: How long a call waits for the database: less than an ingress waits for its owner (`limiter.OWNER_TIMEOUT_S`).
 DATABASE_PATIENCE_S = 0.5
+#: Of ingresses that are gone so many are looked for at a time, and of so many rows they are removed at a time: a small
+#: part of `DATABASE_PATIENCE_S`.
+SWEPT_HOLDERS, SWEPT_ROWS = 50, 200
 
 
 class LimitOwner:
@@ -68,6 +72,7 @@ class LimitOwner:
         if self._is_shared:
             self._gone.update(self._lender.bury(now_s))
             await self._in_turn(lambda deadline_s: self._tell(now_s, deadline_s))
+            await self._sweep()
 
     async def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
         """As `Lender.lend`. Raises NotReady while what all owners count together cannot be had."""
@@ -76,6 +81,7 @@ class LimitOwner:
         if not self._is_shared:
             return self._lender.lend(holder, wants, now_s)
         self._lender.hear(holder, now_s)
+        self._gone.discard(holder)
         if not wants:
             return []
         return await self._in_turn(lambda deadline_s: self._lend(holder, wants, now_s, deadline_s))
@@ -88,7 +94,7 @@ class LimitOwner:
         if not self._is_shared:
             return self._lender.left(tenant_id, now_s)
         limits = {meter: self._lender.limit(meter) or 0 for meter in meters}
-        left = await asyncio.to_thread(self._shared.left, self._owners, limits, now_s)
+        left = await asyncio.to_thread(self._shared.left, self._all_owners(), limits, now_s)
         return [(meter, limits[meter], remaining) for meter, remaining in zip(meters, left, strict=True)]
 
     async def remaining_spend(self, tenant_id: str, now_s: float) -> int | None:
@@ -106,6 +112,23 @@ class LimitOwner:
             place = (meter.tenant_id, month_of(now_s))
             if place not in self._spent:
                 self._spent[place] = await asyncio.to_thread(self._ledger.spent, meter.tenant_id, now_s)
+
+    async def _sweep(self) -> None:
+        """Tell the database which ingresses are gone: other owners count what they held until it knows.
+
+        Whoever is waiting for a grant has its turn between two batches. Rows that were swept name nobody who is gone,
+        so one that was interrupted is gone on with by the next.
+        """
+        gone = sorted(self._gone)[:SWEPT_HOLDERS]
+        if not gone:
+            return
+        meters = await asyncio.to_thread(self._shared.held_by, gone)
+        for batch in (meters[start : start + SWEPT_ROWS] for start in range(0, len(meters), SWEPT_ROWS)):
+            await self._in_turn(partial(self._forget, batch))
+        self._gone.difference_update(gone)
+
+    def _all_owners(self) -> Owners:
+        return self._owners._replace(gone=frozenset(self._gone))
 
     # -- in turn ------------------------------------------------------------------------------------------
 
@@ -136,13 +159,15 @@ class LimitOwner:
         if self._brought:
             await asyncio.to_thread(self._shared.bring, self._owners, self._brought, now_s, deadline_s)
             self._brought = {}
-        if gone := list(self._gone):
-            await asyncio.to_thread(self._shared.forget, self._owners, gone, deadline_s)
-            self._gone.difference_update(gone)
+
+    async def _forget(self, meters: Sequence[Meter], _: float) -> None:
+        if self._is_shared:  # still, since it waits
+            await asyncio.to_thread(self._shared.forget, self._all_owners(), meters)
 
     async def _count_alone(self, now_s: float, deadline_s: float) -> None:
         await self._tell(now_s, deadline_s)
-        counters = await asyncio.to_thread(self._shared.take, self._owners, now_s, deadline_s)
+        counters = await asyncio.to_thread(self._shared.take, self._all_owners(), now_s, deadline_s)
+        self._gone.clear()
         self._spent.clear()  # of what others have spent since
         self._lender.take_over(counters, now_s)
         self._is_shared = False
@@ -155,7 +180,8 @@ class LimitOwner:
         limits = [self._lender.limit(want.meter) for want in wants]
         asked = [(want, limit) for want, limit in zip(wants, limits, strict=True) if limit is not None]
         its = Asked(holder, [want for want, _ in asked], [limit for _, limit in asked])
-        grants = iter(await asyncio.to_thread(self._shared.lend, self._owners, its, now_s, deadline_s) if asked else [])
+        owners = self._all_owners()
+        grants = iter(await asyncio.to_thread(self._shared.lend, owners, its, now_s, deadline_s) if asked else [])
         return [
             Grant(want.need, 0) if limit is None else next(grants) for want, limit in zip(wants, limits, strict=True)
         ]

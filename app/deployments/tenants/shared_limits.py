@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, and_, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, false, insert, or_, select, update
 
 from app.deployments.registry.database import Database
 from app.deployments.tenants.lending import Asked, Counter, Grant, Owners, Want, lend, new_counter
@@ -26,6 +26,8 @@ _CHANGE = update(shared_limits).where(_PLACE).values(state=bindparam("new_state"
 _BEGIN = insert(shared_limits)
 #: Of more projects than this all rows are read: databases bound how many values a statement has.
 _MAX_NAMED = 1000
+#: How a state names a holder that has units (`_state`); who has only used some is named without the bracket.
+_HOLDS = "{}: ["
 
 
 @dataclass(slots=True)
@@ -91,15 +93,21 @@ class SharedLimits:
             self._write(connection, rows)
             self._check(deadline_s)
 
-    def forget(self, owners: Owners, holders: Collection[str], deadline_s: float) -> None:
-        """These ingresses of this owner are gone: what they held is free."""
+    def held_by(self, holders: Collection[str]) -> list[Meter]:
+        """Of which meters any of these ingresses holds units, tenant by tenant. Nobody waits for it."""
+        columns = shared_limits.c
+        names = [columns.state.contains(_HOLDS.format(json.dumps(holder)), autoescape=True) for holder in holders]
+        query = select(columns.project_id, columns.kind, columns.model).order_by(columns.project_id)
+        query = query.where(columns.base_digest == self._database.base_digest, or_(false(), *names))
+        with self._database.read() as connection:
+            return [Meter(*place) for place in connection.execute(query)]
+
+    def forget(self, owners: Owners, meters: Collection[Meter]) -> None:
+        """What ingresses that are gone held of these meters is free, for all owners."""
         with self._database.write() as connection:
-            rows = self._all(connection, owners)
-            for row in rows.values():
-                if isinstance(row.counter, CountCounter):
-                    row.counter.forget(holders)
-            self._write(connection, rows)
-            self._check(deadline_s)
+            kept = self._kept(connection, sorted({meter.tenant_id for meter in meters}))
+            its = {meter: _read(meter, kept[meter], owners, 0) for meter in meters if meter in kept}
+            self._write(connection, its)
 
     def take(self, owners: Owners, now_s: float, deadline_s: float) -> dict[Meter, Counter]:
         """All that is counted here, for the last owner that lives to count on by itself; from here on nothing is."""
@@ -172,13 +180,14 @@ def _meters(wants: Sequence[Want]) -> list[Meter]:
 
 
 def _read(meter: Meter, state: str, owners: Owners, limit: int) -> _Row:
-    """A row without what dead owners' ingresses held."""
+    """A row without what dead owners' ingresses held, and those that are gone."""
     kept: dict[str, Any] = json.loads(state)
     if meter.kind in PERIOD_S:
         return _Row(RateCounter(kept["limit"], PERIOD_S[meter.kind], kept["paid_s"]), state=state)
     counter = CountCounter(limit, kept["used"])
     counter.used_by = kept["used_by"]
-    held = {holder: place for holder, place in kept["held"].items() if place[0] in owners.living}
+    places = kept["held"].items()
+    held = {holder: place for holder, place in places if place[0] in owners.living and holder not in owners.gone}
     counter.held = {holder: units for holder, (_, units) in held.items()}
     return _Row(counter, {holder: owner for holder, (owner, _) in held.items()}, kept["month"], state)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 from sqlalchemy import Connection
 
 from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.tenants import limiter
+from app.deployments.tenants import limiter, owning
 from app.deployments.tenants.books import TenantBooks
 from app.deployments.tenants.entries import RateLimit, Tenant, TenantLimits
 from app.deployments.tenants.lending import HOLDER_SILENCE_S, Grant, Owners, Want
@@ -21,7 +21,9 @@ from app.deployments.tenants.metering import Charge, LedgerKey
 from app.deployments.tenants.owning import ALONE_S, LimitOwner
 from app.engine.errors import NotReady
 from tests.deployments.tenants.test_limiter import CONCURRENT, REQUESTS, SPEND, TOKENS, tenant
+from tests.postgres import PostgresServer, find_postgres
 
+PROGRAMS = find_postgres()
 #: Nothing here is about how long a real database takes.
 PATIENCE_S = 60.0
 DAY = Meter("t", "day", "base")
@@ -96,10 +98,16 @@ class Services:
         return lend
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=["sqlite", *(["postgresql"] if PROGRAMS else [])])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One database for all tests; each has a base model of its own in it."""
-    return sqlite_url(tmp_path_factory.mktemp("registry") / "registry.sqlite")
+    if request.param == "sqlite":
+        yield sqlite_url(tmp_path_factory.mktemp("registry") / "registry.sqlite")
+        return
+    assert PROGRAMS is not None, "asked for only where it was found"
+    server = PostgresServer(PROGRAMS)
+    yield server.new_database()
+    server.stop()
 
 
 @pytest.fixture
@@ -123,6 +131,10 @@ def transactions() -> Iterator[list[str | None]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Database, "_transaction", noting)
         yield opened
+
+
+def refuse(*_: object) -> None:
+    raise NotReady("the registry's database does not answer")
 
 
 async def is_admitted(services: Services, name: str, needs: Mapping[Meter, int]) -> Reservation | None:
@@ -326,9 +338,6 @@ async def test_what_could_not_be_brought_is_brought_later(database: Database, mo
     await services.start("a")
     assert await num_admitted(services, "a", {REQUESTS: 1}, 7) == 7
 
-    def refuse(*_: object) -> None:
-        raise NotReady("the registry's database does not answer")
-
     with monkeypatch.context() as patch:
         patch.setattr(services.books.shared_limits, "bring", refuse)
         with pytest.raises(NotReady):
@@ -355,3 +364,74 @@ async def test_a_limit_that_is_changed_holds_for_all(database: Database) -> None
     services.tenant = Tenant("t", "t", 0.0)
     grants = await services.owners["b"].lend("i", [Want(REQUESTS, 5)], services.now_s)
     assert grants == [Grant(5, 0)]
+
+
+async def an_ingress_that_died(services: Services, *meters: Meter) -> None:
+    """Of owner `a`: it held one unit of each meter; another of `a`'s is heard."""
+    await services.owners["a"].lend("dead", [Want(meter, 1, 1) for meter in meters], services.now_s)
+    services.now_s += HOLDER_SILENCE_S + 1
+    await services.owners["a"].lend("alive", [], services.now_s)
+
+
+async def test_lends_go_on_while_an_ingress_that_died_cannot_be_removed(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own owner knows that what it held is free; others count it until it is removed."""
+    services = Services(database, max_concurrent=2)
+    await services.start("a", "b")
+    await an_ingress_that_died(services, CONCURRENT)
+    with monkeypatch.context() as patch:
+        patch.setattr(services.books.shared_limits, "forget", refuse)
+        with pytest.raises(NotReady):
+            await services.look()
+        assert await services.owners["b"].lend("i", [Want(CONCURRENT)], services.now_s) == [Grant(0, 1)]
+        assert [each[2] for each in await services.owners["a"].left("t", services.now_s)] == [2]
+        assert await services.owners["a"].lend("alive", [Want(CONCURRENT, 2, 2)], services.now_s) == [Grant(2, 0)]
+
+
+async def test_an_ingress_that_is_heard_again_keeps_what_it_held(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = Services(database, max_concurrent=2)
+    await services.start("a", "b")
+    await an_ingress_that_died(services, CONCURRENT)
+    with monkeypatch.context() as patch:
+        patch.setattr(services.books.shared_limits, "forget", refuse)
+        with pytest.raises(NotReady):
+            await services.look()
+    await services.owners["a"].lend("dead", [], services.now_s)
+    await services.look()
+    assert await services.owners["b"].lend("i", [Want(CONCURRENT, 2, 2)], services.now_s) == [Grant(0, 1)]
+
+
+@pytest.mark.parametrize("dead", ["dead", 'de"ad', "d%d", "d_d", "d\\d", "d/d", "dé"])
+async def test_an_ingress_that_died_is_removed_from_its_rows_in_batches(
+    database: Database, monkeypatch: pytest.MonkeyPatch, dead: str
+) -> None:
+    """Rows that do not name it are not read, and whoever waits has its turn between two batches."""
+    monkeypatch.setattr(owning, "SWEPT_ROWS", 2)
+    services = Services(database, max_concurrent=1, spend_cents=1)
+    await services.start("a", "b")
+    shared, a, b = services.books.shared_limits, services.owners["a"], services.owners["b"]
+    its = [Meter(f"t{number}", "concurrent") for number in range(5)]
+    others = [Meter(f"u{number}", "concurrent") for number in range(5)]
+    await a.lend(dead, [Want(meter, 1, 1) for meter in its] + [Want(SPEND, used=7)], services.now_s)
+    await a.lend(dead, [Want(SPEND, used=8)], services.now_s)
+    await b.lend("i", [Want(meter, 1, 1) for meter in others], services.now_s)
+    services.now_s += HOLDER_SILENCE_S + 1
+    await b.lend("i", [], services.now_s)
+    batches: list[Collection[Meter]] = []
+    forget = shared.forget
+
+    def noting(owners: Owners, meters: Collection[Meter]) -> None:
+        batches.append(meters)
+        forget(owners, meters)
+
+    monkeypatch.setattr(shared, "forget", noting)
+    await services.look()
+    assert batches == [its[:2], its[2:4], its[4:]]
+    assert await b.lend("i", [Want(meter, 1, 1) for meter in its], services.now_s) == [Grant(1, 0)] * 5
+    await a.lend(dead, [Want(SPEND, used=9)], services.now_s)
+    assert await b.remaining_spend("t", services.now_s) == 10_000_000 - 2, "what it reports later counts as before"
+    await services.look()
+    assert len(batches) == 3, "it is not looked for again"
