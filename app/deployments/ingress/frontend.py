@@ -197,10 +197,15 @@ class Frontend:
         return await beside_if_long(num_chars, lambda: self._model.encode_chat(messages, "", tools))
 
     async def conversation_ids(
-        self, body: ChatFields, caller: Caller, model: str, lora_path: str | None = None
+        self,
+        body: ChatFields,
+        caller: Caller,
+        model: str,
+        lora_path: str | None = None,
+        adapters: Sequence[WeightedAdapter] | None = None,
     ) -> Sequence[int]:
         """What `chat` computes for a conversation. Raises NotFound, InvalidRequest."""
-        ref = await self.find_adapter(model, caller, lora_path)
+        ref = await self.find_adapter(model, caller, lora_path, adapters=adapters)
         return await self.chat_ids(body, "" if ref is None else self._names.text(ref))
 
     async def completion(self, body: CompletionRequest, caller: Caller, request_id: str | None = None) -> Job:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from app.deployments.ingress.body import Body, Items, parse_body
-from app.deployments.ingress.schema import ChatCompletionRequest, Count, FunctionName
+from app.deployments.ingress.schema import ChatCompletionRequest, Count, FunctionName, WeightedAdapters, as_fields
 
 
 class CacheMark(Body):
@@ -97,6 +97,7 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None
     output_config: OutputConfig | None = None
+    adapters: WeightedAdapters = None
 
     def chat(self) -> ChatCompletionRequest:
         """The same request in OpenAI's words. Raises InvalidRequest."""
@@ -106,7 +107,7 @@ class CountTokensRequest(Body):
         messages = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         for message in self.messages:
             messages += _told(message)
-        fields: dict[str, Any] = {"messages": messages}
+        fields: dict[str, Any] = {"messages": messages, "adapters": as_fields(self.adapters)}
         if self.tools:
             fields["tools"] = [_tool(tool) for tool in self.tools]
         if self.output_config is not None and self.output_config.format is not None:

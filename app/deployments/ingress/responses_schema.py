@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from app.deployments.ingress.body import Body, Items, parse_body
-from app.deployments.ingress.schema import ChatCompletionRequest, Count, FunctionName
+from app.deployments.ingress.schema import ChatCompletionRequest, Count, FunctionName, WeightedAdapters, as_fields
 
 
 class Part(Body):
@@ -88,6 +88,7 @@ class InputTokensRequest(Body):
     parallel_tool_calls: bool = True
     truncation: Literal["disabled"] = "disabled"
     lora_path: str | None = None
+    adapters: WeightedAdapters = None
 
     def chat(self) -> ChatCompletionRequest:
         """The same request in OpenAI's older words. Raises InvalidRequest."""
@@ -99,6 +100,7 @@ class InputTokensRequest(Body):
             "model": self.model,
             "messages": messages + self._told(),
             "lora_path": self.lora_path,
+            "adapters": as_fields(self.adapters),
         }
         if self.text is not None and self.text.format is not None:
             form = self.text.format

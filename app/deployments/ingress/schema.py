@@ -131,6 +131,11 @@ class WeightedAdapter(Body):
 WeightedAdapters = Annotated[Items[WeightedAdapter] | None, Field(min_length=1, max_length=MAX_PARTS)]
 
 
+def as_fields(adapters: list[WeightedAdapter] | None) -> list[dict[str, Any]] | None:
+    """As a body has them."""
+    return None if adapters is None else [adapter.model_dump() for adapter in adapters]
+
+
 class RoutingFields(Body):
     """How the service chooses, where `model` is "auto"; None: as it is configured."""
 

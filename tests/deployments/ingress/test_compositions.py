@@ -52,12 +52,16 @@ async def test_one_derived_adapter_answers_on_every_route(served: Service, http:
     for path, body in (
         ("/v1/chat/completions", {"model": "base"} | chat),
         ("/v1/completions", {"model": "base", "prompt": "hi", "max_tokens": 3}),
+        ("/v1/responses", {"model": "base", "input": "hi", "max_output_tokens": 3}),
+        ("/v1/responses/input_tokens", {"model": "base", "input": "hi"}),
+        ("/v1/messages", {"model": "base", "max_tokens": 3} | chat),
+        ("/v1/messages/count_tokens", {"model": "base"} | chat),
         ("/v1/embeddings", {"model": "base", "input": "hi"}),
         ("/generate", {"text": ["hi", "ho"], "sampling_params": {"max_tokens": 3}}),
     ):
         answer = await http.post(path, json=body | {"adapters": BOTH})
         assert answer.status_code == 200, answer.text
-        if path != "/generate":
+        if path not in ("/generate", "/v1/responses/input_tokens", "/v1/messages/count_tokens"):
             assert answer.headers["X-Polylora-Adapter"] == "sql*0.7+two*1@1"
     assert served.registry.num_adapters == 2, "nothing was registered for it"
     ref = await served.frontend.find_adapter(

@@ -49,7 +49,8 @@ def _add_messages(app: FastAPI, service: RunningService) -> None:
         """How many tokens a conversation's prompt has."""
         body = parse_body(CountTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         chat = body.chat()
-        token_ids = await service.frontend.conversation_ids(chat, inference_caller(request), chat.model)
+        caller = inference_caller(request)
+        token_ids = await service.frontend.conversation_ids(chat, caller, chat.model, adapters=chat.adapters)
         return JSONResponse({"input_tokens": len(token_ids)})
 
 

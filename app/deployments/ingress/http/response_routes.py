@@ -59,7 +59,8 @@ def add_response_routes(app: FastAPI, service: KeepingService) -> None:
         """How many tokens the prompt of a response has."""
         body = parse_body(InputTokensRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         chat = body.chat()
-        token_ids = await service.frontend.conversation_ids(chat, inference_caller(request), chat.model, chat.lora_path)
+        caller = inference_caller(request)
+        token_ids = await service.frontend.conversation_ids(chat, caller, chat.model, chat.lora_path, chat.adapters)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     @app.get("/v1/responses/{response_id}")

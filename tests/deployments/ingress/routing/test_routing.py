@@ -222,6 +222,18 @@ async def test_the_answer_says_what_was_chosen(described: Service, http: httpx.A
     assert described.observed[-1] == ("route", 200)
 
 
+async def test_one_that_nobody_has_read_may_win_and_is_read_then(described: Service, http: httpx.AsyncClient) -> None:
+    body = {"name": "two", "path": "two", "description": "knows the law", "read": False}
+    assert (await http.post("/v1/loras", json=body)).json()["state"] == "REGISTERED"
+    explained = await http.post("/v1/route", json={"prompt": "law?"})
+    assert [one["name"] for one in explained.json()["adapters"]] == ["two"]
+    assert "two" not in described.managed.store.loads, "to explain reads nothing"
+    answer = await http.post("/v1/completions", json={"model": "auto", "prompt": "law?", "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Polylora-Adapter"] == "two@1"
+    assert (await http.get("/v1/loras/two")).json()["state"] == "LOADED"
+
+
 async def test_several_are_combined_by_their_scores(described: Service, http: httpx.AsyncClient) -> None:
     await register(http, "two", "law")
     await http.patch("/v1/loras/sql", json={"description": "law tone"})
