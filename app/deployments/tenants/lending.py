@@ -157,7 +157,9 @@ class Lender:
 def new_counter(meter: Meter, limit: int, used: int = 0) -> Counter:
     """Of a meter that nobody has taken of; `used`: what of its money is gone."""
     period_s = PERIOD_S.get(meter.kind)
-    return CountCounter(limit, used) if period_s is None else RateCounter(limit, period_s)
+    if period_s is not None:
+        return RateCounter(limit, period_s)
+    return CountCounter(limit, used, is_spent=meter.kind == "spend")
 
 
 def lend(counter: Counter, holder: str, want: Want, limit: int, now_s: float) -> Grant:

@@ -184,12 +184,14 @@ class CountCounter:
     """At most `limit` in all: what is used up (`used` when this began), and what holders may give back (`held`).
 
     Holders report totals, not changes: one that is heard twice, or not at all, changes nothing for good. `used_by` is
-    what each has reported so far.
+    what each has reported so far; also who is forgotten may report more, so it is kept while this counts. Where nothing
+    is used up (not `is_spent`) it stays empty.
     """
 
-    def __init__(self, limit: int, used: int = 0) -> None:
+    def __init__(self, limit: int, used: int = 0, *, is_spent: bool) -> None:
         self.limit = limit
         self.used = used
+        self.is_spent = is_spent
         self.held: dict[str, int] = {}
         self.used_by: dict[str, int] = {}
 
@@ -199,8 +201,9 @@ class CountCounter:
 
     def report(self, holder: str, holding: int, used: int) -> None:
         """A holder holds so much now, and has used up so much since it began (before it was first heard: unknown)."""
-        self.used += used - self.used_by.get(holder, used)
-        self.used_by[holder] = used
+        if self.is_spent:
+            self.used += used - self.used_by.get(holder, used)
+            self.used_by[holder] = used
         self.held[holder] = holding
 
     def take(self, holder: str, amount: int) -> int:

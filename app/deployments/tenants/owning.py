@@ -46,12 +46,12 @@ class LimitOwner:
         owners: Callable[[], Owners],
         patience_s: float = DATABASE_PATIENCE_S,
     ) -> None:
-        self._lender = Lender(tenant, lambda tenant_id, month: self._spent[tenant_id, month])
+        self._lender = Lender(tenant, lambda tenant_id, month: self._spent[month][tenant_id])
         self._ledger = ledger
         self._shared = shared
         self._look = owners
         self.patience_s = patience_s
-        self._spent: dict[tuple[str, str], int] = {}  # by tenant and month: as the ledger said when it was first asked
+        self._spent: dict[str, dict[str, int]] = {}  # by month and tenant: as the ledger said when it was first asked
         self._owners = Owners()
         self._is_shared = False
         self._seen_s = 0.0  # when another owner was there
@@ -108,10 +108,13 @@ class LimitOwner:
         await self._tasks.close()
 
     async def _look_up_spent(self, wants: Sequence[Want], now_s: float) -> None:
-        for meter in (want.meter for want in wants if want.meter.kind == "spend"):
-            place = (meter.tenant_id, month_of(now_s))
-            if place not in self._spent:
-                self._spent[place] = await asyncio.to_thread(self._ledger.spent, meter.tenant_id, now_s)
+        month = month_of(now_s)
+        if month not in self._spent:  # the one before stays: calls that began in it may not have ended
+            self._spent = {each: self._spent[each] for each in sorted(self._spent)[-1:]} | {month: {}}
+        spent = self._spent[month]
+        for tenant_id in (want.meter.tenant_id for want in wants if want.meter.kind == "spend"):
+            if tenant_id not in spent:
+                spent[tenant_id] = await asyncio.to_thread(self._ledger.spent, tenant_id, now_s)
 
     async def _sweep(self) -> None:
         """Tell the database which ingresses are gone: other owners count what they held until it knows.

@@ -184,7 +184,7 @@ def _read(meter: Meter, state: str, owners: Owners, limit: int) -> _Row:
     kept: dict[str, Any] = json.loads(state)
     if meter.kind in PERIOD_S:
         return _Row(RateCounter(kept["limit"], PERIOD_S[meter.kind], kept["paid_s"]), state=state)
-    counter = CountCounter(limit, kept["used"])
+    counter = CountCounter(limit, kept["used"], is_spent=meter.kind == "spend")
     counter.used_by = kept["used_by"]
     places = kept["held"].items()
     held = {holder: place for holder, place in places if place[0] in owners.living and holder not in owners.gone}
@@ -200,6 +200,5 @@ def _state(row: _Row) -> str:
     else:
         held = {holder: [row.owner_of[holder], units] for holder, units in counter.held.items() if units}
         # Of money also who has used none is kept: what the first report says counts as known.
-        used_by = counter.used_by if row.month else {}
-        kept = {"month": row.month, "used": counter.used, "used_by": used_by, "held": held}
+        kept = {"month": row.month, "used": counter.used, "used_by": counter.used_by, "held": held}
     return json.dumps(kept, sort_keys=True)

@@ -89,7 +89,7 @@ def test_a_new_limit_keeps_what_is_used() -> None:
 
 
 def test_a_count_believes_totals_however_often_they_are_told() -> None:
-    counter = CountCounter(10)
+    counter = CountCounter(10, is_spent=True)
     assert counter.take("a", 6) == 6
     assert counter.take("b", 6) == 4
     for _ in range(3):

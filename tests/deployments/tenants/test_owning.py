@@ -16,7 +16,7 @@ from app.deployments.tenants.books import TenantBooks
 from app.deployments.tenants.entries import RateLimit, Tenant, TenantLimits
 from app.deployments.tenants.lending import HOLDER_SILENCE_S, Grant, Owners, Want
 from app.deployments.tenants.limiter import Limiter, Reservation
-from app.deployments.tenants.limits import LimitReached, Meter, SpendReached
+from app.deployments.tenants.limits import CountCounter, LimitReached, Meter, SpendReached
 from app.deployments.tenants.metering import Charge, LedgerKey
 from app.deployments.tenants.owning import ALONE_S, LimitOwner
 from app.engine.errors import NotReady
@@ -435,3 +435,22 @@ async def test_an_ingress_that_died_is_removed_from_its_rows_in_batches(
     assert await b.remaining_spend("t", services.now_s) == 10_000_000 - 2, "what it reports later counts as before"
     await services.look()
     assert len(batches) == 3, "it is not looked for again"
+
+
+async def test_ingresses_and_months_that_are_over_are_not_kept(database: Database) -> None:
+    """Of money each ingress is kept until the month is over: what it reports late counts."""
+    services = Services(database, max_concurrent=1, spend_cents=1)
+    await services.start("a")
+    owner = services.owners["a"]
+    for _ in range(12):
+        for number in range(3):
+            ingress = f"ingress {services.now_s} {number}"
+            await owner.lend(ingress, [Want(CONCURRENT, 1, 1), Want(SPEND, used=1)], services.now_s)
+            services.now_s += HOLDER_SILENCE_S + 1
+        await owner.lend(ingress, [Want(SPEND, used=4)], services.now_s)
+        assert await owner.remaining_spend("t", services.now_s) == 10_000_000 - 3
+        services.now_s += 31 * 86_400
+    assert len(owner._spent) <= 2
+    counters = owner._lender.hand_over(services.now_s - 31 * 86_400)
+    kept = {meter: len(counter.used_by) for meter, counter in counters.items() if isinstance(counter, CountCounter)}
+    assert kept == {CONCURRENT: 0, SPEND: 3}
