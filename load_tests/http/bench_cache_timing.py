@@ -1,35 +1,65 @@
 """Whether the time to a first token tells that another tenant has asked the same.
 
-In: a base model. Out: Markdown on stdout: the AUC (the chance that a prompt which somebody has asked before is answered
-sooner than one that nobody has, ties counted half) over trials in which another tenant asked it before, and, as a
-control that the measurement can tell at all, in which the same tenant did. 0.5 tells nothing. The engine alone, without
-threads, Ray or HTTP, which would only add noise to what an attacker sees. Prompts are new in each trial; which of the
-two cases it is is drawn, and in both the engine computes one prompt before the one that is timed.
+In: a configuration, from which a service is started as `make serve` does; with `--engine` its base model instead. Out:
+Markdown on stdout: the AUC (the chance that a prompt which somebody has asked before is answered sooner than one that
+nobody has, ties counted half) with its 95 % bootstrap interval, over trials in which another tenant asked it before
+and, as a control that the measurement can tell at all, in which the same tenant did. 0.5 tells nothing. Of a service
+also: whether the time to a 404 tells the name of another tenant's adapter from one that nobody has. Prompts are new in
+each trial; which of the two cases it is is drawn, and in both one prompt is computed before the one that is timed.
+`--engine`: without threads, Ray and HTTP, which only add noise to what an attacker sees.
 
     python -m load_tests.http.bench_cache_timing --trials 2000
+    python -m load_tests.http.bench_cache_timing --trials 2000 --engine
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
+import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from app.cli.settings_file import read_settings
+from app.config import ADMIN_KEY
+from app.deployments.tenants.key_material import new_key
 from app.engine.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.models.checkpoint import load_checkpoint
-from app.engine.models.sources import DEFAULT_MODEL_URI, resolve_model
+from app.engine.models.sources import resolve_model
 from app.engine.open import load_backend
 from app.engine.request import GenerateRequest, SamplingParams
+from load_tests.http.bench_adversary import project_key, projects_of
 from load_tests.measuring import environment
+from load_tests.service import ROOT, Service, free_port, serve_arguments
 
-#: Tenants and their salts, which the service derives from their secrets.
-ATTACKER, VICTIM = ("attacker", b"a" * 32), ("victim", b"v" * 32)
+ATTACKER, VICTIM = "attacker", "victim"
+#: In an engine, which is given what a service derives from tenants' secrets.
+_SALTS = {ATTACKER: b"a" * 32, VICTIM: b"v" * 32}
+#: Names of one length: the victim's adapter, and nobody's.
+_VICTIMS_NAME, _NOBODYS_NAME = "victims-adapter", "nobodys-adapter"
 #: Trials that are not counted: the first steps of an engine are slower.
 _NUM_WARM_UP = 10
+_NUM_RESAMPLES = 1000
+
+#: Has a tenant ask a prompt; seconds to the first token, which is the only one.
+Ask = Callable[[str, tuple[int, ...]], float]
+
+
+class Auc(NamedTuple):
+    """With the bounds of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 def auc(sooner: Sequence[float], others: Sequence[float]) -> float:
@@ -44,25 +74,27 @@ def auc(sooner: Sequence[float], others: Sequence[float]) -> float:
     return float((larger + 0.5 * equal).mean() / len(ordered))
 
 
-class Bench:
-    """An engine, and prompts of `num_tokens` that nobody has asked. `clock` gives seconds."""
+def auc_of(times_s: dict[bool, list[float]], rng: np.random.Generator) -> Auc:
+    """Of the times where it is so, against those where it is not; the interval by drawing trials again."""
+    so, others = np.asarray(times_s[True]), np.asarray(times_s[False])
+    again = [
+        auc(rng.choice(so, len(so)).tolist(), rng.choice(others, len(others)).tolist()) for _ in range(_NUM_RESAMPLES)
+    ]
+    low, high = np.percentile(again, (2.5, 97.5))
+    return Auc(auc(times_s[True], times_s[False]), float(low), float(high))
 
-    def __init__(
-        self,
-        engine: Engine,
-        vocab_size: int,
-        num_tokens: int,
-        clock: Callable[[], float] = time.perf_counter,
-        seed: int = 0,
-    ) -> None:
-        self._engine = engine
-        self._clock = clock
+
+class Bench:
+    """Prompts of `num_tokens` that nobody has asked, and somebody to ask them."""
+
+    def __init__(self, ask: Ask, vocab_size: int, num_tokens: int, seed: int = 0) -> None:
+        self._ask = ask
         self._vocab_size, self._num_tokens = vocab_size, num_tokens
         self._rng = np.random.default_rng(seed)
-        self._num_requests = 0
+        self._resampling = np.random.default_rng(seed + 1)
 
-    def measure(self, num_trials: int, before: tuple[str, bytes]) -> float:
-        """The AUC of the attacker's times where `before` has asked the same prompt, against where it asked another."""
+    def measure(self, num_trials: int, before: str) -> Auc:
+        """Of the attacker's times where `before` has asked the same prompt, against where it asked another."""
         times_s: dict[bool, list[float]] = {True: [], False: []}
         for number in range(-_NUM_WARM_UP, num_trials):
             is_same = bool(self._rng.random() < 0.5)
@@ -71,17 +103,35 @@ class Bench:
             time_s = self._ask(ATTACKER, prompt)
             if number >= 0:
                 times_s[is_same].append(time_s)
-        return auc(times_s[True], times_s[False])
+        return auc_of(times_s, self._resampling)
+
+    def measure_names(self, num_trials: int, refused: Callable[[str], float]) -> Auc:
+        """Of the times to a 404 for the name of another's adapter, against those for nobody's."""
+        times_s: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(-_NUM_WARM_UP, num_trials):
+            is_anothers = bool(self._rng.random() < 0.5)
+            time_s = refused(_VICTIMS_NAME if is_anothers else _NOBODYS_NAME)
+            if number >= 0:
+                times_s[is_anothers].append(time_s)
+        return auc_of(times_s, self._resampling)
 
     def _prompt(self) -> tuple[int, ...]:
         return tuple(self._rng.integers(3, self._vocab_size, self._num_tokens).tolist())
 
-    def _ask(self, who: tuple[str, bytes], prompt: tuple[int, ...]) -> float:
-        """Seconds to the first token, which is the only one."""
+
+class EngineTenants:
+    """An engine's requests. `clock` gives seconds."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._num_requests = 0
+
+    def ask(self, who: str, prompt: tuple[int, ...]) -> float:
+        """See `Ask`."""
         self._num_requests += 1
-        tenant_id, salt = who
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = GenerateRequest(f"r{self._num_requests}", tenant_id, prompt, sampling, cache_salt=salt)
+        request = GenerateRequest(f"r{self._num_requests}", who, prompt, sampling, cache_salt=_SALTS[who])
         started_s = self._clock()
         self._engine.submit(request)
         while not any(chunk.request_id == request.request_id for chunk in self._engine.step()):
@@ -89,28 +139,101 @@ class Bench:
         return self._clock() - started_s
 
 
+class ServiceTenants:
+    """A service's requests, each tenant's with its project's key, through a connection that stays open."""
+
+    def __init__(self, url: str, admin_key: str, model: str, adapter: str) -> None:
+        """url: up to /v1. adapter: the place of one, loaded as the victim's."""
+        projects = projects_of(url, admin_key)
+        ids = {who: projects.create(name=who).id for who in (ATTACKER, VICTIM)}
+        self._model = model
+        self._http = {
+            who: httpx.Client(
+                base_url=url,
+                headers={"Authorization": f"Bearer {project_key(projects, project_id)}"},
+                timeout=600,
+            )
+            for who, project_id in ids.items()
+        }
+        httpx.post(
+            f"{url}/load_lora_adapter",
+            headers={"Authorization": f"Bearer {admin_key}", "OpenAI-Project": ids[VICTIM]},
+            json={"lora_name": _VICTIMS_NAME, "lora_path": adapter},
+            timeout=600,
+        ).raise_for_status()
+
+    def ask(self, who: str, prompt: tuple[int, ...]) -> float:
+        """See `Ask`. Raises RuntimeError for an answer without a token."""
+        body = {"model": self._model, "prompt": list(prompt), "max_tokens": 1, "ignore_eos": True, "stream": True}
+        started_s = time.perf_counter()
+        with self._http[who].stream("POST", "/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            took_s = time.perf_counter() - started_s
+            if answer.status_code != 200 or not first.startswith("data: {"):
+                raise RuntimeError(f"{answer.status_code}: {first}")
+            for _ in lines:  # to its end, or the connection is closed
+                pass
+        return took_s
+
+    def refused(self, name: str) -> float:
+        """Seconds to the attacker's 404. Raises RuntimeError for another answer."""
+        started_s = time.perf_counter()
+        answer = self._http[ATTACKER].post("/completions", json={"model": name, "prompt": "x", "max_tokens": 1})
+        took_s = time.perf_counter() - started_s
+        if answer.status_code != 404:
+            raise RuntimeError(f"{name}: {answer.status_code}")
+        return took_s
+
+
+@contextmanager
+def serving(config: Path, model: str, adapter: str) -> Iterator[ServiceTenants]:
+    """Two tenants of a new service."""
+    admin_key, port = new_key(is_admin=True).value, free_port()
+    with Service(serve_arguments(str(config), port), {ADMIN_KEY: admin_key}) as service:
+        service.wait_for("Ready after")
+        yield ServiceTenants(f"http://127.0.0.1:{port}/v1", admin_key, model, adapter)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="AUC of telling another tenant's prompts by the time they take.")
-    parser.add_argument("--model", default=DEFAULT_MODEL_URI)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "serve.yaml")
+    parser.add_argument("--adapter", default="sql", help="the place of one, below the configuration's roots")
+    parser.add_argument("--engine", action="store_true", help="the engine alone")
     parser.add_argument("--trials", type=int, default=2000)
     parser.add_argument("--control-trials", type=int, default=200, help="in which the same tenant asked before")
     parser.add_argument("--tokens", type=int, default=33, help="of each prompt")
     given = parser.parse_args()
-    machine = environment()
-    checkpoint = load_checkpoint(resolve_model(given.model))
-    config = EngineConfig(adapter_rank_rows=0, num_kv_blocks=64)
-    engine = Engine(load_backend(checkpoint, config), config)
-    bench = Bench(engine, checkpoint.spec.vocab_size, given.tokens)
-    control = bench.measure(given.control_trials, ATTACKER)
-    attack = bench.measure(given.trials, VICTIM)
+    machine, settings = environment(), read_settings(given.config).model
+    checkpoint = load_checkpoint(resolve_model(settings.uri))
+    vocab_size = checkpoint.spec.vocab_size
+    rows: list[tuple[str, int, Auc]] = []
+
+    def measure(ask: Ask) -> Bench:
+        bench = Bench(ask, vocab_size, given.tokens)
+        same = bench.measure(given.control_trials, ATTACKER)
+        rows.append(
+            ("its prompt was asked before by another tenant", given.trials, bench.measure(given.trials, VICTIM))
+        )
+        rows.append(("its prompt was asked before by the same tenant (control)", given.control_trials, same))
+        return bench
+
+    if given.engine:
+        config = EngineConfig(adapter_rank_rows=0, num_kv_blocks=64)
+        measure(EngineTenants(Engine(load_backend(checkpoint, config), config)).ask)
+    else:
+        del checkpoint  # the service has its own
+        with serving(given.config, settings.name, given.adapter) as tenants:
+            names = measure(tenants.ask).measure_names(given.trials, tenants.refused)
+        rows.append(("it names another tenant's adapter, not nobody's", given.trials, names))
+    lines = [f"| {what} | {num_trials} | {found} |" for what, num_trials, found in rows]
     print(
         f"{machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}; load average before "
         f"{machine['load_average']}, after {environment()['load_average']}. Prompts of {given.tokens} tokens.\n\n"
-        "| the prompt was asked before by | trials | AUC |\n|---|---:|---:|\n"
-        f"| another tenant | {given.trials} | {attack:.3f} |\n"
-        f"| the same tenant (control) | {given.control_trials} | {control:.3f} |"
+        "| a request is answered sooner when | trials | AUC |\n|---|---:|---:|"
     )
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
