@@ -92,7 +92,7 @@ def _has_keys(settings: AppConfig) -> bool:
 
     registry = open_registry(settings, open_model(settings.model.uri, settings.model.name).spec.digest)
     try:
-        return bool(TenantBooks(registry.database).everything().keys)
+        return bool(TenantBooks(registry.database).since(0).keys)
     finally:
         registry.close()
 

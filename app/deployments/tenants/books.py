@@ -1,7 +1,6 @@
 """All that the database knows of tenants, opened.
 
-In: the registry's database. Out: the parts, which share it and nothing else, and everything there is at once, to be
-published.
+In: the registry's database. Out: the parts, which share it and nothing else, and what has changed, to be published.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from app.deployments.tenants.shared_limits import SharedLimits
 from app.deployments.tenants.tables import tenant_audit, tenant_revisions
 
 
-class Everything(NamedTuple):
-    """All tenants and keys as of one revision."""
+class News(NamedTuple):
+    """Tenants and keys that have changed, as of a revision."""
 
     revision: int
     tenants: Sequence[Tenant]
@@ -44,11 +43,15 @@ class TenantBooks:
         with self._database.read() as connection:
             return connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
 
-    def everything(self) -> Everything:
+    def since(self, revision: int) -> News:
+        """What is newer than a revision, as it is now; of 0, everything. None of it ever goes: all rows are kept."""
         place = tenant_revisions.c.base_digest == self._database.base_digest
         with self._database.read() as connection:
             number = connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
-            return Everything(number, self.projects.all(connection), self.keys.all(connection))
+            if number == revision:
+                return News(number, [], [])
+            known = revision if revision < number else 0  # of an older copy of the database, all may be different
+            return News(number, self.projects.newer(connection, known), self.keys.newer(connection, known))
 
     def changes(
         self,

@@ -61,9 +61,9 @@ class KeyBooks:
             change.row(service_accounts, account_id, "service account", project_id=project_id, deleted_s=None)
             change.update(service_accounts, account_id, deleted_s=change.now_s)
             change.audit("service_account.deleted", account_id, project_id)
-            mine = and_(api_keys.c.base_digest == self._base, api_keys.c.service_account_id == account_id)
-            living = and_(mine, api_keys.c.revoked_s.is_(None))
-            change.connection.execute(update(api_keys).where(living).values(revoked_s=change.now_s))
+            of_account = api_keys.c.service_account_id == account_id
+            change.update_all(api_keys, (of_account, api_keys.c.revoked_s.is_(None)), revoked_s=change.now_s)
+            mine = and_(api_keys.c.base_digest == self._base, of_account)
             return [_key(row) for row in change.connection.execute(select(api_keys).where(mine)).mappings()]
 
     def account(self, project_id: str, account_id: str) -> ServiceAccount:
@@ -147,9 +147,9 @@ class KeyBooks:
                 older = or_(api_keys.c.last_used_s.is_(None), api_keys.c.last_used_s < time_s)
                 connection.execute(update(api_keys).where(place, older).values(last_used_s=time_s))
 
-    def all(self, connection: Connection) -> list[ApiKey]:
-        """Every key there ever was."""
-        query = select(api_keys).where(api_keys.c.base_digest == self._base)
+    def newer(self, connection: Connection, revision: int) -> list[ApiKey]:
+        """What has changed since; of 0, every key there ever was."""
+        query = select(api_keys).where(api_keys.c.base_digest == self._base, api_keys.c.revision > revision)
         return [_key(row) for row in connection.execute(query).mappings()]
 
     def _check_project(self, connection: Connection, project_id: str) -> None:

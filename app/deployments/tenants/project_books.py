@@ -29,6 +29,8 @@ MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 #: The highest limit that can be set. The client has no way to say "none": this number does.
 NO_LIMIT = 2**31 - 1
 MAX_MODEL_IDS = 10_000
+#: Projects whose limits are asked for by name; of more, all limits there are are read.
+MAX_NAMED_ROWS = 1000
 
 #: What `configure` may change.
 _SETTINGS = ("weight", "enforce", "max_concurrent", "max_adapters", "max_adapter_bytes")
@@ -128,6 +130,7 @@ class ProjectBooks:
             change.connection.execute(delete(rate_limits).where(place))
             if any(value is not None for value in values.values()):
                 change.insert(rate_limits, project_id=project_id, model=model, **values)
+            change.update(projects, project_id)
             change.audit("rate_limit.updated", model, project_id, **changes)
             return self._tenant(change.connection, project_id)
 
@@ -161,7 +164,10 @@ class ProjectBooks:
             if rows:
                 change.connection.execute(insert(adapter_shares), rows)
             change.audit("resource.shared", name, owner_id, projects=sorted(project_ids))
-            return [self._tenant(change.connection, each) for each in sorted(before | set(project_ids))]
+            concerned = sorted(before | set(project_ids))
+            for project_id in concerned:
+                change.update(projects, project_id)
+            return [self._tenant(change.connection, each) for each in concerned]
 
     def shares(self, owner_id: str) -> dict[str, list[str]]:
         """Which projects may use which names of `owner_id`'s."""
@@ -194,9 +200,11 @@ class ProjectBooks:
             rows = connection.execute(query.order_by(projects.c.created_s, projects.c.id).limit(limit)).mappings().all()
             return self._tenants(connection, rows)
 
-    def all(self, connection: Connection) -> list[Tenant]:
-        query = select(projects).where(projects.c.base_digest == self._base)
-        return self._tenants(connection, connection.execute(query).mappings().all(), is_all=True)
+    def newer(self, connection: Connection, revision: int) -> list[Tenant]:
+        """What has changed since; of 0, all projects."""
+        query = select(projects).where(projects.c.base_digest == self._base, projects.c.revision > revision)
+        rows = connection.execute(query).mappings().all()
+        return self._tenants(connection, rows, is_all=revision == 0 or len(rows) > MAX_NAMED_ROWS)
 
     def _tenant(self, connection: Connection, project_id: str) -> Tenant:
         query = select(projects).where(projects.c.base_digest == self._base, projects.c.id == project_id)

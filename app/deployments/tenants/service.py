@@ -255,13 +255,16 @@ class TenantsService:
         """Publish what the table lacks, whoever wrote it. Called with `_changing` held."""
 
         def compare() -> tuple[int, dict[TenantKey, TenantRow | None]] | None:
-            if self._books.revision() == self._revision:
+            known = max(self._revision, 0)
+            found = self._books.since(known)
+            if found.revision == self._revision:
                 return None
-            everything = self._books.everything()
-            rows = _rows_of([*everything.tenants, *everything.keys])
-            changed: dict[TenantKey, TenantRow | None] = dict.fromkeys(self._rows.keys() - rows.keys())
+            rows = _rows_of([*found.tenants, *found.keys])
+            changed: dict[TenantKey, TenantRow | None] = {}
+            if found.revision < known:  # an older copy of the database is in its place
+                changed |= dict.fromkeys(self._rows.keys() - rows.keys())
             changed |= {place: row for place, row in rows.items() if self._rows.get(place) != row}
-            return everything.revision, changed
+            return found.revision, changed
 
         news = await asyncio.to_thread(compare)
         if news is not None:

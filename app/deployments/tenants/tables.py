@@ -3,6 +3,8 @@
 In: nothing. Out: SQLAlchemy's tables, which the books read and write. Rule: the schema is made and changed by the
 registry's `migrations/` alone; a test holds the two equal. Every row belongs to one base model. Times are Unix seconds.
 A key that is revoked keeps its row: the audit and usage name it, and a service that ever had keys never opens again.
+The `revision` of a row is the number of the last change of what is published of it: who has seen a change reads what is
+newer.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ projects = Table(
     Column("max_adapters", Integer),
     Column("max_adapter_bytes", BigInteger),
     Column("spend_cents", BigInteger),
+    Column("revision", BigInteger, nullable=False),
     Index("projects_by_time", "base_digest", "created_s", "id"),
+    Index("projects_by_revision", "base_digest", "revision"),
 )
 
 service_accounts = Table(
@@ -64,8 +68,10 @@ api_keys = Table(
     Column("expires_s", Double),
     Column("revoked_s", Double),
     Column("last_used_s", Double),
+    Column("revision", BigInteger, nullable=False),
     Index("api_keys_by_digest", "base_digest", "digest", unique=True),
     Index("api_keys_by_project", "base_digest", "project_id", "created_s", "id"),
+    Index("api_keys_by_revision", "base_digest", "revision"),
 )
 
 #: What a project may ask of a model in a minute or a day; null: as much as it likes. The base model's row holds for

@@ -1,18 +1,19 @@
 """One change of the tenants' tables: the transaction, its line in the audit, and what has to be published after it.
 
 In: a database. Out: a transaction that knows who makes it. Rule: a change and its line in the audit are in one
-transaction, and the revision rises with it, so that another process that has the database open sees that there is news.
+transaction, and the revision rises with it and is written into the rows that are published, so that another process
+that has the database open sees that there is news, and reads that alone. Transactions that write wait for each other.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Table, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, insert, select, update
 
 from app.deployments.registry.database import Database
 from app.deployments.tenants.tables import projects, tenant_audit, tenant_revisions
@@ -21,10 +22,11 @@ from app.redaction import holds_key, without_keys
 
 
 class Writing:
-    """An open transaction of `actor`, the id of the key that makes the change."""
+    """An open transaction of `actor`, the id of the key that makes the change; `revision` is the change's number."""
 
-    def __init__(self, connection: Connection, database: Database, actor: str) -> None:
+    def __init__(self, connection: Connection, database: Database, actor: str, revision: int) -> None:
         self.connection = connection
+        self.revision = revision
         self.base = database.base_digest
         self.now_s = database.clock()
         self._actor = actor
@@ -47,11 +49,16 @@ class Writing:
         return row
 
     def insert(self, table: Table, **values: object) -> None:
-        self.connection.execute(insert(table).values(base_digest=self.base, **values))
+        self.connection.execute(insert(table).values(base_digest=self.base, **values, **self._mark(table)))
 
     def update(self, table: Table, row_id: str, **values: object) -> None:
-        place = (table.c.base_digest == self.base, table.c.id == row_id)
-        self.connection.execute(update(table).where(*place).values(**values))
+        """Without values: something beside the row has changed that is published with it."""
+        self.update_all(table, (table.c.id == row_id,), **values)
+
+    def update_all(self, table: Table, conditions: Sequence[ColumnElement[bool]], **values: object) -> None:
+        """Every row of this base model for which the conditions hold."""
+        place = (table.c.base_digest == self.base, *conditions)
+        self.connection.execute(update(table).where(*place).values(**values, **self._mark(table)))
 
     def audit(self, event: str, target: str, project_id: str | None = None, **detail: object) -> None:
         self.insert(
@@ -64,16 +71,21 @@ class Writing:
             time_s=self.now_s,
         )
 
+    def _mark(self, table: Table) -> dict[str, int]:
+        return {"revision": self.revision} if "revision" in table.c else {}
+
 
 @contextmanager
 def writing(database: Database, actor: str) -> Iterator[Writing]:
     """A transaction that raises the revision."""
     with database.write() as connection:
-        yield Writing(connection, database, actor)
         place = tenant_revisions.c.base_digest == database.base_digest
         rise = update(tenant_revisions).where(place).values(number=tenant_revisions.c.number + 1)
-        if not connection.execute(rise).rowcount:
-            connection.execute(insert(tenant_revisions).values(base_digest=database.base_digest, number=1))
+        revision = connection.scalar(rise.returning(tenant_revisions.c.number))
+        if revision is None:
+            revision = 1
+            connection.execute(insert(tenant_revisions).values(base_digest=database.base_digest, number=revision))
+        yield Writing(connection, database, actor, revision)
 
 
 def new_id(prefix: str) -> str:

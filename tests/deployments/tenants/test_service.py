@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import insert, select, text
 
 from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.links.published import Changes, Version
 from app.deployments.registry.database import Database, sqlite_url
-from app.deployments.tenants.books import TenantBooks
+from app.deployments.tenants import key_books, project_books
+from app.deployments.tenants.books import News, TenantBooks
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.entries import ApiKey, Tenant, TenantKey, TenantRow
 from app.deployments.tenants.key_material import derived_salt, is_key, key_digest, new_key
@@ -20,7 +22,9 @@ from app.deployments.tenants.limiter import KEEP_S
 from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
 from app.deployments.tenants.metering import Charge, LedgerKey, Row
 from app.deployments.tenants.prices import Prices
+from app.deployments.tenants.project_books import NO_LIMIT
 from app.deployments.tenants.service import TenantsService
+from app.deployments.tenants.tables import api_keys
 from app.deployments.tenants.view import TenantView
 from app.engine.errors import InvalidRequest
 from tests.deployments.managed import Here
@@ -81,6 +85,81 @@ async def test_what_another_process_changes_is_seen(database: Database) -> None:
     assert known is not None
     assert known.key.is_admin
     assert view.tenant(project.id) is not None
+
+
+async def test_of_a_hundred_thousand_keys_what_another_process_changed_is_read(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = TenantBooks(database)
+    project = elsewhere.projects.create("acme", actor="shell")
+    account, _ = elsewhere.keys.create_account(project.id, "app", with_key=True, expires_in_s=None, actor="shell")
+    _add_keys(database, 100_000)
+    service, view = TenantsService(TenantBooks(database), lambda: None), TenantView()
+    held = await caught_up(service, view)
+    read: list[str] = []
+    for books, name in ((key_books, "_key"), (project_books, "_tenant")):
+        made = getattr(books, name)
+        monkeypatch.setattr(books, name, lambda row, *more, made=made: (read.append(row["id"]), made(row, *more))[1])
+    made = elsewhere.keys.create_key(project.id, account.id, "next", None, actor="shell")
+    renamed = elsewhere.projects.rename(project.id, "other", actor="shell")
+    read.clear()
+    other = await service.create_project("here", actor="test")  # any call that changes something sees all
+    assert sorted(read) == sorted([other.id, other.id, project.id, made.key.id]), "the first: what the call returns"
+    await caught_up(service, view, held)
+    assert view.tenant(project.id) == renamed
+    assert view.find(made.value, 0.0) is not None
+    with database.read() as connection:
+        for table in ("api_keys", "projects"):
+            plan = f"EXPLAIN QUERY PLAN SELECT * FROM {table} WHERE base_digest = 'base' AND revision > 3"
+            (line,) = connection.execute(text(plan)).all()
+            assert f"SEARCH {table} USING INDEX {table}_by_revision" in line[-1], "no row is read that has not changed"
+
+
+def _add_keys(database: Database, count: int) -> None:
+    """So many more, as if made with the one key that there is."""
+    with database.write() as connection:
+        row = connection.execute(select(api_keys)).mappings().one()
+        rows = [{**row, "id": f"key_{number}", "digest": f"{number:064x}"} for number in range(count)]
+        connection.execute(insert(api_keys), rows)
+
+
+def test_every_change_is_news(database: Database) -> None:
+    """What is read after each is what there is then, and little of it."""
+    elsewhere, books = TenantBooks(database), TenantBooks(database)
+    first, second = (elsewhere.projects.create(name, actor="shell") for name in ("acme", "other"))
+    account, issued = elsewhere.keys.create_account(first.id, "app", with_key=True, expires_in_s=None, actor="shell")
+    assert issued is not None
+    next_key = elsewhere.keys.create_key(first.id, account.id, "next", None, actor="shell")
+    changes: list[Callable[[], object]] = [
+        lambda: elsewhere.projects.configure(first.id, {"weight": 2.0}, actor="shell"),
+        lambda: elsewhere.projects.limit_rates(first.id, "tiny", {"requests_per_min": 5}, actor="shell"),
+        lambda: elsewhere.projects.limit_rates(first.id, "tiny", {"requests_per_min": NO_LIMIT}, actor="shell"),
+        lambda: elsewhere.projects.limit_spend(first.id, 100, actor="shell"),
+        lambda: elsewhere.projects.permit_models(first.id, "allow_list", ["tiny"], actor="shell"),
+        lambda: elsewhere.projects.rotate_salt(first.id, actor="shell"),
+        lambda: elsewhere.projects.share(first.id, "sql", [second.id], actor="shell"),
+        lambda: elsewhere.projects.share(first.id, "sql", [], actor="shell"),
+        lambda: elsewhere.keys.expire_key(first.id, issued.key.id, 60, actor="shell"),
+        lambda: elsewhere.keys.revoke_key(first.id, issued.key.id, actor="shell"),
+        lambda: elsewhere.keys.delete_account(first.id, account.id, actor="shell"),
+        lambda: elsewhere.keys.create_admin_key("first", None, actor="shell"),
+        lambda: elsewhere.projects.archive(first.id, actor="shell"),
+    ]
+    known = books.since(0)
+    tenants, keys = ({row.id: row for row in rows} for rows in (known.tenants, known.keys))
+    for number, change in enumerate(changes):
+        change()
+        news = books.since(known.revision)
+        assert news.revision == known.revision + 1
+        assert 1 <= len(news.tenants) + len(news.keys) <= 2, number
+        tenants |= {tenant.id: tenant for tenant in news.tenants}
+        keys |= {key.id: key for key in news.keys}
+        known = books.since(0)
+        assert tenants == {tenant.id: tenant for tenant in known.tenants}, number
+        assert keys == {key.id: key for key in known.keys}, number
+    assert keys[next_key.key.id].revoked_s is not None, "with its account"
+    assert books.since(known.revision) == News(known.revision, [], [])
+    assert len(books.since(known.revision + 9).keys) == len(keys), "the database is an older copy than what was seen"
 
 
 async def owner_of_a_project(database: Database, wall: Clock, passed: Clock) -> tuple[TenantsService, str]:

@@ -184,8 +184,10 @@ def _tenants() -> None:
         sa.Column("max_adapters", sa.Integer),
         sa.Column("max_adapter_bytes", sa.BigInteger),
         sa.Column("spend_cents", sa.BigInteger),
+        sa.Column("revision", sa.BigInteger, nullable=False),
     )
     op.create_index("projects_by_time", "projects", ["base_digest", "created_s", "id"])
+    op.create_index("projects_by_revision", "projects", ["base_digest", "revision"])
     op.create_table(
         "service_accounts",
         *_id(),
@@ -209,9 +211,11 @@ def _tenants() -> None:
         sa.Column("expires_s", sa.Double),
         sa.Column("revoked_s", sa.Double),
         sa.Column("last_used_s", sa.Double),
+        sa.Column("revision", sa.BigInteger, nullable=False),
     )
     op.create_index("api_keys_by_digest", "api_keys", ["base_digest", "digest"], unique=True)
     op.create_index("api_keys_by_project", "api_keys", ["base_digest", "project_id", "created_s", "id"])
+    op.create_index("api_keys_by_revision", "api_keys", ["base_digest", "revision"])
 
 
 def _tenant_rights() -> None:
