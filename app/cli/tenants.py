@@ -2,6 +2,7 @@
 
 In: arguments, an admin key in `POLYLORA_ADMIN_KEY` (never on the command line, where `ps` shows it) and a running
 service. Out: lines of text, or with --json what the service answered. A key's value is printed once, when it is made.
+Rule: what is made is printed a value a line for scripts, and with a word before each where a person reads it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -132,7 +134,16 @@ def _create(service: Service, arguments: argparse.Namespace) -> Result:
     project = service.call("POST", "/organization/projects", {"name": arguments.name})
     path = f"/organization/projects/{project['id']}/service_accounts"
     account = service.call("POST", path, {"name": arguments.name})
-    return {"project": project, "service_account": account}, [project["id"], account["api_key"]["value"]]
+    return {"project": project, "service_account": account}, _made(
+        project=project["id"], key=account["api_key"]["value"]
+    )
+
+
+def _made(**values: str) -> list[str]:
+    if not sys.stdout.isatty():
+        return list(values.values())
+    width = max(map(len, values))
+    return [*(f"{name:<{width}}  {value}" for name, value in values.items()), "the key is not shown again"]
 
 
 def _show(service: Service, arguments: argparse.Namespace) -> Result:
@@ -185,7 +196,7 @@ def _key(service: Service, arguments: argparse.Namespace) -> Result:
         raise TenantsRefused("the project has no service account; create one with OpenAI's admin client")
     body = {} if arguments.expires_in_s is None else {"expires_in_seconds": arguments.expires_in_s}
     answer = service.call("POST", f"{accounts}/{found[0]['id']}/api_keys", body)
-    return answer, [answer["id"], answer["value"]]
+    return answer, _made(id=answer["id"], key=answer["value"])
 
 
 def _usage(service: Service, arguments: argparse.Namespace) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -114,6 +115,22 @@ async def test_a_project_s_life_from_the_shell(run: Run, capsys: pytest.CaptureF
         assert await run(*arguments) == 0
         (listed,) = json.loads(capsys.readouterr().out)
         assert (listed["id"], listed["status"]) == (project_id, "archived")
+
+
+async def test_on_a_terminal_what_is_made_has_names(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert await run("create", "acme") == 0
+    project, key, note = capsys.readouterr().out.splitlines()
+    assert project.startswith("project  proj_")
+    assert is_key(key.removeprefix("key      "))
+    assert note == "the key is not shown again"
+    assert await run("key", project.split()[1]) == 0
+    key_id, key, _ = capsys.readouterr().out.splitlines()
+    assert (key_id.split()[0], is_key(key.removeprefix("key  "))) == ("id", True)
+    assert await run("create", "other", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["project"]["name"] == "other"
 
 
 async def test_what_goes_wrong_is_one_line(

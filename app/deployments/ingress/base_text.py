@@ -88,7 +88,8 @@ class BaseText:
             complaint, place = self._vocabulary.complaint(wanted.grammar), wanted.place
             for path, schema in wanted.schemas if complaint else ():
                 if self._vocabulary.complaint(json_grammar(schema, path)):
-                    place, complaint = place_of(schema, path, self._vocabulary)
+                    pointer, reason = place_of(schema, path, self._vocabulary)
+                    place, complaint = path, f"at {pointer}: {reason}"
                     break
             if complaint:
                 raise InvalidRequest(f"{place}: {complaint}", param=place)

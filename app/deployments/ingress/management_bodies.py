@@ -39,7 +39,7 @@ def adapter_body(entry: CatalogEntry) -> dict[str, Any]:
         "source": shown_source(entry.source),
         "max_rank": entry.max_rank,
         "size_bytes": entry.size_bytes,
-        "created": entry.registered_s,
+        "created": int(entry.registered_s),
         "owner": entry.owner,
         "pinned": entry.pinned,
         "traffic_weight": entry.traffic_weight,
@@ -84,8 +84,8 @@ def job_body(job: RegistryJob) -> dict[str, Any]:
         "generation": job.generation,
         "digest": job.digest,
         "requested_by": job.requested_by,
-        "created": job.created_s,
-        "updated": job.updated_s,
+        "created": int(job.created_s),
+        "updated": int(job.updated_s),
     }
 
 
@@ -97,7 +97,7 @@ def alias_body(entry: AliasEntry) -> dict[str, Any]:
         "targets": targets,
         "version": entry.version,
         "previous_version": entry.previous_version,
-        "updated": entry.updated_s,
+        "updated": int(entry.updated_s),
     }
 
 

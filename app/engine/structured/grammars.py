@@ -117,24 +117,29 @@ def check_schema(schema: object, place: str) -> None:
         raise InvalidRequest(f"{place}: is longer than {MAX_GRAMMAR_CHARS} characters", param=place)
 
 
-def subschemas(schema: object, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The schemas directly below one, each with where it is."""
+def below(pointer: str, *keys: str | int) -> str:
+    """A JSON pointer (RFC 6901) to what lies further down."""
+    return pointer + "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+
+
+def subschemas(schema: object, pointer: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas directly below one, each with where it is: a JSON pointer."""
     if not isinstance(schema, Mapping):
         return
     for keyword in _BY_NAME:
         named = schema.get(keyword)
         for name, inner in named.items() if isinstance(named, Mapping) else ():
             if isinstance(inner, Mapping):
-                yield f"{path}.{keyword}.{name}", inner
+                yield below(pointer, keyword, name), inner
     for keyword in _LISTS:
         listed = schema.get(keyword)
         for index, inner in enumerate(listed if isinstance(listed, list) else ()):
             if isinstance(inner, Mapping):
-                yield f"{path}.{keyword}.{index}", inner
+                yield below(pointer, keyword, index), inner
     for keyword in _SINGLE:
         inner = schema.get(keyword)
         if isinstance(inner, Mapping):
-            yield f"{path}.{keyword}", inner
+            yield below(pointer, keyword), inner
 
 
 def _as_object(schema: Mapping[str, Any] | bool) -> dict[str, Any]:

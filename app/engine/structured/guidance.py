@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from app.engine.errors import InvalidRequest
-from app.engine.structured.grammars import json_grammar, subschemas
+from app.engine.structured.grammars import below, json_grammar, subschemas
 
 #: Fuel is counted by llguidance: about 50,000 a millisecond for compiling, 14,000 a millisecond (20,000 items) for a
 #: mask. So a grammar that is made to be slow ends after some milliseconds.
@@ -122,19 +122,28 @@ def why(message: str) -> str:
 
 
 def place_of(schema: Mapping[str, Any], place: str, vocabulary: Vocabulary) -> tuple[str, str]:
-    """Where in a schema that cannot be enforced the reason lies, and the reason.
+    """Where in a schema that cannot be enforced the reason lies, as a JSON pointer, and the reason.
 
-    It is the innermost schema that cannot be enforced alone. Tries `_MAX_TRIES` of them.
+    It is the innermost schema that cannot be enforced alone, and the keyword in it if without that one it could be.
+    Tries `_MAX_TRIES` of them.
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    reason, left = vocabulary.complaint(json_grammar(schema, place)), _MAX_TRIES
-    found: Mapping[str, Any] | None = schema
-    while found is not None:
-        inner, found = list(subschemas(found, place)), None
-        for path, candidate in inner:
-            left -= 1
-            complaint = vocabulary.complaint(json_grammar({**definitions, **candidate}, path)) if left >= 0 else ""
-            if complaint:
-                place, reason, found = path, complaint, candidate
+    left = _MAX_TRIES
+
+    def complaint(candidate: Mapping[str, Any]) -> str:
+        nonlocal left
+        left -= 1
+        return vocabulary.complaint(json_grammar({**definitions, **candidate}, place)) if left >= 0 else ""
+
+    pointer, innermost, reason = "#", schema, vocabulary.complaint(json_grammar(schema, place))
+    while True:
+        for inner, candidate in subschemas(innermost, pointer):
+            if found := complaint(candidate):
+                pointer, innermost, reason = inner, candidate, found
                 break
-    return place, reason
+        else:
+            break
+    for keyword in innermost if left >= len(innermost) else ():
+        if not complaint({name: value for name, value in innermost.items() if name != keyword}):
+            return below(pointer, keyword), reason
+    return pointer, reason

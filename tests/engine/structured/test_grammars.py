@@ -85,11 +85,17 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(vocabulary: Vocabular
     }
     assert "not" in vocabulary.complaint(grammars.json_grammar(schema, "s"))
     place, reason = place_of(schema, "s", vocabulary)
-    assert place == "s.properties.list.items"
+    assert place == "#/properties/list/items/not"
     assert "not" in reason
     assert vocabulary.complaint(grammars.json_grammar(schema, "s", lenient=True)) == ""
     by_reference = {"$ref": "#/$defs/x", "$defs": {"x": {"type": "string", "format": "wibble"}}}
-    assert place_of(by_reference, "s", vocabulary) == ("s.$defs.x", "Unknown format: wibble")
+    assert place_of(by_reference, "s", vocabulary) == ("#/$defs/x/format", "Unknown format: wibble")
+    odd = {"properties": {"a/b~c": {"anyOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}}}
+    assert place_of(odd, "s", vocabulary)[0] == "#/properties/a~1b~0c/anyOf/1/uniqueItems"
+    two = {"items": {"type": "array", "uniqueItems": True, "contains": {}}}
+    assert place_of(two, "s", vocabulary)[0] == "#/items", "neither is the only one; the reason names both"
+    many = {"anyOf": [{"type": "null"}] * 200 + [{"not": {}}]}
+    assert place_of(many, "s", vocabulary)[0] == "#", "as far as it is looked for"
 
 
 def test_a_schema_does_not_change_how_it_is_read(vocabulary: Vocabulary) -> None:

@@ -183,7 +183,7 @@ def _add_named_routes(routes: APIRouter, service: ManagedService) -> None:
                 "path": shown_source(item.ref.uri),
                 "max_rank": item.max_rank,
                 "size_bytes": item.size_bytes,
-                "created": item.registered_s,
+                "created": int(item.registered_s),
                 "registered_by": item.registered_by,
             }
             for item in await service.management.store.generations(name, tenant_id=tenant_id)

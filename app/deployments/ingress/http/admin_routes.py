@@ -16,7 +16,7 @@ from app.deployments.ingress.body import BodyT, parse_body
 from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http import admin_bodies as bodies
 from app.deployments.ingress.http.admin_usage import add_spend_routes, add_usage_routes
-from app.deployments.ingress.http.bodies import int_query, page_body, read_json
+from app.deployments.ingress.http.bodies import int_query, list_query, page_body, read_json
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
@@ -34,6 +34,11 @@ from app.engine.errors import InvalidRequest, NotFound
 
 #: Before a rate limit's id comes this; behind it the model's name.
 _RATE_PREFIX = "rl-"
+#: What OpenAI's client may ask of the audit. It is chosen from by id, project and event; the others change nothing.
+_AUDIT_QUERY = (
+    "limit", "after", "before", "project_ids", "event_types",
+    "actor_emails", "actor_ids", "effective_at", "resource_ids", "tenant_only",
+)  # fmt: skip
 
 
 class AdministeredService(Protocol):
@@ -99,7 +104,7 @@ async def _page(
 def _add_project_routes(routes: APIRouter, service: AdministeredService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/projects")
+    @routes.get("/projects", openapi_extra=takes(None, "limit", "after", "include_archived"))
     async def projects(request: Request) -> Response:
         with_archived = _flag(request, "include_archived")
 
@@ -131,7 +136,7 @@ def _add_project_routes(routes: APIRouter, service: AdministeredService) -> None
 def _add_account_routes(routes: APIRouter, service: AdministeredService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/projects/{project_id}/service_accounts")
+    @routes.get("/projects/{project_id}/service_accounts", openapi_extra=takes(None, "limit", "after"))
     async def accounts(project_id: str, request: Request) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[ServiceAccount]:
             return await owner.accounts(project_id, limit, after)
@@ -182,7 +187,7 @@ def _add_account_routes(routes: APIRouter, service: AdministeredService) -> None
 def _add_key_routes(routes: APIRouter, service: AdministeredService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/projects/{project_id}/api_keys")
+    @routes.get("/projects/{project_id}/api_keys", openapi_extra=takes(None, "limit", "after", "owner_project_access"))
     async def keys(project_id: str, request: Request) -> Response:
         async def read(limit: int, after: str | None) -> Sequence[dict[str, Any]]:
             found = await owner.keys(project_id, limit, after)
@@ -232,7 +237,7 @@ def _add_right_routes(routes: APIRouter, service: AdministeredService) -> None:
         await owner.permit_models(project_id, None, (), actor=_actor(request))
         return JSONResponse({"object": "project.model_permissions.deleted", "deleted": True})
 
-    @routes.get("/projects/{project_id}/rate_limits")
+    @routes.get("/projects/{project_id}/rate_limits", openapi_extra=takes(None, "limit", "after", "before"))
     async def rate_limits(project_id: str, request: Request) -> Response:
         limit, after = _limit(request, LARGEST_PAGE), request.query_params.get("after")
         rates = {service.base_name: RateLimit(), **(await owner.project(project_id)).limits.rates}
@@ -263,7 +268,7 @@ def _add_right_routes(routes: APIRouter, service: AdministeredService) -> None:
 def _add_admin_key_routes(routes: APIRouter, service: AdministeredService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/admin_api_keys")
+    @routes.get("/admin_api_keys", openapi_extra=takes(None, "limit", "after", "order"))
     async def keys(request: Request) -> Response:
         order = request.query_params.get("order", "asc")
         if order not in ("asc", "desc"):
@@ -294,15 +299,15 @@ def _add_admin_key_routes(routes: APIRouter, service: AdministeredService) -> No
 def _add_audit_routes(routes: APIRouter, service: AdministeredService) -> None:
     owner = service.tenancy.owner
 
-    @routes.get("/audit_logs")
+    @routes.get("/audit_logs", openapi_extra=takes(None, *_AUDIT_QUERY))
     async def audit_logs(request: Request) -> Response:
         async def read(limit: int, _: str | None) -> Sequence[TenantChange]:
             return await owner.changes(
                 limit,
                 before=_audit_id(request, "after"),  # newest first: what comes after is older
                 after=_audit_id(request, "before"),
-                project_ids=request.query_params.getlist("project_ids[]"),
-                events=request.query_params.getlist("event_types[]"),
+                project_ids=list_query(request, "project_ids"),
+                events=list_query(request, "event_types"),
             )
 
         return await _page(request, read, bodies.audit_body)

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.http import admin_bodies as bodies
-from app.deployments.ingress.http.bodies import read_json
+from app.deployments.ingress.http.bodies import list_query, read_json
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
@@ -24,6 +24,8 @@ from app.deployments.tenants.metering import Charge, RouteKind
 from app.deployments.tenants.usage import WIDTHS, UsageQuery, Width, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
 
+#: What both usage and costs are asked for.
+_QUERY = ("start_time", "end_time", "bucket_width", "limit", "page", "group_by", "project_ids", "api_key_ids")
 #: What is made of one group's sum.
 Result = Callable[[Mapping[str, str], Charge], dict[str, Any]]
 #: Costs come by the day, and more of them at once than usage does.
@@ -35,22 +37,22 @@ _MAX_TIME_S = 10**11
 def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
     """`/usage/completions`, `/usage/embeddings`, `/costs`."""
 
-    @routes.get("/usage/completions")
+    @routes.get("/usage/completions", openapi_extra=takes(None, *_QUERY, "models", "user_ids", "batch"))
     async def completions(request: Request) -> Response:
         return await _usage(request, tenancy, "completions", _completions)
 
-    @routes.get("/usage/embeddings")
+    @routes.get("/usage/embeddings", openapi_extra=takes(None, *_QUERY, "models", "user_ids"))
     async def embeddings(request: Request) -> Response:
         return await _usage(request, tenancy, "embeddings", _embeddings)
 
-    @routes.get("/costs")
+    @routes.get("/costs", openapi_extra=takes(None, *_QUERY, "line_items"))
     async def costs(request: Request) -> Response:
         if request.query_params.get("bucket_width", "1d") != "1d":
             raise InvalidRequest("costs come in buckets of 1d only", param="bucket_width")
-        asked = _list(request, "group_by")
+        asked = list_query(request, "group_by")
         columns = ["model" if name == "line_item" else name for name in asked]
         query = _query(request, tenancy, _COST_WIDTH, "completions", columns)
-        if lines := _list(request, "line_items"):
+        if lines := list_query(request, "line_items"):
             query = _with_only(query, "model", lines)
         return await _page(tenancy, query, lambda group, charge: _cost(group, charge, asked))
 
@@ -87,10 +89,10 @@ async def _usage(request: Request, tenancy: Tenancy, kind: RouteKind, result: Re
     width = WIDTHS.get(request.query_params.get("bucket_width", "1d"))
     if width is None:
         raise InvalidRequest("bucket_width is 1m, 1h or 1d", param="bucket_width")
-    if request.query_params.get("batch") == "true" or _list(request, "user_ids"):
+    if request.query_params.get("batch") == "true" or list_query(request, "user_ids"):
         raise InvalidRequest("there are no batches and no users here; ask by project, key or model", param="batch")
-    query = _query(request, tenancy, width, kind, _list(request, "group_by"))
-    if models := _list(request, "models"):
+    query = _query(request, tenancy, width, kind, list_query(request, "group_by"))
+    if models := list_query(request, "models"):
         query = _with_only(query, "model", models)
     return await _page(tenancy, query, result)
 
@@ -115,7 +117,7 @@ def _query(request: Request, tenancy: Tenancy, width: Width, kind: RouteKind, gr
     if start_s is None:
         raise InvalidRequest("start_time is needed: Unix seconds", param="start_time")
     end_s = _time(request, "end_time")
-    only = {"project_id": _list(request, "project_ids"), "key_id": _list(request, "api_key_ids")}
+    only = {"project_id": list_query(request, "project_ids"), "key_id": list_query(request, "api_key_ids")}
     return usage_query(
         start_s,
         int(tenancy.clock()) + 1 if end_s is None else end_s,
@@ -174,11 +176,6 @@ def _group(group: Mapping[str, str]) -> dict[str, Any]:
         "model": group.get("model"),
         "user_id": None,
     }
-
-
-def _list(request: Request, name: str) -> list[str]:
-    """A list as the client writes it: name[]=a&name[]=b."""
-    return request.query_params.getlist(f"{name}[]") + request.query_params.getlist(name)
 
 
 def _time(request: Request, name: str) -> int | None:

@@ -38,6 +38,7 @@ from app.deployments.ingress.http.managed import ManagedService
 from app.deployments.ingress.http.management_routes import add_management_routes
 from app.deployments.ingress.http.messages_answers import body_told
 from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.http.query import check_query
 from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of
 from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, first_event, while_connected
 from app.deployments.ingress.http.upload_routes import add_upload_route
@@ -70,7 +71,14 @@ class HttpService(ManagedService, AboutService, KeepingService, Protocol):
 
 def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = False) -> FastAPI:
     """All routes over one service, for those whom the rules let in. log_requests: write each request down."""
-    app = FastAPI(title="polylora", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="polylora",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(check_query)],
+    )
     app.add_middleware(Door, gate=Gate(service.tenancy, rules))  # innermost: the last one added is the first asked
     app.add_middleware(_WithoutLastSlash)
     app.add_middleware(_HeadAsGet)

@@ -43,6 +43,11 @@ def int_query(request: Request, name: str, default: int, highest: int = MAX_PAGE
     return int(text)
 
 
+def list_query(request: Request, name: str) -> list[str]:
+    """A list as OpenAI's client writes it, name[]=a&name[]=b, or without the brackets."""
+    return request.query_params.getlist(f"{name}[]") + request.query_params.getlist(name)
+
+
 def page_body(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
     """A list in OpenAI's shape; `last_id` is what the next page comes after."""
     return {

@@ -88,6 +88,12 @@ def body_of(route: APIRoute) -> type[Body] | None:
     return kind
 
 
+def query_of(route: APIRoute) -> tuple[str, ...]:
+    """The names that a route's query may have."""
+    names: tuple[str, ...] = (route.openapi_extra or {}).get(_QUERY, ())
+    return names
+
+
 def says_its_body(route: APIRoute) -> bool:
     """Whether a route says which body it takes, or that it takes none."""
     return _BODY in (route.openapi_extra or {})
@@ -95,7 +101,7 @@ def says_its_body(route: APIRoute) -> bool:
 
 def _operation(route: APIRoute, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
     in_path = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", route.path)]
-    in_query = [_parameter(name, "query") for name in (route.openapi_extra or {}).get(_QUERY, ())]
+    in_query = [_parameter(name, "query") for name in query_of(route)]
     summary = (route.endpoint.__doc__ or route.name.replace("_", " ")).strip().partition("\n")[0]
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', route.path).rstrip('_')}",

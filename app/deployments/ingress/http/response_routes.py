@@ -28,6 +28,9 @@ from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.entries import KeptResponse, absent
 from app.engine.errors import InvalidRequest
 
+#: What OpenAI's client may ask of a stored response. It is told whole, whatever these say.
+_RETRIEVE_QUERY = ("include", "include_obfuscation", "starting_after", "stream")
+
 
 def add_response_routes(app: FastAPI, service: KeepingService) -> None:
     """Add them."""
@@ -63,7 +66,7 @@ def add_response_routes(app: FastAPI, service: KeepingService) -> None:
         token_ids = await service.frontend.conversation_ids(chat, caller, chat.model, chat.lora_path, chat.adapters)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
-    @app.get("/v1/responses/{response_id}")
+    @app.get("/v1/responses/{response_id}", openapi_extra=takes(None, *_RETRIEVE_QUERY))
     async def response(request: Request, response_id: str) -> Response:
         """A stored response."""
         found = await service.kept.response(response_id, tenant_id=inference_caller(request).tenant_id)
@@ -75,7 +78,7 @@ def add_response_routes(app: FastAPI, service: KeepingService) -> None:
         await service.kept.delete_response(response_id, tenant_id=inference_caller(request).tenant_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @app.get("/v1/responses/{response_id}/input_items", openapi_extra=takes(None, "limit", "after", "order"))
+    @app.get("/v1/responses/{response_id}/input_items", openapi_extra=takes(None, "limit", "after", "order", "include"))
     async def input_items(request: Request, response_id: str) -> Response:
         """The conversation that it answers, newest first unless `order` is asc."""
         page, order = page_query(request), request.query_params.get("order", "desc")

@@ -77,8 +77,8 @@ async def test_an_object_of_any_kind(writer: httpx.AsyncClient) -> None:
         ),
         (
             {"guided_json": {"type": "object", "properties": {"a": {"items": {"not": {}}, "type": "array"}}}},
-            "guided_json.properties.a.items",
-            "not",
+            "guided_json",
+            "guided_json: at #/properties/a/items/not: ",
         ),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
         ({"guided_regex": "a(b"}, "guided_regex", "unclosed"),
