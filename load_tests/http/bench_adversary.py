@@ -4,16 +4,19 @@ In: a configuration, from which a service is started as `make serve` does, with 
 the first token and between tokens of a tenant's requests, alone; beside another tenant that keeps `--adversary-factor`
 times as many streams open (fairness); and beside the same flood sent with the tenant's own key (without: within a
 tenant it is first come, first served). Cases take turns, and ratios are within a round. Client and engine share the
-machine.
+machine. With `--url` a server that runs already is asked, of any engine that speaks OpenAI's API, without keys: alone,
+and beside the flood.
 
     python -m load_tests.http.bench_adversary --adversary-factor 10 --rounds 3
+    python -m load_tests.http.bench_adversary --adversary-factor 10 --url http://127.0.0.1:8001/v1 --model base
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +34,8 @@ from load_tests.measuring import environment, ratios, rounds, spread
 from load_tests.service import ROOT, Service, free_port, serve_arguments
 
 ALONE, FAIR, UNFAIR = "alone", "beside a flood of another tenant", "beside the same flood, without fairness"
+#: Of a server without tenants.
+CASES_WITHOUT_KEYS = (ALONE, UNFAIR)
 #: Tokens of each prompt, in words, and of each answer.
 NUM_WORDS, NUM_TOKENS = 32, 32
 #: Seconds that the flood has run before anything counts.
@@ -45,11 +50,14 @@ class Bench:
     def __init__(
         self, url: str, keys: Mapping[str, str], model: str, num_streams: int, factor: int, num_requests: int
     ) -> None:
+        """keys: of `one` and `flood`; empty for a server without tenants."""
         self._url, self._keys, self._model = url, keys, model
         self._num_streams, self._factor, self._num_requests = num_streams, factor, num_requests
         self._rng = np.random.default_rng(0)
         #: Of each case, its rounds: (99th percentile of the time to the first token, of the time between tokens).
-        self.seen: dict[str, list[tuple[float, float]]] = {ALONE: [], FAIR: [], UNFAIR: []}
+        self.seen: dict[str, list[tuple[float, float]]] = {
+            case: [] for case in ((ALONE, FAIR, UNFAIR) if keys else CASES_WITHOUT_KEYS)
+        }
 
     def measure(self, case: str) -> float:
         """One case once, into `seen`; its 99th percentile of the time to the first token, in seconds."""
@@ -112,6 +120,16 @@ def project_key(projects: Projects, project_id: str) -> str:
     return account.api_key.value
 
 
+@contextmanager
+def keyed_service(config: Path) -> Iterator[tuple[str, Mapping[str, str], str]]:
+    """A new service: its URL, a key for each tenant, and the base model's name."""
+    port, admin_key = free_port(), new_key(is_admin=True).value
+    with Service(serve_arguments(str(config), port), {ADMIN_KEY: admin_key}) as service:
+        service.wait_for("Ready after")
+        url = f"http://127.0.0.1:{port}/v1"
+        yield url, tenant_keys(url, admin_key), read_settings(config).model.name
+
+
 def table(bench: Bench) -> str:
     """What was seen, in Markdown."""
     lines = [
@@ -135,14 +153,14 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4, help="streams of the tenant")
     parser.add_argument("--requests", type=int, default=40, help="requests of the tenant in each round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--url", help="a server that runs, up to /v1, instead of a service of --config")
+    parser.add_argument("--model", help="its name there")
     given = parser.parse_args()
-    machine, port, admin_key = environment(), free_port(), new_key(is_admin=True).value
-    arguments = serve_arguments(str(given.config), port)
-    with Service(arguments, {ADMIN_KEY: admin_key}) as service:
-        service.wait_for("Ready after")
-        url = f"http://127.0.0.1:{port}/v1"
-        model = read_settings(given.config).model.name
-        bench = Bench(url, tenant_keys(url, admin_key), model, given.streams, given.adversary_factor, given.requests)
+    if (given.url is None) != (given.model is None):
+        parser.error("--url and --model go together")
+    machine = environment()
+    with nullcontext((given.url, {}, given.model)) if given.url else keyed_service(given.config) as asked:
+        bench = Bench(*asked, given.streams, given.adversary_factor, given.requests)
         bench.measure(ALONE)
         bench.seen[ALONE].clear()
         rounds({case: partial(bench.measure, case) for case in bench.seen}, given.rounds)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from load_tests.http import bench_adversary
-from load_tests.http.bench_adversary import ALONE, FAIR, UNFAIR, Bench, table
+from load_tests.http.bench_adversary import ALONE, CASES_WITHOUT_KEYS, FAIR, UNFAIR, Bench, table
 from tests.load_tests.fake_server import serving
 
 KEYS = {"one": "key-one", "flood": "key-flood"}
@@ -30,6 +30,14 @@ async def test_every_case_is_measured_with_its_keys(monkeypatch: pytest.MonkeyPa
     assert seen[UNFAIR]["Bearer key-one"] > 4
     assert table(bench).count("\n| ") == 3 + 0
     assert all(len(values) == 1 for values in bench.seen.values())
+
+
+async def test_a_server_without_tenants_is_asked_without_keys() -> None:
+    async with serving() as (url, fake):
+        bench = Bench(url, {}, "base", 2, 3, 4)
+        assert tuple(bench.seen) == CASES_WITHOUT_KEYS
+        await asyncio.to_thread(bench.measure, ALONE)
+        assert set(fake.keys) == {"Bearer none"}
 
 
 async def test_a_request_that_fails_ends_the_measurement() -> None:
