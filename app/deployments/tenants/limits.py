@@ -136,10 +136,10 @@ def refusal(meter: Meter, amount: int, limit: int, wait_s: float) -> LimitReache
 class RateCounter:
     """A GCRA: `limit` units in `period_s`, refilled evenly, and all of them at once after a time without use."""
 
-    def __init__(self, limit: int, period_s: float, paid_s: float = -math.inf) -> None:
+    def __init__(self, limit: int, period_s: float) -> None:
         self.limit = limit
         self._period_s = period_s
-        self.paid_s = paid_s  # when all that was taken is paid for (the "theoretical arrival time")
+        self.paid_s = -math.inf  # when all that was taken is paid for (the "theoretical arrival time")
 
     def remaining(self, now_s: float) -> int:
         """What may be taken now."""

@@ -72,7 +72,7 @@ class LimitOwner:
         if self._is_shared:
             self._gone.update(self._lender.bury(now_s))
             await self._in_turn(lambda deadline_s: self._tell(now_s, deadline_s))
-            await self._sweep()
+            await self._sweep(now_s)
 
     async def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
         """As `Lender.lend`. Raises NotReady while what all owners count together cannot be had."""
@@ -116,7 +116,7 @@ class LimitOwner:
             if tenant_id not in spent:
                 spent[tenant_id] = await asyncio.to_thread(self._ledger.spent, tenant_id, now_s)
 
-    async def _sweep(self) -> None:
+    async def _sweep(self, now_s: float) -> None:
         """Tell the database which ingresses are gone: other owners count what they held until it knows.
 
         Whoever is waiting for a grant has its turn between two batches. Rows that were swept name nobody who is gone,
@@ -127,7 +127,7 @@ class LimitOwner:
             return
         meters = await asyncio.to_thread(self._shared.held_by, gone)
         for batch in (meters[start : start + SWEPT_ROWS] for start in range(0, len(meters), SWEPT_ROWS)):
-            await self._in_turn(partial(self._forget, batch))
+            await self._in_turn(partial(self._forget, batch, now_s))
         self._gone.difference_update(gone)
 
     def _all_owners(self) -> Owners:
@@ -163,9 +163,9 @@ class LimitOwner:
             await asyncio.to_thread(self._shared.bring, self._owners, self._brought, now_s, deadline_s)
             self._brought = {}
 
-    async def _forget(self, meters: Sequence[Meter], _: float) -> None:
+    async def _forget(self, meters: Sequence[Meter], now_s: float, _: float) -> None:
         if self._is_shared:  # still, since it waits
-            await asyncio.to_thread(self._shared.forget, self._all_owners(), meters)
+            await asyncio.to_thread(self._shared.forget, self._all_owners(), meters, now_s)
 
     async def _count_alone(self, now_s: float, deadline_s: float) -> None:
         await self._tell(now_s, deadline_s)

@@ -2,7 +2,8 @@
 
 In: what one owner's ingresses want. Out: what each gets, by the rules of `lending`. Owners of several services cannot
 reach each other, but all of them have the database. Rule: each call is one transaction and writers take turns, so what
-all owners together have lent is never above a limit. What an owner's ingresses hold counts while that owner lives.
+all owners together have lent is never above a limit. What an owner's ingresses hold counts while that owner lives. Of
+rates the database's clock says how much time has passed: those of owners, which may differ, only say which month it is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, bindparam, delete, false, insert, or_, select, update
 
@@ -28,6 +29,13 @@ _BEGIN = insert(shared_limits)
 _MAX_NAMED = 1000
 #: How a state names a holder that has units (`_state`); who has only used some is named without the bracket.
 _HOLDS = "{}: ["
+
+
+class _Now(NamedTuple):
+    """One moment: by the clock of the owner that calls, and by the database's."""
+
+    owner_s: float
+    database_s: float
 
 
 @dataclass(slots=True)
@@ -60,16 +68,17 @@ class SharedLimits:
     def lend(self, owners: Owners, asked: Asked, now_s: float, deadline_s: float) -> list[Grant]:
         """As `Lender.lend`."""
         with self._database.write() as connection:
-            rows = self._rows(connection, owners, dict(zip(_meters(asked.wants), asked.limits, strict=True)), now_s)
+            now = self._now(connection, now_s)
+            rows = self._rows(connection, owners, dict(zip(_meters(asked.wants), asked.limits, strict=True)), now)
             grants = self._lend(rows, owners, asked, now_s)
-            self._write(connection, rows)
+            self._write(connection, rows, now)
             self._check(deadline_s)
             return grants
 
     def left(self, owners: Owners, limits: Mapping[Meter, int], now_s: float) -> list[int]:
         """How much of each limit is neither used nor lent to an ingress."""
         with self._database.read() as connection:
-            rows = self._rows(connection, owners, limits, now_s)
+            rows = self._rows(connection, owners, limits, self._now(connection, now_s))
         asked = Asked("", [Want(meter) for meter in limits], list(limits.values()))
         return [grant.remaining for grant in self._lend(rows, owners, asked, now_s)]
 
@@ -77,7 +86,8 @@ class SharedLimits:
         """Add what an owner has counted by itself, up to now, to what all count from now on."""
         limits = {meter: counter.limit for meter, counter in counters.items()}
         with self._database.write() as connection:
-            rows = self._rows(connection, owners, limits, now_s)
+            now = self._now(connection, now_s)
+            rows = self._rows(connection, owners, limits, now)
             for meter, brought in counters.items():
                 row = rows[meter]
                 if isinstance(row.counter, RateCounter):
@@ -90,7 +100,7 @@ class SharedLimits:
                 row.counter.used_by |= brought.used_by
                 row.counter.held |= brought.held
                 row.owner_of |= dict.fromkeys(brought.held, owners.mine)
-            self._write(connection, rows)
+            self._write(connection, rows, now)
             self._check(deadline_s)
 
     def held_by(self, holders: Collection[str]) -> list[Meter]:
@@ -102,17 +112,19 @@ class SharedLimits:
         with self._database.read() as connection:
             return [Meter(*place) for place in connection.execute(query)]
 
-    def forget(self, owners: Owners, meters: Collection[Meter]) -> None:
+    def forget(self, owners: Owners, meters: Collection[Meter], now_s: float) -> None:
         """What ingresses that are gone held of these meters is free, for all owners."""
         with self._database.write() as connection:
+            now = self._now(connection, now_s)
             kept = self._kept(connection, sorted({meter.tenant_id for meter in meters}))
-            its = {meter: _read(meter, kept[meter], owners, 0) for meter in meters if meter in kept}
-            self._write(connection, its)
+            its = {meter: _read(meter, kept[meter], owners, 0, now) for meter in meters if meter in kept}
+            self._write(connection, its, now)
 
     def take(self, owners: Owners, now_s: float, deadline_s: float) -> dict[Meter, Counter]:
         """All that is counted here, for the last owner that lives to count on by itself; from here on nothing is."""
         with self._database.write() as connection:
-            rows = self._all(connection, owners)
+            now, kept = self._now(connection, now_s), self._kept(connection, None)
+            rows = {meter: _read(meter, state, owners, 0, now) for meter, state in kept.items()}
             connection.execute(delete(shared_limits).where(shared_limits.c.base_digest == self._database.base_digest))
             self._check(deadline_s)
         return {meter: row.counter for meter, row in rows.items() if row.month in ("", month_of(now_s))}
@@ -121,6 +133,9 @@ class SharedLimits:
         """Raises NotReady, which undoes the transaction: units that nobody hears of would be lost."""
         if self.monotonic() > deadline_s:
             raise NotReady("the registry's database answered too late for limits; ask again")
+
+    def _now(self, connection: Connection, now_s: float) -> _Now:
+        return _Now(now_s, self._database.now_s(connection))
 
     @staticmethod
     def _lend(rows: Mapping[Meter, _Row], owners: Owners, asked: Asked, now_s: float) -> list[Grant]:
@@ -134,21 +149,18 @@ class SharedLimits:
     # -- rows -------------------------------------------------------------------------------------------
 
     def _rows(
-        self, connection: Connection, owners: Owners, limits: Mapping[Meter, int], now_s: float
+        self, connection: Connection, owners: Owners, limits: Mapping[Meter, int], now: _Now
     ) -> dict[Meter, _Row]:
         """Those of these meters, new ones for what nobody has asked for yet."""
         kept = self._kept(connection, sorted({meter.tenant_id for meter in limits}))
         rows = {}
         for meter, limit in limits.items():
-            row = _read(meter, kept[meter], owners, limit) if meter in kept else _Row(new_counter(meter, limit))
-            if meter.kind == "spend" and row.month < (month := month_of(now_s)):
-                spent = self._spent(connection, meter.tenant_id, now_s)
+            row = _read(meter, kept[meter], owners, limit, now) if meter in kept else _Row(new_counter(meter, limit))
+            if meter.kind == "spend" and row.month < (month := month_of(now.owner_s)):
+                spent = self._spent(connection, meter.tenant_id, now.owner_s)
                 row = _Row(new_counter(meter, limit, spent), month=month, state=row.state)
             rows[meter] = row
         return rows
-
-    def _all(self, connection: Connection, owners: Owners) -> dict[Meter, _Row]:
-        return {meter: _read(meter, state, owners, 0) for meter, state in self._kept(connection, None).items()}
 
     def _kept(self, connection: Connection, tenant_ids: Sequence[str] | None) -> dict[Meter, str]:
         columns = shared_limits.c
@@ -158,10 +170,10 @@ class SharedLimits:
             query = query.where(columns.project_id.in_(tenant_ids))
         return {Meter(*place): state for *place, state in connection.execute(query)}
 
-    def _write(self, connection: Connection, rows: Mapping[Meter, _Row]) -> None:
+    def _write(self, connection: Connection, rows: Mapping[Meter, _Row], now: _Now) -> None:
         new, changed = [], []
         for meter, row in rows.items():
-            if (state := _state(row)) == row.state:
+            if (state := _state(row, now)) == row.state:
                 continue
             place = {"base_digest": self._database.base_digest, "project_id": meter.tenant_id}
             place |= {"kind": meter.kind, "model": meter.model}
@@ -179,11 +191,16 @@ def _meters(wants: Sequence[Want]) -> list[Meter]:
     return [want.meter for want in wants]
 
 
-def _read(meter: Meter, state: str, owners: Owners, limit: int) -> _Row:
-    """A row without what dead owners' ingresses held, and those that are gone."""
+def _read(meter: Meter, state: str, owners: Owners, limit: int, now: _Now) -> _Row:
+    """A row without what dead owners' ingresses held, and those that are gone. A rate is by the owner's clock.
+
+    Where the database's clock was set back no time has passed; what is owed is paid from then on.
+    """
     kept: dict[str, Any] = json.loads(state)
     if meter.kind in PERIOD_S:
-        return _Row(RateCounter(kept["limit"], PERIOD_S[meter.kind], kept["paid_s"]), state=state)
+        rate = RateCounter(kept["limit"], PERIOD_S[meter.kind])
+        rate.charge(kept["owed"], now.owner_s - max(0.0, now.database_s - kept["at_s"]))
+        return _Row(rate, state=state)
     counter = CountCounter(limit, kept["used"], is_spent=meter.kind == "spend")
     counter.used_by = kept["used_by"]
     places = kept["held"].items()
@@ -192,11 +209,11 @@ def _read(meter: Meter, state: str, owners: Owners, limit: int) -> _Row:
     return _Row(counter, {holder: owner for holder, (owner, _) in held.items()}, kept["month"], state)
 
 
-def _state(row: _Row) -> str:
+def _state(row: _Row, now: _Now) -> str:
     counter = row.counter
     kept: dict[str, Any]
     if isinstance(counter, RateCounter):
-        kept = {"limit": counter.limit, "paid_s": max(0.0, counter.paid_s)}
+        kept = {"limit": counter.limit, "owed": counter.owed(now.owner_s), "at_s": now.database_s}
     else:
         held = {holder: [row.owner_of[holder], units] for holder, units in counter.held.items() if units}
         # Of money also who has used none is kept: what the first report says counts as known.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -29,6 +30,13 @@ PATIENCE_S = 60.0
 DAY = Meter("t", "day", "base")
 
 
+class OnTime(Database):
+    """A database whose clock is the test's."""
+
+    def now_s(self, _: Connection) -> float:
+        return self.clock()
+
+
 class Services:
     """Services on one database, each an owner with one ingress. All times are `now_s`."""
 
@@ -36,6 +44,9 @@ class Services:
         self.now_s = 1_000_000_000.0
         self.tenant = tenant(**limits)
         self.database = database
+        database.clock = lambda: self.now_s + self.set_s
+        self.set_s = 0.0  # by how much the database's clock was set
+        self.ahead_s: Counter[str] = Counter()  # by how much the clocks of some owners are ahead of it
         self.books = TenantBooks(database)
         self.is_away = False
         self.num_calls = 0
@@ -64,8 +75,8 @@ class Services:
         del self.owners[name], self.ingresses[name]
 
     async def look(self) -> None:
-        for owner in self.owners.values():
-            await owner.follow(self.now_s)
+        for name, owner in self.owners.items():
+            await owner.follow(self.now_s + self.ahead_s[name])
 
     async def tell(self) -> None:
         for ingress in self.ingresses.values():
@@ -80,20 +91,17 @@ class Services:
         def find(_: str) -> Tenant:
             return self.tenant
 
-        return LimitOwner(
-            find,
-            self.books.ledger,
-            self.books.shared_limits,
-            lambda: Owners(life, frozenset(self.living)),
-            PATIENCE_S,
-        )
+        def owners() -> Owners:
+            return Owners(life, frozenset(self.living))
+
+        return LimitOwner(find, self.books.ledger, self.books.shared_limits, owners, PATIENCE_S)
 
     def _lend(self, name: str) -> limiter.Lend:
         async def lend(holder: str, wants: Sequence[Want]) -> list[Grant]:
             self.num_calls += 1
             if self.is_away:
                 raise NotReady("the registry's database does not answer")
-            return await self.owners[name].lend(holder, wants, self.now_s)
+            return await self.owners[name].lend(holder, wants, self.now_s + self.ahead_s[name])
 
         return lend
 
@@ -113,7 +121,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def database(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     monkeypatch.setattr(limiter, "OWNER_TIMEOUT_S", PATIENCE_S)
-    database = Database(url, secrets.token_hex(32), lambda: 1_000_000_000.0)
+    database = OnTime(url, secrets.token_hex(32), lambda: 1_000_000_000.0)
     yield database
     database.close()
 
@@ -413,8 +421,7 @@ async def test_an_ingress_that_died_is_removed_from_its_rows_in_batches(
     services = Services(database, max_concurrent=1, spend_cents=1)
     await services.start("a", "b")
     shared, a, b = services.books.shared_limits, services.owners["a"], services.owners["b"]
-    its = [Meter(f"t{number}", "concurrent") for number in range(5)]
-    others = [Meter(f"u{number}", "concurrent") for number in range(5)]
+    its, others = ([Meter(f"{name}{number}", "concurrent") for number in range(5)] for name in "tu")
     await a.lend(dead, [Want(meter, 1, 1) for meter in its] + [Want(SPEND, used=7)], services.now_s)
     await a.lend(dead, [Want(SPEND, used=8)], services.now_s)
     await b.lend("i", [Want(meter, 1, 1) for meter in others], services.now_s)
@@ -423,9 +430,9 @@ async def test_an_ingress_that_died_is_removed_from_its_rows_in_batches(
     batches: list[Collection[Meter]] = []
     forget = shared.forget
 
-    def noting(owners: Owners, meters: Collection[Meter]) -> None:
+    def noting(owners: Owners, meters: Collection[Meter], now_s: float) -> None:
         batches.append(meters)
-        forget(owners, meters)
+        forget(owners, meters, now_s)
 
     monkeypatch.setattr(shared, "forget", noting)
     await services.look()
@@ -454,3 +461,39 @@ async def test_ingresses_and_months_that_are_over_are_not_kept(database: Databas
     counters = owner._lender.hand_over(services.now_s - 31 * 86_400)
     kept = {meter: len(counter.used_by) for meter, counter in counters.items() if isinstance(counter, CountCounter)}
     assert kept == {CONCURRENT: 0, SPEND: 3}
+
+
+@pytest.mark.parametrize("ahead_s", [-1e6, -90.0, 90.0, 1e6])
+async def test_a_rate_does_not_depend_on_the_clocks_of_its_owners(database: Database, ahead_s: float) -> None:
+    """Each takes what is left in turns: neither gets more for being ahead, nor waits for being behind."""
+    services = Services(database, requests=12)
+    services.ahead_s["b"] = ahead_s
+    await services.start("a")
+    assert await num_admitted(services, "a", {REQUESTS: 1}, 4) == 4
+    services.now_s += 2.0
+    await services.tell()
+    await services.start("b")
+    assert await num_admitted(services, "b", {REQUESTS: 1}, 20) == 8, "of the first 4 less than one is paid for"
+    assert await num_admitted(services, "a", {REQUESTS: 1}, 2) == 0
+    services.now_s += 3.5
+    for turns in ("ab", "ba") * 12:
+        assert [await num_admitted(services, name, {REQUESTS: 1}, 2) for name in turns] == [1, 0]
+        services.now_s += 5.0
+    services.stop("a")
+    await services.look()
+    services.now_s += ALONE_S
+    await services.tell()
+    assert await num_admitted(services, "b", {REQUESTS: 1}, 20) == 12
+    await services.look()  # it counts by itself from here on
+    services.now_s += 5.0
+    assert await num_admitted(services, "b", {REQUESTS: 1}, 2) == 1
+
+
+async def test_a_database_whose_clock_is_set_back_refuses_nobody_for_longer(database: Database) -> None:
+    services = Services(database, requests=12)
+    await services.start("a", "b")
+    assert await num_admitted(services, "a", {REQUESTS: 1}, 20) == 12
+    services.set_s = -86_400.0
+    for expected in (0, 1):
+        assert await num_admitted(services, "b", {REQUESTS: 1}, 2) == expected
+        services.now_s += 5.0
