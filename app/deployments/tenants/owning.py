@@ -3,8 +3,8 @@
 In: what ingresses want, and who else owns these limits now. Out: grants. One owner counts by itself and asks no
 database. As soon as it sees another, it adds what it has counted to the database, where all of them count from then
 on; one that has seen no other for `ALONE_S` takes the counts back. Rule: calls to the database take turns, and a call
-that has taken longer than an ingress waits is NotReady and has changed nothing: the ingress then goes on by itself,
-within the bounds of `limiter`.
+that has taken longer than an ingress waits is NotReady and has lent nothing: the ingress then goes on by itself, within
+the bounds of `limiter`. Where is counted changes however long that takes.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class LimitOwner:
         if len(self._owners.living) > 1:
             self._seen_s = now_s
             if not self._is_shared:
-                await self._in_turn(lambda deadline_s: self._share(now_s, deadline_s))
+                await self._in_turn(lambda _: self._share(now_s))
         elif self._is_shared and now_s - self._seen_s >= ALONE_S:
-            await self._in_turn(lambda deadline_s: self._count_alone(now_s, deadline_s))
+            await self._in_turn(lambda _: self._count_alone(now_s))
         if self._is_shared:
             self._gone.update(self._lender.bury(now_s))
-            await self._in_turn(lambda deadline_s: self._tell(now_s, deadline_s))
+            await self._in_turn(lambda _: self._tell(now_s))
             await self._sweep(now_s)
 
     async def lend(self, holder: str, wants: Sequence[Want], now_s: float) -> list[Grant]:
@@ -152,24 +152,24 @@ class LimitOwner:
         except TimeoutError as error:
             raise NotReady("the registry's database has not answered in time for limits; ask again") from error
 
-    async def _share(self, now_s: float, deadline_s: float) -> None:
+    async def _share(self, now_s: float) -> None:
         self._is_shared = True
         self._brought |= self._lender.hand_over(now_s)
-        await self._tell(now_s, deadline_s)
+        await self._tell(now_s)
 
-    async def _tell(self, now_s: float, deadline_s: float) -> None:
+    async def _tell(self, now_s: float) -> None:
         """What the database does not know yet."""
         if self._brought:
-            await asyncio.to_thread(self._shared.bring, self._owners, self._brought, now_s, deadline_s)
+            await asyncio.to_thread(self._shared.bring, self._owners, self._brought, now_s)
             self._brought = {}
 
     async def _forget(self, meters: Sequence[Meter], now_s: float, _: float) -> None:
         if self._is_shared:  # still, since it waits
             await asyncio.to_thread(self._shared.forget, self._all_owners(), meters, now_s)
 
-    async def _count_alone(self, now_s: float, deadline_s: float) -> None:
-        await self._tell(now_s, deadline_s)
-        counters = await asyncio.to_thread(self._shared.take, self._all_owners(), now_s, deadline_s)
+    async def _count_alone(self, now_s: float) -> None:
+        await self._tell(now_s)
+        counters = await asyncio.to_thread(self._shared.take, self._all_owners(), now_s)
         self._gone.clear()
         self._spent.clear()  # of what others have spent since
         self._lender.take_over(counters, now_s)
@@ -179,7 +179,7 @@ class LimitOwner:
         if not self._is_shared:  # since it waits
             await self._look_up_spent(wants, now_s)
             return self._lender.lend(holder, wants, now_s)
-        await self._tell(now_s, deadline_s)
+        await self._tell(now_s)
         limits = [self._lender.limit(want.meter) for want in wants]
         asked = [(want, limit) for want, limit in zip(wants, limits, strict=True) if limit is not None]
         its = Asked(holder, [want for want, _ in asked], [limit for _, limit in asked])

@@ -51,8 +51,9 @@ class _Row:
 class SharedLimits:
     """Called in threads. `spent` tells what a tenant has spent in a time's month so far, as the ledger has it.
 
-    Each call raises NotReady, and changes nothing, when the database does not answer, or only after `deadline_s` of
-    `monotonic`, when nobody waits for the answer any more.
+    Each call raises NotReady, and changes nothing, when the database does not answer. So does `lend` when it answers
+    only after `deadline_s` of `monotonic`, when nobody waits any more; the others, which take longer the more rows there
+    are, have done what they should however late.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class SharedLimits:
         asked = Asked("", [Want(meter) for meter in limits], list(limits.values()))
         return [grant.remaining for grant in self._lend(rows, owners, asked, now_s)]
 
-    def bring(self, owners: Owners, counters: Mapping[Meter, Counter], now_s: float, deadline_s: float) -> None:
+    def bring(self, owners: Owners, counters: Mapping[Meter, Counter], now_s: float) -> None:
         """Add what an owner has counted by itself, up to now, to what all count from now on."""
         limits = {meter: counter.limit for meter, counter in counters.items()}
         with self._database.write() as connection:
@@ -101,7 +102,6 @@ class SharedLimits:
                 row.counter.held |= brought.held
                 row.owner_of |= dict.fromkeys(brought.held, owners.mine)
             self._write(connection, rows, now)
-            self._check(deadline_s)
 
     def held_by(self, holders: Collection[str]) -> list[Meter]:
         """Of which meters any of these ingresses holds units, tenant by tenant. Nobody waits for it."""
@@ -120,13 +120,12 @@ class SharedLimits:
             its = {meter: _read(meter, kept[meter], owners, 0, now) for meter in meters if meter in kept}
             self._write(connection, its, now)
 
-    def take(self, owners: Owners, now_s: float, deadline_s: float) -> dict[Meter, Counter]:
+    def take(self, owners: Owners, now_s: float) -> dict[Meter, Counter]:
         """All that is counted here, for the last owner that lives to count on by itself; from here on nothing is."""
         with self._database.write() as connection:
             now, kept = self._now(connection, now_s), self._kept(connection, None)
             rows = {meter: _read(meter, state, owners, 0, now) for meter, state in kept.items()}
             connection.execute(delete(shared_limits).where(shared_limits.c.base_digest == self._database.base_digest))
-            self._check(deadline_s)
         return {meter: row.counter for meter, row in rows.items() if row.month in ("", month_of(now_s))}
 
     def _check(self, deadline_s: float) -> None:
