@@ -52,8 +52,8 @@ class SharedLimits:
     """Called in threads. `spent` tells what a tenant has spent in a time's month so far, as the ledger has it.
 
     Each call raises NotReady, and changes nothing, when the database does not answer. So does `lend` when it answers
-    only after `deadline_s` of `monotonic`, when nobody waits any more; the others, which take longer the more rows there
-    are, have done what they should however late.
+    only after `deadline_s` of `monotonic`, when nobody waits any more; the others, which take longer the more rows
+    there are, have done what they should however late.
     """
 
     def __init__(
