@@ -133,6 +133,7 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "traffic_weight": 1.0,
         "registered_s": time.time(),
         "text": "",
+        "description": "",
     }
     with registry.database.write() as connection:
         revision = registry.database.next_revision(connection)
