@@ -103,7 +103,7 @@ class Supervisor:
         )
         self._reading = asyncio.create_task(self._pass_on(self._child))
         if self._stop_signal is not None:  # it came in between, when there was nobody to hand it to
-            self._child.send_signal(self._stop_signal)
+            self._tell(self._stop_signal)
 
     def _become_haproxy(self) -> None:
         """In the new process, before it is HAProxy: no HAProxy runs that the file does not name, whole."""
@@ -161,8 +161,14 @@ class Supervisor:
 
     def _stop(self, number: int) -> None:
         self._stop_signal = number
+        self._tell(number)
+
+    def _tell(self, number: int) -> None:
+        """Send HAProxy a signal, if it runs. `send_signal` would first take the status of one that has just ended, and
+        asyncio, which waits for it as well, would then report 255."""
         if self._child is not None and self._child.returncode is None:
-            self._child.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.pid, number)
 
     def _note(self, status: int) -> None:
         """Write down why HAProxy ended: `polylora serve` tells it when the start comes to nothing."""

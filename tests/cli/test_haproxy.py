@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -346,6 +347,29 @@ async def test_a_supervisor_that_is_stopped_while_it_starts_haproxy_again_ends(w
             door.process.send_signal(signal.SIGTERM)
             assert await door.process.wait() == 0
         assert not list(tmp_path.glob("*.pid"))
+
+
+async def test_one_that_ends_as_it_is_told_to_has_its_own_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes its place ends HAProxy itself, and then its supervisor, which passes the signal on."""
+    told, waitpid = threading.Event(), os.waitpid
+
+    def late(pid: int, options: int) -> tuple[int, int]:  # asyncio's
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        told.wait(60)
+        return waitpid(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", late)
+    supervisor = Supervisor("sleep", ["60s"], tmp_path / "config", tmp_path / "admin.sock", "haproxy.cfg")
+    await supervisor._start(supervisor._first)
+    assert supervisor._child is not None
+    os.kill(supervisor._child.pid, signal.SIGUSR1)
+    os.waitid(os.P_PID, supervisor._child.pid, os.WEXITED | os.WNOWAIT)
+    supervisor._stop(signal.SIGUSR1)
+    told.set()
+    assert await supervisor._child.wait() == -signal.SIGUSR1
+    await supervisor._reading
 
 
 async def test_a_new_one_takes_an_old_ones_place_without_a_refused_connection(write: Write, tmp_path: Path) -> None:
