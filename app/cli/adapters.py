@@ -38,11 +38,16 @@ DEFAULT_CONFIG = "configs/serve.yaml"
 _QUANTIZE = {"int8": "I8", "int4": "I4"}
 
 
+def add_config_option(parser: argparse._ActionsContainer, what: str) -> None:
+    """`--config`; what: what the file is for this command."""
+    parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"{what}; default: {DEFAULT_CONFIG}")
+
+
 def add_base_options(parser: argparse.ArgumentParser) -> None:
     """What says which base model a command is about."""
     base = parser.add_mutually_exclusive_group()
     base.add_argument("--base", help="path or source URI of the base model")
-    base.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a settings file: its base")
+    add_config_option(base, "a settings file: its base")
 
 
 def base_spec_of(arguments: argparse.Namespace) -> ModelSpec:
@@ -69,11 +74,11 @@ def add_commands(commands: Any) -> None:
     convert.set_defaults(run=_convert)
 
     inspect = commands.add_parser("inspect", help="show an adapter's ranks, targets, norms, size and metadata")
-    inspect.add_argument("source", type=Path)
+    inspect.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
     inspect.set_defaults(run=_inspect)
 
     check = commands.add_parser("check", help="would this adapter load on that base model, and if not, why not")
-    check.add_argument("source", type=Path)
+    check.add_argument("source", type=Path, help=f"PEFT folder or {CARD_SUFFIX} file")
     add_base_options(check)
     check.set_defaults(run=_check)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from app.cli.adapters import add_config_option
 from app.cli.checks import check_cache, check_device, check_folders, check_model, check_port, check_preloaded
 from app.cli.ray_switches import has_ha_proxy
 from app.cli.settings_file import address_in, read_document, settings_of
@@ -32,10 +33,10 @@ _FLOAT32 = 4
 _INDENT = "\n      "
 
 
-def add_doctor(commands: Any, default_config: Path) -> None:
+def add_doctor(commands: Any) -> None:
     """Add it to `argparse.ArgumentParser.add_subparsers()`."""
     parser = commands.add_parser("doctor", help="check this machine: would a service start, and what could it hold")
-    parser.add_argument("--config", type=Path, default=default_config, help="a Serve application file")
+    add_config_option(parser, "a Serve application file")
     parser.add_argument("--host", help="address that the service would listen on instead of the file's")
     parser.add_argument("--port", type=int, help="port that it would listen on instead of the file's")
     parser.set_defaults(run=_doctor)

@@ -28,10 +28,9 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
-from app.cli.adapters import DEFAULT_CONFIG, add_commands
+from app.cli.adapters import add_commands, add_config_option
 from app.cli.apply import add_apply
 from app.cli.doctor import add_doctor
 from app.cli.merging import add_merge
@@ -58,10 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_register(commands)
     add_tenants(commands)
     add_status(commands)
-    add_doctor(commands, Path(DEFAULT_CONFIG))
-    add_plan(commands, Path(DEFAULT_CONFIG))
+    add_doctor(commands)
+    add_plan(commands)
     for command in commands.choices.values():
         command.add_argument("--verbose", action="store_true", help="show where an error comes from")
+    _describe_subcommands(parser)
     return parser
 
 
@@ -86,6 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(arguments, f"{type(error).__name__}: {said}; --verbose shows where it comes from")
 
 
+def _describe_subcommands(parser: argparse.ArgumentParser) -> None:
+    """Have the help of each subcommand, and of theirs, begin with what the list of them says it does."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for listed in action._choices_actions:
+                subcommand = action.choices[listed.dest]
+                subcommand.description = listed.help
+                _describe_subcommands(subcommand)
+
+
 def _failed(arguments: argparse.Namespace, message: str, details: str = "") -> int:
     """Say why a command ends, in one line, and the whole of it to who asks. Called while the error is handled."""
     if arguments.verbose:
@@ -97,7 +107,7 @@ def _failed(arguments: argparse.Namespace, message: str, details: str = "") -> i
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("serve", help="run the service of a configuration until ctrl-C")
-    parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a Serve application file")
+    add_config_option(parser, "a Serve application file")
     parser.add_argument("--host", help="address to listen on instead of the file's")
     parser.add_argument("--port", type=int, help="port to listen on instead of the file's")
     parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard too (127.0.0.1:8265)")
@@ -122,7 +132,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _add_fetch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("fetch", help="get the base model of a configuration and check that it loads")
-    parser.add_argument("--config", type=Path, default=Path(DEFAULT_CONFIG), help="a Serve application file")
+    add_config_option(parser, "a Serve application file")
     parser.set_defaults(run=_fetch)
 
 

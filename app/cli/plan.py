@@ -10,19 +10,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from app.cli.adapters import add_config_option
 from app.cli.settings_file import read_settings
 from app.engine.errors import ConfigError
 
 
-def add_plan(commands: Any, default_config: Path) -> None:
+def add_plan(commands: Any) -> None:
     """Add it to `argparse.ArgumentParser.add_subparsers()`."""
     parser = commands.add_parser("plan", help="how many replicas a recorded traffic needs, and what breaks first")
     parser.add_argument("--trace", type=Path, required=True, help="one JSON object a line, with arrival_s at least")
     parser.add_argument("--slo-ttft", type=float, required=True, metavar="S", help="seconds to the first token")
     parser.add_argument("--percentile", type=float, default=99.0, help="of the requests that are to keep it")
-    parser.add_argument(
-        "--config", type=Path, default=default_config, help="a Serve application file: what a replica is"
-    )
+    add_config_option(parser, "a Serve application file: what a replica is")
     parser.add_argument(
         "--costs", type=Path, help="what steps and loads take (JSON); else that of a laptop's two cores"
     )

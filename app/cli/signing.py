@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.cli.adapters import add_base_options, base_spec_of
+from app.cli.adapters import add_base_options, add_config_option, base_spec_of
 from app.engine.adapters.formats.reading import read_adapter
 from app.engine.adapters.lora import FEATURES
 from app.engine.errors import ConfigError
@@ -23,7 +23,7 @@ def add_signing_commands(commands: Any) -> None:
     keygen = commands.add_parser("keygen", help="make a key: for signing adapters, or with --admin the first admin key")
     keygen.add_argument("key", type=Path, nargs="?", help="file to write the private key to; prints its public half")
     keygen.add_argument("--admin", action="store_true", help="make an API key that manages tenants; prints it once")
-    keygen.add_argument("--config", type=Path, default=Path("configs/serve.yaml"), help="whose service, with --admin")
+    add_config_option(keygen, "whose service, with --admin")
     keygen.set_defaults(run=_keygen)
 
     sign = commands.add_parser("sign", help="sign an adapter for a base model")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from app.cli.main import ProgressLine, main
+from app.cli.client import DEFAULT_URL
+from app.cli.main import ProgressLine, main, make_parser
 from app.cli.settings_file import read_settings
 from app.config import DEFAULT_MODEL_URI, load_config
 from app.engine.errors import ConfigError
@@ -83,6 +86,25 @@ def test_bare_it_helps_and_its_version_is_the_projects(capsys: pytest.CaptureFix
     assert caught.value.code == 0
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert capsys.readouterr().out == f"polylora {project['version']}\n"
+
+
+def subcommands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subcommand in action.choices.values():
+                yield subcommand
+                yield from subcommands(subcommand)
+
+
+@pytest.mark.parametrize("parser", list(subcommands(make_parser())), ids=lambda parser: parser.prog)
+def test_each_subcommand_says_what_it_does_and_with_which_settings(parser: argparse.ArgumentParser) -> None:
+    assert parser.description, "its --help would be a list of options"
+    for action in parser._actions:
+        if action.dest in ("config", "url", "file", "source"):
+            assert action.help, f"{parser.prog}: {action.dest}"
+        if action.dest in ("config", "url"):
+            default = DEFAULT_URL if action.dest == "url" else "configs/serve.yaml"
+            assert f"default: {default}" in (action.help or "")
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
