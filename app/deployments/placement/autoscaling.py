@@ -26,6 +26,8 @@ _HISTORY = "polylora_wanted"
 _MAX_HISTORY = 4096
 #: Decisions closer than this are one in the history.
 _HISTORY_STEP_S = 0.5
+#: No replica has a number above this to say, and more replicas than this are nobody's answer.
+_MAX_VALUE, _MAX_REPLICAS = 1e15, 1e6
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def wanted(demands: Sequence[Demand], objective: Objective) -> Wanted:
         "KV blocks in use": sum(demand.kv_used for demand in demands) / objective.max_kv,
     }
     reason = max(parts, key=parts.__getitem__)
-    return Wanted(parts[reason], reason if parts[reason] > 0 else "nothing to do")
+    return Wanted(min(parts[reason], _MAX_REPLICAS), reason if parts[reason] > 0 else "nothing to do")
 
 
 def forecast(history: Sequence[tuple[float, float]], now_s: float, ahead_s: float) -> float:
@@ -158,7 +160,7 @@ class AdapterDemand:
         history = [
             (at_s, value)
             for at_s, value in ctx.policy_state.get(_HISTORY, ())
-            if now_s - at_s <= max(self._objective.hold_s, self._objective.forecast_s)
+            if 0 <= now_s - at_s <= max(self._objective.hold_s, self._objective.forecast_s)  # the clock may be set back
         ][-_MAX_HISTORY:]
         if not demands:
             # Nobody has said anything yet. Who was woken is still starting, and what it was woken for has yet to reach
@@ -166,6 +168,8 @@ class AdapterDemand:
             return ctx.target_num_replicas, {_HISTORY: [*history, (now_s, float(ctx.target_num_replicas))][-2:]}
         want = wanted(demands, self._objective)
         count = decide([*history, (now_s, want.replicas)], ctx.target_num_replicas, now_s, self._objective)
+        if len(demands) < min(ctx.current_num_replicas, ctx.target_num_replicas):
+            count = max(count, ctx.target_num_replicas)  # what the silent ones have to do is not known
         if not history or now_s - history[-1][0] >= _HISTORY_STEP_S:
             history.append((now_s, want.replicas))
         self._tell(ctx, count, want)
@@ -185,12 +189,19 @@ class AdapterDemand:
 
 
 def latest_demands(series: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Demand]:
-    """The last word of each replica that has said everything; the others are still starting.
+    """The last word of each replica that has said anything; the others are still starting.
 
-    series: name -> replica -> points with a value, the oldest first, as Serve keeps what replicas record.
+    What one has not said (another release does not know the name), or what is no number to count with, counts as 0: the
+    rest of it counts. series: name -> replica -> points with a value, the oldest first, as Serve keeps what replicas
+    record.
     """
     names = [field.name for field in fields(Demand)]
-    replicas = set.intersection(*({r for r, points in series.get(name, {}).items() if points} for name in names))
+    replicas = {replica for name in names for replica, points in series.get(name, {}).items() if points}
     return [
-        Demand(*(float(series[name][replica][-1].value) for name in names)) for replica in sorted(replicas, key=str)
+        Demand(*(_number(series.get(name, {}).get(replica)) for name in names)) for replica in sorted(replicas, key=str)
     ]
+
+
+def _number(points: Sequence[Any] | None) -> float:
+    value = points[-1].value if points else 0.0
+    return float(value) if isinstance(value, int | float) and 0 <= value <= _MAX_VALUE else 0.0

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from app.deployments.placement import autoscaling
@@ -99,7 +101,15 @@ def test_an_objective_that_decides_nothing_is_refused(bad: dict[str, Any]) -> No
         Objective(**bad)
 
 
-def context(num_replicas: int, now_s: float, state: dict[str, Any], num_requests: float = 0, **series: Any) -> Any:
+def context(
+    num_replicas: int,
+    now_s: float,
+    state: dict[str, Any],
+    num_requests: float = 0,
+    num_silent: int = 0,
+    **series: Any,
+) -> Any:
+    """What Serve knows of those that speak in `series`, and of so many more that run."""
     raw = {
         name: {replica: [SimpleNamespace(value=value)] for replica, value in values.items()}
         for name, values in series.items()
@@ -107,7 +117,7 @@ def context(num_replicas: int, now_s: float, state: dict[str, Any], num_requests
     return SimpleNamespace(
         app_name="polylora",
         deployment_name="EngineReplica",
-        current_num_replicas=num_replicas,
+        current_num_replicas=len({replica for values in raw.values() for replica in values}) + num_silent,
         target_num_replicas=num_replicas,
         total_num_requests=num_requests,
         raw_metrics=raw,
@@ -154,12 +164,62 @@ def test_who_was_woken_is_not_sent_away_before_its_work_has_reached_it() -> None
     assert policy(context(2, 300.0, {}))[0] == 2, "where nothing is known of any, none is sent away"
 
 
-def test_a_replica_that_has_not_said_everything_does_not_count() -> None:
+def test_a_replica_counts_with_what_it_has_said() -> None:
+    """One of another release does not know all names; one whose numbers are none says nothing by them."""
     points = [SimpleNamespace(value=1.0)]
     series = {name: {"a": points, "b": points} for name in Demand.__dataclass_fields__}
     series["kv_used"] = {"a": points, "b": []}
-    assert latest_demands(series) == [Demand(1.0, 1.0, 1.0, 1.0, 1.0)]
+    series["adapter_rows"] = {"a": [SimpleNamespace(value=math.nan)]}
+    assert latest_demands(series) == [Demand(1.0, 1.0, 0.0, 1.0, 1.0), Demand(1.0, 1.0, 0.0, 1.0, 0.0)]
     assert latest_demands({}) == []
+    assert latest_demands({"work_tokens": {"a": []}, "of another release": {"a": points}}) == []
+
+
+def test_no_replica_is_sent_away_while_one_says_nothing() -> None:
+    policy = AdapterDemand(hold_s=5.0, forecast_s=0)
+    idle = series_of({"a": IDLE, "b": IDLE})
+    assert policy(context(3, 100.0, {}, num_silent=1, **idle))[0] == 3
+    assert policy(context(3, 101.0, {}, **idle))[0] == 0
+    assert policy(context(2, 102.0, {}, num_silent=1, **idle))[0] == 0, "the third is to leave anyway"
+    much = series_of({"a": busy(work_tokens=4000)})
+    assert policy(context(2, 103.0, {}, num_silent=1, **much))[0] == 4, "more are had at once"
+
+
+def test_a_clock_that_is_set_back_holds_no_replica_and_foresees_nothing() -> None:
+    policy = AdapterDemand(drain_s=2.0, hold_s=60.0, forecast_s=10.0)
+    _, state = policy(context(4, 100_000.0, {}, **series_of({"a": busy(work_tokens=4000)})))
+    idle = series_of({"a": busy(work_tokens=400)})
+    count, state = policy(context(4, 90_000.0, state, **idle))
+    assert count == 1, "an hour's hold"
+    assert policy(context(1, 90_001.0, state, **series_of({"a": busy(work_tokens=900)})))[0] <= 2
+
+
+#: Whatever arrives where a number should: Serve checks the first answer of a replica only.
+nonsense = st.one_of(
+    st.floats(), st.integers(), st.none(), st.text(), st.booleans(), st.sampled_from([1e308, 5e-324, -1.0])
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 2e9),
+            st.integers(0, 1000),
+            st.integers(0, 5),
+            st.dictionaries(
+                st.sampled_from([*Demand.__dataclass_fields__, "other"]),
+                st.dictionaries(st.sampled_from("abc"), nonsense),
+            ),
+        ),
+        max_size=8,
+    )
+)
+def test_nothing_that_replicas_say_and_no_clock_stops_the_policy(calls: list[Any]) -> None:
+    policy, state = AdapterDemand(), {}
+    for now_s, num_replicas, num_silent, series in calls:
+        count, state = policy(context(num_replicas, now_s, state, num_silent=num_silent, **series))
+        assert type(count) is int
+        assert 0 <= count <= 2_000_000
 
 
 def test_serve_takes_the_policy_by_its_name_and_refuses_other_options() -> None:
