@@ -89,3 +89,40 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert target.exists(), f"{page.name}: {path}"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{page.name}: {path}#{anchor}"
+
+
+def drawn_tree() -> set[str]:
+    """Paths in the tree of docs/architecture.md: lines "a/  b/   words" or "a.py, b.py   words", indented by depth."""
+    text = (ROOT / "docs/architecture.md").read_text().partition("\n## The tree\n")[2].split("```")[1]
+    found: set[str] = set()
+    parents: list[str] = []
+    for line in filter(str.strip, text.splitlines()):
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.match(r"(?:[\w/]+(?:/|\.py),?(?: +|$))+", line.lstrip())
+        assert names is not None, line
+        first, *others = re.split(r",? +", names[0].strip())
+        parent = first[: first.rindex("/", 0, -1) + 1] if depth == 0 and "/" in first[:-1] else "".join(parents[:depth])
+        paths = [first if depth == 0 else parent + first, *(parent + other for other in others)]
+        found.update(path.rstrip("/") for path in paths)
+        parents[depth:] = [first]
+    return found
+
+
+def test_the_tree_in_the_docs_is_the_tree() -> None:
+    """Every folder and every loose module of `app` has its place there, and nothing else."""
+    folders = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "app").rglob("*.py")}
+    folders |= {str(path.parent.relative_to(ROOT)) for path in (ROOT / "app/kernels").rglob("*.json")}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "app").glob("*.py")} - {"app/__init__.py"}
+    only_a_step = {"app", "app/deployments/registry/migrations"}
+    drawn = {path for path in drawn_tree() if path.startswith("app")}
+    assert drawn - only_a_step == (folders | modules) - only_a_step
+
+
+def test_every_file_that_contributing_names_is_there() -> None:
+    """Lists of what one touches: a name is below app/, tests/ or the folder that the line's first path is in."""
+    names = re.findall(r"`((?:app|tests|load_tests)/[\w/.<>{},]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(names) > 20
+    for name in (re.sub(r"<\w+>(\.py)?", "*", name) for name in names):
+        choices = re.match(r"(.*)\{(.*)\}(.*)", name)
+        for path in [name] if choices is None else [choices[1] + one + choices[3] for one in choices[2].split(",")]:
+            assert list(ROOT.glob(path)), f"CONTRIBUTING.md names {name}"
