@@ -32,7 +32,6 @@ class BatchBuilder:
     def build(self, items: list[tuple[Sequence, int]]) -> ForwardBatch:
         """The arrays for a step: `count` tokens of each sequence from `num_computed` on, guesses included."""
         block_size = self._block_size
-        counts = [count for _, count in items]
         num_blocks = max(sequence.num_blocks for sequence, _ in items)
         block_tables = np.zeros((len(items), num_blocks), np.int32)  # [B, N]
         token_ids: list[int] = []
@@ -45,33 +44,24 @@ class BatchBuilder:
         drawing: list[Sequence] = []
         pooled: list[Sequence] = []
         pooled_ranges: list[tuple[int, int]] = []
-        run_starts: list[int] = []
-        run_slots: list[int] = []
+        runs = _Runs()
         num_tokens = 0
         for index, (sequence, count) in enumerate(items):
             start = sequence.num_computed
             end = start + count
             table = sequence.block_table
             block_tables[index, : sequence.num_blocks] = table[: sequence.num_blocks]
-            if not sequence.has_memory:
-                token_ids += sequence.token_ids[start:end].tolist()
-                positions += range(start, end)
-            elif count == 1:
+            if count == 1 and sequence.has_memory:  # most often, and without an array
                 token_ids.append(sequence.token_ids.item(start))
                 positions.append(start)
                 kv_slots.append(table.item(start // block_size) * block_size + start % block_size)
             else:
-                where = np.arange(start, end)
                 token_ids += sequence.token_ids[start:end].tolist()
                 positions += range(start, end)
-                kv_slots += (table[where // block_size].astype(np.int64) * block_size + where % block_size).tolist()
+                if sequence.has_memory:
+                    kv_slots += _kv_slots(table, np.arange(start, end), block_size)
             seq_lens.append(end)
-            adapter_start = sequence.adapter_start
-            if start < adapter_start:
-                _continue_run(run_starts, run_slots, num_tokens, 0)
-            if end > adapter_start:
-                first = num_tokens + max(adapter_start - start, 0)
-                _continue_run(run_starts, run_slots, first, sequence.adapter_slot)
+            runs.take(sequence, start, end, num_tokens)
             num_tokens += count
             if sequence.pooling is not None:
                 first, last = pooled_range(sequence.pooling.method, sequence.num_tokens, start, end)
@@ -83,9 +73,7 @@ class BatchBuilder:
                 sample_seqs += [index] * num_rows
                 sampled += [sequence] * num_rows
                 drawing.append(sequence)
-        run_starts.append(num_tokens)
-        query_starts = np.zeros(len(items) + 1, np.int32)
-        np.cumsum(counts, out=query_starts[1:])
+        query_starts = np.cumsum([0, *(count for _, count in items)], dtype=np.int32)  # [B+1]
         return ForwardBatch(
             token_ids=np.array(token_ids, np.int32),
             positions=np.array(positions, np.int32),
@@ -93,16 +81,12 @@ class BatchBuilder:
             query_starts=query_starts,
             seq_lens=np.array(seq_lens, np.int32),
             block_tables=block_tables,
-            run_starts=np.array(run_starts, np.int32),
-            run_adapter_slots=np.array(run_slots, np.int32),
+            run_starts=np.array([*runs.starts, num_tokens], np.int32),
+            run_adapter_slots=np.array(runs.adapter_slots, np.int32),
             sample_rows=np.array(sample_rows, np.int32),
             sample_seqs=np.array(sample_seqs, np.int32),
             sampling=self._sampling(sampled, drawing),
-            pooling=PoolingBatch(
-                np.array(pooled_ranges, np.int64), np.stack([sequence.pooled_sums for sequence in pooled])
-            )
-            if pooled
-            else None,
+            pooling=_pooling(pooled, pooled_ranges),
         )
 
     def _sampling(self, sampled: list[Sequence], drawing: list[Sequence]) -> SamplingBatch:
@@ -135,11 +119,39 @@ class BatchBuilder:
         )
 
 
-def _continue_run(run_starts: list[int], run_slots: list[int], first: int, adapter_slot: int) -> None:
-    """Tokens from `first` on have this adapter: a run of their own, unless the last one has it too."""
-    if not run_slots or run_slots[-1] != adapter_slot:
-        run_starts.append(first)
-        run_slots.append(adapter_slot)
+def _kv_slots(table: NDArray[np.int32], positions: NDArray[np.int64], block_size: int) -> list[int]:
+    slots: list[int] = (table[positions // block_size].astype(np.int64) * block_size + positions % block_size).tolist()
+    return slots
+
+
+class _Runs:
+    """Runs of a step's tokens that have one adapter each: where they start, and in which slot it is."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.adapter_slots: list[int] = []
+
+    def take(self, sequence: Sequence, start: int, end: int, num_tokens: int) -> None:
+        """Tokens `start` to `end` of a sequence come behind `num_tokens` others; before its adapter is activated they
+        have none."""
+        activated = min(max(sequence.adapter_start, start), end)
+        if start < activated:
+            self._continue(num_tokens, 0)
+        if activated < end:
+            self._continue(num_tokens + activated - start, sequence.adapter_slot)
+
+    def _continue(self, first: int, adapter_slot: int) -> None:
+        """Tokens from `first` on have this adapter: a run of their own, unless the last one has it too."""
+        if not self.adapter_slots or self.adapter_slots[-1] != adapter_slot:
+            self.starts.append(first)
+            self.adapter_slots.append(adapter_slot)
+
+
+def _pooling(pooled: list[Sequence], ranges: list[tuple[int, int]]) -> PoolingBatch | None:
+    """`ranges`: of each pooled sequence, which rows of the step count."""
+    if not pooled:
+        return None
+    return PoolingBatch(np.array(ranges, np.int64), np.stack([sequence.pooled_sums for sequence in pooled]))
 
 
 class _SamplingConstants:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from app.engine.adapter_check import AdapterCheck
 from app.engine.adapters.card import AdapterCard, AdapterRef
 from app.engine.adapters.invocation import is_activated
 from app.engine.adapters.lora import LoraAdapter
@@ -24,8 +25,6 @@ from app.engine.batch import ForwardOutput
 from app.engine.batch_builder import BatchBuilder
 from app.engine.config import EngineConfig
 from app.engine.errors import (
-    AdapterMergedAway,
-    AdapterMismatch,
     AdapterWriteFailed,
     ConfigError,
     EngineFailure,
@@ -95,6 +94,14 @@ def context_of(config: EngineConfig, spec: ModelSpec) -> int:
     return longest
 
 
+def _check_speculation(config: EngineConfig, backend: Backend) -> None:
+    if isinstance(config.speculation, int) and not backend.limits.num_draft_rows:
+        raise ConfigError(
+            f"engine.speculation is {config.speculation}, but this engine cannot verify guessed tokens for "
+            f"{backend.spec.name!r}; set auto or off"
+        )
+
+
 class Engine:
     """One base model, its KV memory and adapter tables, and the requests that share them."""
 
@@ -111,11 +118,7 @@ class Engine:
         self._backend = backend
         self.spec = backend.spec
         limits = backend.limits
-        if isinstance(config.speculation, int) and not limits.num_draft_rows:
-            raise ConfigError(
-                f"engine.speculation is {config.speculation}, but this engine cannot verify guessed tokens for "
-                f"{self.spec.name!r}; set auto or off"
-            )
+        _check_speculation(config, backend)
         self.max_context = context_of(config, self.spec)
         self._max_waiting = config.max_waiting
         self._kv_capacity = limits.num_kv_blocks * limits.block_size
@@ -129,7 +132,7 @@ class Engine:
             limits.adapter_extra_bytes,
             config.adapter_eviction,
         )
-        self._extra_bytes_of, self._rank_rows_of = limits.extra_bytes_of, limits.rank_rows_of
+        self._check = AdapterCheck(self.spec, self._adapters, limits, merged)
         self._pace = PrefillPace(config.prefill_step_ms / 1000)
         self._isolation = Isolation(config.tenant_slowdown)
         self._clock = clock
@@ -179,7 +182,7 @@ class Engine:
             raise UnsupportedField("this engine computes no embeddings; serve them with engine.cpu", param="pooling")
         if request.sampling.grammar and self._compiler is None:
             raise UnsupportedField("this engine knows no grammars", param="structured_outputs")
-        self._check_adapter(request, adapter)
+        self._check.request(request, adapter)
         if self.merged is not None:
             adapter = None  # it is in the weights
         elif adapter is not None and not is_activated(request.token_ids, adapter.card.invocation_tokens):
@@ -193,7 +196,8 @@ class Engine:
             self._backend.prepare_adapter(adapter)  # one that leaves before its turn is prepared when it is written
         sequence = Sequence(request, adapter, self.spec, self._blocks.block_size)
         if adapter is not None:
-            sequence.num_needed, sequence.extra_bytes = self._rank_rows_of(adapter), self._extra_bytes_of(adapter)
+            limits = self._backend.limits
+            sequence.num_needed, sequence.extra_bytes = limits.rank_rows_of(adapter), limits.extra_bytes_of(adapter)
         if self._live_ids.setdefault(request.request_id, sequence) is not sequence:
             raise InvalidRequest(f"request_id {request.request_id!r} is already in use", param="request_id")
         if request.sampling.grammar and self._compiler is not None:
@@ -239,7 +243,7 @@ class Engine:
         Raises what `submit` raises for its adapter; the future may raise NotReady (pinned adapters leave no room),
         EngineFailure, or what writing met.
         """
-        self._check_fits(adapter, ref.name)
+        self._check.adapter(adapter, ref.name)
         resident: Future[int] = Future()
         if self.merged is not None:
             resident.set_result(0)
@@ -451,38 +455,3 @@ class Engine:
                 message = self._inbox.popleft()
                 if isinstance(message, Drop | Bring):
                     refuse(message, failure)
-
-    def _check_adapter(self, request: GenerateRequest, adapter: LoraAdapter | None) -> None:
-        if self.merged is not None:
-            self._check_merged(request.adapter)
-            return
-        if request.adapter is None and adapter is None:
-            return
-        if request.adapter is None or adapter is None or request.adapter.digest != adapter.card.digest:
-            named = request.adapter.digest if request.adapter is not None else "none"
-            given = adapter.card.digest if adapter is not None else "none"
-            raise InvalidRequest(
-                f"the request names adapter digest {named} but the weights given are {given}", param="adapter"
-            )
-        self._check_fits(adapter, request.adapter.name)
-
-    def _check_merged(self, ref: AdapterRef | None) -> None:
-        merged = self.merged
-        if merged is not None and (ref is None or ref.digest != merged.digest):
-            asked = "the base" if ref is None else f"adapter {ref.name!r}"
-            raise AdapterMergedAway(
-                f"{asked} was asked for, but engine.merged_adapter has merged the adapter with digest "
-                f"{merged.digest[:12]}… into its weights and serves nothing else; ask a service without it"
-            )
-
-    def _check_fits(self, adapter: LoraAdapter, name: str) -> None:
-        if self.merged is not None:
-            self._check_merged(AdapterRef(name, adapter.card.digest, ""))
-            return
-        if adapter.card.base_digest != self.spec.digest:
-            raise AdapterMismatch(
-                f"adapter {name!r} was read for base model {adapter.card.base_digest} "
-                f"but this engine serves {self.spec.digest}; register it for this base"
-            )
-        self._adapters.check_rows(name, self._rank_rows_of(adapter))
-        self._adapters.check_extras(name, self._extra_bytes_of(adapter))

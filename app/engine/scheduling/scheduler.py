@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.engine.batch import ForwardOutput
-from app.engine.errors import AdapterOverflow, EngineFailure
-from app.engine.pooling import embedding
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.pools.kv_blocks import BlockPool
 from app.engine.pools.prompt_heads import num_head_blocks
@@ -22,6 +20,7 @@ from app.engine.schedule import AdapterWrite, Refusal, Schedule
 from app.engine.scheduling.admission import Admission
 from app.engine.scheduling.fair_queue import INPUT_PRICE, FairQueue
 from app.engine.scheduling.isolation import Isolation
+from app.engine.scheduling.outputs import logprobs_of, overflow_error, pooled
 from app.engine.scheduling.prefill import PrefillPace, keep_room, spend_rest, split_prefill
 from app.engine.sequence import Sequence, Status
 from app.engine.speculation.speculator import Speculator
@@ -189,53 +188,23 @@ class Scheduler:
         chunks: list[TokenChunk] = []
         if output is None:
             return chunks
-        block_size = self._blocks.block_size
         row = num_pooled = 0
-        num_finished = 0
+        num_finished = self._meter.num_finished
         for sequence, count in plan.items:
-            before = sequence.num_computed
-            num_rows = 1 + sequence.num_drafted
-            after = sequence.num_computed = before + count - sequence.num_drafted
             self._meter.num_tokens_computed += count
-            is_complete, vector = after == sequence.num_tokens, b""
             if sequence.pooling is None:
+                num_rows = 1 + sequence.num_drafted
+                is_complete = sequence.num_computed + count == sequence.num_tokens + sequence.num_drafted
+                chunk = self._commit_text(sequence, count, output, row if is_complete else None)
                 row += num_rows * is_complete
-                overflows = is_complete and row - num_rows in output.overflowed
             else:
-                pooled = _pooled(sequence, output, num_pooled, is_complete=is_complete)
+                chunk = self._commit_pooled(sequence, count, output, num_pooled)
                 num_pooled += 1
-                vector, overflows = pooled or b"", pooled is None
-            failure = sequence.constraint.error if sequence.constraint is not None else None
-            if overflows or failure is not None:
-                ended = self.end(sequence.request_id, "error", failure or _overflow(sequence))
-                assert ended is not None, "it was running"
-                chunks.append(ended)
-                continue
-            draws = is_complete and sequence.pooling is None
-            token_ids = self._take(sequence, output, row - num_rows) if draws else ()
-            after = sequence.num_computed = max(after, before + len(token_ids))
-            if sequence.has_memory and before // block_size != after // block_size:
-                self._publish(sequence, before // block_size, after // block_size)
-            if not is_complete:
-                continue
-            if not draws:
-                num_finished += 1
-                chunks.append(self._finish(sequence, "stop", vector=vector))
-                continue
-            logprobs = _logprobs(output, row - num_rows, token_ids) if sequence.wants_logprobs else ()
-            if token_ids[-1] in sequence.stop_ids or sequence.num_output >= sequence.max_tokens:
-                reason = sequence.finish_reason()
-                assert reason is not None
-                num_finished += 1
-                chunks.append(self._finish(sequence, reason, token_ids, logprobs))
-            else:
-                is_first = sequence.num_tokens == sequence.num_given + len(token_ids)
-                usage = sequence.usage() if is_first else None
-                chunks.append(TokenChunk(sequence.request_id, token_ids, logprobs, usage=usage))
+            if chunk is not None:
+                chunks.append(chunk)
         assert row == len(output.token_ids), "the backend drew a token for every sample row and no other"
-        if num_finished:
+        if self._meter.num_finished != num_finished:
             self._running = [sequence for sequence in self._running if sequence.status is Status.RUNNING]
-            self._meter.num_finished += num_finished
             self._queue.forget_absent({sequence.tenant_id for sequence in self._running})
         self._meter.num_steps += 1
         return chunks
@@ -257,6 +226,39 @@ class Scheduler:
         assert {b: n for b, n in enumerate(self._blocks.num_refs()) if n} == held
         assert {entry.digest: entry.num_refs for entry in self._adapters.residents() if entry.num_refs} == refs
         assert sum(self._num_live_of.values()) == sum(1 for s in self._live.values() if s.adapter is not None)
+
+    def _commit_text(
+        self, sequence: Sequence, count: int, output: ForwardOutput, first_row: int | None
+    ) -> TokenChunk | None:
+        """`first_row`: where the output has what follows the sequence's tokens; None while its prompt is computed."""
+        before = sequence.num_computed
+        after = sequence.num_computed = before + count - sequence.num_drafted
+        failure = sequence.constraint.error if sequence.constraint is not None else None
+        if failure is not None or first_row in output.overflowed:
+            return self.end(sequence.request_id, "error", failure or overflow_error(sequence))
+        token_ids = () if first_row is None else self._take(sequence, output, first_row)
+        sequence.num_computed = max(after, before + len(token_ids))
+        self._publish(sequence, before)
+        if first_row is None:
+            return None
+        logprobs = logprobs_of(output, first_row, token_ids) if sequence.wants_logprobs else ()
+        if token_ids[-1] in sequence.stop_ids or sequence.num_output >= sequence.max_tokens:
+            reason = sequence.finish_reason()
+            assert reason is not None
+            return self._finish(sequence, reason, token_ids, logprobs)
+        is_first = sequence.num_tokens == sequence.num_given + len(token_ids)
+        return TokenChunk(sequence.request_id, token_ids, logprobs, usage=sequence.usage() if is_first else None)
+
+    def _commit_pooled(self, sequence: Sequence, count: int, output: ForwardOutput, index: int) -> TokenChunk | None:
+        """`index`: the sequence's place among those that the step pools."""
+        before = sequence.num_computed
+        sequence.num_computed = before + count
+        is_complete = sequence.num_computed == sequence.num_tokens
+        vector = pooled(sequence, output, index, is_complete=is_complete)
+        if vector is None:
+            return self.end(sequence.request_id, "error", overflow_error(sequence))
+        self._publish(sequence, before)
+        return self._finish(sequence, "stop", vector=vector) if is_complete else None
 
     def _take(self, sequence: Sequence, output: ForwardOutput, first_row: int) -> tuple[int, ...]:
         """The tokens that a sequence's rows add to its answer: charged one by one, wrong guesses as what they cost."""
@@ -303,7 +305,11 @@ class Scheduler:
         sequence.status = Status.WAITING
         self._meter.num_preemptions += 1
 
-    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+    def _publish(self, sequence: Sequence, before: int) -> None:
+        """Share the blocks that the step has filled; `before` it so many tokens were computed."""
+        first, end = before // self._blocks.block_size, sequence.num_computed // self._blocks.block_size
+        if first == end or not sequence.has_memory:
+            return
         hashes = sequence.extend_hashes(end)
         for index in range(first, end):
             self._blocks.publish(
@@ -392,6 +398,7 @@ class Scheduler:
         """The last chunk of a running sequence that has all it wanted; what it held is given back."""
         self._give_back(sequence)
         self._forget(sequence)
+        self._meter.num_finished += 1
         return self._last_chunk(sequence, reason, token_ids, logprobs, vector=vector)
 
     def _last_chunk(
@@ -419,31 +426,3 @@ def _order(sequence: Sequence) -> int:
 
 def _adapter_slot(item: tuple[Sequence, int]) -> int:
     return item[0].adapter_slot
-
-
-def _pooled(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
-    """Keep what a step has added up; the embedding once all is there, until then nothing, None if it is not finite."""
-    assert sequence.pooling is not None
-    assert output.sums is not None, "the backend has added up what was to be pooled"
-    sequence.pooled_sums = output.sums[index]
-    return embedding(sequence.pooled_sums, sequence.num_tokens, sequence.pooling) if is_complete else b""
-
-
-def _overflow(sequence: Sequence) -> Exception:
-    """Why a sequence ends whose next token, or embedding, cannot be told."""
-    where = f"is no finite number after {sequence.num_tokens} tokens"
-    adapter = sequence.request.adapter
-    if adapter is None:
-        return EngineFailure(f"the output of the base model {where}")
-    return AdapterOverflow(
-        f"the output of adapter {adapter.name!r} {where}: its values are too large; lower alpha or train it again"
-    )
-
-
-def _logprobs(output: ForwardOutput, first_row: int, token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
-    lines = []
-    for row, token_id in enumerate(token_ids, first_row):
-        top = output.top_logprobs[row]
-        pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
-        lines.append(TokenLogprobs(token_id, float(output.logprobs[row]), pairs))
-    return tuple(lines)

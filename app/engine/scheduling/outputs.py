@@ -1,0 +1,41 @@
+"""What a step's output says of one sequence: its embedding, its tokens' log probabilities, why it has no next token.
+
+In: a sequence and the output. Out: parts of its chunk, or the error that ends it. Nothing is decided or booked here,
+except that an embedding's sums are kept with their sequence.
+"""
+
+from __future__ import annotations
+
+from app.engine.batch import ForwardOutput
+from app.engine.errors import AdapterOverflow, EngineFailure
+from app.engine.pooling import embedding
+from app.engine.request import TokenLogprobs
+from app.engine.sequence import Sequence
+
+
+def pooled(sequence: Sequence, output: ForwardOutput, index: int, *, is_complete: bool) -> bytes | None:
+    """Keep what a step has added up; the embedding once all is there, until then nothing, None if it is not finite."""
+    assert sequence.pooling is not None
+    assert output.sums is not None, "the backend has added up what was to be pooled"
+    sequence.pooled_sums = output.sums[index]
+    return embedding(sequence.pooled_sums, sequence.num_tokens, sequence.pooling) if is_complete else b""
+
+
+def overflow_error(sequence: Sequence) -> Exception:
+    """Why a sequence ends whose next token, or embedding, cannot be told."""
+    where = f"is no finite number after {sequence.num_tokens} tokens"
+    adapter = sequence.request.adapter
+    if adapter is None:
+        return EngineFailure(f"the output of the base model {where}")
+    return AdapterOverflow(
+        f"the output of adapter {adapter.name!r} {where}: its values are too large; lower alpha or train it again"
+    )
+
+
+def logprobs_of(output: ForwardOutput, first_row: int, token_ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+    lines = []
+    for row, token_id in enumerate(token_ids, first_row):
+        top = output.top_logprobs[row]
+        pairs = () if top is None else tuple(zip(top[0].tolist(), top[1].tolist(), strict=True))
+        lines.append(TokenLogprobs(token_id, float(output.logprobs[row]), pairs))
+    return tuple(lines)
