@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from sqlalchemy import Connection
+
 from app.config import AdaptersConfig, AppConfig, without_password
 from app.deployments.registry.aliases import Aliases
 from app.deployments.registry.catalog import Catalog
@@ -33,9 +35,11 @@ class Registry:
         *,
         actor: str = "",
         base_names: Collection[str] = (),
+        check_quota: Callable[[Connection, str], None] = lambda *_: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """base_names: what clients call the base model. `actor` names this process over restarts (`Stores`).
+        `check_quota`: as `Catalog`'s.
 
         `clock` gives the Unix times that are written down, `monotonic` seconds that no change of the time moves.
 
@@ -44,21 +48,38 @@ class Registry:
         self.database = Database(url, base_digest, clock)
         self.stores = Stores(self.database, actor, monotonic)
         self.revisions = Revisions(self.database)
-        self.catalog = Catalog(self.database, pin_limits)
+        self.catalog = Catalog(self.database, pin_limits, check_quota)
         self.aliases = Aliases(self.database, base_names)
         self.jobs = Jobs(self.database, self.stores.id)
         self.journal = Journal(self.database)
+
+    def use(self, pin_limits: PinLimits, base_names: Collection[str]) -> None:
+        """Work with other settings from now on."""
+        self.catalog.pin_limits = pin_limits
+        self.aliases.base_names = frozenset(base_names)
 
     def close(self) -> None:
         self.database.close()
 
 
 def open_registry(
-    config: AppConfig, base_digest: str, *, actor: str = "", environ: Mapping[str, str] | None = None
+    config: AppConfig,
+    base_digest: str,
+    *,
+    actor: str = "",
+    check_quota: Callable[[Connection, str], None] = lambda *_: None,
+    environ: Mapping[str, str] | None = None,
 ) -> Registry:
     """The configured database, or a file of SQLite per base model. Raises ConfigError, NotReady."""
     url = database_url(config.adapters, base_digest, os.environ if environ is None else environ)
-    return Registry(url, base_digest, PinLimits.of(config), actor=actor, base_names=(config.model.name,))
+    return Registry(
+        url,
+        base_digest,
+        PinLimits.of(config),
+        actor=actor,
+        base_names=(config.model.name,),
+        check_quota=check_quota,
+    )
 
 
 def database_url(adapters: AdaptersConfig, base_digest: str, environ: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Table, and_, insert, select, update
 
+from app.deployments.registry.adapter_rows import entry_of, next_generation, ref_of, treatment
 from app.deployments.registry.aliases import aliases_to, is_alias
 from app.deployments.registry.database import Database
 from app.deployments.registry.entries import MEANT_STATES, CatalogEntry, Generation, RegistryJob, State, cannot_pin
@@ -26,13 +27,9 @@ from app.deployments.registry.pins import PinLimits
 from app.deployments.registry.tables import adapters, generations, named, uses
 from app.deployments.registry.tier_events import Move
 from app.deployments.registry.use import forget_use, note_uses
-from app.deployments.registry.view import Entry, Key
-from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import shown_source
 from app.engine.errors import AdapterBusy, InvalidRequest, NotFound
 
-#: Rows fetched at a time: a server ends a transaction whose client says nothing while it makes entries of a million.
-_READ_AT_ONCE = 5_000
 #: A new replica is offered the last used of so many contents.
 MAX_HOT = 1024
 
@@ -53,12 +50,18 @@ class Drained(NamedTuple):
 class Catalog:
     """Every call is one transaction; threads and processes may call at the same time. `pin_limits` may be replaced."""
 
-    def __init__(self, database: Database, pin_limits: PinLimits = PinLimits()) -> None:  # noqa: B008  (frozen)
+    def __init__(
+        self,
+        database: Database,
+        pin_limits: PinLimits = PinLimits(),  # noqa: B008  (frozen)
+        check_quota: Callable[[Connection, str], None] = lambda *_: None,
+    ) -> None:
+        """`check_quota`: asked in the transaction that registers an adapter of a tenant, after the change; raises to
+        undo it."""
         self._database = database
         self._base = database.base_digest
         self.pin_limits = pin_limits
-        #: Asked in the transaction that registers an adapter of a tenant, after the change. Raises to undo it.
-        self.check_quota: Callable[[Connection, str], None] = lambda *_: None
+        self.check_quota = check_quota
 
     def register(
         self,
@@ -88,58 +91,38 @@ class Catalog:
         before it, NotReady if another process works on it by now.
         """
         self.pin_limits.alone.check(name, max_rank, extra_bytes)
-        key = self._named(adapters, tenant_id, name)
         with self._database.write() as connection:
             if job is not None:
                 check_turn(connection, self._base, job)
             if is_alias(connection, self._base, tenant_id, name):
                 raise InvalidRequest(f"{name!r} is an alias; remove the alias or choose another name", param="name")
-            old = connection.execute(select(adapters).where(*key)).mappings().first()
-            is_back = old is None or old["state"] != State.LOADED
-            generation = 1 if old is None else old["generation"] + (old["digest"] != digest or is_back)
-            now_s = self._database.clock()
-            contents = {
-                "generation": generation,
+            old = connection.execute(select(adapters).where(*self._named(adapters, tenant_id, name))).mappings().first()
+            values = {
+                "state": State.LOADED,
+                "generation": next_generation(old, digest),
                 "digest": digest,
                 "uri": uri,
+                "source": uri if source is None else source,
                 "max_rank": max_rank,
                 "size_bytes": size_bytes,
-                "registered_s": now_s,
-            }
-            before: Mapping[Any, Any] = {} if old is None or old["state"] not in MEANT_STATES else old
-            values = contents | {
-                "state": State.LOADED,
-                "source": uri if source is None else source,
                 "extra_bytes": extra_bytes,
                 "text": text,
                 "description": description,
                 "invocation_tokens": " ".join(map(str, invocation_tokens)),
                 "metadata": card_metadata,
-                "owner": before.get("owner", who),
-                "pinned": before.get("pinned", False) if pinned is None else pinned,
-                "traffic_weight": before.get("traffic_weight", 1.0) if traffic_weight is None else traffic_weight,
+                "registered_s": self._database.clock(),
                 "revision": self._database.next_revision(connection),
+                **treatment(old, who, pinned, traffic_weight),
             }
-            place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
-            if old is None:
-                connection.execute(insert(adapters).values(**place, **values))
-            else:
-                connection.execute(update(adapters).where(*key).values(**values))
-            if old is None or generation != old["generation"]:
-                connection.execute(insert(generations).values(**place, **contents, registered_by=who))
-            shown = shown_source(uri)
-            record_audit(
-                connection, self._database, who, "load", name, tenant_id, {"uri": shown, "generation": generation}
-            )
-            record_events(
-                connection, self._database, [NewEvent("registered", name, tenant_id, generation, digest, detail=shown)]
-            )
-            self._check_pins(connection, name, bool(values["pinned"]))
+            entry = self._write(connection, tenant_id, name, values, is_new=old is None)
+            if old is None or entry.ref.generation != old["generation"]:
+                _note_generation(connection, self._base, entry, who)
+            self._record_load(connection, entry, who)
+            self._check_pins(connection, name, entry.pinned)
             self.check_quota(connection, tenant_id)
-            row = connection.execute(select(adapters).where(*key)).mappings().one()
             if old is not None and old["digest"] != digest:
                 forget_use(connection, self._base, old["digest"])
-        return entry_of(row)
+        return entry
 
     def drain(self, name: str, *, tenant_id: str, who: str) -> Drained:
         """Take a name out of service, and cancel the loads of it that were asked for; its generation is remembered.
@@ -260,7 +243,7 @@ class Catalog:
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(generations.c.generation.desc())).mappings().all()
         return [
-            Generation(_ref(row), row["max_rank"], row["size_bytes"], row["registered_s"], row["registered_by"])
+            Generation(ref_of(row), row["max_rank"], row["size_bytes"], row["registered_s"], row["registered_by"])
             for row in rows
         ]
 
@@ -331,6 +314,24 @@ class Catalog:
             entries.setdefault(row["digest"], entry_of(row))
         return list(entries.values())[:limit]
 
+    def _write(
+        self, connection: Connection, tenant_id: str, name: str, values: Mapping[str, Any], *, is_new: bool
+    ) -> CatalogEntry:
+        key = self._named(adapters, tenant_id, name)
+        if is_new:
+            place = {"base_digest": self._base, "tenant_id": tenant_id, "name": name}
+            connection.execute(insert(adapters).values(**place, **values))
+        else:
+            connection.execute(update(adapters).where(*key).values(**values))
+        return entry_of(connection.execute(select(adapters).where(*key)).mappings().one())
+
+    def _record_load(self, connection: Connection, entry: CatalogEntry, who: str) -> None:
+        ref, shown = entry.ref, shown_source(entry.ref.uri)
+        detail = {"uri": shown, "generation": ref.generation}
+        record_audit(connection, self._database, who, "load", ref.name, ref.tenant_id, detail)
+        event = NewEvent("registered", ref.name, ref.tenant_id, ref.generation, ref.digest, detail=shown)
+        record_events(connection, self._database, [event])
+
     def _check_pins(self, connection: Connection, name: str, pinned: bool) -> None:
         """After a change, before it counts."""
         if not pinned:
@@ -357,48 +358,26 @@ class Catalog:
         return named(table, self._base, tenant_id, name)
 
 
-def changed_adapters(connection: Connection, base_digest: str, after: int) -> list[tuple[int, Key, Entry | None]]:
-    """(revision, name, adapter or None where it is gone) of changes after a revision; after 0 nothing that is gone."""
-    query = select(adapters).where(adapters.c.base_digest == base_digest)
-    order: Sequence[ColumnElement[Any]] = (adapters.c.tenant_id, adapters.c.name)
-    if after:  # by the index that finds them: a cursor of PostgreSQL would walk all names in their order instead
-        query, order = query.where(adapters.c.revision > after), (adapters.c.revision, *order)
-    else:
-        query = query.where(adapters.c.state.in_(MEANT_STATES))
-    query = query.execution_options(yield_per=_READ_AT_ONCE)
-    return [
-        (row["revision"], (row["tenant_id"], row["name"]), entry_of(row) if row["state"] in MEANT_STATES else None)
-        for row in connection.execute(query.order_by(*order)).mappings()
-    ]
+def _note_generation(connection: Connection, base_digest: str, entry: CatalogEntry, who: str) -> None:
+    ref = entry.ref
+    values = {
+        "base_digest": base_digest,
+        "tenant_id": ref.tenant_id,
+        "name": ref.name,
+        "generation": ref.generation,
+        "digest": ref.digest,
+        "uri": ref.uri,
+        "max_rank": entry.max_rank,
+        "size_bytes": entry.size_bytes,
+        "registered_s": entry.registered_s,
+        "registered_by": who,
+    }
+    connection.execute(insert(generations).values(**values))
 
 
 def not_registered(name: str) -> NotFound:
     """What to raise for a name that means nothing."""
     return NotFound(f"no adapter is registered as {name[:80]!r}; GET /v1/loras lists the registered ones")
-
-
-def _ref(row: Mapping[Any, Any]) -> AdapterRef:
-    return AdapterRef(row["name"], row["digest"], row["tenant_id"], row["generation"], row["uri"])
-
-
-def entry_of(row: Mapping[Any, Any]) -> CatalogEntry:
-    """A row of `adapters`."""
-    return CatalogEntry(
-        ref=_ref(row),
-        max_rank=row["max_rank"],
-        size_bytes=row["size_bytes"],
-        registered_s=row["registered_s"],
-        owner=row["owner"],
-        pinned=row["pinned"],
-        traffic_weight=row["traffic_weight"],
-        last_used_s=row.get("last_used_s"),
-        source=row["source"],
-        extra_bytes=row["extra_bytes"],
-        text=row["text"],
-        description=row["description"],
-        invocation_tokens=tuple(map(int, row["invocation_tokens"].split())),
-        metadata=row["metadata"],
-    )
 
 
 def _quotient(number: float, weight: float) -> float:

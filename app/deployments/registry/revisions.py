@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from sqlalchemy import select
 
+from app.deployments.registry.adapter_rows import changed_adapters
 from app.deployments.registry.aliases import changed_aliases
-from app.deployments.registry.catalog import changed_adapters
 from app.deployments.registry.database import Database
 from app.deployments.registry.tables import registries
 from app.deployments.registry.view import Entry, Key

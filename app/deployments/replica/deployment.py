@@ -47,8 +47,9 @@ from app.deployments.tenants.counting import Counting
 from app.deployments.tenants.journal import open_journal
 from app.deployments.tenants.metering import Metering
 from app.deployments.tenants.prices import Prices
+from app.engine.config import EngineConfig
 from app.engine.errors import EngineFailure, NotReady
-from app.engine.models.checkpoint import open_model
+from app.engine.models.checkpoint import Checkpoint, open_model
 from app.engine.open import open_engine
 from app.engine.request import GenerateRequest
 from app.logs import Happened, start_log
@@ -76,19 +77,8 @@ class EngineReplica:
         service = self._service = EngineService(
             adapters, time.time, max_waiting=config.engine.max_waiting, counting=counting
         )
-        loop = asyncio.get_running_loop()
-
-        def failed(failure: EngineFailure) -> None:
-            logger.error(Happened("engine failed", replica=replica_id, reason=str(failure)))
-            loop.call_soon_threadsafe(service.changed.set)  # a report is due: the last one
-
         checkpoint = await asyncio.to_thread(open_model, config.model.uri, config.model.name)
-        self._engine = await asyncio.to_thread(open_engine, checkpoint, config.engine, service.on_step, failed)
-        loaded_s = time.monotonic()
-        await asyncio.to_thread(self._engine.warm_up)
-        start_s = {"load": loaded_s - started_s, "warm_up": time.monotonic() - loaded_s}
-        service.start(self._engine)
-        self._engine.start()
+        start_s = await self._start_engine(checkpoint, config.engine, started_s)
         pinned = Watched(store.watch_pins, replica_id, Pins())
         await first_pins(store, pinned, replica_id)
         warm_up = WarmUp(self._engine, config.engine, adapters, store, count_load=counting.loaded)
@@ -123,6 +113,22 @@ class EngineReplica:
         )
         seconds = time.monotonic() - started_s
         logger.info(Happened("engine replica ready", replica=replica_id, model=config.model.name, seconds=seconds))
+
+    async def _start_engine(self, checkpoint: Checkpoint, config: EngineConfig, started_s: float) -> dict[str, float]:
+        """Open the engine and have it serve; returns the seconds that this took, by what they went for."""
+        service, loop = self._service, asyncio.get_running_loop()
+
+        def failed(failure: EngineFailure) -> None:
+            logger.error(Happened("engine failed", replica=self._replica_id, reason=str(failure)))
+            loop.call_soon_threadsafe(service.changed.set)  # a report is due: the last one
+
+        self._engine = await asyncio.to_thread(open_engine, checkpoint, config, service.on_step, failed)
+        loaded_s = time.monotonic()
+        await asyncio.to_thread(self._engine.warm_up)
+        start_s = {"load": loaded_s - started_s, "warm_up": time.monotonic() - loaded_s}
+        service.start(self._engine)
+        self._engine.start()
+        return start_s
 
     async def frames(
         self, link_id: str, by_socket: bool = False, protocol: int = 0, target_replica_id: str | None = None

@@ -61,13 +61,12 @@ class OpenedStore(Generic[H]):
         """
         self._counts = counts
         self._checkpoint = open_model(config.model.uri, config.model.name)
-        self._registry = open_registry(config, self._checkpoint.spec.digest, actor=actor)
-        self._registry.catalog.check_quota = AdapterQuota(self._checkpoint.spec.digest)
+        digest = self._checkpoint.spec.digest
+        self._registry = open_registry(config, digest, actor=actor, check_quota=AdapterQuota(digest))
         self._registry.stores.enter()
         config = _told(self._registry.stores.settings) or config
         self._settings = config.for_store.model_dump_json()
-        self._registry.catalog.pin_limits = PinLimits.of(config)
-        self._registry.aliases.base_names = frozenset((config.model.name,))
+        self._registry.use(PinLimits.of(config), (config.model.name,))
         uploads = Path(config.adapters.state_dir).expanduser() / "uploads" / config.store_key
         self._uploads = Uploads(uploads, config.adapters.disk_cache_bytes, time.monotonic)
         self._events = TierEvents()  # first: the tiers tell it, the registry follows it
@@ -82,12 +81,9 @@ class OpenedStore(Generic[H]):
             trusted=adapters.signing.trusted,
             compose=DerivedAdapters(self._checkpoint.spec, held),
         )
+        names = (config.model.name,)
         self._lifecycle = Lifecycle(
-            self._registry,
-            self._store,
-            self._events,
-            reserved_names=(config.model.name,),
-            sweep=self._uploads.sweep,
+            self._registry, self._store, self._events, reserved_names=names, sweep=self._uploads.sweep
         )
         self._resolution = NameResolution(
             self._registry, self._store, self._lifecycle, Quarantine(), _places(config.adapters)
@@ -126,9 +122,9 @@ class OpenedStore(Generic[H]):
                     trusted=adapters.signing.trusted,
                 )
                 self._resolution.use(places)
-                self._registry.catalog.pin_limits = PinLimits.of(config)
                 names = frozenset((config.model.name,))
-                self._lifecycle.reserved_names = self._registry.aliases.base_names = names
+                self._registry.use(PinLimits.of(config), names)
+                self._lifecycle.reserved_names = names
                 self._settings = settings
                 self.parts = self.parts._replace(preloaded=adapters.preload, roots=_roots(adapters))
                 logger.info("the store works with other settings from now on")

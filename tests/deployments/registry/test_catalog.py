@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
-from app.deployments.registry import catalog as catalog_module
+from app.deployments.registry import adapter_rows
 from app.deployments.registry.books import Registry
 from app.deployments.registry.catalog import Catalog, Move
 from app.deployments.registry.entries import CatalogEntry, State
@@ -35,12 +35,12 @@ def test_a_view_is_read_in_pages_and_its_transaction_is_never_idle_for_long(
     open_again: Callable[..., Registry], shared_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server ends transactions whose client says nothing for a minute: so long it makes entries of a million rows."""
-    monkeypatch.setattr(catalog_module, "_READ_AT_ONCE", 2)
+    monkeypatch.setattr(adapter_rows, "_READ_AT_ONCE", 2)
     registry, names = open_again(), [f"name-{index}" for index in range(7)]
     for name in names:
         add(registry, name)
     asked: list[datetime] = []  # when the reader last asked the server for something, at each entry that is made
-    entry_of = catalog_module.entry_of
+    entry_of = adapter_rows.entry_of
 
     def observed(row: Mapping[str, Any]) -> CatalogEntry:
         if not shared_url.startswith("sqlite"):  # which has no server
@@ -49,11 +49,11 @@ def test_a_view_is_read_in_pages_and_its_transaction_is_never_idle_for_long(
                 asked.append(connection.execute(text(query).bindparams(pid=reader)).scalar_one())
         return entry_of(row)
 
-    monkeypatch.setattr(catalog_module, "entry_of", observed)
+    monkeypatch.setattr(adapter_rows, "entry_of", observed)
     with registry.database.read() as connection:
         driver: Any = connection.connection.dbapi_connection
         reader = None if shared_url.startswith("sqlite") else driver.info.backend_pid
-        rows = catalog_module.changed_adapters(connection, registry.database.base_digest, 0)
+        rows = adapter_rows.changed_adapters(connection, registry.database.base_digest, 0)
     assert [key for _, key, _ in rows] == [("default", name) for name in names]
     assert [entry.ref.name for _, _, entry in rows if isinstance(entry, CatalogEntry)] == names
     assert len(asked) in (0, len(names))
