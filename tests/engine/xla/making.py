@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
 
 from app.engine.config import EngineConfig
-from app.engine.models.spec import ModelSpec
+from app.engine.models.spec import AttentionSpec, ModelSpec, RopeSpec
 from app.engine.xla.backend import JaxBackend
 from app.engine.xla.sharding import make_mesh
 from tests.engine.adapters.making import random_tensors, tiny_spec
+from tests.engine.company import mixture_spec
 
 
 def tiny_backend(config: EngineConfig, spec: ModelSpec | None = None, tensor_parallel: int = 1) -> JaxBackend:
     spec = spec or tiny_spec()
     return JaxBackend(spec, random_tensors(spec), config, make_mesh(jax.devices("cpu"), tensor_parallel))
+
+
+def divisible_mixture() -> ModelSpec:
+    """`mixture_spec` with as many heads as two tensor shards of two, or of three, expert shards can share."""
+    spec = mixture_spec()
+    rope = RopeSpec((1.0, 0.1, 0.01, 0.001))
+    attention = AttentionSpec(12, 12, 8, 8**-0.5, rope, qk_norm=True, whole_qk_norm=True)
+    return replace(spec, layers=tuple(replace(layer, attention=attention) for layer in spec.layers))
 
 
 class CompileCount:

@@ -16,9 +16,10 @@ from app.engine.adapters.lora import LoraAdapter
 from app.engine.config import XlaConfig
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
+from app.engine.models.sharding import shard_columns
 from app.engine.models.spec import ModelSpec
 from app.engine.xla.backend import JaxBackend
-from app.engine.xla.expert_rows import XlaExpertRows
+from app.engine.xla.expert_rows import XlaExpertRows, write_pages
 from app.engine.xla.sharding import make_mesh
 from app.engine.xla.sizes import sizes_of
 from app.engine.xla.xla_operations import XlaOperations
@@ -33,9 +34,8 @@ from tests.engine.adapters.moe_parity import (
     tiny_mixture,
 )
 from tests.engine.adapters.parity import random_tokens
-from tests.engine.company import mixture_spec
 from tests.engine.served import CONFIG, served_logits
-from tests.engine.xla.making import counting_compilations
+from tests.engine.xla.making import counting_compilations, divisible_mixture
 from tests.seeds import rng
 
 pytestmark = [
@@ -102,9 +102,9 @@ def test_every_format_and_one_lora_per_expert_in_one_batch(mixture: Any, tmp_pat
     assert wanted[2].allows(alone)
 
 
-def books(max_bytes: int) -> tuple[ModelSpec, XlaExpertRows]:
-    spec, operations = mixture_spec(), XlaOperations()
-    return spec, XlaExpertRows(sizes_of(spec, 1, operations.column_multiple), operations, 4, max_bytes)
+def books(max_bytes: int, tensor_shards: int = 1) -> tuple[ModelSpec, XlaExpertRows]:
+    spec, operations = divisible_mixture(), XlaOperations()
+    return spec, XlaExpertRows(sizes_of(spec, tensor_shards, operations.column_multiple), operations, 4, max_bytes)
 
 
 def written(rows: XlaExpertRows, adapter_slot: int, adapter: LoraAdapter) -> list[int]:
@@ -155,3 +155,55 @@ def test_without_room_adapters_of_experts_are_refused_and_others_served() -> Non
     assert rows.places() is None
     with pytest.raises(AdapterMismatch, match=r"raise engine\.adapter_extra_bytes"):
         rows.check(random_mixture_adapter(spec, 4, rng()))
+
+
+@pytest.mark.parametrize("tensor_shards", [1, 2])
+def test_following_an_experts_pages_gives_its_own_delta_whatever_was_there_before(tensor_shards: int) -> None:
+    """Adapters come and go, so lists run through pages of adapters that have left, in any order."""
+    generator = rng()
+    spec, rows = books(1 << 20, tensor_shards)
+    sizes = sizes_of(spec, tensor_shards, 1)
+    tables = jax.tree.map(
+        lambda shape: np.full(shape, np.nan, np.float32), rows.shapes(rows.num_pages), is_leaf=_is_shape
+    )
+    resident: dict[int, LoraAdapter] = {}
+    for _ in range(12):
+        slot = int(generator.integers(1, 4))
+        if slot in resident and generator.random() < 0.4:
+            rows.release(slot)
+            del resident[slot]
+        else:
+            resident[slot] = random_mixture_adapter(spec, int(generator.integers(1, 30)), generator)
+            for part, pages in rows.write(slot, resident[slot]):
+                tables = jax.tree.map(np.asarray, write_pages(jax.tree.map(jax.numpy.asarray, tables), part, pages))
+        assert sorted([*rows._free, *(page for held in rows._held.values() for page in held)]) == list(
+            range(rows.num_pages)
+        ), "every page is free, or one adapter's"
+    places = rows.places()
+    assert places is not None
+    heads = places.heads.reshape(2, 6, 4)
+    num_compared = 0
+    for slot, adapter in resident.items():
+        for (layer, target, expert), pair in adapter.weights.items():
+            if expert is None:
+                continue
+            product = next(one for one in sizes.products if target in one.targets and one.num_experts is not None)
+            whole = next(one for one in sizes.whole if one.name == product.name)
+            index, columns = product.targets.index(target), shard_columns(whole, tensor_shards)[target]
+            a, b, page = [], [], int(heads[sizes.place("experts_down", layer), expert, slot])
+            while page != rows.num_pages:
+                count = int(places.ranks[product.name][page, index])
+                a.append(tables.a[target][page * 8 : page * 8 + count])
+                b.append(tables.b[target][page * 8 : page * 8 + count])
+                page = int(places.following[page])
+            is_input = product.kind.split == "input"
+            order = np.argsort(columns.reshape(-1))
+            found_a, found_b = np.concatenate(a), np.concatenate(b)
+            np.testing.assert_array_equal(found_a[:, order] if is_input else found_a, pair.a)
+            np.testing.assert_array_equal(found_b if is_input else found_b[:, order], pair.b)
+            num_compared += 1
+    assert num_compared or not resident
+
+
+def _is_shape(node: object) -> bool:
+    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)

@@ -64,6 +64,50 @@ def test_a_failed_compilation_is_raised_by_the_next_step() -> None:
         programs.find(1, 1, decode=True)
 
 
+def test_after_a_stop_nothing_further_is_compiled() -> None:
+    buckets = [Bucket(2, 2, 1, 8), Bucket(8, 8, 1, 8), Bucket(64, 8, PREFILL_TILE, 8)]
+    begun, may_go_on, compiled = threading.Event(), threading.Event(), []
+
+    def compile_one(bucket: Bucket) -> Bucket:
+        compiled.append(bucket)
+        if bucket == buckets[0]:
+            begun.set()
+            assert may_go_on.wait(600)
+        return bucket
+
+    programs = Programs(buckets, compile_one, skip_precompile=False)
+    assert begun.wait(600)
+    stopping = threading.Thread(target=programs.stop)
+    stopping.start()
+    while not programs._stopped:
+        stopping.join(0.001)
+    assert stopping.is_alive(), "a compilation under way is waited for"
+    may_go_on.set()
+    stopping.join(600)
+    assert compiled == [buckets[2], buckets[0]]
+    programs.stop()
+
+
+def test_without_precompiling_only_what_is_asked_for_is_compiled_and_once() -> None:
+    buckets = [Bucket(2, 2, 1, 8), Bucket(8, 8, 1, 8), Bucket(64, 8, PREFILL_TILE, 8)]
+    compiled = []
+
+    def compile_one(bucket: Bucket) -> Bucket:
+        compiled.append(bucket)
+        return bucket
+
+    programs = Programs(reversed(buckets), compile_one, skip_precompile=True)
+    assert (programs.num_compiled, compiled) == (0, [])
+    for _ in range(2):
+        assert programs.find(3, 3, decode=True) == (buckets[1], buckets[1])
+        assert programs.find(3, 3, decode=False) == (buckets[2], buckets[2])
+        assert programs.program(buckets[0]) == buckets[0]
+    assert compiled == [buckets[1], buckets[2], buckets[0]]
+    assert programs.num_compiled == 3
+    programs.wait()
+    programs.stop()
+
+
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     code = """
 import sys, jax

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from app.engine.models.spec import RouterSpec
-from app.engine.xla.routing import combine, route, sort_pairs
+from app.engine.xla.routing import combine, page_runs, route, sort_pairs
+from app.kernels.sgmv.xla import SEGMENT_TOKENS
 from tests.seeds import rng
 
 
@@ -62,3 +63,24 @@ def test_every_pair_of_ones_own_experts_is_there_once_in_order(first: int, count
     for i, (_, _, t, k) in enumerate(expected):
         summed[t] += shares[t, k] * outputs[i]
     np.testing.assert_allclose(combine(jnp.array(outputs), pairs), summed, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("longest", [1, SEGMENT_TOKENS, 3 * SEGMENT_TOKENS + 1])
+def test_every_pair_of_an_adapter_that_changes_its_expert_is_in_one_run(longest: int) -> None:
+    """Runs are no longer than a segment, and never of two experts or two adapters, even where their pages follow."""
+    generator, nobody = rng(), 99
+    heads = np.where(generator.random(12) < 0.5, nobody, np.arange(12)).astype(np.int32)
+    heads[[3, 4]] = 3, 4
+    counts = generator.integers(0, longest + 1, 12)
+    counts[[3, 4]] = longest
+    keys = np.concatenate([np.repeat(np.arange(12), counts), [12, 13, 40]]).astype(np.int32)  # at the end: not mine
+    runs = page_runs(jnp.array(keys), jnp.array(heads), nobody)
+    seen: list[int] = []
+    for (first, end), page in zip(
+        np.asarray(runs.bounds)[: int(runs.num_runs)].tolist(), np.asarray(runs.pages).tolist(), strict=False
+    ):
+        assert 0 < end - first <= SEGMENT_TOKENS
+        assert set(keys[first:end].tolist()) == {keys[first]}
+        assert page == heads[keys[first]] != nobody
+        seen += range(first, end)
+    assert seen == [row for row, key in enumerate(keys.tolist()) if key < 12 and heads[key] != nobody]
