@@ -208,12 +208,37 @@ HEAVY = {
 }
 
 
+#: Prints which modules of HEAVY a process has, and which names its public classes share.
+OBSERVE = """
+import importlib, sys
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+found = {}
+for name, module in list(sys.modules.items()):
+    for kind in vars(module).values() if name.startswith("app.") else ():
+        if isinstance(kind, type) and kind.__module__ == name and not kind.__name__.startswith("_"):
+            found.setdefault(kind.__name__, []).append(name)
+print(sorted(set(sys.argv[1].split()) & sys.modules.keys()))
+print({name: modules for name, modules in found.items() if len(modules) > 1})
+"""
+
+
+def observed(*modules: str) -> list[str]:
+    command = [sys.executable, "-W", "ignore", "-c", OBSERVE, " ".join(HEAVY), *modules]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     "module",
     ["app.main", "app.cli.serve", *(module for module in MODULES if module.rpartition(".")[2] in PROCESSES)],
 )
 def test_a_process_of_the_service_starts_without_what_it_may_never_need(module: str) -> None:
-    code = f"import sys, {module}; print(sorted({HEAVY!r} & sys.modules.keys()))"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+    """And no two of its classes have one name."""
+    assert observed(module) == ["[]", "{}"]
+
+
+def test_what_the_store_opens_has_a_name_for_each_class() -> None:
+    _, shared = observed("app.deployments.store.actor", "app.deployments.store.opening", "app.deployments.kept.books")
+    assert shared == "{}"

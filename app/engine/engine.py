@@ -46,7 +46,7 @@ from app.engine.scheduling.prefill import PrefillPace
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from app.engine.speculation.speculator import Speculator
-from app.engine.stats import EngineStats, Meter, ResidentAdapter, TenantService
+from app.engine.stats import EngineMeter, EngineStats, ResidentAdapter, TenantService
 from app.engine.step_split import StepSplit
 from app.engine.structured.compiler import GrammarCompiler, Grammars
 
@@ -122,7 +122,7 @@ class Engine:
         self.max_context = context_of(config, self.spec)
         self._max_waiting = config.max_waiting
         self._kv_capacity = limits.num_kv_blocks * limits.block_size
-        self._meter = Meter()
+        self._meter = EngineMeter()
         self._split = StepSplit()
         self._blocks = BlockPool(limits.num_kv_blocks, limits.block_size, share=config.prefix_cache)
         self._adapters = AdapterPool(

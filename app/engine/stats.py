@@ -109,7 +109,7 @@ class _Tenant:
         self.rank_row_ms = self.kv_block_ms = 0
 
 
-class Meter:
+class EngineMeter:
     """Counters, written by the engine's thread only. `now_s` is when its present step began, by the engine's clock."""
 
     def __init__(self) -> None:

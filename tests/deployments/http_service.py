@@ -16,7 +16,7 @@ from app.deployments.ingress.base_text import BaseText
 from app.deployments.ingress.job import Job
 from app.deployments.ingress.loads import Loads
 from app.deployments.ingress.service import IngressService, Parts
-from app.deployments.ingress.structured import Asked
+from app.deployments.ingress.structured import AskedGrammar
 from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.ingress.text_model import TextModel
 from app.deployments.links.transport import Frame
@@ -60,7 +60,7 @@ class Letters:
     def specials(self, form: ToolFormat) -> Mapping[str, int]:  # noqa: ARG002
         return {}
 
-    def check_grammar(self, wanted: Asked) -> None:
+    def check_grammar(self, wanted: AskedGrammar) -> None:
         """These letters write no JSON; `WritingModel` does."""
         raise NotImplementedError(wanted.place)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from app.engine.stats import MAX_TENANTS, OTHER_TENANTS, Meter
+from app.engine.stats import MAX_TENANTS, OTHER_TENANTS, EngineMeter
 
 
 def test_tenants_beyond_the_limit_are_counted_together() -> None:
-    meter = Meter()
+    meter = EngineMeter()
     for index in range(MAX_TENANTS + 50):
         meter.admitted(f"t{index}", 3, 1)
         meter.generated(f"t{index}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.config import AppConfig
-from app.deployments.ingress.structured import Asked
+from app.deployments.ingress.structured import AskedGrammar
 from app.deployments.ingress.text import Decoder
 from app.engine.adapters.chats import encode_chat, tool_template
 from app.engine.adapters.text import AdapterText
@@ -77,7 +77,7 @@ class BaseText:
         found = {text: self._tokenizer.token_id(text) for text in fixed_texts(form)}
         return {text: i for text, i in found.items() if i is not None and i in self._tokenizer.special_ids}
 
-    def check_grammar(self, wanted: Asked) -> None:
+    def check_grammar(self, wanted: AskedGrammar) -> None:
         """Raises InvalidRequest, with the place, for what no engine can follow. Takes milliseconds; from any thread."""
         with self._lock:
             if self._vocabulary is None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from app.deployments.ingress.cold import ColdRequests
 from app.deployments.ingress.links import Links
-from app.deployments.ingress.streams import Refused, Stream
+from app.deployments.ingress.streams import ReplicaFull, Stream
 from app.engine.errors import EngineFailure, PolyloraError
 from app.engine.request import Consumption, GenerateRequest, TokenChunk
 
@@ -71,7 +71,7 @@ class Dispatcher:
                 elif isinstance(item, PolyloraError):
                     raise item
                 elif item.attempt == stream.attempt:
-                    if isinstance(item, Refused):
+                    if isinstance(item, ReplicaFull):
                         stream.refusals[item.replica_id] = item.error
                     else:
                         stream.take_loss(item)

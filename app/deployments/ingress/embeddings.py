@@ -64,7 +64,7 @@ class EmbeddedModel(Protocol):
     def decoder(self) -> Decoder: ...
 
 
-class Names(Protocol):
+class EmbeddingNames(Protocol):
     """What of the frontend is used here."""
 
     @property
@@ -90,7 +90,9 @@ class Names(Protocol):
 class Embedder:
     """One per ingress process. `clock` gives Unix time."""
 
-    def __init__(self, frontend: Names, source: StreamSource, admit: Admit, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, frontend: EmbeddingNames, source: StreamSource, admit: Admit, clock: Callable[[], float]
+    ) -> None:
         self._frontend = frontend
         self._source = source
         self._admit = admit

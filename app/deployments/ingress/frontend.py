@@ -27,7 +27,7 @@ from app.deployments.ingress.schema import (
     SamplingFields,
     WeightedAdapter,
 )
-from app.deployments.ingress.structured import Asked, asked
+from app.deployments.ingress.structured import AskedGrammar, asked
 from app.deployments.ingress.tenants import Caller
 from app.deployments.ingress.text_model import TextModel, beside_if_long
 from app.deployments.ingress.token_answers import in_token_ids
@@ -293,7 +293,7 @@ class Frontend:
         num_logprobs: int | None,
         names: FieldNames,
         *,
-        wanted: Asked | None = None,
+        wanted: AskedGrammar | None = None,
         tools: ToolUse | None = None,
         echoes: Sequence[str] = (),
         found: _Found | None = None,

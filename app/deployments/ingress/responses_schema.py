@@ -15,7 +15,7 @@ from app.deployments.ingress.body import Body, Items, parse_body
 from app.deployments.ingress.schema import ChatCompletionRequest, Count, FunctionName, WeightedAdapters, as_fields
 
 
-class Part(Body):
+class MessagePart(Body):
     """Of a message; an answer's come back as clients got them."""
 
     type: Literal["input_text", "output_text"]
@@ -26,7 +26,7 @@ class Part(Body):
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Items[Part]
+    content: str | Items[MessagePart]
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None

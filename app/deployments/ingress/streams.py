@@ -34,7 +34,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ReplicaFull:
     """Put there in place of a chunk, too: a replica has no room for the request, and has computed nothing of it."""
 
     attempt: int
@@ -55,7 +55,7 @@ class Stream:
 
     request: GenerateRequest
     deadline_s: float = math.inf
-    inbox: Inbox[TokenChunk | Lost | Refused | PolyloraError] = field(default_factory=Inbox)
+    inbox: Inbox[TokenChunk | Lost | ReplicaFull | PolyloraError] = field(default_factory=Inbox)
     received: list[int] = field(default_factory=list)
     link: Link | None = None
     attempt: int = 0
@@ -170,7 +170,7 @@ class Link:
         if stream is None:
             return
         if isinstance(chunk.error, QueueFull | AdapterKeptOut):
-            stream.inbox.put(Refused(stream.attempt, self.replica_id, chunk.error))
+            stream.inbox.put(ReplicaFull(stream.attempt, self.replica_id, chunk.error))
         else:
             stream.inbox.put(chunk)
         if chunk.finish_reason is not None:

@@ -24,7 +24,7 @@ from app.engine.structured.grammars import (
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-class Asked(NamedTuple):
+class AskedGrammar(NamedTuple):
     """`place` is the field that says it; `schemas` are those in it, each with its place."""
 
     grammar: str
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
         return schema_rule(self.schemas[0][1], self.place, lenient=False)
 
 
-def asked(fields: SamplingFields) -> Asked | None:
+def asked(fields: SamplingFields) -> AskedGrammar | None:
     """What the answer has to follow. Raises InvalidRequest."""
     found = [item for item in (_response_format(fields), *_structured(fields), *_guided(fields)) if item is not None]
     if len(found) > 1:
@@ -50,7 +50,7 @@ def asked(fields: SamplingFields) -> Asked | None:
     return found[0] if found else None
 
 
-def _response_format(fields: SamplingFields) -> Asked | None:
+def _response_format(fields: SamplingFields) -> AskedGrammar | None:
     wanted = fields.response_format
     if wanted is None or wanted.type == "text":
         return None
@@ -61,7 +61,7 @@ def _response_format(fields: SamplingFields) -> Asked | None:
     return _json(schema, "response_format.json_schema.schema")
 
 
-def _structured(fields: SamplingFields) -> list[Asked | None]:
+def _structured(fields: SamplingFields) -> list[AskedGrammar | None]:
     wanted = fields.structured_outputs
     if wanted is None:
         return []
@@ -69,7 +69,7 @@ def _structured(fields: SamplingFields) -> list[Asked | None]:
     return [*found, _json(ANY_OBJECT, "structured_outputs.json_object")] if wanted.json_object else found
 
 
-def _guided(fields: SamplingFields) -> list[Asked | None]:
+def _guided(fields: SamplingFields) -> list[AskedGrammar | None]:
     return _each("guided_", fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar)
 
 
@@ -79,17 +79,17 @@ def _each(
     regex: str | None,
     choice: list[str] | None,
     grammar: str | None,
-) -> list[Asked | None]:
+) -> list[AskedGrammar | None]:
     return [
         None if schema is None else _json(_parsed(schema, f"{prefix}json"), f"{prefix}json"),
-        None if regex is None else Asked(regex_grammar(regex, f"{prefix}regex"), f"{prefix}regex"),
-        None if choice is None else Asked(choice_grammar(choice, f"{prefix}choice"), f"{prefix}choice"),
-        None if grammar is None else Asked(client_lark_grammar(grammar, f"{prefix}grammar"), f"{prefix}grammar"),
+        None if regex is None else AskedGrammar(regex_grammar(regex, f"{prefix}regex"), f"{prefix}regex"),
+        None if choice is None else AskedGrammar(choice_grammar(choice, f"{prefix}choice"), f"{prefix}choice"),
+        None if grammar is None else AskedGrammar(client_lark_grammar(grammar, f"{prefix}grammar"), f"{prefix}grammar"),
     ]
 
 
-def _json(schema: Mapping[str, Any], place: str) -> Asked:
-    return Asked(json_grammar(schema, place), place, ((place, schema),))
+def _json(schema: Mapping[str, Any], place: str) -> AskedGrammar:
+    return AskedGrammar(json_grammar(schema, place), place, ((place, schema),))
 
 
 def _parsed(schema: Mapping[str, Any] | str, place: str) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from app.deployments.ingress.structured import Asked
+from app.deployments.ingress.structured import AskedGrammar
 from app.deployments.ingress.text import Decoder
 from app.engine.models.spec import ModelSpec
 from app.engine.models.tool_formats import ToolFormat
@@ -49,7 +49,7 @@ class TextModel(Protocol):
 
     def specials(self, form: ToolFormat) -> Mapping[str, int]: ...
 
-    def check_grammar(self, wanted: Asked) -> None: ...
+    def check_grammar(self, wanted: AskedGrammar) -> None: ...
 
     def decoder(self, shown: frozenset[int] = frozenset()) -> Decoder: ...
 

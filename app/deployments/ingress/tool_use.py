@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from app.deployments.ingress.schema import ChatCompletionRequest, ChatMessage, NamedTool, ToolBody
-from app.deployments.ingress.structured import Asked, asked
+from app.deployments.ingress.structured import AskedGrammar, asked
 from app.deployments.ingress.tool_calls import ToolUse
 from app.deployments.ingress.tool_grammar import Tool, tool_grammar
 from app.engine.errors import InvalidRequest
@@ -79,7 +79,7 @@ def told_tools(body: ChatFields) -> list[dict[str, Any]] | None:
     return [] if any(message.tool_calls or message.role == "tool" for message in body.messages) else None
 
 
-def chat_grammar(body: ChatCompletionRequest, forms: Forms, text: str) -> tuple[Asked | None, ToolUse | None]:
+def chat_grammar(body: ChatCompletionRequest, forms: Forms, text: str) -> tuple[AskedGrammar | None, ToolUse | None]:
     """What the answer has to follow, and how it calls tools if it may. `text`: what the adapter says of its template.
 
     Raises InvalidRequest.
@@ -114,7 +114,7 @@ def chat_grammar(body: ChatCompletionRequest, forms: Forms, text: str) -> tuple[
         answer=None if wanted is None or is_forced else wanted.rule,
     )
     schemas = [(tool.place, {"type": "object", **tool.parameters}) for tool in tools if tool.is_strict]
-    return Asked(grammar, "tools", tuple(schemas)), ToolUse(form, frozenset(specials.values()))
+    return AskedGrammar(grammar, "tools", tuple(schemas)), ToolUse(form, frozenset(specials.values()))
 
 
 def _told_function(tool: ToolBody) -> dict[str, Any]:

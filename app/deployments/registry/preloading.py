@@ -31,7 +31,7 @@ from app.engine.errors import NotFound, UnsafeSource
 logger = logging.getLogger(__name__)
 
 
-class News(NamedTuple):
+class PreloadNews(NamedTuple):
     """Of what a configuration names: what is to be loaded, and what it describes otherwise than before."""
 
     to_load: list[PreloadedAdapter]
@@ -44,10 +44,10 @@ class Preloads:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def news(self, wanted: Sequence[PreloadedAdapter], *, tenant_id: str) -> News:
+    def news(self, wanted: Sequence[PreloadedAdapter], *, tenant_id: str) -> PreloadNews:
         """Of the wanted. Where others have registered a name, the place and the description are noted."""
         base_digest = self._database.base_digest
-        news = News([], [])
+        news = PreloadNews([], [])
         with self._database.write() as connection:
             for item in wanted:
                 key = (base_digest, tenant_id, item.name)
@@ -91,7 +91,7 @@ async def preload(
     """
     book = Preloads(registry.database)
 
-    def news() -> News:
+    def news() -> PreloadNews:
         found = book.news(wanted, tenant_id=tenant_id)
         to_load = [item for item in wanted if item in found.to_load or _has_moved(registry, item, tenant_id, roots)]
         return found._replace(to_load=to_load)

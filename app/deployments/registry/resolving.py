@@ -32,10 +32,10 @@ MAX_LOOKERS, MAX_LOOKERS_PER_TENANT = 32, 4
 
 
 class Resolver(Protocol):
-    """One place to look for names."""
+    """One place to look for names. Called from any thread; may block."""
 
     def source(self, name: str, tenant_id: str) -> str | None:
-        """Where the adapter would be; None: not here. Blocks. Raises SourceError."""
+        """Where the adapter would be; None: not here. Raises SourceError."""
 
 
 class Registers(Protocol):

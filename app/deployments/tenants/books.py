@@ -19,7 +19,7 @@ from app.deployments.tenants.shared_limits import SharedLimits
 from app.deployments.tenants.tables import tenant_audit, tenant_revisions
 
 
-class News(NamedTuple):
+class TenantNews(NamedTuple):
     """Tenants and keys that have changed, as of a revision."""
 
     revision: int
@@ -43,15 +43,15 @@ class TenantBooks:
         with self._database.read() as connection:
             return connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
 
-    def since(self, revision: int) -> News:
+    def since(self, revision: int) -> TenantNews:
         """What is newer than a revision, as it is now; of 0, everything. None of it ever goes: all rows are kept."""
         place = tenant_revisions.c.base_digest == self._database.base_digest
         with self._database.read() as connection:
             number = connection.scalar(select(tenant_revisions.c.number).where(place)) or 0
             if number == revision:
-                return News(number, [], [])
+                return TenantNews(number, [], [])
             known = revision if revision < number else 0  # of an older copy of the database, all may be different
-            return News(number, self.projects.newer(connection, known), self.keys.newer(connection, known))
+            return TenantNews(number, self.projects.newer(connection, known), self.keys.newer(connection, known))
 
     def changes(
         self,

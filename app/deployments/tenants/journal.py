@@ -24,7 +24,7 @@ from app.deployments.tenants.metering import Charge, LedgerKey, Row, summed
 logger = logging.getLogger(__name__)
 
 
-class Batch(NamedTuple):
+class LeftBatch(NamedTuple):
     """One batch of a writer that has died."""
 
     writer_id: str
@@ -72,7 +72,7 @@ class Journal:
         self._files.clear()
         os.close(self._lock)
 
-    def abandoned(self) -> Iterator[Batch]:
+    def abandoned(self) -> Iterator[LeftBatch]:
         """Batches of writers that have died, each writer's in order; one is forgotten once the next is asked for."""
         for lock in sorted(self._folder.glob("*.lock")):
             writer_id = lock.stem
@@ -85,7 +85,7 @@ class Journal:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for number, path in sorted(_batches(self._folder, writer_id)):
-                    yield Batch(writer_id, number, _read(path))
+                    yield LeftBatch(writer_id, number, _read(path))
                     path.unlink(missing_ok=True)
                 lock.unlink(missing_ok=True)
             except BlockingIOError:

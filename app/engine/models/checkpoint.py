@@ -27,7 +27,7 @@ from app.engine.models.gguf import gguf_shapes, gguf_tensors, spec_from_gguf
 from app.engine.models.gguf_file import read_gguf
 from app.engine.models.hf_config import spec_from_config
 from app.engine.models.names import EMBEDDING, LM_HEAD, check_tensors
-from app.engine.models.safetensors_folder import StoredTensor, read_json, read_tensors, stored_tensors
+from app.engine.models.safetensors_folder import TensorPlace, read_json, read_tensors, stored_tensors
 from app.engine.models.sources import resolve_model
 from app.engine.models.spec import ModelSpec
 
@@ -98,7 +98,7 @@ def _load_folder(folder: Path, name: str) -> Checkpoint:
     return Checkpoint(spec, folder, lambda: tensors_of(read_tensors(stored)))
 
 
-def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> Checkpoint:
+def _load_encoder(folder: Path, name: str, config: Mapping[str, Any], stored: dict[str, TensorPlace]) -> Checkpoint:
     files = sorted({tensor.file for tensor in stored.values()})
     parts = [("config.json", hashlib.sha256((folder / "config.json").read_bytes()).hexdigest())]
     parts += [(file.name, file_sha256(file)) for file in files]
@@ -114,7 +114,7 @@ def _is_rotary_buffer(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq")
 
 
-def _check_tied(stored: dict[str, StoredTensor]) -> None:
+def _check_tied(stored: dict[str, TensorPlace]) -> None:
     if EMBEDDING not in stored:
         return  # reported as missing, with its name
     pair = dict(read_tensors({name: stored[name] for name in (EMBEDDING, LM_HEAD)}))

@@ -29,7 +29,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorPlace:
     """Where a tensor lies and its shape."""
 
     file: Path
@@ -64,9 +64,9 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path) -> dict[str, TensorPlace]:
     """Name -> place and shape, read from the headers alone."""
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, TensorPlace] = {}
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="numpy") as opened:
@@ -80,7 +80,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                         )
                     if name in found:
                         raise CheckpointError(f"tensor {name!r} is in {found[name].file.name} and in {file.name}")
-                    found[name] = StoredTensor(file, tuple(view.get_shape()))
+                    found[name] = TensorPlace(file, tuple(view.get_shape()))
         except SafetensorError as error:
             raise CheckpointError(f"{file} is not a valid safetensors file: {error}") from error
     if not (folder / _SINGLE).is_file():
@@ -92,7 +92,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def read_tensors(tensors: dict[str, StoredTensor]) -> Iterator[tuple[str, NDArray[Any]]]:
+def read_tensors(tensors: dict[str, TensorPlace]) -> Iterator[tuple[str, NDArray[Any]]]:
     """Each tensor in its stored dtype, one at a time, file by file."""
     by_file: dict[Path, list[str]] = {}
     for name, tensor in tensors.items():

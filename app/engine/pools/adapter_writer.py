@@ -17,7 +17,7 @@ from app.engine.pools.adapter_orders import AdapterOrders
 from app.engine.pools.adapter_pool import AdapterPool
 from app.engine.request import TokenChunk
 from app.engine.schedule import AdapterWrite, Schedule
-from app.engine.stats import Meter
+from app.engine.stats import EngineMeter
 
 
 class LiveSequences(Protocol):
@@ -37,7 +37,7 @@ class AdapterWriter:
         adapters: AdapterPool,
         orders: AdapterOrders,
         sequences: LiveSequences,
-        meter: Meter,
+        meter: EngineMeter,
         clock: Callable[[], float],
     ) -> None:
         self._backend = backend

@@ -22,7 +22,7 @@ from app.engine.pools.kv_blocks import BlockPool
 from app.engine.schedule import AdapterWrite, Refusal
 from app.engine.scheduling.fair_queue import INPUT_PRICE, RANK_ROW_PRICE, FairQueue
 from app.engine.sequence import Sequence, Status
-from app.engine.stats import Meter
+from app.engine.stats import EngineMeter
 
 #: Admissions of others that a considered sequence lets pass before it is put first.
 MAX_BYPASSES = 16
@@ -81,7 +81,7 @@ class Admission:
     """Moves sequences from the queue into running, as far as memory allows."""
 
     def __init__(
-        self, queue: FairQueue, blocks: BlockPool, adapters: AdapterPool, meter: Meter, *, max_write_bytes: int
+        self, queue: FairQueue, blocks: BlockPool, adapters: AdapterPool, meter: EngineMeter, *, max_write_bytes: int
     ) -> None:
         self._queue = queue
         self._blocks = blocks

@@ -24,7 +24,7 @@ from app.engine.scheduling.outputs import logprobs_of, overflow_error, pooled
 from app.engine.scheduling.prefill import PrefillPace, keep_room, spend_rest, split_prefill
 from app.engine.sequence import Sequence, Status
 from app.engine.speculation.speculator import Speculator
-from app.engine.stats import Meter, TenantService
+from app.engine.stats import EngineMeter, TenantService
 
 
 class Scheduler:
@@ -34,7 +34,7 @@ class Scheduler:
         self,
         blocks: BlockPool,
         adapters: AdapterPool,
-        meter: Meter,
+        meter: EngineMeter,
         *,
         max_batch_tokens: int,
         max_batch_sequences: int,

@@ -18,7 +18,7 @@ from app.engine.pools.kv_blocks import BlockPool
 from app.engine.sequence import Sequence
 from app.engine.speculation.lookup import Ids, looked_up, predicted
 from app.engine.speculation.pace import Pace
-from app.engine.stats import Meter
+from app.engine.stats import EngineMeter
 
 #: Rows of a step, those of decoding included, up to which "auto" guesses. On two cores with AVX-512 a step of 8 rows
 #: takes twice as long as one of a single row, and each row beyond that as much as the first (docs/performance.md).
@@ -38,7 +38,7 @@ class Speculator:
     """Guesses for one engine."""
 
     def __init__(
-        self, setting: Speculation, blocks: BlockPool, meter: Meter, *, max_batch_tokens: int, num_draft_rows: int
+        self, setting: Speculation, blocks: BlockPool, meter: EngineMeter, *, max_batch_tokens: int, num_draft_rows: int
     ) -> None:
         """`num_draft_rows`: as in BackendLimits; 0 guesses nothing."""
         self._is_auto = setting == "auto"

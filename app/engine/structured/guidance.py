@@ -50,7 +50,7 @@ class Vocabulary:
         """Compiled grammars."""
         return len(self._kept)
 
-    def matcher(self, grammar: str, tenant_id: str) -> Matcher:
+    def matcher(self, grammar: str, tenant_id: str) -> GrammarMatcher:
         """At the beginning of an answer. Compiled grammars are kept for a tenant's next request.
 
         Raises InvalidRequest.
@@ -65,7 +65,7 @@ class Vocabulary:
             if len(self._kept) > _NUM_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        return Matcher(found.deep_copy())  # of one that has seen no token: its limits count nobody else's steps
+        return GrammarMatcher(found.deep_copy())  # of one that has seen no token: its limits count nobody else's steps
 
     def complaint(self, grammar: str) -> str:
         """Why this grammar cannot be used; empty if it can."""
@@ -73,7 +73,7 @@ class Vocabulary:
         return why(messages[0]) if is_error else ""
 
 
-class Matcher:
+class GrammarMatcher:
     """How far one answer has come in its grammar. One thread at a time."""
 
     __slots__ = ("_matcher",)
@@ -96,9 +96,9 @@ class Matcher:
         if self._matcher.is_error():
             raise InvalidRequest(f"the grammar is too complex at this place: {why(self._matcher.get_error())}")
 
-    def copy(self) -> Matcher:
+    def copy(self) -> GrammarMatcher:
         """Another that has come as far, and goes on without this one."""
-        return Matcher(self._matcher.deep_copy())
+        return GrammarMatcher(self._matcher.deep_copy())
 
     def forced(self) -> list[int]:
         """The tokens that the grammar's only possible text begins with, as its tokenizer would write them, if any.

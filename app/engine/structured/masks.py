@@ -20,7 +20,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 class Matcher(Protocol):
-    """How far one answer has come in its grammar (`guidance.Matcher`)."""
+    """How far one answer has come in its grammar (`guidance.GrammarMatcher`)."""
 
     def consume(self, token_ids: list[int]) -> None: ...
 

@@ -13,7 +13,7 @@ from app.deployments.ingress.tenancy import Rates, Tenancy
 from app.deployments.links.published import Changes, Version
 from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.tenants import key_books, project_books
-from app.deployments.tenants.books import News, TenantBooks
+from app.deployments.tenants.books import TenantBooks, TenantNews
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.entries import ApiKey, Tenant, TenantKey, TenantRow
 from app.deployments.tenants.key_material import derived_salt, is_key, key_digest, new_key
@@ -158,7 +158,7 @@ def test_every_change_is_news(database: Database) -> None:
         assert tenants == {tenant.id: tenant for tenant in known.tenants}, number
         assert keys == {key.id: key for key in known.keys}, number
     assert keys[next_key.key.id].revoked_s is not None, "with its account"
-    assert books.since(known.revision) == News(known.revision, [], [])
+    assert books.since(known.revision) == TenantNews(known.revision, [], [])
     assert len(books.since(known.revision + 9).keys) == len(keys), "the database is an older copy than what was seen"
 
 

@@ -17,7 +17,7 @@ from app.engine.request import SamplingParams
 from app.engine.scheduling.admission import MAX_BYPASSES, Admission
 from app.engine.scheduling.fair_queue import FairQueue
 from app.engine.sequence import Sequence
-from app.engine.stats import Meter
+from app.engine.stats import EngineMeter
 from tests.fakes import FakeBackend, fake_adapter, fake_request, fake_spec
 
 
@@ -309,7 +309,7 @@ def test_a_flood_of_cold_adapters_does_not_move_anothers_turn() -> None:
 def test_whoever_rows_are_reserved_for_is_not_passed_over_when_one_before_it_has_to_wait() -> None:
     """A small request is first in line: preempted, its adapter gone for pinned ones. Only reserved rows are left."""
     queue, pool = FairQueue(), AdapterPool(32, 8, 8)
-    admission = Admission(queue, BlockPool(64, 8), pool, Meter(), max_write_bytes=1 << 20)
+    admission = Admission(queue, BlockPool(64, 8), pool, EngineMeter(), max_write_bytes=1 << 20)
 
     def waiting(name: str, rank: int) -> Sequence:
         adapter = fake_adapter(name, rank)

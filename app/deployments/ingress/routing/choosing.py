@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
     held: Reservation
 
 
-class Admission(Protocol):
+class ChoiceLimits(Protocol):
     """Who keeps limits (`Tenancy`)."""
 
     async def admit_choice(self, caller: Caller, num_tokens: int) -> Held:
@@ -55,7 +55,7 @@ class Admission(Protocol):
 class Chooser:
     """One per ingress, on its event loop."""
 
-    def __init__(self, router: Router, admission: Admission) -> None:
+    def __init__(self, router: Router, admission: ChoiceLimits) -> None:
         self._router = router
         self._admission = admission
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from app.config import AdaptersConfig
 from app.deployments.registry.entries import DEFAULT_TENANT, check_source, is_name
+from app.deployments.registry.resolving import Resolver
 from app.dotted import import_dotted
 from app.engine.adapters.composing.composition import is_composition
 from app.engine.adapters.formats.arrow import CARD_SUFFIX
@@ -25,13 +25,6 @@ logger = logging.getLogger(__name__)
 
 #: What a function of the operator's is called with: a name and a tenant's id; it returns a source or None.
 Resolve = Callable[[str, str], str | None]
-
-
-class Resolver(Protocol):
-    """One place to look for names. Called from any thread; may block."""
-
-    def source(self, name: str, tenant_id: str) -> str | None:
-        """Where the adapter would be; None: not here. Raises SourceError."""
 
 
 def open_resolvers(config: AdaptersConfig) -> tuple[Resolver, ...]:
