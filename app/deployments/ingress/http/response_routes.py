@@ -52,9 +52,9 @@ def add_response_routes(app: FastAPI, service: KeepingService) -> None:
             return await streamed(request, service, job, "responses", response_events(job, body, stored_id, keep))
         with counted_if_cancelled(service, "responses", job):
             blocks, end = await while_connected(request, finished(job))
-        told = response_body(job, body, blocks, end, stored_id)
-        if keep is not None:
-            await keep(told)
+            told = response_body(job, body, blocks, end, stored_id)
+            if keep is not None:
+                await keep(told)
         return answered(service, job, "responses", told)
 
     @app.post("/v1/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
