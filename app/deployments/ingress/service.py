@@ -30,6 +30,7 @@ from app.deployments.ingress.management_bodies import record_body
 from app.deployments.ingress.routing.choosing import Chooser
 from app.deployments.ingress.routing.embedders import BaseEmbedder, EncoderEmbedder
 from app.deployments.ingress.routing.router import Router, TextEmbedder
+from app.deployments.ingress.status import TABLE, ClientGone
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, batch_caller
 from app.deployments.ingress.text_model import TextModel
@@ -178,7 +179,7 @@ class IngressService:
     def observe(self, route: str, status: int, job: Job | None) -> None:
         """Count a request that has ended; it has no job if it ended before it had sequences."""
         if job is not None:
-            self.tenancy.end(job)
+            self.tenancy.end(job, is_cut=status == TABLE[ClientGone].status)
             self.activity.ended(job, status)
         first = job.requests[0] if job is not None else None
         self._metrics.request(
@@ -196,19 +197,21 @@ class IngressService:
         results = await asyncio.gather(*map(self._replicas.stats, replica_ids), return_exceptions=True)
         return [result for result in results if isinstance(result, dict)]
 
-    async def status(self, tenant_id: str) -> dict[str, Any]:
-        """How the service is, for operators: replicas, tiers of the store, and what failed lately. Raises NotReady."""
-        store = self.management.store
+    async def status(self, caller: Caller) -> dict[str, Any]:
+        """How the service is, for operators: replicas, tiers of the store, and what failed lately. Raises NotReady.
+
+        Numbers of all tenants' adapters and requests are not told to one of them.
+        """
+        about = {"object": "status", "version": version(), "model": self.base_name, "is_ready": self.is_ready()}
+        if caller.kind == "project":
+            return about
+        store, tenant_id = self.management.store, caller.tenant_id
         replicas, tiers, events = await asyncio.gather(
             self.replica_stats(),
             store.stats(),
             store.events(None, limit=MAX_EVENTS, before=None, tenant_id=tenant_id),
         )
-        return {
-            "object": "status",
-            "version": version(),
-            "model": self.base_name,
-            "is_ready": self.is_ready(),
+        return about | {
             "num_adapters": self.registry.num_adapters,
             "num_open_requests": self._links.num_streams,
             "replicas": [_told(replica) for replica in replicas],

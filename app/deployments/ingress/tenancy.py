@@ -26,7 +26,7 @@ from app.deployments.tenants.journal import Journal
 from app.deployments.tenants.limiter import Limiter, Reservation
 from app.deployments.tenants.limits import Meter, MeterKind, Need, needs_of
 from app.deployments.tenants.metering import Metering
-from app.deployments.tenants.prices import Prices
+from app.deployments.tenants.prices import Prices, paid_models
 from app.deployments.tenants.view import TenantView
 from app.engine.errors import NotReady
 from app.engine.request import GenerateRequest, Usage
@@ -86,7 +86,8 @@ class Tenancy:
     async def admit(
         self, caller: Caller, requests: Sequence[GenerateRequest], held: Reservation | None = None
     ) -> Reservation:
-        """Reserve what these sequences may take at most, and count that a request came. Raises LimitReached.
+        """Reserve what these sequences may take at most, and count that a request came; of a batch that is counted when
+        the line is answered. Raises LimitReached.
 
         `held`: what the request holds already, because its adapter was chosen; the reservation takes it over.
         """
@@ -95,7 +96,8 @@ class Tenancy:
             needs = [self._need(request) for request in requests]
             taken = needs_of(caller.tenant, self._rates.base_name, needs)
             reservation = await self.limiter.reserve(caller.tenant, taken, held)
-        self.counting.came(requests[0])
+        if not caller.is_batch:  # a line of a batch may come again and again before it is answered
+            self.counting.came(requests[0])
         return reservation
 
     async def admit_choice(self, caller: Caller, num_tokens: int) -> Held:
@@ -103,7 +105,7 @@ class Tenancy:
         reservation = Reservation({}, settled=True)
         if caller.tenant.limits != _NO_LIMITS:
             base_name = self._rates.base_name
-            need = Need(base_name, num_tokens, self._rates.prices.at_most(base_name, num_tokens, 0))
+            need = Need((base_name,), num_tokens, self._rates.prices.at_most((base_name,), num_tokens, 0))
             reservation = await self.limiter.reserve(caller.tenant, needs_of(caller.tenant, base_name, [need]))
         return Held(*reservation.parted(("tokens", "spend")))
 
@@ -120,17 +122,31 @@ class Tenancy:
         """`Counting.came_to_choose`."""
         self.counting.came_to_choose(caller.tenant_id, caller.key_id)
 
-    def end(self, job: Job) -> None:
-        """A job has ended: settle what it reserved. What its sequences took is counted where they were computed."""
+    def end(self, job: Job, *, is_cut: bool) -> None:
+        """A job has ended: settle what it reserved. What its sequences took is counted where they were computed.
+
+        `is_cut`: because its client left. Then each prompt is taken, also one of which nothing was heard yet: whoever
+        leaves before the first token would have prompts computed without limit.
+        """
+        self._settle(job, is_cut=is_cut)
+
+    def comes_again(self, job: Job) -> None:
+        """A batch's job has come to nothing for now: it is no request yet."""
+        self._settle(job, is_request=False)
+
+    def _settle(self, job: Job, *, is_cut: bool = False, is_request: bool = True) -> None:
         if job.reservation.settled:
             return
         taken: list[Need] = []
         for request, usage in zip(job.requests, job.usages, strict=True):
-            model = self._model(request)
-            used = usage or Usage(0, 0, 0)
-            cost = self._rates.prices.of(model, used)
-            taken.append(Need(model, used.prompt_tokens + used.completion_tokens, cost))
-        self.limiter.settle(job.reservation, needs_of(job.caller.tenant, self._rates.base_name, taken))
+            models = self._models(request)
+            used = usage or Usage(len(request.token_ids) if is_cut else 0, 0, 0)
+            cost = self._rates.prices.of(models, used)
+            taken.append(Need(models, used.prompt_tokens + used.completion_tokens, cost))
+        actual = needs_of(job.caller.tenant, self._rates.base_name, taken)
+        if not is_request:
+            actual |= {meter: 0 for meter in actual if meter.kind in ("requests", "day")}
+        self.limiter.settle(job.reservation, actual)
 
     def headers(self, caller: Caller) -> dict[str, str]:
         """What is left of the tenant's limits per minute, in OpenAI's headers; none where there is no limit."""
@@ -152,12 +168,12 @@ class Tenancy:
         await self.limiter.close()
 
     def _need(self, request: GenerateRequest) -> Need:
-        model, num_prompt = self._model(request), len(request.token_ids)
+        models, num_prompt = self._models(request), len(request.token_ids)
         max_tokens = request.sampling.max_tokens if request.pooling is None else 0
-        return Need(model, num_prompt + max_tokens, self._rates.prices.at_most(model, num_prompt, max_tokens))
+        return Need(models, num_prompt + max_tokens, self._rates.prices.at_most(models, num_prompt, max_tokens))
 
-    def _model(self, request: GenerateRequest) -> str:
-        return self._rates.base_name if request.asked_for is None else request.asked_for.name
+    def _models(self, request: GenerateRequest) -> tuple[str, ...]:
+        return paid_models(request.asked_for, self._rates.base_name)
 
     def note_use(self, key_id: str, now_s: float) -> None:
         """A key has let a request in."""

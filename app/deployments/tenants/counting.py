@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.deployments.tenants.metering import Charge, LedgerKey, Metering, RouteKind
-from app.deployments.tenants.prices import Prices
+from app.deployments.tenants.prices import Prices, paid_models
 from app.engine.adapters.card import AdapterRef
 from app.engine.request import Consumption, GenerateRequest, Usage
 
@@ -42,7 +42,8 @@ class Counting:
             return
         key = self._key(request)
         used = Usage(consumption.prompt_tokens, consumption.cached_tokens, consumption.completion_tokens)
-        charge = Charge(**consumption._asdict(), cost_nanos=self._prices.of(key.model, used))
+        models = paid_models(request.asked_for, self._base_name)
+        charge = Charge(**consumption._asdict(), cost_nanos=self._prices.of(models, used))
         self.metering.add(key, charge)
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:

@@ -64,10 +64,11 @@ class Ledger:
         sums = [func.sum(ledger.c[name]).label(name) for name in _AMOUNTS]
         wanted = select(start.label("start"), *columns, *sums).where(
             ledger.c.base_digest == self._base,
-            ledger.c.route_kind == query.route_kind,
             ledger.c.minute >= query.start_s // 60,
             ledger.c.minute < -(-query.end_s // 60),
         )
+        if query.route_kind is not None:
+            wanted = wanted.where(ledger.c.route_kind == query.route_kind)
         for name, values in query.only.items():
             wanted = wanted.where(ledger.c[name].in_(values))
         found: dict[int, list[tuple[Mapping[str, str], Charge]]] = {}

@@ -45,9 +45,12 @@ class Meter(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What one sequence asks for: tokens are its prompt's and all that it may generate."""
+    """What one sequence asks for: tokens are its prompt's and all that it may generate.
 
-    model: str
+    `models`: its adapter, and what that is made of; of the base, or a single adapter, one.
+    """
+
+    models: tuple[str, ...]
     num_tokens: int
     cost_nanos: int
 
@@ -95,13 +98,14 @@ def meters_of(tenant: Tenant) -> list[Meter]:
 def needs_of(tenant: Tenant, base_name: str, needs: Sequence[Need]) -> dict[Meter, int]:
     """What a request takes of each of its tenant's meters; without limits, nothing.
 
-    It is one request of the base model, whose limits hold for everything, and one of each adapter that it asks for.
+    It is one request of the base model, whose limits hold for everything, and one of each adapter that it asks for, by
+    itself or among others.
     """
     limits = tenant.limits
     taken: dict[Meter, int] = {}
     if limits.rates:
-        for model in {base_name, *(need.model for need in needs)} & limits.rates.keys():
-            tokens = sum(need.num_tokens for need in needs if model in (base_name, need.model))
+        for model in {base_name, *(model for need in needs for model in need.models)} & limits.rates.keys():
+            tokens = sum(need.num_tokens for need in needs if model == base_name or model in need.models)
             amounts: tuple[tuple[MeterKind, int], ...] = (("requests", 1), ("tokens", tokens), ("day", 1))
             taken |= {Meter(tenant.id, kind, model): amount for kind, amount in amounts}
     taken[Meter(tenant.id, "concurrent")] = 1

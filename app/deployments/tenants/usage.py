@@ -49,14 +49,14 @@ class Bucket(NamedTuple):
 class UsageQuery:
     """`start_s` to `end_s` are whole buckets of one page; `next_s` is where the next page begins, None after the last.
 
-    `only`: columns of the ledger and the values that count. `group_by`: columns.
+    `only`: columns of the ledger and the values that count. `group_by`: columns. `route_kind` None: of every route.
     """
 
     start_s: int
     end_s: int
     next_s: int | None
     width_s: int
-    route_kind: RouteKind
+    route_kind: RouteKind | None
     only: Mapping[str, Sequence[str]]
     group_by: tuple[str, ...]
 
@@ -69,7 +69,7 @@ def usage_query(
     page: str | None,
     only: Mapping[str, Sequence[str]],
     group_by: Sequence[str],
-    route_kind: RouteKind,
+    route_kind: RouteKind | None,
 ) -> UsageQuery:
     """Raises InvalidRequest. `page` is the `next_page` of the page before."""
     if end_s <= start_s:

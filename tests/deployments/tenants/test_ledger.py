@@ -15,7 +15,7 @@ from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.tenants.counting import Counting
 from app.deployments.tenants.ledger import Ledger
 from app.deployments.tenants.metering import Charge, LedgerKey, Metering, Row
-from app.deployments.tenants.prices import Prices
+from app.deployments.tenants.prices import Prices, paid_models
 from app.deployments.tenants.tables import ledger as ledger_table
 from app.deployments.tenants.usage import WIDTHS, UsageQuery, next_page, usage_query
 from app.engine.adapters.card import AdapterRef
@@ -193,11 +193,36 @@ def test_prices_are_whole_nanos() -> None:
     prices = Prices(
         {"base": PriceConfig(input=0.15, cached_input=0.075, output=0.6), "sql": PriceConfig(output=1)}, "base"
     )
-    assert prices.of("base", Usage(100, 40, 10)) == 60 * 150 + 40 * 75 + 10 * 600
-    assert prices.of("unpriced", Usage(1, 0, 0)) == 150
-    assert prices.of("sql", Usage(100, 0, 10)) == 10 * 1000
-    assert prices.at_most("base", 100, 10) == 100 * 150 + 10 * 600
-    assert Prices({}, "base").of("base", Usage(9, 0, 9)) == 0
+    assert prices.of(("base",), Usage(100, 40, 10)) == 60 * 150 + 40 * 75 + 10 * 600
+    assert prices.of(("unpriced",), Usage(1, 0, 0)) == 150
+    assert prices.of(("sql",), Usage(100, 0, 10)) == 10 * 1000
+    assert prices.at_most(("base",), 100, 10) == 100 * 150 + 10 * 600
+    assert Prices({}, "base").of(("base",), Usage(9, 0, 9)) == 0
+
+
+def test_several_adapters_cost_what_the_dearest_does() -> None:
+    prices = Prices(
+        {
+            "base": PriceConfig(input=1),
+            "dear": PriceConfig(input=9),
+            "free": PriceConfig(),
+            "own": PriceConfig(input=2),
+        },
+        "base",
+    )
+    dear, unpriced, free = (AdapterRef(name, name, "t") for name in ("dear", "unpriced", "free"))
+
+    def cost(*parts: AdapterRef) -> int:
+        ref = composition_of([Part(each, 0.5) for each in parts]).ref("t")
+        return prices.of(paid_models(ref, "base"), Usage(1, 0, 0))
+
+    assert [cost(dear), cost(dear, free), cost(free, unpriced), cost(free)] == [9000, 9000, 1000, 0]
+    registered = AdapterRef("mine", "d", "t", 1, composition_of([Part(dear, 1.0), Part(free, 1.0)]).source)
+    assert prices.of(paid_models(registered, "base"), Usage(1, 0, 0)) == 9000
+    assert cost(registered, free) == 9000
+    priced = AdapterRef("own", "d", "t", 1, registered.uri)
+    assert prices.of(paid_models(priced, "base"), Usage(1, 0, 0)) == 2000
+    assert paid_models(None, "base") == ("base",)
 
 
 def test_what_is_spent_is_this_month_s(database: Database) -> None:

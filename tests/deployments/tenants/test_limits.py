@@ -106,7 +106,9 @@ def test_a_count_believes_totals_however_often_they_are_told() -> None:
 def test_a_request_takes_of_the_base_s_limits_and_of_its_adapters() -> None:
     rates = {"base": RateLimit(10, 1000, None), "sql": RateLimit(None, 100, 5), "other": RateLimit(1, 1, 1)}
     tenant = Tenant("t", "t", 0.0, limits=TenantLimits(rates, max_concurrent=3, spend_cents=7))
-    needs = needs_of(tenant, "base", [Need("base", 30, 1), Need("sql", 50, 2), Need("sql", 20, 2)])
+    needs = needs_of(
+        tenant, "base", [Need(("base",), 30, 1), Need(("sql",), 50, 2), Need(("a+sql", "a", "sql"), 20, 2)]
+    )
     assert needs == {
         Meter("t", "requests", "base"): 1,
         Meter("t", "tokens", "base"): 100,
@@ -115,7 +117,7 @@ def test_a_request_takes_of_the_base_s_limits_and_of_its_adapters() -> None:
         Meter("t", "concurrent"): 1,
         Meter("t", "spend"): 5,
     }
-    assert needs_of(Tenant("t", "t", 0.0), "base", [Need("base", 30, 1)]) == {}
+    assert needs_of(Tenant("t", "t", 0.0), "base", [Need(("base",), 30, 1)]) == {}
 
 
 def test_who_is_refused_hears_the_value_the_limit_and_the_way_out() -> None:

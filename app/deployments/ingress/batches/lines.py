@@ -17,8 +17,9 @@ from app.deployments.kept.entries import LineAnswer
 #: Errors that are told of a file.
 MAX_ERRORS = 100
 _FIELDS = frozenset(("custom_id", "method", "url", "body"))
-#: For a line that was not answered in time.
+#: For a line that was not answered in time, and for all lines of a project that is no more.
 EXPIRED = ("batch_expired", "the batch expired before this request was answered")
+ARCHIVED = ("project_archived", "the batch's project is archived")
 
 
 class NumberedLine(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 
 from app.config import AppConfig
 from app.deployments.ingress.batches.lines import (
+    ARCHIVED,
     EXPIRED,
     FileCheck,
     FileError,
@@ -53,6 +54,7 @@ POLL_S, WRITE_S = 3.0, 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 #: Tries of a request whose adapter cannot be read.
 MAX_TRIES = 6
+ADAPTER_ERRORS = (AdapterQuarantined, AdapterUnreadable, AdapterReadFailed)
 _LINES_AT_ONCE = 256
 #: A longer line is decoded in a thread: it would hold up every stream of this process.
 MAX_INLINE_BYTES = 20_000
@@ -80,7 +82,7 @@ class BatchRunner:
         self.num_streams = config.kept.batch_streams
         self.max_line_bytes = config.limits.max_body_bytes
         self._config = config
-        self._caller_of = caller_of
+        self.caller_of = caller_of
         self._tasks = Tasks()
         self._wanted = asyncio.Event()
 
@@ -113,9 +115,8 @@ class BatchRunner:
             logger.warning("batch %s is left for a while: %s", batch.id, error)
 
     async def _run(self, batch: Batch) -> None:
-        caller = self._caller_of(batch)
-        if caller is None:
-            await self._refuse(batch, [FileError("project_archived", "the batch's project is archived")])
+        if self.caller_of(batch) is None:
+            await self._refuse(batch, [FileError(*ARCHIVED)])
             return
         try:
             check = FileCheck(batch.endpoint, self._config.kept.max_batch_lines, self.max_line_bytes)
@@ -126,7 +127,7 @@ class BatchRunner:
                 return
             batch = await self.kept.begin_batch(batch.id, self.holder, check.num_lines)
             known = set(await self.kept.answered(batch.id))
-            await _Work(self, batch, caller, known, min(self.num_streams, check.num_lines)).run()
+            await _Work(self, batch, known, min(self.num_streams, check.num_lines)).run()
         except NotFound:
             await self._refuse(batch, [FileError("input_file_gone", "the input file has expired or was deleted")])
 
@@ -153,9 +154,9 @@ class BatchRunner:
 class _Work:
     """One batch, as long as this process works on it."""
 
-    def __init__(self, runner: BatchRunner, batch: Batch, caller: Caller, written: set[int], num_workers: int) -> None:
+    def __init__(self, runner: BatchRunner, batch: Batch, written: set[int], num_workers: int) -> None:
         """`written`: numbers of the lines that have an answer; they become more."""
-        self._runner, self._batch, self._caller = runner, batch, caller
+        self._runner, self._batch = runner, batch
         self._written, self._num_workers = written, num_workers
         self._lines = self._unwritten()
         self._turn = asyncio.Lock()  # of whoever takes the next line
@@ -220,11 +221,14 @@ class _Work:
         while True:
             try:
                 async with self._runner.places:
-                    body = await self._runner.answer(self._batch.endpoint, line.body, self._caller, request_id)
+                    caller = self._runner.caller_of(self._batch)  # limits and rights as they are now, not as they were
+                    if caller is None:
+                        return unanswered(line, ARCHIVED)
+                    body = await self._runner.answer(self._batch.endpoint, line.body, caller, request_id)
                 return answered(line, request_id, body)
             except Exception as error:  # whatever it is, it is this line's answer, or comes to nothing in a while
                 num_tries += 1
-                if not _is_passing(error, num_tries):
+                if not is_passing(error) or (isinstance(error, ADAPTER_ERRORS) and num_tries >= MAX_TRIES):
                     return failed(line, request_id, error)
                 told_s = getattr(error, "retry_after_s", None) or 0.0
                 await asyncio.sleep(min(max(pause_s, told_s), LONGEST_PAUSE_S))
@@ -243,10 +247,8 @@ class _Work:
         del self._answers[: len(lines)]
 
 
-def _is_passing(error: Exception, num_tries: int) -> bool:
+def is_passing(error: Exception) -> bool:
     """Whether the same request may be answered later."""
     if isinstance(error, LimitReached):
         return error.retry_after_s is not None
-    if isinstance(error, (AdapterQuarantined, AdapterUnreadable, AdapterReadFailed)):
-        return num_tries < MAX_TRIES
-    return isinstance(error, (Overloaded, DeadlineExceeded))
+    return isinstance(error, (Overloaded, DeadlineExceeded, *ADAPTER_ERRORS))

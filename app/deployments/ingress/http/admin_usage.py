@@ -51,7 +51,7 @@ def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
             raise InvalidRequest("costs come in buckets of 1d only", param="bucket_width")
         asked = list_query(request, "group_by")
         columns = ["model" if name == "line_item" else name for name in asked]
-        query = _query(request, tenancy, _COST_WIDTH, "completions", columns)
+        query = _query(request, tenancy, _COST_WIDTH, None, columns)
         if lines := list_query(request, "line_items"):
             query = _with_only(query, "model", lines)
         return await _page(tenancy, query, lambda group, charge: _cost(group, charge, asked))
@@ -112,7 +112,9 @@ async def _page(tenancy: Tenancy, query: UsageQuery, result: Result) -> Response
     return JSONResponse({"object": "page", "data": data, "has_more": page is not None, "next_page": page})
 
 
-def _query(request: Request, tenancy: Tenancy, width: Width, kind: RouteKind, group_by: Sequence[str]) -> UsageQuery:
+def _query(
+    request: Request, tenancy: Tenancy, width: Width, kind: RouteKind | None, group_by: Sequence[str]
+) -> UsageQuery:
     start_s = _time(request, "start_time")
     if start_s is None:
         raise InvalidRequest("start_time is needed: Unix seconds", param="start_time")

@@ -10,6 +10,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
+from app.deployments.ingress.batches.runner import is_passing
 from app.deployments.ingress.blocks import finished
 from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.embeddings import Embedder, EmbeddingsRequest, answer, vectors
@@ -51,10 +52,20 @@ class BatchAnswers:
             with counted_if_cancelled(self._service, route, job):
                 answer = await told()
         except Exception as error:
+            if job is not None:
+                self._came(job, is_passing=is_passing(error))
             self._service.observe(route, error_answer(error).status, job)
             raise
+        self._came(job, is_passing=False)
         self._service.observe(route, 200, job)
         return answer
+
+    def _came(self, job: Job, *, is_passing: bool) -> None:
+        """A line is one request, however often it is tried."""
+        if is_passing:
+            self._service.tenancy.comes_again(job)
+        else:
+            self._service.tenancy.counting.came(job.requests[0])
 
     async def _begun(self, endpoint: str, body: Mapping[str, Any], caller: Caller, request_id: str) -> _Begun:
         frontend = self._service.frontend

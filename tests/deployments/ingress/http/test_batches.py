@@ -6,7 +6,7 @@ import asyncio
 import io
 import itertools
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -18,15 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config import AppConfig
+from app.deployments.ingress.batches import runner as runner_module
 from app.deployments.ingress.batches.lines import NumberedLine, Splitter
 from app.deployments.ingress.batches.runner import BatchRunner
 from app.deployments.ingress.http import file_routes
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_answers import BatchAnswers
 from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.tenants import Caller
 from app.deployments.kept.batches import LEASE_S
 from app.deployments.kept.entries import LeaseLost, LineAnswer
 from app.engine.errors import QueueFull
+from app.engine.request import GenerateRequest, TokenChunk
 from tests.deployments.http_service import Service
 from tests.deployments.ingress.http.test_door import Org, org
 
@@ -428,3 +431,84 @@ async def test_what_a_project_keeps_is_its_own(org: Org) -> None:
     assert (await org.ask("bob", "GET", "/v1/files")).json()["data"] == []
     assert (await org.ask("bob", "GET", "/v1/batches")).json()["data"] == []
     assert (await org.ask("ada", "GET", f"/v1/batches/{batch_id}")).json()["status"] == "validating"
+
+
+async def org_batch(org: Org, num_lines: int) -> dict[str, Any]:
+    uploaded = await org.ask(
+        "ada",
+        "POST",
+        "/v1/files",
+        files={"file": ("in.jsonl", jsonl([BODIES[CHAT]] * num_lines))},
+        data={"purpose": "batch"},
+    )
+    wanted = {"input_file_id": uploaded.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    made: dict[str, Any] = (await org.ask("ada", "POST", "/v1/batches", json=wanted)).json()
+    return made
+
+
+async def org_ended(org: Org, batch_id: str) -> dict[str, Any]:
+    while True:
+        batch: dict[str, Any] = (await org.ask("ada", "GET", f"/v1/batches/{batch_id}")).json()
+        if batch["status"] not in ("validating", "in_progress", "cancelling"):
+            return batch
+        await asyncio.sleep(0.01)
+
+
+async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a try that came to nothing take of the day's requests."""
+    monkeypatch.setattr(runner_module, "FIRST_PAUSE_S", 0.01)
+    owner, service = org.service.tenancy.owner, org.service
+    await owner.limit_rates(org.ids["ada"], "base", {"requests_per_day": 2}, actor="test")
+    dispatcher, num_refused = service.frontend._source, 0
+    stream = dispatcher.stream
+
+    async def full(request: GenerateRequest, deadline_s: float) -> AsyncGenerator[TokenChunk]:
+        nonlocal num_refused
+        if num_refused < 5:
+            num_refused += 1
+            raise QueueFull("full", retry_after_s=0.01)
+        async for chunk in stream(request, deadline_s):
+            yield chunk
+
+    monkeypatch.setattr(dispatcher, "stream", full)
+    runner = service.batch_runner(BatchAnswers(service).answer, "here", write_s=0.01)
+    task = asyncio.create_task(runner.run())
+    batch = await org_ended(org, (await org_batch(org, 2))["id"])
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    assert num_refused == 5
+    assert await service.tenancy.metering.flush()
+    assert (await asyncio.to_thread(service.managed.books.ledger.total)).num_requests == 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_batch_goes_by_what_its_project_may_now(org: Org) -> None:
+    """Rights and limits that change while a batch runs are in force for the lines that follow."""
+    owner, service, ada = org.service.tenancy.owner, org.service, org.ids["ada"]
+    answers, asked = BatchAnswers(service), list[Caller]()
+
+    async def answer(endpoint: str, body: Mapping[str, Any], caller: Caller, request_id: str) -> Mapping[str, Any]:
+        asked.append(caller)
+        if len(asked) == 2:
+            await owner.permit_models(ada, "deny_list", ["base"], actor="test")
+        elif len(asked) == 3:
+            await owner.archive_project(ada, actor="test")
+        while service.tenancy.view.tenant(ada) != await owner.project(ada):
+            await asyncio.sleep(0.001)
+        return await answers.answer(endpoint, body, caller, request_id)
+
+    runner = service.batch_runner(answer, "here", write_s=0.01)
+    runner.num_streams = 1
+    batch_id = (await org_batch(org, 5))["id"]
+    task = asyncio.create_task(runner.run())
+    while (batch := await service.kept.batch(batch_id, tenant_id=ada)).status in ("validating", "in_progress"):
+        await asyncio.sleep(0.01)
+    assert (batch.num_completed, batch.num_failed, len(asked)) == (2, 3, 3)
+    assert batch.error_file_id is not None
+    told = await service.kept.file_part(batch.error_file_id, 0, tenant_id=ada)
+    assert told is not None
+    lines = [json.loads(line) for line in told.splitlines()]
+    assert lines[0]["response"]["status_code"] == 404
+    assert [line["error"]["code"] for line in lines[1:]] == ["project_archived"] * 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

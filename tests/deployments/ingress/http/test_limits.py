@@ -204,6 +204,47 @@ async def test_a_client_that_leaves_pays_for_what_it_got(org: Org) -> None:
     assert answer.status_code == 200
 
 
+async def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(org: Org) -> None:
+    """Or prompts would be computed without a limit, for whoever leaves soon enough."""
+    owner, tenant_id = org.service.tenancy.owner, org.ids["ada"]
+    await owner.limit_rates(tenant_id, "base", {"tokens_per_min": 120}, actor="test")
+    await owner.limit_spend(tenant_id, 1, actor="test")
+    await owner.configure_project(tenant_id, {"max_concurrent": 1}, actor="test")
+    backend = org.service.fleet.replicas["replica-0"].backend
+    backend.max_steps = backend.num_steps
+    asked = {"model": "base", "prompt": "a" * 90, "max_tokens": 20}
+    asking = asyncio.create_task(org.ask("ada", "POST", "/v1/completions", json=asked))
+    await until(lambda: org.service.num_streams == 1)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await until(lambda: not org.service.num_streams)
+    pools = org.service.tenancy.limiter._pools
+    assert pools[Meter(tenant_id, "spend")].used == 90 * 1000
+    assert pools[Meter(tenant_id, "concurrent")].reserved == 0
+    assert (await org.ask("ada", "POST", "/v1/completions", json=asked)).status_code == 429
+    backend.max_steps = None
+    backend.resumed.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_while_its_answer_is_stored_holds_nothing(org: Org, stream: bool) -> None:
+    await org.service.tenancy.owner.configure_project(org.ids["ada"], {"max_concurrent": 1}, actor="test")
+    keeping = asyncio.Event()
+
+    async def keep(*_: Any, **__: Any) -> None:
+        keeping.set()
+        await asyncio.Event().wait()
+
+    org.service.kept.keep_response = keep  # type: ignore[method-assign]
+    body = GENERATING["/v1/responses"] | {"store": True, "stream": stream}
+    asking = asyncio.create_task(org.ask("ada", "POST", "/v1/responses", json=body))
+    await keeping.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert org.service.tenancy.limiter._pools[Meter(org.ids["ada"], "concurrent")].reserved == 0
+    assert (await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)).status_code == 200
+
+
 async def test_headers_and_refusals_of_rates(org: Org) -> None:
     owner = org.service.tenancy.owner
     plain = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT)
@@ -262,6 +303,14 @@ async def test_an_adapter_s_limit_is_its_own(org: Org) -> None:
     assert statuses == [200, 429, 200, 200]
 
 
+async def test_an_adapter_s_limit_holds_for_it_among_others(org: Org) -> None:
+    await org.service.tenancy.owner.limit_rates(org.ids["ada"], "sql", {"requests_per_min": 0}, actor="test")
+    for adapters in ([{"name": "sql", "weight": 0.5}], [{"name": "sql"}, {"name": "secret"}]):
+        answer = await org.ask("ada", "POST", "/v1/chat/completions", json=CHAT | {"adapters": adapters})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "'sql'" in answer.json()["error"]["message"]
+
+
 async def test_the_official_client_does_not_try_again_when_the_money_is_gone(org: Org) -> None:
     owner = org.service.tenancy.owner
     await owner.limit_spend(org.ids["ada"], 0, actor="test")
@@ -317,6 +366,10 @@ async def test_usage_and_costs_by_the_official_client(org: Org) -> None:
     expected = (base.input_tokens + 4 * base.output_tokens) / 1e6  # type: ignore[union-attr]
     assert by_line[org.ids["bob"], "base"].amount.value == pytest.approx(expected)  # type: ignore[union-attr]
     assert (await admin.usage.embeddings(start_time=start)).data[0].results == []
+    assert (await org.ask("bob", "POST", "/v1/embeddings", json={"model": "base", "input": "abc"})).status_code == 200
+    costs = await admin.usage.costs(start_time=start, project_ids=[org.ids["bob"]])
+    (line,) = costs.data[-1].results
+    assert line.amount.value == pytest.approx(expected + 3 / 1e6), "vectors cost, too"  # type: ignore[union-attr]
     for wrong in ({"bucket_width": "1w"}, {"group_by": ["salt"]}, {"limit": 0}, {"page": "x"}):
         with pytest.raises(openai.BadRequestError):
             await admin.usage.completions(start_time=start, **wrong)
