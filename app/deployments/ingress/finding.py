@@ -15,6 +15,7 @@ from typing import Protocol
 from app.deployments.ingress.compositions import combined
 from app.deployments.ingress.schema import WeightedAdapter
 from app.deployments.ingress.tenants import Caller
+from app.deployments.tenants.prices import paid_models
 from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.composing.composition import Composition, Recipe
 from app.engine.errors import InvalidRequest, NotFound, NotReady
@@ -187,12 +188,29 @@ class AdapterFinder:
         """An adapter or alias; None is the base. `shown`: what the client has called it. Raises NotFound, _Unread."""
         for owner_id in caller.owners(name):
             if self._names.means_base(name, self._base_name, sticky_key, owner_id):
+                if not self._may_mean(None, owner_id, caller):
+                    break
                 return None
             if (ref := self._names.resolve(name, sticky_key, owner_id)) is not None:
+                if not self._may_mean(ref, owner_id, caller):
+                    break
                 if not ref.digest:
                     raise _Unread(ref)
                 return ref
         raise _not_found(shown)
+
+    def _may_mean(self, ref: AdapterRef | None, owner_id: str, caller: Caller) -> bool:
+        """Whether a name that the caller may use may mean this for it; None is the base.
+
+        What is denied is denied under every name, and in every combination. Where names are allowed, an alias stands
+        for what its owner has made it stand for; but nobody lets itself use the base.
+        """
+        tenant = caller.tenant
+        if tenant.model_mode is None:
+            return True
+        if tenant.model_mode == "deny_list":
+            return all(tenant.may_use(each) for each in paid_models(ref, self._base_name))
+        return ref is not None or owner_id != caller.tenant_id or tenant.may_use(self._base_name)
 
 
 def _sticky_key(user: str | None) -> str:

@@ -17,7 +17,7 @@ from app.deployments.registry.entries import DEFAULT_TENANT, UPLOADED, AliasEntr
 from app.deployments.registry.view import Entry, Page, RegistryView
 from app.deployments.tenants.entries import PUBLIC, Tenant
 from app.engine.adapters.composing.composition import Composition, is_composition
-from app.engine.errors import UnsafeSource
+from app.engine.errors import InvalidRequest, UnsafeSource
 from app.redaction import holds_key
 
 #: Where the door leaves the caller, in the request's state.
@@ -80,13 +80,15 @@ def load_request(
     traffic_weight: float | None = None,
     description: str | None = None,
 ) -> LoadRequest:
-    """What is asked of the store when a caller loads an adapter. Raises UnsafeSource, ManagementRefused.
+    """What is asked of the store when a caller loads an adapter.
+
+    Raises UnsafeSource, ManagementRefused, InvalidRequest.
 
     A project's folders are those below its own, `<root>/<project id>/`: the others are the operator's or another's.
     """
-    check_settings(caller, pinned, traffic_weight)
-    if holds_key(source) or holds_key(description or ""):  # the audit and events have them
-        raise UnsafeSource("the adapter's place or description holds an API key; leave it out")
+    check_settings(caller, pinned, traffic_weight, description)
+    if holds_key(source):  # the audit and events have it
+        raise UnsafeSource("the adapter's place holds an API key; leave it out")
     if is_composition(source):  # it names places, and is made here only, of adapters that the caller may use
         raise UnsafeSource(f"{source[:80]!r} is no place; POST /v1/loras with compose combines adapters")
     if source.startswith(UPLOADED):  # whose it is nobody could say; the service makes these
@@ -107,13 +109,19 @@ def compose_request(
     traffic_weight: float | None = None,
     description: str | None = None,
 ) -> LoadRequest:
-    """The same for a combination of adapters that the caller may use. Raises ManagementRefused."""
-    check_settings(caller, pinned, traffic_weight)
+    """The same for a combination of adapters that the caller may use. Raises ManagementRefused, InvalidRequest."""
+    check_settings(caller, pinned, traffic_weight, description)
     return LoadRequest(caller.tenant_id, name, composition.source, caller.who, pinned, traffic_weight, description)
 
 
-def check_settings(caller: Caller, pinned: bool | None, traffic_weight: float | None) -> None:
-    """Raises ManagementRefused if a project says how much of everybody's memory its adapters take."""
+def check_settings(
+    caller: Caller, pinned: bool | None, traffic_weight: float | None, description: str | None = None
+) -> None:
+    """Raises ManagementRefused if a project says how much of everybody's memory its adapters take, and InvalidRequest
+    for a description with an API key: the audit, events and lists have it.
+    """
+    if holds_key(description or ""):
+        raise InvalidRequest("the description holds an API key; leave it out", param="description")
     if caller.kind == "project" and (pinned or traffic_weight is not None):
         raise ManagementRefused("adapters are pinned and weighted by the operator, with an admin key")
 

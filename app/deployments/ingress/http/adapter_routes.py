@@ -156,7 +156,7 @@ def _add_named_routes(routes: APIRouter, service: ManagedService) -> None:
         """Change an adapter's pin, traffic weight or description."""
         body = await body_of(ConfigureAdapterBody, request, service)
         caller = http_caller(request)
-        check_settings(caller, body.pinned, body.traffic_weight)
+        check_settings(caller, body.pinned, body.traffic_weight, body.description)
         entry = await service.management.store.configure(
             name,
             tenant_id=caller.tenant_id,

@@ -49,7 +49,7 @@ from app.deployments.ingress.schema import ChatCompletionRequest, CompletionRequ
 from app.deployments.ingress.status import ErrorAnswer, error_answer
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import Caller, http_caller, inference_caller, visible, visible_page
-from app.deployments.registry.entries import AliasEntry
+from app.deployments.registry.entries import DEFAULT_TENANT, AliasEntry
 from app.deployments.registry.view import Entry
 from app.deployments.tenants.limits import LimitReached
 from app.engine.adapters.composing.composition import is_composition
@@ -287,11 +287,13 @@ def model_of(service: HttpService, entry: Entry, caller: Caller) -> dict[str, An
     """As vLLM lists them: `parent` is the base; `root` is an alias's main target, or where an adapter comes from.
 
     An adapter that is activated says by which tokens. A place on this server is no client's business, nor is where
-    another tenant's adapter comes from: the root of such an adapter is its name.
+    another tenant's adapter comes from, or what its alias stands for: their root is their name.
     """
     activation = {}
     if isinstance(entry, AliasEntry):
-        created, root = entry.updated_s, max(entry.targets, key=lambda target: target.weight).name
+        created, root = entry.updated_s, entry.name
+        if entry.tenant_id in (caller.tenant_id, DEFAULT_TENANT):
+            root = max(entry.targets, key=lambda target: target.weight).name
     else:
         is_told = "://" in entry.source and not is_composition(entry.source) and entry.tenant_id == caller.tenant_id
         created, root = entry.registered_s, entry.source if is_told else entry.name

@@ -6,18 +6,18 @@ In: `Management`. Out: routes. Rule: a tenant reads what its own calls caused, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from app.deployments.ingress.http.bodies import int_query, page_body
+from app.deployments.ingress.http.bodies import MAX_PAGE, int_query, page_body
 from app.deployments.ingress.http.managed import ManagedService
 from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.management_bodies import job_body, record_body
 from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import AuditRecord, Event
+from app.deployments.store.client import StoreClient
 
 #: Numbers of events and audit records.
 _MAX_ID = 2**53
@@ -35,8 +35,8 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
 
     @routes.get("/v1/status")
     async def status(request: Request) -> Response:
-        """The service as its operator sees it: replicas, tiers, what failed lately."""
-        return JSONResponse(await service.status(http_caller(request).tenant_id))
+        """The service as its operator sees it: replicas, tiers, what failed lately. A project is told that it lives."""
+        return JSONResponse(await service.status(http_caller(request)))
 
     @routes.get("/v1/jobs/{job_id}")
     async def job(job_id: str, request: Request) -> Response:
@@ -47,13 +47,10 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
     @routes.get("/v1/events", openapi_extra=takes(None, "name", "limit", "before"))
     async def events(request: Request) -> Response:
         """What happened, the newest first."""
-        query = _journal_query(request)
-        records = await service.management.store.events(
-            query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
-        )
-        if http_caller(request).kind == "project":  # a page may be shorter than was asked for
-            kept = [record for record in records if record.event in OWN_EVENTS]
-            return JSONResponse(page_body([asdict(each) for each in kept], has_more=len(records) > query.limit))
+        query, caller, store = _journal_query(request), http_caller(request), service.management.store
+        if caller.kind == "project":
+            return _journal_page(await _own_events(store, query, caller.tenant_id), query.limit)
+        records = await store.events(query.name, limit=query.limit + 1, before=query.before, tenant_id=caller.tenant_id)
         return _journal_page(records, query.limit)
 
     @routes.get("/v1/audit", openapi_extra=takes(None, "name", "limit", "before"))
@@ -64,6 +61,19 @@ def add_journal_routes(routes: APIRouter, service: ManagedService) -> None:
             query.name, limit=query.limit + 1, before=query.before, tenant_id=http_caller(request).tenant_id
         )
         return _journal_page(records, query.limit)
+
+
+async def _own_events(store: StoreClient, query: _JournalQuery, tenant_id: str) -> list[Event]:
+    """A page and one more. Events that others caused are read over: a page that they shorten would tell of them."""
+    found: list[Event] = []
+    before = query.before
+    while len(found) <= query.limit:
+        records = await store.events(query.name, limit=MAX_PAGE, before=before, tenant_id=tenant_id)
+        found += [record for record in records if record.event in OWN_EVENTS]
+        if len(records) < MAX_PAGE:
+            break
+        before = records[-1].id
+    return found[: query.limit + 1]
 
 
 class _JournalQuery(NamedTuple):

@@ -19,7 +19,7 @@ from app.deployments.ingress.frontend import Frontend
 from app.deployments.ingress.http.bodies import page_body, page_query, read_json
 from app.deployments.ingress.management import Management
 from app.deployments.ingress.management_bodies import unloaded_body
-from app.deployments.ingress.tenants import http_caller
+from app.deployments.ingress.tenants import Caller, http_caller
 from app.deployments.registry.entries import AliasEntry, CatalogEntry
 from app.deployments.registry.view import RegistryView
 from app.engine.errors import InvalidRequest
@@ -45,7 +45,7 @@ class ManagedService(Protocol):
     @property
     def activity(self) -> AdapterActivity: ...
 
-    async def status(self, tenant_id: str) -> dict[str, Any]: ...
+    async def status(self, caller: Caller) -> dict[str, Any]: ...
 
 
 async def body_of(kind: type[BodyT], request: Request, service: ManagedService) -> BodyT:

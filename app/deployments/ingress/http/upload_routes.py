@@ -17,6 +17,7 @@ from app.deployments.ingress.management_bodies import adapter_body, job_body
 from app.deployments.ingress.tenants import http_caller
 from app.deployments.registry.entries import UPLOADED, LoadRequest
 from app.engine.errors import InvalidRequest, QueueFull
+from app.redaction import holds_key
 
 CONFIG_HEADER = "X-Adapter-Config"
 #: Uploads that one ingress takes at a time.
@@ -36,6 +37,8 @@ def add_upload_route(routes: APIRouter, service: ManagedService) -> None:
             raise InvalidRequest(
                 f"the header {CONFIG_HEADER} is missing: it has the adapter_config.json of the weights"
             )
+        if holds_key(config):
+            raise InvalidRequest(f"the header {CONFIG_HEADER} holds an API key; leave it out")
         if num_running >= MAX_UPLOADS:
             raise QueueFull(f"{num_running} adapters are being uploaded here; ask again when some are", retry_after_s=1)
         num_running += 1

@@ -12,6 +12,7 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.batch_answers import BatchAnswers
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.http.openapi import api_routes
+from app.deployments.registry.journal import NewEvent, record_events
 from tests.deployments.ingress.http.test_door import CHAT, Org, org
 
 __all__ = ["org"]
@@ -152,3 +153,79 @@ async def test_anothers_job_is_as_one_that_nobody_has(org: Org) -> None:
     seen = [await org.ask("bob", "GET", f"/v1/jobs/{each}") for each in (job_id, "987654321")]
     assert seen[0].status_code == seen[1].status_code == 404
     assert seen[0].text.replace(job_id, "JOB") == seen[1].text.replace("987654321", "JOB")
+
+
+async def test_nothing_of_the_service_as_a_whole_is_told_to_a_project(org: Org) -> None:
+    """How many adapters and requests there are, and what is in memory, is of all tenants."""
+    told = (await org.ask("bob", "GET", "/v1/status")).json()
+    assert sorted(told) == ["is_ready", "model", "object", "version"]
+    assert "replicas" in (await org.ask("admin", "GET", "/v1/status")).json()
+
+
+async def test_pages_of_events_do_not_tell_of_what_others_caused(org: Org) -> None:
+    """Another project with the same contents has its rows come and go: that is nobody's event but its own."""
+    registry, ada = org.service.managed.registry, org.ids["ada"]
+
+    async def pages() -> list[tuple[list[str], bool]]:
+        found, before = [], ""
+        while True:
+            page = (await org.ask("ada", "GET", f"/v1/events?name=secret&limit=1{before}")).json()
+            found.append(([each["event"] for each in page["data"]], page["has_more"]))
+            if not page["has_more"]:
+                return found
+            before = f"&before={page['last_id']}"
+
+    before = await pages()
+    assert [len(events) for events, _ in before] == [1] * len(before)
+    moves = [NewEvent(event, "secret", ada) for event in ("unloaded from device", "loaded to device")] * 600
+    with registry.database.write() as connection:
+        record_events(connection, registry.database, moves)
+    assert await pages() == before
+
+
+async def test_a_shared_alias_does_not_say_in_lists_what_it_stands_for(org: Org) -> None:
+    await org.ask("ada", "PUT", "/v1/aliases/prod", json={"targets": {"secret": 1}})
+    share = f"/v1/tenants/{org.ids['ada']}/shares/prod"
+    answer = await org.ask("admin", "PUT", share, json={"project_ids": [org.ids["bob"]]})
+    assert answer.status_code == 200, answer.text
+    assert (await org.ask("bob", "POST", "/v1/chat/completions", json=CHAT | {"model": "prod"})).status_code == 200
+    for path in ("/v1/models", "/v1/models/prod"):
+        assert "secret" not in (await org.ask("bob", "GET", path)).text
+    assert (await org.ask("ada", "GET", "/v1/models/prod")).json()["root"] == "secret"
+
+
+async def test_what_is_denied_is_denied_under_every_name(org: Org) -> None:
+    owner, ada = org.service.tenancy.owner, org.ids["ada"]
+    answer = await org.ask("admin", "PUT", "/v1/aliases/sql-prod", json={"targets": {"sql": 1}})
+    assert answer.status_code == 200, answer.text
+    answer = await org.ask("ada", "PUT", "/v1/aliases/mine", json={"targets": {"base": 1}})
+    assert answer.status_code == 200, answer.text
+
+    async def statuses() -> list[int]:
+        asked = [CHAT | {"model": model} for model in ("base", "sql", "sql-prod", "mine", "secret")]
+        return [(await org.ask("ada", "POST", "/v1/chat/completions", json=body)).status_code for body in asked]
+
+    assert await statuses() == [200] * 5
+    await owner.permit_models(ada, "deny_list", ["base", "sql"], actor="test")
+    assert await statuses() == [404, 404, 404, 404, 200]
+    await owner.permit_models(ada, "allow_list", ["sql-prod", "mine"], actor="test")
+    assert await statuses() == [404, 404, 200, 404, 404], "an allowed alias of the operator's allows what it stands for"
+
+
+async def test_no_description_holds_a_key(org: Org) -> None:
+    told = {"description": f"ask with {org.keys['ada']}"}
+    store, ada = org.service.managed.store, org.ids["ada"]
+    store.contents[f"{ada}/two"] = store.contents["two"]
+    compose = {"name": "both", "compose": {"adapters": [{"name": "sql"}, {"name": "secret"}]}}
+    asked: list[tuple[str, str, Any]] = [
+        ("PATCH", "/v1/loras/secret", told),
+        ("POST", "/v1/loras", {"name": "new", "path": f"{ada}/two"} | told),
+        ("POST", "/v1/loras", compose | told),
+        ("POST", "/v1/loras/manifest", {"adapters": [{"name": "new", "path": f"{ada}/two"} | told]}),
+    ]
+    for method, path, body in asked:
+        answer = await org.ask("ada", method, path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "description"), (path, answer.text)
+    config = {"X-Adapter-Config": json.dumps({"r": 8, "description": org.keys["ada"]})}
+    answer = await org.ask("ada", "PUT", "/v1/loras/new/weights", content=b"x", headers=config)
+    assert (answer.status_code, "API key" in answer.text) == (400, True)
