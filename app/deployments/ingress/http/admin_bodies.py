@@ -142,7 +142,11 @@ def issued_body(issued: IssuedKey) -> dict[str, Any]:
 
 
 def key_body(key: ApiKey, account: ServiceAccount | None) -> dict[str, Any]:
-    owner = None if account is None else account_body(account)
+    owner = None
+    if account is not None:
+        owner = {
+            name: value for name, value in account_body(account).items() if name != "object"
+        }  # as OpenAI's has none
     return {
         "object": "organization.project.api_key",
         "id": key.id,

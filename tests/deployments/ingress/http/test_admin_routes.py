@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from openai._base_client import BasePage
 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.tenants.key_material import key_digest, new_key
 from tests.deployments.http_service import Service
 
+NOW = int(time.time()) - 30
 ADMIN_KEY = new_key(is_admin=True).value
 
 
@@ -195,3 +200,57 @@ async def test_what_openai_s_objects_cannot_say(transport: httpx.AsyncClient) ->
     assert shared.json()["shares"] == {"sql": [other.id]}
     unknown = await transport.put(f"{url}/shares/sql", headers=headers, json={"project_ids": ["proj_none"]})
     assert unknown.status_code == 404
+
+
+def unknown(value: Any, place: str = "") -> list[str]:
+    """Where an answer has fields that the client's types do not know; those that are missing it refuses by itself."""
+    if isinstance(value, list | tuple):
+        return [name for index, item in enumerate(value) for name in unknown(item, f"{place}[{index}]")]
+    if not isinstance(value, pydantic.BaseModel):
+        return []
+    of_pages = {"object", "first_id", "last_id"} if isinstance(value, BasePage) else set[str]()  # sent, and not typed
+    found = [f"{place}.{name}" for name in (value.model_extra or {}).keys() - of_pages]
+    return found + [
+        each for name in value.model_fields_set for each in unknown(getattr(value, name), f"{place}.{name}")
+    ]
+
+
+async def test_every_answer_is_of_openai_s_types_and_no_more(transport: httpx.AsyncClient) -> None:
+    admin = client_with(transport).admin.organization
+    projects, usage = admin.projects, admin.usage
+    project = await projects.create(name="Acme")
+    p = {"project_id": project.id}
+    account = await projects.service_accounts.create(**p, name="app", expires_in_seconds=3600)
+    assert account.api_key is not None
+    key = account.api_key
+    user = client_with(transport, api_key=key.value)
+    await user.chat.completions.create(model="base", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
+    await user.embeddings.create(model="base", input="hi", encoding_format="float")
+    second = await admin.admin_api_keys.create(name="second")
+    groups: Any = ["project_id", "api_key_id", "model"]
+    answers = [
+        project, account, second,
+        await projects.retrieve(project.id), await projects.update(project.id, name="Other"), await projects.list(),
+        await projects.service_accounts.list(**p), await projects.service_accounts.retrieve(account.id, **p),
+        await projects.service_accounts.update(account.id, **p, name="x"),
+        await projects.service_accounts.api_keys.create(account.id, **p, name="next"),
+        await projects.api_keys.list(**p), await projects.api_keys.retrieve(key.id, **p),
+        await projects.api_keys.update(key.id, **p, expires_in_seconds=60),
+        await projects.rate_limits.list_rate_limits(**p),
+        await projects.rate_limits.update_rate_limit("rl-base", **p, max_requests_per_1_minute=9),
+        await projects.spend_limit.update(**p, threshold_amount=1, currency="USD", interval="month"),
+        await projects.spend_limit.retrieve(**p), await projects.spend_limit.delete(**p),
+        await projects.model_permissions.update(**p, mode="allow_list", model_ids=["base"]),
+        await projects.model_permissions.retrieve(**p), await projects.model_permissions.delete(**p),
+        await admin.admin_api_keys.list(), await admin.admin_api_keys.retrieve(second.id),
+        await admin.admin_api_keys.delete(second.id),
+        await projects.api_keys.delete(key.id, **p), await projects.service_accounts.delete(account.id, **p),
+        await projects.archive(project.id),
+    ]  # fmt: skip
+    for width in ("1m", "1h", "1d"):
+        answers.append(await usage.completions(start_time=NOW, bucket_width=width, group_by=groups))
+        answers.append(await usage.embeddings(start_time=NOW, bucket_width=width, group_by=groups))
+    answers.append(await usage.costs(start_time=NOW, group_by=["project_id", "line_item", "api_key_id"]))
+    told = [each for answer in answers for each in unknown(answer, type(answer).__name__)]
+    assert told == []
+    assert (await admin.audit_logs.list()).data, "which says what was changed in words of its own, and is not compared"
