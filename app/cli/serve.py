@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from app.cli.keys import OPEN_NOTICE, check_open_door, is_open, keep_digests
 from app.cli.ray_switches import ha_proxy_folder, set_ray_switches
 from app.cli.settings_file import IMPORT_PATH, address_in, read_document, settings_of
 from app.cli.waiting import StartFailed, check_actors, check_ha_proxy, reason_in, wait_until_ready
-from app.cli.watching import ReplicaWatch
+from app.cli.watching import ReplicaWatch, deployments_of
 from app.config import AppConfig
 from app.deployments.placement.choosing import make_policy
 from app.logs import Happened, start_log
@@ -178,22 +178,14 @@ def _own_ha_proxy_folder() -> Path:
 def _wait_for_signal(app_names: Sequence[str]) -> None:
     from ray import serve
 
-    watch = ReplicaWatch(_say)
+    watch = ReplicaWatch(_tell)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
+            applications: Mapping[str, Any] = {}
             with contextlib.suppress(Exception):  # Serve's controller may be away for a moment, or Ray be stopping
                 applications = serve.status().applications
-                for name in app_names:
-                    found = applications[name].deployments.items()
-                    watch.look(
-                        {title: (deployment.status.value, _num_running(deployment)) for title, deployment in found}
-                    )
+            watch.look(deployments_of([applications[name] for name in app_names if name in applications]))
             time.sleep(LOOK_INTERVAL_S)
-
-
-def _num_running(deployment: Any) -> int:
-    """deployment: as Serve's status has it."""
-    return sum(number for state, number in deployment.replica_states.items() if state.value == "RUNNING")
 
 
 def _drain(app_names: Sequence[str]) -> None:
@@ -272,6 +264,12 @@ def _greeting(
         f"  curl {url}/v1/{route} {header}-H 'Content-Type: application/json' \\\n    -d '{body}'\n\n"
         "ctrl-C stops it."
     )
+
+
+def _tell(text: str) -> None:
+    """On the terminal and in the log."""
+    _say(text)
+    logger.warning(text)
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.client import DEFAULT_URL, Service, ServiceRefused
+from app.cli.watching import replica_counts
 from app.engine.errors import PolyloraError
 
 _MIB = 1 << 20
@@ -57,9 +58,7 @@ def ray_lines(applications: Mapping[str, Any]) -> list[str]:
     for name, application in applications.items():
         lines.append(f"application {name}: {application.status.value} {application.message}".rstrip())
         for title, deployment in application.deployments.items():
-            # Serve's own type says that these are enum members; over Ray they come as their names.
-            counts = {getattr(state, "value", state): number for state, number in deployment.replica_states.items()}
-            states = ", ".join(f"{number} {state}" for state, number in counts.items())
+            states = ", ".join(f"{number} {state}" for state, number in replica_counts(deployment).items())
             lines.append(f"  {title}: {deployment.status.value}, {states or 'no replicas'}")
             if deployment.message:
                 lines.append(f"    {deployment.message}")

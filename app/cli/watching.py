@@ -8,7 +8,8 @@ no loss.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 #: What Serve does with a deployment whose replicas it stops itself.
 ON_PURPOSE = frozenset({"UPDATING", "UPSCALING", "DOWNSCALING"})
@@ -34,3 +35,18 @@ class ReplicaWatch:
             elif name in self._lost and now >= self._lost[name][0]:
                 _, since_s = self._lost.pop(name)
                 self._say(f"{now} {name} again, after {self._clock() - since_s:.0f} s")
+
+
+def deployments_of(applications: Iterable[Any]) -> dict[str, tuple[str, int]]:
+    """What `ReplicaWatch.look` takes, of applications as Serve's status has them."""
+    return {
+        title: (deployment.status.value, replica_counts(deployment).get("RUNNING", 0))
+        for application in applications
+        for title, deployment in application.deployments.items()
+    }
+
+
+def replica_counts(deployment: Any) -> dict[str, int]:
+    """How many replicas are in which state. Serve's own type says that states are enum members; over Ray they come as
+    their names."""
+    return {getattr(state, "value", state): number for state, number in deployment.replica_states.items()}

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.cli.serve import LOOK_INTERVAL_S
 from load_tests.process_tree import processes
 from load_tests.service import ROOT
 from tests.e2e.process import ServiceProcess
@@ -42,6 +43,7 @@ def test_the_default_service_starts_answers_and_stops(demo: ServiceProcess) -> N
     assert answer["usage"]["completion_tokens"] > 0
     told_in_the_log_and_the_status(demo)
     haproxy_is_back_when_it_is_killed(demo)
+    a_lost_engine_is_told(demo)
     # Whoever is being answered when it is told to end is answered to the end.
     body = {"model": "sql", "prompt": "one", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{demo.url}/v1/completions", json=body, timeout=600) as response:
@@ -52,8 +54,9 @@ def test_the_default_service_starts_answers_and_stops(demo: ServiceProcess) -> N
         assert statuses <= {200, 503}, "a client does not ask again after a 404"
     assert demo.process.wait(300) == 0
     farewell = demo.tail().partition("ctrl-C stops it.")[2].strip().split("\n")
-    notice, stopping, stopped = (line.removeprefix("polylora: ") for line in farewell)
+    notice, *told, stopping, stopped = (line.removeprefix("polylora: ") for line in farewell)
     assert notice.startswith("there are no API keys")
+    assert all(re.fullmatch(r"1 of 1 EngineReplica lost; .*|1 EngineReplica again, after \d+ s", line) for line in told)
     assert stopping.startswith("stopping when running requests have ended")
     assert stopped == "stopped"
 
@@ -82,6 +85,22 @@ def haproxy_is_back_when_it_is_killed(process: ServiceProcess) -> None:
         time.sleep(0.05)
     supervisors = {other for other in running if other != pid}
     assert supervisors <= set(processes(process.process.pid)["haproxy"]), "Ray has seen nothing of it"
+
+
+def a_lost_engine_is_told(process: ServiceProcess) -> None:
+    """By a line on the terminal and in the log; and that there is another one."""
+    log = Path(re.findall(r"the log is (\S+)", process.tail())[0])
+    deadline_s = time.monotonic() + 600
+    while "1 of 1 EngineReplica lost; Serve starts another" not in process.tail():
+        assert time.monotonic() < deadline_s, process.tail()
+        # Whoever is back between two looks goes unnoticed: then the next one is killed.
+        for pid in processes(process.process.pid).get("engine", ()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_INTERVAL_S + 1.0)
+    process.wait_until_said("1 EngineReplica again, after", 600)
+    for words in ("1 of 1 EngineReplica lost", "1 EngineReplica again, after"):
+        assert words in log.read_text()
 
 
 def command_of(pid: int) -> str:
