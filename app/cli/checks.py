@@ -65,11 +65,13 @@ def check_model(settings: AppConfig, path: Path) -> ModelSpec:
 
 def check_preloaded(settings: AppConfig) -> None:
     """Raises ConfigError for an adapter that is to be there from the start and cannot be: local ones have to exist."""
-    from app.deployments.store.sources.opening import open_sources  # heavy
+    from app.deployments.registry.entries import check_source  # heavy, as the next
+    from app.deployments.store.sources.opening import open_sources
 
     sources = open_sources(settings.adapters, base_name=settings.model.name)
     for adapter in settings.adapters.preload:
         try:
+            check_source(adapter.path)
             sources.locate(adapter.path)
         except PolyloraError as error:
             raise ConfigError(f"adapters.preload: {adapter.name!r}: {error}") from error

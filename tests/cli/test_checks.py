@@ -72,7 +72,7 @@ def test_another_port_is_not_recommended_where_the_host_is_wrong() -> None:
             check_port("127.0.0.1", taken.getsockname()[1], "choose another --port")
 
 
-@pytest.mark.parametrize("path", ["nothing", "../ckpt", "s3://bucket/x"])
+@pytest.mark.parametrize("path", ["nothing", "../ckpt", "s3://bucket/x", "hf://acme/no-revision"])
 def test_an_adapter_that_is_not_there_is_named_before_anything_starts(settings: AppConfig, path: str) -> None:
     preload = [{"name": "here", "path": "ckpt"}, {"name": "there", "path": path}]
     adapters = settings.adapters.model_dump(exclude={"signing"}) | {"preload": preload}

@@ -9,6 +9,7 @@ swap links while we look; fetching from elsewhere is the sources' business.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from app.engine.adapters.strict_json import short
 from app.engine.errors import NotFound, UnsafeSource
 
 _MAX_CHARS = 4096
+#: As hubs call their repositories.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _WAY_OUT = "put the adapter under one of them: adapters.roots, or LORA_PATH when the service is started"
 
 
@@ -54,7 +57,11 @@ def resolve_adapter_path(path_or_name: str, roots: Sequence[Path]) -> Path:
         _is_under(asked, (root.absolute(), real or root)) for root, real in zip(roots, real_roots, strict=True)
     ):
         raise UnsafeSource(f"{short(path_or_name)} is outside the server's adapter roots; {_WAY_OUT}")
-    raise NotFound(f"there is no adapter at {short(path_or_name)} under the server's adapter roots")
+    may_be_hubs = _REPOSITORY.fullmatch(path_or_name) and not any(
+        os.path.lexists(root / asked.parts[0]) for root in roots
+    )
+    hint = f"; a repository of the hub is written 'hf://{path_or_name}@main'" if may_be_hubs else ""
+    raise NotFound(f"there is no adapter at {short(path_or_name)} under the server's adapter roots{hint}")
 
 
 def _real(path: Path) -> Path | None:

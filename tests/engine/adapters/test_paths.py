@@ -109,6 +109,15 @@ def test_what_does_not_exist_under_a_root_is_not_found(tmp_path: Path, roots: li
             resolve_adapter_path(asked, roots)
 
 
+def test_what_may_be_a_hubs_is_told_how_that_is_written(tmp_path: Path, roots: list[Path]) -> None:
+    with pytest.raises(NotFound, match=r"under the server's adapter roots; .* 'hf://acme/sql-lora@main'$"):
+        resolve_adapter_path("acme/sql-lora", roots)
+    (tmp_path / "one" / "run").symlink_to(tmp_path / "nowhere")
+    for asked in ("sqll", "team/jsonn", "run/x", "a/b/c", "a b/c"):
+        with pytest.raises(NotFound, match=r"under the server's adapter roots$"):
+            resolve_adapter_path(asked, roots)
+
+
 def test_what_is_outside_is_told_where_it_could_be(tmp_path: Path, roots: list[Path]) -> None:
     for asked in (str(tmp_path / "elsewhere"), str(tmp_path / "outside" / "secret")):
         with pytest.raises(UnsafeSource, match=r"adapters\.roots, or LORA_PATH when the service is started"):

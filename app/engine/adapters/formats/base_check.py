@@ -50,9 +50,13 @@ def check_base(
     is_another_width = len(widths) == 1 and widths != {spec.hidden_size}
     if not is_another_width and not is_another_depth:
         return
+    lacks = ""
+    if not is_another_width and num_layers < here:
+        missing = f"its file has nothing for layers {num_layers} to {here - 1}"
+        lacks = f", or save it again if it was trained on this one: {missing}"
     width = " or ".join(map(str, sorted(widths))) or "unknown"
     raise AdapterMismatch(
         f"the adapter was trained on {short(trained_on) if trained_on else 'another model'} (width {width}, "
         f"{'' if is_every_layer else 'at least '}{num_layers} layers), and this base is '{spec.name}' (width "
-        f"{spec.hidden_size}, {here} layers); load it where the model that it was trained on is served"
+        f"{spec.hidden_size}, {here} layers); load it where the model that it was trained on is served{lacks}"
     )

@@ -39,6 +39,15 @@ def test_both_bases_are_named_with_their_sizes(tmp_path: Path, trained_for: Mode
         read_peft(folder, SPEC)
 
 
+def test_a_file_that_may_lack_layers_says_which(tmp_path: Path) -> None:
+    """Of the same width, it may be this base's, too, and cut short: whoever wrote it knows."""
+    with pytest.raises(AdapterMismatch, match=r"save it again if .* its file has nothing for layers 2 to 2"):
+        read_peft(written(tmp_path / "a", tiny_spec(2)), SPEC)
+    for other in (tiny_spec(5), replace(tiny_spec(2), hidden_size=36)):
+        with pytest.raises(AdapterMismatch, match=r"is served$"):
+            read_peft(written(tmp_path / f"{len(other.layers)}", other), SPEC)
+
+
 def test_a_base_without_a_name_is_another_model(tmp_path: Path) -> None:
     folder = written(tmp_path / "a", tiny_spec(5), base_model_name_or_path=None)
     with pytest.raises(AdapterMismatch, match="trained on another model"):
