@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest_asyncio
+from fastapi import FastAPI
 
 from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
+from app.deployments.ingress.http.openapi import api_routes, openapi
 from tests.deployments.fleet import Fleet
 from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
 from tests.deployments.managed import ManagedStore, wanted
@@ -55,6 +58,30 @@ async def writer(writing: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(make_app(service, DoorRules()), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+    """A client; what it is answered has to be as it is described."""
+    app = make_app(service, DoorRules())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    hooks = {"response": [_as_described(app)]}
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:
         yield client
+
+
+def _as_described(app: FastAPI) -> Callable[[httpx.Response], Awaitable[None]]:
+    """Looks at each answer of a route that there is: its media type, and the shape of an error."""
+    routes, document = list(api_routes(app.routes)), openapi(app.routes)
+
+    async def look(response: httpx.Response) -> None:
+        request = response.request
+        path, method = request.url.path, request.method
+        found = next((item for item in routes if item.path_regex.match(path) and method in item.methods), None)
+        if found is None:
+            return
+        told = document["paths"][found.path][method.lower()]["responses"]["2XX" if response.is_success else "default"]
+        media_type = response.headers.get("content-type", "").partition(";")[0]
+        assert media_type in told["content"], f"{method} {path}: {media_type} is not in /openapi.json"
+        if not response.is_success:
+            await response.aread()
+            schema = told["content"][media_type]["schema"] | {"components": document["components"]}
+            jsonschema.validate(response.json(), schema)
+
+    return look

@@ -16,7 +16,7 @@ from app.deployments.ingress.http.batch_routes import KeepingService
 from app.deployments.ingress.http.bodies import read_json
 from app.deployments.ingress.http.conversations import answered, begun, streamed
 from app.deployments.ingress.http.messages_answers import message_body, message_events
-from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.http.openapi import EVENTS, JSON, takes
 from app.deployments.ingress.http.response_routes import add_response_routes
 from app.deployments.ingress.http.running import RunningService, counted_if_cancelled, while_connected
 from app.deployments.ingress.messages_schema import CountTokensRequest, MessagesRequest
@@ -33,7 +33,7 @@ def add_agent_routes(app: FastAPI, service: KeepingService) -> None:
 
 
 def _add_messages(app: FastAPI, service: RunningService) -> None:
-    @app.post("/v1/messages", openapi_extra=takes(MessagesRequest))
+    @app.post("/v1/messages", openapi_extra=takes(MessagesRequest, answers=(JSON, EVENTS)))
     async def messages(request: Request) -> Response:
         """Answer a conversation, as Anthropic does."""
         body = parse_body(MessagesRequest, await read_json(request, service.frontend.limits.max_body_bytes))

@@ -37,7 +37,7 @@ from app.deployments.ingress.http.guard import DoorRules, Guard
 from app.deployments.ingress.http.managed import ManagedService
 from app.deployments.ingress.http.management_routes import add_management_routes
 from app.deployments.ingress.http.messages_answers import body_told
-from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.http.openapi import EVENTS, JSON, api_routes, takes
 from app.deployments.ingress.http.query import check_query
 from app.deployments.ingress.http.request_log import RequestLog, note_failure, request_id_of
 from app.deployments.ingress.http.running import adapter_header, counted_if_cancelled, first_event, while_connected
@@ -139,14 +139,14 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
             return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
-    @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionRequest, answers=(JSON, EVENTS)))
     async def chat(request: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
         body = parse_body(ChatCompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         job = await service.frontend.chat(body, inference_caller(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
-    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest, answers=(JSON, EVENTS)))
     async def completions(request: Request) -> Response:
         """Continue one text or several, whole or as a stream."""
         body = parse_body(CompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
@@ -345,11 +345,25 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, wrong method) in the shape of every other error."""
     assert isinstance(error, HTTPException), "registered for it"
     path = without_keys(request.url.path)[:80]
+    headers = dict(error.headers or {})
+    if error.status_code == 405:  # Starlette names the methods of the first route of this path alone
+        headers["Allow"] = ", ".join(_methods(request))
     message = {
         404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions, "
         "/v1/embeddings or /generate, GET /v1/models lists models and adapters, GET /openapi.json has every route",
-        405: f"{path!r} does not take {request.method}, only {(error.headers or {}).get('Allow')}",
+        405: f"{path!r} does not take {request.method}, only {headers.get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}
     told = body_told(ErrorAnswer(error.status_code, body, {}), request.scope["path"])
-    return JSONResponse(told, status_code=error.status_code, headers=error.headers)
+    return JSONResponse(told, status_code=error.status_code, headers=headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path of a request takes."""
+    found = {
+        method
+        for route in api_routes(request.app.routes)
+        if route.path_regex.match(request.scope["path"])
+        for method in route.methods or ()
+    }
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))

@@ -78,6 +78,8 @@ async def read_bytes(request: Request, max_bytes: int, limit: str = "limits.max_
 async def read_json(request: Request, max_bytes: int) -> object:
     """The body, decoded. Raises what `read_bytes` does, and InvalidJson."""
     body = await read_bytes(request, max_bytes)
+    if not body:
+        raise InvalidJson("the body is empty; send a JSON object")
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from app.deployments.ingress.http.batch_routes import DAY_S, MAX_LIFE_S, MIN_LIFE_S, KeepingService
 from app.deployments.ingress.http.bodies import page_body, page_query
-from app.deployments.ingress.http.openapi import takes, takes_bytes
+from app.deployments.ingress.http.openapi import BYTES, takes, takes_bytes
 from app.deployments.ingress.status import BodyTooLarge, ClientGone, UnknownContentType
 from app.deployments.ingress.tenants import inference_caller
 from app.deployments.kept.entries import KeptFile, no_purpose
@@ -74,7 +74,7 @@ def add_file_routes(app: FastAPI, service: KeepingService) -> None:
         tenant_id = inference_caller(request).tenant_id
         return JSONResponse(file_body(await service.kept.file(file_id, tenant_id=tenant_id)))
 
-    @app.get("/v1/files/{file_id}/content")
+    @app.get("/v1/files/{file_id}/content", openapi_extra=takes(answers=(BYTES,)))
     async def content(request: Request, file_id: str) -> Response:
         """Its bytes."""
         tenant_id = inference_caller(request).tenant_id

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from app.config import TrafficWeight
 from app.deployments.ingress.body import Body
 from app.deployments.ingress.http.managed import ManagedService, body_of, unloaded_answer
-from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.http.openapi import TEXT, takes
 from app.deployments.ingress.management_bodies import adapter_body, job_body
 from app.deployments.ingress.tenants import Caller, http_caller, load_request
 from app.engine.errors import InvalidRequest, NotFound
@@ -55,7 +55,7 @@ class UnloadLoraBody(Body):
 def add_load_routes(routes: APIRouter, service: ManagedService) -> None:
     """Spellings of other servers: they answer when the work is done."""
 
-    @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterBody))
+    @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterBody, answers=(TEXT,)))
     async def load_adapter(request: Request) -> Response:
         """Load an adapter, as vLLM spells it; answers when it is served."""
         body = await body_of(LoadAdapterBody, request, service)
@@ -70,7 +70,7 @@ def add_load_routes(routes: APIRouter, service: ManagedService) -> None:
         await service.management.store.load_and_wait(load)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody, "wait"))
+    @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterBody, "wait", answers=(TEXT,)))
     async def unload_adapter(request: Request) -> Response:
         """Unload an adapter, as vLLM spells it."""
         body = await body_of(UnloadAdapterBody, request, service)

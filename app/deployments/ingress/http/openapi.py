@@ -1,13 +1,14 @@
 """The OpenAPI description of the routes, from the routes themselves.
 
-In: the application's routes; those with a body say its kind, and those with a query its names, in `takes`. Out: an
-OpenAPI 3.1 document. Rule: every route is in it, and every field that a body may have; what it lacks is refused.
+In: the application's routes; those with a body say its kind, those with a query its names, and those that answer
+anything but JSON how, in `takes`. Out: an OpenAPI 3.1 document. Rule: every route is in it, and every field that a body
+may have; what it lacks is refused. Of answers it has the media types, and the shape of errors.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi.routing import APIRoute, APIRouter
@@ -18,7 +19,8 @@ from app.deployments.ingress.body import Body, accepted_in_vain
 from app.deployments.ingress.http.messages_answers import is_messages
 from app.release import version
 
-_BODY, _QUERY, _MEDIA = "x-body", "x-query", "x-media"
+JSON, EVENTS, TEXT, BYTES = "application/json", "text/event-stream", "text/plain", "application/octet-stream"
+_BODY, _QUERY, _MEDIA, _ANSWERS = "x-body", "x-query", "x-media", "x-answers"
 _SCHEMAS = "#/components/schemas/{model}"
 _ERROR = {
     "type": "object",
@@ -36,11 +38,25 @@ _ERROR = {
         }
     },
 }
+#: The same as Anthropic tells them, on its routes.
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 
 
-def takes(body: type[Body] | None = None, *query: str) -> dict[str, Any]:
-    """For a route's `openapi_extra`: the kind of its body, and the names that its query may have."""
-    return {_BODY: body, _QUERY: query}
+def takes(body: type[Body] | None = None, *query: str, answers: Sequence[str] = (JSON,)) -> dict[str, Any]:
+    """For a route's `openapi_extra`: the kind of its body, the names that its query may have, and the media types in
+    which it does what it was asked for."""
+    return {_BODY: body, _QUERY: query, _ANSWERS: answers}
 
 
 def takes_bytes(media_type: str, *query: str) -> dict[str, Any]:
@@ -50,7 +66,7 @@ def takes_bytes(media_type: str, *query: str) -> dict[str, Any]:
 
 def openapi(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     """The document."""
-    schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas: dict[str, Any] = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     paths: dict[str, dict[str, Any]] = {}
     for route in api_routes(routes):
         for method in sorted(route.methods or ()):
@@ -108,25 +124,36 @@ def _operation(route: APIRoute, method: str, schemas: dict[str, Any]) -> dict[st
         "summary": summary,
         "parameters": [*in_path, *in_query],
         "responses": {
-            "2XX": {"description": "What was asked for."},
+            "2XX": {"description": "What was asked for.", "content": _content(route)},
             "default": {
                 "description": "Why not, as OpenAI tells errors.",
-                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+                "content": {JSON: {"schema": {"$ref": _SCHEMAS.format(model="Error")}}},
             },
         },
     }
     if is_messages(route.path):
+        operation["responses"]["default"] = {
+            "description": "Why not, as Anthropic tells errors.",
+            "content": {JSON: {"schema": {"$ref": _SCHEMAS.format(model="MessagesError")}}},
+        }
         operation["security"] = [{}, {"bearer": []}, {"x-api-key": []}]
     kind = body_of(route)
     if kind is not None:
         _add_schema(kind, schemas)
         schema = {"$ref": _SCHEMAS.format(model=kind.__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     media_type = (route.openapi_extra or {}).get(_MEDIA)
     if media_type is not None:
         content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
+
+
+def _content(route: APIRoute) -> dict[str, Any]:
+    """What it answers who asks for what it does."""
+    answers: Sequence[str] = (route.openapi_extra or {}).get(_ANSWERS, (JSON,))
+    schemas = {JSON: {"type": "object"}, BYTES: {"type": "string", "format": "binary"}}
+    return {kind: {"schema": schemas.get(kind, {"type": "string"})} for kind in answers}
 
 
 def _parameter(name: str, place: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from app.deployments.ingress.body import parse_body
 from app.deployments.ingress.http.batch_routes import DAY_S, KeepingService
 from app.deployments.ingress.http.bodies import page_body, page_query, read_json
 from app.deployments.ingress.http.conversations import answered, begun, streamed
-from app.deployments.ingress.http.openapi import takes
+from app.deployments.ingress.http.openapi import EVENTS, JSON, takes
 from app.deployments.ingress.http.responses_answers import Keep, response_body, response_events
 from app.deployments.ingress.http.running import counted_if_cancelled, while_connected
 from app.deployments.ingress.responses_schema import InputTokensRequest, ResponsesRequest
@@ -35,7 +35,7 @@ _RETRIEVE_QUERY = ("include", "include_obfuscation", "starting_after", "stream")
 def add_response_routes(app: FastAPI, service: KeepingService) -> None:
     """Add them."""
 
-    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
+    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest, answers=(JSON, EVENTS)))
     async def responses(request: Request) -> Response:
         """Answer a conversation, as OpenAI's newer interface does."""
         body = parse_body(ResponsesRequest, await read_json(request, service.frontend.limits.max_body_bytes))

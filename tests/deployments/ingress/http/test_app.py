@@ -222,6 +222,7 @@ async def test_bodies_that_are_no_bodies(http: httpx.AsyncClient, service: Servi
     ):
         answer = await http.post("/v1/completions", content=content)
         assert answer.status_code == 400, content[:20]
+    assert "the body is empty" in (await http.post("/v1/completions")).json()["error"]["message"]
     assert (await http.post("/v1/completions", content=b"x" * 20_001)).status_code == 413
     assert service.observed[-1] == ("completions", 413)
 
@@ -454,6 +455,19 @@ async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
         error = answer.json()["error"]
         assert error["code"] == "no_route"
         assert re.search(says, error["message"]), error
+
+
+async def test_every_method_of_a_path_is_named(http: httpx.AsyncClient) -> None:
+    """Each method is a route of its own, and the first one's is not all."""
+    for path, methods in (
+        ("/v1/loras", "GET, HEAD, POST"),
+        ("/v1/aliases/x", "DELETE, GET, HEAD, PUT"),
+        ("/v1/organization/projects", "GET, HEAD, POST"),
+        ("/v1/completions", "POST"),
+    ):
+        answer = await http.request("TRACE", path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+        assert answer.json()["error"]["message"] == f"{path!r} does not take TRACE, only {methods}"
 
 
 @pytest.mark.parametrize(
