@@ -25,7 +25,7 @@ Visible = Mapping[str, frozenset[str] | None]
 
 #: Descriptions that are embedded together.
 MAX_TOGETHER = 64
-#: Candidates of an owner that are looked at one by one for names that the asker may not use, before all are sorted.
+#: Candidates of an owner that are looked at one by one for names that the asker does not get, before all are sorted.
 _FIRST = 64
 
 
@@ -119,15 +119,15 @@ class Candidates:
         self,
         vector: Floats,
         visible: Visible,
-        may_use: Callable[[str], bool],
+        is_meant: Callable[[str, str], bool],
         threshold: float,
         top_k: int,
     ) -> list[Scored]:
-        """By descending cosine, all of at least `threshold`, at most `top_k`; of one name the first owner's.
+        """By descending cosine, all of at least `threshold`, at most `top_k`.
 
-        vector: [H], of length 1. may_use: whether the asker may use a name that it sees.
+        vector: [H], of length 1. is_meant: whether an owner's adapter is the one that the asker gets under its name.
         """
-        found: dict[str, Scored] = {}
+        found: list[Scored] = []
         for owner_id, names in visible.items():
             owned = self._of(owner_id)
             some = None if names is None else [name for name in sorted(names) if name in owned.rows]
@@ -141,10 +141,10 @@ class Candidates:
                 name = there[row]
                 if taken == top_k:
                     break
-                if may_use(name):
+                if is_meant(owner_id, name):
                     taken += 1
-                    found.setdefault(name, Scored(name, owner_id, float(scores[row])))
-        return sorted(found.values(), key=lambda one: (-one.score, one.name))[:top_k]
+                    found.append(Scored(name, owner_id, float(scores[row])))
+        return sorted(found, key=lambda one: (-one.score, one.name))[:top_k]
 
     def _of(self, owner_id: str) -> _Owned:
         return self._owners.get(owner_id) or _Owned()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -49,6 +50,7 @@ class Router:
     def __init__(self, config: RoutingConfig, registry: RegistryView, embedder: TextEmbedder, wait_s: float) -> None:
         """wait_s: how long a request waits for descriptions that are new."""
         self._config = config
+        self._registry = registry
         self._embedder = embedder
         self._wait_s = wait_s
         self._candidates = Candidates()
@@ -67,7 +69,7 @@ class Router:
         if num_candidates:
             await self._ready(visible)
             vector = (await self._embedder.embed([text], caller))[0]
-            chosen = self._candidates.nearest(vector, visible, caller.tenant.may_use, threshold, top_k)
+            chosen = self._candidates.nearest(vector, visible, partial(self._is_meant, caller), threshold, top_k)
         return Decision(tuple(chosen), num_candidates, self._embedder.name, threshold, top_k)
 
     def num_tokens(self, text: str, caller: Caller) -> int:
@@ -89,6 +91,11 @@ class Router:
                 else self._candidates.num_of(owner_id, names) - num_listed
             )
         return number
+
+    def _is_meant(self, caller: Caller, owner_id: str, name: str) -> bool:
+        """Whether it is this owner's adapter that the caller gets under the name, and not one of an owner before it."""
+        having = (owner for owner in caller.owners(name) if self._registry.find(name, owner) is not None)
+        return next(having, None) == owner_id
 
     async def _ready(self, visible: Visible) -> None:
         """Each owner's descriptions are embedded once however many ask, and on when those have had enough."""

@@ -97,6 +97,18 @@ async def test_only_what_the_caller_may_use_is_chosen() -> None:
     assert await names(router, "sql", Caller("stranger", "key", PUBLIC)) != ["hidden"]
 
 
+@pytest.mark.parametrize(
+    "own",
+    [entry("one", "tone"), entry("one", ""), AliasEntry("one", (), 1, 0.0, tenant_id="ada")],
+    ids=["described", "silent", "alias"],
+)
+async def test_a_name_is_chosen_for_what_the_caller_gets_under_it(own: Any) -> None:
+    """Its own "one" stands before everybody's: what that says of itself chooses nothing."""
+    router, _, _ = router_of(own, entry("one", "sql", "default"), entry("two", "sql law law", "default"), threshold=0.4)
+    assert await names(router, "sql", top_k=2) == ["two"]
+    assert await names(router, "sql", Caller("stranger", "key", PUBLIC), top_k=2) == ["one", "two"]
+
+
 async def test_what_the_caller_may_not_use_is_neither_counted_nor_waited_for() -> None:
     router, _, bags = router_of(
         entry("own", "sql"), entry("hidden", "sql", "zed"), entry("shared", "sql", "zed"),
@@ -179,7 +191,7 @@ def test_the_nearest_are_those_of_a_whole_sort(count: int, top_k: int, threshold
     for name in gone:
         candidates.note(("ada", name), None)
     query = vectors[0] if count else np.ones(8, np.float32)
-    found = candidates.nearest(query, {"ada": None}, allowed.__contains__, threshold, top_k)
+    found = candidates.nearest(query, {"ada": None}, lambda _, name: name in allowed, threshold, top_k)
     scores = {f"n{index}": float(vectors[index] @ query) for index in range(count)}
     expected = sorted((name for name in allowed - gone if scores[name] >= threshold), key=lambda name: -scores[name])[
         :top_k
