@@ -119,9 +119,14 @@ class Composition:
 
 
 def composition_of(parts: Sequence[Part], recipe: Recipe = Recipe()) -> Composition:
-    """Raises InvalidRequest for too many parts, none, one twice, or a weight that is no number."""
+    """Raises InvalidRequest for too many parts, none, one twice, a weight that is no number, or one part to prune.
+
+    Of one adapter PEFT makes "linear", whatever it is asked for.
+    """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise InvalidRequest(f"{len(parts)} adapters are named; from 1 to {MAX_PARTS} are combined", param="adapters")
+    if len(parts) == 1 and recipe.density is not None:
+        raise InvalidRequest(f"method {recipe.method!r} combines several adapters; name another one", param="method")
     names = [part.ref.name for part in parts]
     for part in parts:
         if not math.isfinite(part.weight):

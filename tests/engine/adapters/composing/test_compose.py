@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,26 @@ def test_combinations_are_those_of_peft(
     assert np.abs(expected - base_logits(model, tokens)).max() > 100 * TOLERANCE, "the adapters do nothing"
 
 
+@pytest.mark.parametrize("method", ["cat", "linear", "svd"])
+@pytest.mark.parametrize("num_adapters", [1, 2])
+def test_an_rslora_in_front_makes_the_sum_no_larger(method: Any, num_adapters: int, tmp_path: Path) -> None:
+    """PEFT gives its sum the first adapter's `use_rslora`, and so the root of its rank as a factor. That is no sum."""
+    model = tiny_model("llama", tie_word_embeddings=False)
+    spec, tokens = spec_of(model), random_tokens(model)
+    options = dict(list({"tone": EQUAL_RANKS["tone"], **EQUAL_RANKS}.items())[:num_adapters])
+    folders = saved(model, tmp_path, options)
+    adapters = {name: read_peft(folder, spec) for name, folder in folders.items()}
+    derived = our_logits(model, mixed_by_us(adapters, spec, Recipe(method)), tokens)
+    for name in folders:
+        file = tmp_path / name / "adapter_config.json"
+        config = json.loads(file.read_text())
+        scale = config["lora_alpha"] / math.sqrt(config["r"]) if config["use_rslora"] else None
+        if scale is not None:  # the same adapter, said otherwise
+            file.write_text(json.dumps(config | {"use_rslora": False, "lora_alpha": scale * config["r"]}))
+    expected = peft_mix(model, folders, tokens, combination_type=method)
+    np.testing.assert_allclose(derived, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_a_weighted_sum_is_side_by_side_and_exact() -> None:
     spec = tiny_spec()
     first, second = random_adapter(spec, 3, seed=1), random_adapter(spec, 8, ["q_proj"], seed=2)
@@ -211,6 +233,7 @@ def test_identity_is_contents_weights_and_method() -> None:
         (lambda ref: composition_of([Part(ref, 1.0)] * (MAX_PARTS + 1)), "17 adapters are named"),
         (lambda ref: composition_of([Part(ref, 1.0)] * 2), "adapter 'sql' is named twice; add its weights"),
         (lambda ref: composition_of([Part(ref, float("nan"))]), "adapter 'sql' has weight nan"),
+        (lambda ref: composition_of([Part(ref, 1.0)], Recipe("ties_svd", density=0.5)), "'ties_svd' combines several"),
         (lambda _: Recipe("ties"), "method 'ties' needs a density"),
         (lambda _: Recipe("cat", svd_rank=3), "method 'cat' has no use for svd_rank"),
     ],
