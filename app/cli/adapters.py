@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.engine.adapters.build import build_adapter
-from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card
+from app.engine.adapters.formats.arrow import CARD_SUFFIX, ArrowCard, read_card, write_card, write_plain_card
 from app.engine.adapters.formats.card_rows import LORA, rows_of
 from app.engine.adapters.formats.convert import quantize_adapter, write_peft_folder
 from app.engine.adapters.formats.fused_experts import with_one_gate_up
@@ -69,6 +69,11 @@ def add_commands(commands: Any) -> None:
     convert.add_argument(
         "--base",
         help="path or source URI of the base model: tells old layouts of experts by its sizes, and writes today's",
+    )
+    convert.add_argument(
+        "--plain",
+        action="store_true",
+        help="write ArrowEngine's columns (module, weight_a, weight_b, shape_a, shape_b, dtype): LoRA of one rank only",
     )
     convert.add_argument("--set", action="append", default=[], metavar="KEY=TEXT", help="free metadata of the card")
     convert.set_defaults(run=_convert)
@@ -161,8 +166,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.quantize:
         stored, quantization = quantize_adapter(stored, _QUANTIZE[arguments.quantize])
     metadata = {**metadata, **parse_metadata(arguments.set)}
-    if target.name.endswith(CARD_SUFFIX):
-        write_card(target, ArrowCard(arguments.name or name, stored, metadata, quantization))
+    if arguments.plain or target.name.endswith(CARD_SUFFIX):
+        write = write_plain_card if arguments.plain else write_card
+        write(target, ArrowCard(arguments.name or name, stored, metadata, quantization))
     elif target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise AdapterFormatError(f"'{target}' exists and is not an empty folder; name a new one")
     else:

@@ -14,6 +14,8 @@ store that never rewrites them.
     shape_a, shape_b list<int64>
     scales_a, _b     large_binary   float32 per group of 64 values, quantised tensors only
     weight_a, _b     large_binary   little-endian, row-major, then zeros up to the next multiple of 64
+
+A file with the columns of `plain_card` is read as one of those, without a checksum.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ import math
 import os
 import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from app.engine.adapters.build import build_adapter
 from app.engine.adapters.formats.card_rows import LORA, NO_TENSOR, TOKEN_IDS, CardRow, rows_of, stored_of
+from app.engine.adapters.formats.plain_card import is_plain, plain_batch, read_plain, views
 from app.engine.adapters.limits import DEFAULT_LIMITS, MACHINES_ERRORS, ReadLimits, reading_error, regular_file_size
 from app.engine.adapters.lora import LoraAdapter
 from app.engine.adapters.quantize import Quantization, num_groups
@@ -98,8 +100,7 @@ class ArrowCard:
 
 def write_card(path: Path, card: ArrowCard) -> None:
     """Write `card` to `path`, whole or not at all. Raises `AdapterFormatError` for reserved metadata keys."""
-    if not path.name.endswith(CARD_SUFFIX):
-        raise AdapterFormatError(f"a card's file name ends in {CARD_SUFFIX}, not {short(path.name)}")
+    _check_name(path)
     for key in card.metadata:
         if key in RESERVED_KEYS:
             raise AdapterFormatError(f"metadata key '{key}' belongs to the card format; choose another")
@@ -122,8 +123,7 @@ def write_card(path: Path, card: ArrowCard) -> None:
     if card.quantization is not None:
         metadata["quantization"] = json.dumps(card.quantization._asdict())
     metadata["checksum"] = _checksum(metadata, rows)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a plain file: the umask says who may read it
-    try:
+    with _replacing(path) as temporary:
         # Arrow aligns buffers to 8 bytes. Text in the schema moves what follows it, so the first
         # weight is brought to a multiple of 64 with a little of it; row padding does the rest.
         for padding in range(0, 2 * ALIGNMENT, 8):
@@ -132,6 +132,27 @@ def write_card(path: Path, card: ArrowCard) -> None:
                 break
         else:
             raise AssertionError("no padding aligns the weights")
+
+
+def write_plain_card(path: Path, card: ArrowCard) -> None:
+    """As `write_card`, in the columns of `plain_card`. Raises `AdapterFormatError` for what they have no place for."""
+    _check_name(path)
+    batch = plain_batch(card.name, card.stored, card.metadata)
+    with _replacing(path) as temporary:
+        _write_ipc(temporary, batch, {})
+
+
+def _check_name(path: Path) -> None:
+    if not path.name.endswith(CARD_SUFFIX):
+        raise AdapterFormatError(f"a card's file name ends in {CARD_SUFFIX}, not {short(path.name)}")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` unless writing fails."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a plain file: the umask says who may read it
+    try:
+        yield temporary
         with temporary.open("rb") as file_to_sync:
             os.fsync(file_to_sync.fileno())
         temporary.replace(path)
@@ -151,16 +172,23 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
         source.seek(0)
         reader = pa.ipc.open_file(source)
         schema = reader.schema
-        if not schema.remove_metadata().equals(_SCHEMA):
+        plain = is_plain(schema)
+        if not plain and not schema.remove_metadata().equals(_SCHEMA):
             raise AdapterFormatError(f"{what} does not have the columns of a card; write it with `polylora convert`")
         metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
-        _check_metadata(metadata, what, limits)
+        if sum(len(key) + len(value) for key, value in metadata.items()) > limits.max_config_bytes:
+            raise AdapterTooLarge(f"{what}: more than {limits.max_config_bytes} characters of metadata")
+        if not plain:
+            _check_metadata(metadata, what)
         if reader.num_record_batches != 1:
             raise AdapterFormatError(f"{what} has {reader.num_record_batches} record batches; a card has one")
         batch = reader.get_batch(0)
         if not 1 <= batch.num_rows <= limits.max_tensors:
             raise AdapterFormatError(f"{what} has {batch.num_rows} rows; a card has 1 to {limits.max_tensors}")
         batch.validate(full=True)
+        if plain:
+            name, rows, free = read_plain(batch, mapped, metadata, what)
+            return ArrowCard(name, _stored(rows, free, what), MappingProxyType(dict(free)))
         rows = _rows(batch, mapped, what)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno in MACHINES_ERRORS:
@@ -178,10 +206,8 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
             f"{what}: format version {metadata['format_version']} has no "
             f"{'experts' if least == '3' else 'activated LoRA'}"
         )
+    stored = _stored(rows, free, what)
     try:
-        beside = {key: value for key, value in sorted(free.items()) if key != "description"}
-        stored = stored_of(rows, free.get("description", ""))
-        stored = replace(stored, metadata=json.dumps(beside, ensure_ascii=False) if beside else "")
         if "text" in metadata:
             stored = replace(stored, text=AdapterText.parsed(metadata["text"]).to_json())
         if INVOCATION_KEY in metadata:
@@ -190,6 +216,16 @@ def read_card(path: Path, limits: ReadLimits = DEFAULT_LIMITS) -> ArrowCard:
         raise AdapterFormatError(f"{what}: {error}") from error
     quantization = _quantization(metadata["quantization"], what) if "quantization" in metadata else None
     return ArrowCard(metadata["name"], stored, MappingProxyType(free), quantization)
+
+
+def _stored(rows: Sequence[CardRow], free: Mapping[str, str], what: str) -> StoredAdapter:
+    """The adapter in these rows, with what free metadata says of it."""
+    beside = {key: value for key, value in sorted(free.items()) if key != "description"}
+    try:
+        stored = stored_of(rows, free.get("description", ""))
+    except AdapterFormatError as error:
+        raise AdapterFormatError(f"{what}: {error}") from error
+    return replace(stored, metadata=json.dumps(beside, ensure_ascii=False) if beside else "")
 
 
 def _version(rows: Sequence[CardRow], *, is_activated: bool) -> str:
@@ -250,9 +286,11 @@ def _padded(tensor: StoredTensor) -> bytes:
 
 
 def _write_ipc(path: Path, batch: pa.RecordBatch, metadata: Mapping[str, str]) -> None:
-    schema = _SCHEMA.with_metadata(dict(sorted(metadata.items())))
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+    """`metadata` beside what the batch has."""
+    told = {key.decode(): value.decode() for key, value in (batch.schema.metadata or {}).items()}
+    batch = batch.replace_schema_metadata(dict(sorted((told | dict(metadata)).items())))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
 
 
 def _first_weight_offset(path: Path) -> int:
@@ -264,9 +302,7 @@ def _first_weight_offset(path: Path) -> int:
     return offset
 
 
-def _check_metadata(metadata: Mapping[str, str], what: str, limits: ReadLimits) -> None:
-    if sum(len(key) + len(value) for key, value in metadata.items()) > limits.max_config_bytes:
-        raise AdapterTooLarge(f"{what}: more than {limits.max_config_bytes} characters of metadata")
+def _check_metadata(metadata: Mapping[str, str], what: str) -> None:
     missing = REQUIRED_KEYS - set(metadata)
     if missing:
         raise AdapterFormatError(f"{what}: metadata lacks {', '.join(sorted(missing))}; this is not a card")
@@ -282,9 +318,9 @@ def _rows(batch: pa.RecordBatch, mapped: pa.Buffer, what: str) -> list[CardRow]:
         if column.null_count:
             raise AdapterFormatError(f"{what}: column {field.name} has a null where a value belongs")
     values = [batch.column(name).to_pylist() for name in _SCHEMA.names[:8]]
-    views = [_views(batch.column(name), mapped, what) for name in _SCHEMA.names[8:]]
+    data_of = [views(batch.column(name), mapped, what) for name in _SCHEMA.names[8:]]
     rows = []
-    for path, role, alpha, use_rslora, dtype_a, dtype_b, shape_a, shape_b, *data in zip(*values, *views, strict=True):
+    for path, role, alpha, use_rslora, dtype_a, dtype_b, shape_a, shape_b, *data in zip(*values, *data_of, strict=True):
         where = f"{what}: module {short(path)}"
         if not math.isfinite(alpha):
             raise AdapterFormatError(f"{where}: alpha is {alpha}; it must be finite")
@@ -293,18 +329,6 @@ def _rows(batch: pa.RecordBatch, mapped: pa.Buffer, what: str) -> list[CardRow]:
         b = _tensor(dtype_b, shape_b, scales_b, weight_b, f"{where}: weight_b")
         rows.append(CardRow(path, role, a, b, alpha, use_rslora))
     return rows
-
-
-def _views(column: Any, mapped: pa.Buffer, what: str) -> list[memoryview]:
-    """Each cell's bytes where they lie in the file. A compressed file has none there, and could be a bomb."""
-    _, offsets, data = column.buffers()
-    if data is None or data.size == 0:
-        return [memoryview(b"")] * len(column)
-    if not mapped.address <= data.address <= mapped.address + mapped.size - data.size:
-        raise AdapterFormatError(f"{what}: the file is compressed; a card is mapped as it is")
-    ends = np.frombuffer(offsets, "<i8", len(column) + 1, 8 * column.offset).tolist()
-    whole = memoryview(data).cast("B")
-    return [whole[start:end] for start, end in pairwise(ends)]
 
 
 def _tensor(dtype: str, shape: list[Any], scales: memoryview, weight: memoryview, where: str) -> StoredTensor:
