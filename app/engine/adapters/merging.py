@@ -22,6 +22,7 @@ from app.engine.adapters.lora import LoraAdapter, LoraKey, widened
 from app.engine.adapters.modules import Module, layer_modules
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import Checkpoint
+from app.engine.models.expert_layouts import canonical_module
 from app.engine.models.names import expected_tensors
 from app.engine.models.safetensors_folder import read_tensors, stored_tensors
 from app.kernels.dora.reference import dora_scale
@@ -42,7 +43,7 @@ def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
         raise AdapterMismatch(f"'{target}' exists and is not an empty folder; name a new one")
     table = {path: module for path, module in layer_modules(checkpoint.spec).items() if not module.is_fused}
     stored = stored_tensors(folder)
-    _check(adapter, table, stored.keys())
+    _check(adapter, table, {_canonical(name) for name in stored})
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt"):
@@ -85,8 +86,8 @@ def _merged(
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     """Every tensor by its own name, those that the adapter touches merged."""
     for name, tensor in tensors:
-        path, _, kind = name.rpartition(".")
-        values = adapter.replaced.get(name)
+        path, _, kind = _canonical(name).rpartition(".")
+        values = adapter.replaced.get(f"{path}.{kind}")
         if values is None and path in table and table[path].keys[0] in adapter.weights:
             key, base = table[path].keys[0], tensor.astype(np.float32)
             added = adapter.delta_biases.get(key, np.float32(0))
@@ -95,6 +96,12 @@ def _merged(
             name,
             tensor if values is None else np.ascontiguousarray(values if in_float32 else values.astype(tensor.dtype)),
         )
+
+
+def _canonical(name: str) -> str:
+    """The canonical name of a stored tensor: Mixtral's experts have older ones."""
+    path, dot, kind = name.rpartition(".")
+    return f"{canonical_module(path)}{dot}{kind}"
 
 
 def _weight(base: NDArray[np.float32], adapter: LoraAdapter, key: LoraKey) -> NDArray[np.float32]:

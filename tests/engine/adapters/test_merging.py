@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from app.cli.main import main
@@ -19,9 +20,11 @@ from app.engine.adapters.merging import merge
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import load_checkpoint
 from tests.engine.adapters.formats.test_peft_parity import ALL, PEFT_WARNINGS
+from tests.engine.adapters.moe_parity import FAMILIES
+from tests.engine.adapters.moe_parity import PEFT_WARNINGS as WARNINGS_OF_EXPERTS
 from tests.engine.adapters.parity import save_random_adapter, tiny_model
 
-pytestmark = PEFT_WARNINGS
+pytestmark = [*PEFT_WARNINGS, *WARNINGS_OF_EXPERTS]
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"target_modules": ALL, "r": 4}),
@@ -57,6 +60,37 @@ def test_merged_is_what_peft_merges(option: str, tmp_path: Path) -> None:
         changed += not torch.equal(values, model.state_dict()[name])
     assert changed >= 1
     assert load_checkpoint(tmp_path / "merged").spec.digest != checkpoint.spec.digest
+
+
+EXPERTS = {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2"])
+def test_a_mixtures_experts_are_merged_whatever_their_tensors_are_called(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]()).float().eval()
+    model.save_pretrained(tmp_path / "base")
+    save_random_adapter(model, tmp_path / "adapter", LoraConfig(task_type="CAUSAL_LM", r=4, **EXPERTS))
+    checkpoint = load_checkpoint(tmp_path / "base")
+    merge(checkpoint, read_peft(tmp_path / "adapter", checkpoint.spec, served=FEATURES), tmp_path / "merged")
+    expected = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter").merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float().state_dict()
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        np.testing.assert_allclose(values.numpy(), expected[name].numpy(), atol=1e-6, err_msg=name)
+    changed = {name for name, values in found.items() if not torch.equal(values, model.state_dict()[name])}
+    assert {name.rsplit(".", 1)[-1] for name in changed if "experts" in name} == {"gate_up_proj", "down_proj"}
+    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("base", "merged")]
+    assert names[0] == names[1]
+
+
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["gpt_oss"]()).float().eval()
+    model.save_pretrained(tmp_path / "base")
+    save_random_adapter(model, tmp_path / "adapter", LoraConfig(task_type="CAUSAL_LM", r=4, **EXPERTS))
+    checkpoint = load_checkpoint(tmp_path / "base")
+    adapter = read_peft(tmp_path / "adapter", checkpoint.spec, served=FEATURES)
+    with pytest.raises(AdapterMismatch, match=r"no tensor of their own for .*experts\.down_proj"):
+        merge(checkpoint, adapter, tmp_path / "merged")
 
 
 def test_each_tensor_keeps_its_type_and_its_file(tmp_path: Path) -> None:
