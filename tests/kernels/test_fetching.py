@@ -38,12 +38,12 @@ def _weights(generator: np.random.Generator, num_columns: int, depth: int, quant
 @pytest.mark.parametrize("quantised", [False, True])
 def test_a_list_changes_no_bits(quantised: bool) -> None:
     generator = rng()
-    w = _weights(generator, 40, 130, quantised)
+    w = _weights(generator, 120, 130, quantised)
     wanted = np.zeros(1 << 16, np.uint8)
     blocks = np.arange(wanted.ctypes.data, wanted.ctypes.data + wanted.size, FETCH_BLOCK)
-    for num_rows in (1, 3, 4, 8, 9, 16, 17, 33):
+    for num_rows in (1, 3, 4, 8, 9, 16, 17, 33, cpu.MOST_FETCHING, cpu.MOST_FETCHING + 1):
         x = normal(generator, num_rows, 130)
-        plain, fetching = np.zeros((2, num_rows, 48), np.float32)
+        plain, fetching = np.zeros((2, num_rows, 128), np.float32)
         _multiply(x, w, plain, 0, 0)
         _multiply(x, w, fetching, blocks.ctypes.data, len(blocks) * 4)
         assert np.array_equal(plain, fetching)

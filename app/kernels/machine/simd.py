@@ -53,6 +53,7 @@ def multiply_tile(most_rows: int, panels: int, vectors: int, chains: int = 1) ->
     holds bfloat16 values, two bytes each, which are widened in registers: the same bits as from float32. Nothing
     else is read, and nothing written, outside the tile.
     """
+    counts = range(1, most_rows + 1)
 
     @intrinsic
     def tile(
@@ -65,9 +66,34 @@ def multiply_tile(most_rows: int, panels: int, vectors: int, chains: int = 1) ->
             rows, *rest, in_bf16 = args
             with builder.if_else(in_bf16) as (narrow, wide):
                 with narrow:
-                    _emit_tile(builder, rows, most_rows, panels, vectors, rest, chains=chains, in_bf16=True)
+                    _emit_tile(builder, rows, counts, panels, vectors, rest, chains=chains, in_bf16=True)
                 with wide:
-                    _emit_tile(builder, rows, most_rows, panels, vectors, rest, chains=chains)
+                    _emit_tile(builder, rows, counts, panels, vectors, rest, chains=chains)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile
+
+
+@cache
+def multiply_wide_tile(least_rows: int, most_rows: int, panels: int) -> Callable[..., None]:
+    """As `multiply_tile` for `least_rows` to `most_rows` rows x `panels` * 16 float32 columns, side by side in `out`.
+
+    The function takes `(rows, x, x_row, w, w_k, w_panel, k, out, out_row, ahead, accumulate)`.
+    """
+
+    @intrinsic
+    def tile(
+        typingctx: Any, rows: Any, x: Any, x_row: Any, w: Any, w_k: Any, w_panel: Any, k: Any, out: Any, out_row: Any,
+        ahead: Any, accumulate: Any,
+    ) -> Any:  # fmt: skip
+        signature = types.void(*([types.intp] * 10), types.boolean)
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            rows, x, x_row, w, w_k, w_panel, k, out, out_row, ahead, accumulate = args
+            rest = x, x_row, w, w_k, w_panel, k, out, out_row, WORD(_PANEL.count), ahead, accumulate
+            _emit_tile(builder, rows, range(least_rows, most_rows + 1), panels, 2, rest)
             return context.get_dummy_value()
 
         return signature, codegen
@@ -94,7 +120,7 @@ def multiply_and_fetch_tile(most_rows: int) -> Callable[..., None]:
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             rows, x, x_row, w, w_k, k, out, out_row, ahead, accumulate, *fetch = args
             rest = x, x_row, w, w_k, WORD(0), k, out, out_row, WORD(0), ahead, accumulate
-            _emit_tile(builder, rows, most_rows, 1, 2, rest, fetch=_Fetch(*fetch))
+            _emit_tile(builder, rows, range(1, most_rows + 1), 1, 2, rest, fetch=_Fetch(*fetch))
             return context.get_dummy_value()
 
         return signature, codegen
@@ -183,11 +209,11 @@ class _Fetch(NamedTuple):
     rate: Any
 
 
-def _cases(builder: Any, num_rows: Any, most_rows: int) -> Iterator[int]:
-    """1 to `most_rows`, each with its own block to emit into: the one for `num_rows` is run, if there is one."""
+def _cases(builder: Any, num_rows: Any, counts: range) -> Iterator[int]:
+    """Each count of rows with its own block to emit into: the one for `num_rows` is run, if there is one."""
     after = builder.append_basic_block("after.tile")
     switch = builder.switch(num_rows, after)
-    for rows in range(1, most_rows + 1):
+    for rows in counts:
         case = builder.append_basic_block(f"tile.{rows}")
         switch.add_case(WORD(rows), case)
         builder.position_at_end(case)
@@ -197,13 +223,13 @@ def _cases(builder: Any, num_rows: Any, most_rows: int) -> Iterator[int]:
 
 
 def _emit_tile(
-    builder: Any, num_rows: Any, most_rows: int, panels: int, vectors: int, args: Any, *, chains: int = 1,
+    builder: Any, num_rows: Any, counts: range, panels: int, vectors: int, args: Any, *, chains: int = 1,
     in_bf16: bool = False, fetch: _Fetch | None = None,
 ) -> None:  # fmt: skip
     x, x_row, w, w_k, w_panel, depth, out, out_row, out_panel, ahead, accumulate = args
     vector = ir.VectorType(FLOAT, vectors * LANES)
     w_panels = [builder.mul(w_panel, WORD(p)) for p in range(panels)]
-    for rows in _cases(builder, num_rows, most_rows):
+    for rows in _cases(builder, num_rows, counts):
         x_rows = [_moved(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
         targets = {
             (i, p): _moved(builder, out, builder.add(builder.mul(out_row, WORD(i)), builder.mul(out_panel, WORD(p))))
@@ -231,7 +257,7 @@ def _emit_bytes_tile(
     builder: Any, num_rows: Any, most_rows: int, args: Any, fetch: _Fetch | None = None, expanded: Any = None
 ) -> None:
     x, x_row, levels, scales, offsets, depth, out, out_row, accumulate = args
-    for rows in _cases(builder, num_rows, most_rows):
+    for rows in _cases(builder, num_rows, range(1, most_rows + 1)):
         x_rows = [_moved(builder, x, builder.mul(x_row, WORD(i))) for i in range(rows)]
         targets = {(i, 0): _moved(builder, out, builder.mul(out_row, WORD(i))) for i in range(rows)}
 

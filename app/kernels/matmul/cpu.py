@@ -2,7 +2,7 @@
 
 A weight `[N, K]` is packed once into panels `[P, K, 16]` (P = N/16 rounded up, missing columns
 zero), so that one step over k reads 64 consecutive bytes. Rows are taken in tiles of up to `MOST_ROWS`, whose sums
-stay in registers; one to three rows take several panels at a time instead. Every
+stay in registers; one to three rows take several panels at a time instead, and so do many rows. Every
 element is one chain of fused multiply-adds in the order of k (`app.kernels.machine.simd`), so neither the tile nor
 the thread can be seen in the result.
 """
@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.kernels.machine.compiled import compiled, has_feature
-from app.kernels.machine.simd import BYTES_AHEAD, CHUNK, FETCH_UNIT, multiply_and_fetch_tile, multiply_tile
+from app.kernels.machine.simd import (
+    BYTES_AHEAD,
+    CHUNK,
+    FETCH_UNIT,
+    multiply_and_fetch_tile,
+    multiply_tile,
+    multiply_wide_tile,
+)
 from app.kernels.machine.team import count_pieces, leave, piece, take
 
 #: Columns of one panel.
@@ -27,9 +34,19 @@ MOST_ROWS = 8 if has_feature("avx512f") else 6
 #: Rows that the largest tile leaves to the next one at least: fewer cannot keep a core busy.
 _LEAST_LEFT = 4
 
+#: Panels that many rows take at a time: a value of x is loaded once for as many weights. With one panel a core that
+#: begins two multiply-adds of 64 bytes in a cycle waits for loads: for 16 of them LLVM's model of such a core
+#: (llvm-mca, sapphirerapids) counts 10.5 cycles with one panel, 9.1 with two and 8.0, the least, with three; no such
+#: machine was at hand. Zen 4 begins one in a cycle and is as fast either way: 103 to 116 GFLOP/s a core at 16 to 256
+#: rows, where 32 a cycle at 3.7 GHz are 118.
+MANY_PANELS = 3 if has_feature("avx512f") else 1
+#: With more rows than this nothing is asked for on the way: a product's own work takes longer than what it asks for.
+MOST_FETCHING = 64
+
 _four_panels = multiply_tile(1, 4, 2)
 _two_panels = multiply_tile(3, 2, 2)
 _one_panel = multiply_tile(MOST_ROWS, 1, 2)
+_many_panels = multiply_wide_tile(_LEAST_LEFT, MOST_ROWS, MANY_PANELS)
 _fetching = multiply_and_fetch_tile(MOST_ROWS)
 
 
@@ -137,6 +154,24 @@ def _fetching_panel(x, w, w_k, depth, out, accumulate, num_rows, x_row, out_row,
 
 
 @compiled
+def _multiply_many(x, w, first, end, out, accumulate):
+    """`multiply_panels` with more than `MOST_ROWS` rows, `MANY_PANELS` at a time; the first panel that is left."""
+    num_rows, depth = x.shape
+    x_row, out_row, p = x.strides[0] // 4, out.strides[0] // 4, first
+    while p + MANY_PANELS <= end:
+        for start in range(0, max(depth, 1), CHUNK):
+            count, adds, i = min(CHUNK, depth - start), accumulate or start > 0, 0
+            at = w.ctypes.data + (p * depth + start) * 64
+            while i < num_rows:
+                rows = tile_rows(num_rows - i)
+                xi, oi = x.ctypes.data + (i * x_row + start) * 4, out.ctypes.data + (i * out_row + p * PANEL) * 4
+                _many_panels(rows, xi, x_row, at, PANEL, depth * PANEL, count, oi, out_row, BYTES_AHEAD, adds)
+                i += rows
+        p += MANY_PANELS
+    return p
+
+
+@compiled
 def count_steps(num_rows, num_panels, depth):
     """Steps of `multiply_columns` with more than three rows: what their numbers run to."""
     return num_panels * depth * -(-num_rows // MOST_ROWS)
@@ -150,14 +185,18 @@ def fetch_rate(fetch, num_steps):
 
 @compiled
 def panels_per_piece(num_rows, num_panels):
-    """Panels that one thread takes at a time: some 10 microseconds of work, and whole tiles of few rows."""
-    return max(48 // max(num_rows, 1), num_panels // 256, 4)
+    """Panels that one thread takes at a time: some 10 microseconds of work, and whole tiles."""
+    least = 4 if num_rows <= MOST_ROWS or MANY_PANELS == 1 else MANY_PANELS
+    size = max(48 // max(num_rows, 1), num_panels // 256, least)
+    return size if num_rows <= MOST_ROWS else -(-size // MANY_PANELS) * MANY_PANELS
 
 
 @compiled
 def multiply_panels(x, w, first, end, out, accumulate, fetch):
     """out[:, 16 * first : 16 * end] (+)= x @ panels first to end of w; shapes as in `matmul`. One thread."""
     num_rows, depth = x.shape
+    if MANY_PANELS > 1 and (num_rows > MOST_FETCHING or (num_rows > MOST_ROWS and fetch.lines == 0)):
+        first, fetch = _multiply_many(x, w, first, end, out, accumulate), NO_FETCH
     multiply_columns(
         x.ctypes.data, w.ctypes.data + first * depth * 64, 16, depth * 16, end - first, depth,
         out.ctypes.data + first * 64, accumulate, num_rows, x.strides[0] // 4, out.strides[0] // 4,

@@ -24,6 +24,7 @@ from app.kernels.machine.simd import (
     multiply_and_fetch_tile,
     multiply_bytes_tile,
     multiply_tile,
+    multiply_wide_tile,
 )
 from tests.kernels.cases import normal
 from tests.seeds import rng
@@ -36,6 +37,7 @@ _flat = multiply_tile(2, 3, 1)
 _square = multiply_tile(3, 2, 2)
 _tall = multiply_tile(5, 1, 2)
 _chained = multiply_tile(2, 1, 2, 4)
+_wide = multiply_wide_tile(2, 4, 3)
 _fetching = multiply_and_fetch_tile(3)
 _bytes = multiply_bytes_tile(3, fetches=False)
 _fetching_bytes = multiply_bytes_tile(3, fetches=True)
@@ -60,6 +62,11 @@ def _run_tall(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead
 @compiled
 def _run_chained(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16):  # type: ignore[no-untyped-def]
     _chained(rows, x, x_row, w, w_k, w_panel, k, out, out_row, out_panel, ahead, accumulate, in_bf16)
+
+
+@compiled
+def _run_wide(rows, x, x_row, w, w_k, w_panel, k, out, out_row, accumulate):  # type: ignore[no-untyped-def]
+    _wide(rows, x, x_row, w, w_k, w_panel, k, out, out_row, 0, accumulate)
 
 
 @compiled
@@ -181,6 +188,24 @@ def test_panels_may_lie_apart() -> None:
     )  # fmt: skip
     apart[:] = split.transpose(1, 0, 2).reshape(3, 32)
     np.testing.assert_array_equal(apart, together)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_wide_tile_is_its_definition_in_every_bit(depth: int) -> None:
+    """Of two to four rows; with one it does nothing."""
+    generator = rng()
+    panels = integers(generator, 23, 3, depth, 16)
+    w = np.concatenate([*panels], axis=1)
+    for rows in (1, 2, 3, 4):
+        for accumulate in (False, True):
+            x, start = surrounded(integers(generator, 11, rows, depth), 1, 3), integers(generator, 23, rows, 48)
+            out = surrounded(start, 1, 5)
+            _run_wide(
+                rows, x.ctypes.data, x.shape[1], panels.ctypes.data, 16, depth * 16, depth, out.ctypes.data, 53,
+                accumulate,
+            )  # fmt: skip
+            expected = start if rows == 1 else defined(x[:rows, :depth], w, start if accumulate else None)
+            np.testing.assert_array_equal(out, surrounded(expected, 1, 5))
 
 
 def _fetch_list(num_blocks: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
