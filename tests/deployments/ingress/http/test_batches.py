@@ -447,11 +447,12 @@ async def org_batch(org: Org, num_lines: int) -> dict[str, Any]:
 
 
 async def org_ended(org: Org, batch_id: str) -> dict[str, Any]:
-    while True:
-        batch: dict[str, Any] = (await org.ask("ada", "GET", f"/v1/batches/{batch_id}")).json()
-        if batch["status"] not in ("validating", "in_progress", "cancelling"):
-            return batch
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while True:
+            batch: dict[str, Any] = (await org.ask("ada", "GET", f"/v1/batches/{batch_id}")).json()
+            if batch["status"] not in ("validating", "in_progress", "cancelling"):
+                return batch
+            await asyncio.sleep(0.01)
 
 
 async def test_a_line_is_one_request_however_often_it_is_tried(org: Org, monkeypatch: pytest.MonkeyPatch) -> None:
