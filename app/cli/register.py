@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from app.cli.client import DEFAULT_URL, Service
+from app.cli.client import DEFAULT_URL, Service, ServiceRefused
 from app.engine.errors import ConfigError
 
 #: Adapters that one call registers: well below what the service takes at once and below 4 MiB of body.
 BATCH = 5_000
+#: How a refusal that is about one of them begins.
+_OF_ONE = re.compile(r"adapters\.(\d+)[.:] ?")
 
 
 def add_register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,15 +38,19 @@ def _register(arguments: argparse.Namespace) -> int:
     with sys.stdin if str(arguments.file) == "-" else _opened(arguments.file) as lines:
         adapters = adapters_of(lines, str(arguments.file))
         while some := list(islice(adapters, BATCH)):
-            done = service.call("POST", "/v1/loras/manifest", {"adapters": some})
+            try:
+                done = service.call("POST", "/v1/loras/manifest", {"adapters": [adapter for _, adapter in some]})
+            except ServiceRefused as error:
+                raise ConfigError(_by_line(str(error), [number for number, _ in some], str(arguments.file))) from error
             num_new += int(done["num_registered"])
             num_same += int(done["num_unchanged"])
     print(f"{num_new} adapters registered, {num_same} as they were")
     return 0
 
 
-def adapters_of(lines: Iterable[str], file: str) -> Iterator[Mapping[str, Any]]:
-    """What each line says, empty ones left out. Raises ConfigError with the line's number; fields are the service's."""
+def adapters_of(lines: Iterable[str], file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Each line's number and what it says, empty ones left out. Raises ConfigError with the line's number; fields are
+    the service's."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -53,7 +60,15 @@ def adapters_of(lines: Iterable[str], file: str) -> Iterator[Mapping[str, Any]]:
             raise ConfigError(f"{file}, line {number} is not JSON: {error}") from error
         if not isinstance(found, dict):
             raise ConfigError(f'{file}, line {number} is no object like {{"name": "sql", "path": "sql"}}')
-        yield found
+        yield number, found
+
+
+def _by_line(refusal: str, numbers: Sequence[int], file: str) -> str:
+    """What the service says of the adapter at an index, said of its line."""
+    found = _OF_ONE.match(refusal)
+    if found is None:
+        return refusal
+    return f"{file}, line {numbers[int(found[1])]}: {refusal[found.end() :]}"
 
 
 def _opened(path: Path) -> Any:

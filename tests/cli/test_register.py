@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.cli import register
-from app.cli.client import Service
+from app.cli.client import Service, ServiceRefused
 from app.cli.main import main
 
 
@@ -49,6 +49,26 @@ def test_a_wrong_line_is_named(
     assert main(["register", str(tmp_path / "names.jsonl")]) == 1
     assert said in capsys.readouterr().err
     assert calls == []
+
+
+def test_what_the_service_says_of_one_is_said_of_its_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "names.jsonl"
+    file.write_text('{"name": "a", "path": "a"}\n\n{"name": "b", "path": "b"}\n{"nam": "c"}\n', encoding="utf-8")
+    refusals = iter(["adapters.1.name: Field required", "the database is away"])
+
+    def call(self: Service, method: str, route: str, body: Any = None) -> dict[str, Any]:  # noqa: ARG001
+        if {"nam": "c"} in body["adapters"]:
+            raise ServiceRefused(next(refusals))
+        return {"num_registered": 1, "num_unchanged": 0}
+
+    monkeypatch.setattr(Service, "call", call)
+    monkeypatch.setattr(register, "BATCH", 3)
+    assert main(["register", str(file)]) == 1
+    assert f"polylora register: {file}, line 3: name: Field required" in capsys.readouterr().err
+    assert main(["register", str(file)]) == 1
+    assert "polylora register: the database is away" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
