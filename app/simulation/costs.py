@@ -1,9 +1,10 @@
 """What steps, prompts and loads take: the table that the simulation counts time with.
 
 In: a JSON file with one number per field, as `python -m load_tests.simulate measure` writes it on a machine. Out:
-`Costs`. Rule: times come from the real engine; a simulation says whose. The model is linear: a step of B decoding
-sequences whose adapters have R rank rows together takes `step_s + B * sequence_s + R * row_s`, a prompt of P tokens
-`P * prompt_token_s` beside that, and writing an adapter of r rank rows `r * row_write_s`.
+`Costs`. Rule: times come from the real engine; a simulation says whose. A step of B decoding sequences whose adapters
+have R rank rows together takes `step_s + B * sequence_s + R * row_s`; P tokens of a prompt, each of which looks at
+itself and all before it, at L in all, take `P * prompt_token_s + L * look_s` beside that; and writing an adapter of r
+rank rows takes `r * row_write_s`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Costs:
     disk_s: float
     source_s: float
     start_s: float
+    look_s: float = 0.0
     machine: str = "not said"
     source: str = "not said"
 
@@ -51,6 +53,10 @@ class Costs:
     def decode_s(self, num_sequences: int, num_rows: int) -> float:
         """One step of so many decoding sequences, with the rank rows of their adapters."""
         return self.step_s + num_sequences * self.sequence_s + num_rows * self.row_s
+
+    def prompt_s(self, num_before: int, num_tokens: int) -> float:
+        """So many tokens of a prompt that come after so many."""
+        return num_tokens * (self.prompt_token_s + (num_before + (num_tokens + 1) / 2) * self.look_s)
 
 
 def read_costs(path: Path = DEFAULT_COSTS) -> Costs:

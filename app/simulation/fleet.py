@@ -21,7 +21,7 @@ from app.deployments.ingress.loads import Loads
 from app.deployments.placement.books import PlacementBooks
 from app.deployments.placement.choosing import choose, make_policy
 from app.deployments.placement.service import REBALANCE_INTERVAL_S
-from app.deployments.placement.table import Origin, ReplicaLoad, ReplicaReport, Row
+from app.deployments.placement.table import Origin, ReplicaReport, Row
 from app.deployments.placement.telling import Telling
 from app.deployments.store.bounded_set import BoundedSet
 from app.engine.sequence import Status
@@ -131,6 +131,9 @@ class _Fleet:
             job, num_tries = what
             if job.replica is not None and job.num_tries == num_tries:
                 self._enter(job)
+        elif kind == "report":
+            assert isinstance(what, Replica)
+            self._report_again(what)
         elif kind == "tick":
             self._tick()
         elif kind == "scale":
@@ -214,6 +217,7 @@ class _Fleet:
         self._replicas[replica_id] = replica
         self._tellings[replica_id] = Telling(Origin("store", "{}", self._now_s))
         self._report(replica)
+        self._at(self._now_s + self._draw.random() * self._plan.placement.report_interval_s, "report", replica)
         self._usable_ids = [*self._replicas]
         stranded, self._stranded = self._stranded, []
         for job in stranded:
@@ -238,6 +242,7 @@ class _Fleet:
         for job in [*replica.jobs.values()]:
             self._loads.change(replica.replica_id, -1)
             job.num_pending, job.num_cached, job.bypassed, job.status = job.num_prompt, 0, 0, Status.WAITING
+            job.num_charged = 0
             self.result.num_moved += 1
             self._dispatch(job)
 
@@ -246,6 +251,15 @@ class _Fleet:
         self.result.num_loads += replica.num_loads
         self.result.num_pinned_loads += replica.num_pinned_loads
         self.result.num_unloads += replica.pool.num_evictions
+
+    def _report_again(self, replica: Replica) -> None:
+        """At its own moments: what placement decides by is half an interval old in the mean."""
+        if replica.replica_id not in self._replicas:
+            return
+        self._report(replica)
+        self._loads.take({replica.replica_id: (len(replica.jobs), self._now_s)}, self._now_s)
+        if self._is_going_on:
+            self._at(self._now_s + self._plan.placement.report_interval_s, "report", replica)
 
     def _report(self, replica: Replica, *, is_leaving: bool = False) -> None:
         if replica.reported_version == replica.version and not replica.jobs and not is_leaving:
@@ -264,20 +278,19 @@ class _Fleet:
     # -- the clock --------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Replicas report, placement looks at them, and the ingress hears of loads."""
-        loads: dict[str, ReplicaLoad | None] = {}
-        for replica in self._replicas.values():
-            self._report(replica)
-            loads[replica.replica_id] = (len(replica.jobs), self._now_s)
+        """Placement looks at what replicas have reported."""
         self._books.rebalance(self._now_s)
-        self._loads.take(loads, self._now_s)
         self._note_changes()
         for replica in [each for each in self._leaving if not each.jobs]:
             self._leaving.remove(replica)
             self._count(replica)
         self.result.ticks.append(self._state())
-        if self._num_jobs_open or self._now_s <= self._traffic.arrival_s[-1]:
+        if self._is_going_on:
             self._at(self._now_s + REBALANCE_INTERVAL_S, "tick", None)
+
+    @property
+    def _is_going_on(self) -> bool:
+        return bool(self._num_jobs_open or self._now_s <= self._traffic.arrival_s[-1])
 
     def _note_changes(self) -> None:
         """Count the routes that have changed: homes that came to an adapter that had some, and that left it."""

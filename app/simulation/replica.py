@@ -1,11 +1,11 @@
 """One engine replica on the virtual clock: who waits, who runs, what is in its rows, and when something happens next.
 
 In: jobs, and the time. Out: the time at which something changes next, and at it the jobs that have ended. Whose turn it
-is, what the rows hold and how prompts share a step is decided by the engine's own `FairQueue`, `AdapterPool` and
-`split_prefill`; a step is not computed but lasts what `Costs` says. What prompts begin with stays cached, the longest
-unused out, where KV memory has room beside running jobs; so does the rest of them, which nobody asks for again. Rule:
-what arrives waits for the end of the present step, as in the engine; steps that decode the same sequences are taken
-together, so a request costs a few events.
+is, what the rows hold and how prompts share a step is decided by the engine's own `FairQueue`, `AdapterPool`,
+`PrefillPace` and `split_prefill`; a step is not computed but lasts what `Costs` says. What prompts begin with stays
+cached, the longest unused out, where KV memory has room beside running jobs; so does the rest of them, which nobody
+asks for again. Rule: what arrives waits for the end of the present step, as in the engine; steps that decode the same
+sequences are taken together, so a request costs a few events.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from app.engine.scheduling.fair_queue import (
     RANK_ROW_PRICE,
     FairQueue,
 )
-from app.engine.scheduling.prefill import MIN_SHARE, spend_rest, split_prefill
+from app.engine.scheduling.prefill import PrefillPace, spend_rest, split_prefill
 from app.engine.sequence import Status
 from app.simulation.costs import Costs
 
 #: Tokens of a KV block (`engine.block_size`).
 BLOCK_TOKENS = 16
+#: Of steps that are taken together, as many as the pace of prompts remembers are told to it.
+PACE_STEPS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class Job:
 
     __slots__ = (
         "adapter", "arrival_s", "bypassed", "digest", "done_s", "first_s", "head", "index", "num_blocks",
-        "num_cached", "num_head", "num_pending", "num_prompt", "num_tries", "output_tokens", "rank", "replica",
-        "request_id", "status", "tenant_id", "weight",
+        "num_cached", "num_charged", "num_head", "num_pending", "num_prompt", "num_tries", "output_tokens", "rank",
+        "replica", "request_id", "status", "tenant_id", "weight",
     )  # fmt: skip
     is_batch = False
 
@@ -78,6 +80,7 @@ class Job:
         self.weight = weight
         self.head, self.num_head = head, num_head  # what its prompt begins with, and how many tokens that is
         self.num_cached = 0  # prompt tokens that were cached when it last started
+        self.num_charged = 0  # tokens of its answer that its tenant was charged for
         self.num_blocks = 0
         self.bypassed = 0
         self.num_tries = 0
@@ -115,6 +118,8 @@ class Replica:
         self._queue: Any = FairQueue()  # of jobs, which are sequences to it
         self._prompts: list[Job] = []  # running, with prompt tokens to compute, oldest first
         self._decoding: list[tuple[int, int, Job]] = []  # (step after which it ends, index, job), a heap
+        self._inbox: list[Job] = []  # what came during the present steps
+        self._tenant_ids: set[str] = set()
         self._in_batch: Counter[str] = Counter()
         self._residents: dict[str, int] = {}
         self._residents_at = (0, 0)
@@ -125,6 +130,8 @@ class Replica:
         # The present steps: when they began and end, how long one lasts, how many, and prompt tokens in the only one.
         self._began_s, self._end_s, self._step_s, self._num_steps = started_s, math.inf, 0.0, 0
         self._chunks: list[tuple[Job, int]] = []
+        self._pace = PrefillPace(size.prefill_step_s)
+        self._write_s = 0.0  # of the present step, in which it computes nothing
         self._has_changed = False  # since the queue was last looked at
 
     @property
@@ -170,8 +177,7 @@ class Replica:
     def enter(self, job: Job, now_s: float) -> list[Job]:
         """A job whose adapter is on the host. Returns those that ended until this moment."""
         ended = self.run(now_s)
-        self._queue.push(job)
-        self._has_changed = True
+        self._inbox.append(job)
         if self._end_s == math.inf:
             self._begin(now_s)
         elif self._num_steps > 1:  # it is looked at when the present one of them ends
@@ -192,33 +198,32 @@ class Replica:
 
     def _begin(self, now_s: float) -> None:
         """Plan the next step as the scheduler does; steps that only decode, until the first of the jobs ends."""
+        if self._inbox:
+            self._take_inbox()
         num_decoding = len(self._decoding)
         step_s = self._costs.decode_s(num_decoding, self._num_rows)
         self._chunks, num_written = [], 0
         if self._prompts or (self._has_changed and len(self._queue)):
-            num_written = self._take_in(self._budget(num_decoding, step_s))
+            budget = self._pace.max_tokens(num_decoding, self.size.max_batch_tokens - num_decoding)
+            num_written = self._take_in(budget)
         self.version += 1
         self._began_s = now_s
         if self._chunks:
             with_adapter = [job for job, _ in self._chunks if job.digest is not None]
             new = {job.digest: job.rank for job in with_adapter if job.digest not in self._in_batch}
+            # A prompt's only or last token, if it comes alone, is computed as one that is decoded.
+            prompts = [(job.num_prompt - job.num_pending, count) for job, count in self._chunks if count > 1]
+            num_decoding += len(self._chunks) - len(prompts)
             step_s = self._costs.decode_s(num_decoding, self._num_rows + sum(new.values()))
-            step_s += self._costs.prompt_token_s * sum(count for _, count in self._chunks)
-            self._step_s, self._num_steps = step_s + self._costs.row_write_s * num_written, 1
+            step_s += sum(self._costs.prompt_s(num_before, count) for num_before, count in prompts)
+            self._write_s = self._costs.row_write_s * num_written
+            self._step_s, self._num_steps = step_s + self._write_s, 1
         elif num_decoding:
             self._step_s, self._num_steps = step_s, self._decoding[0][0] - self._num_done
         else:
             self._end_s = math.inf
             return
         self._end_s = now_s + self._num_steps * self._step_s
-
-    def _budget(self, num_decoding: int, decode_s: float) -> int:
-        """`PrefillPace.max_tokens`, by what the step would take without prompts."""
-        room = self.size.max_batch_tokens - num_decoding
-        if not num_decoding or not self.size.prefill_step_s or not self._costs.prompt_token_s:
-            return room
-        allowed_s = max(self.size.prefill_step_s - decode_s, decode_s)
-        return min(room, max(int(allowed_s / self._costs.prompt_token_s), num_decoding, MIN_SHARE))
 
     def _take_in(self, budget: int) -> int:
         """Fill the step's chunks with so many prompt tokens; returns the rank rows that are to be written for it."""
@@ -238,6 +243,7 @@ class Replica:
 
     def _finish(self, now_s: float, ended: list[Job]) -> None:
         """The present steps are computed; those who end by it are appended to `ended`."""
+        self._tell_pace()
         self._num_done += self._num_steps
         self.num_tokens += self._num_steps * len(self._decoding)
         for job, count in self._chunks:
@@ -247,6 +253,16 @@ class Replica:
                 self._first_token(job, now_s)
         while self._decoding and self._decoding[0][0] <= self._num_done:
             ended.append(self._end(heapq.heappop(self._decoding)[2], now_s))
+
+    def _tell_pace(self) -> None:
+        """What the engine tells its pace after each step."""
+        if self._chunks:
+            num_prompt = sum(count for _, count in self._chunks if count > 1)
+            num_single = sum(count == 1 for _, count in self._chunks)
+            self._pace.observe(len(self._decoding) + num_single, num_prompt, self._step_s - self._write_s)
+            return
+        for _ in range(min(self._num_steps, PACE_STEPS)):
+            self._pace.observe(len(self._decoding), 0, self._step_s)
 
     def _first_token(self, job: Job, now_s: float) -> None:
         if math.isnan(job.first_s):
@@ -267,8 +283,7 @@ class Replica:
         if job.head is not None:
             self._keep(job.index, job.num_kv_tokens - job.num_head)
         del self.jobs[job.index]
-        held = HELD_BLOCK_PRICE * job.num_kv_tokens / BLOCK_TOKENS + HELD_ROW_PRICE * job.rank
-        self._queue.charge(job, (OUTPUT_PRICE + held) * job.output_tokens)
+        self._charge(job, job.output_tokens)
         if job.digest is not None:
             self.pool.release(job.digest)
             self._in_batch[job.digest] -= 1
@@ -276,6 +291,28 @@ class Replica:
                 del self._in_batch[job.digest]
                 self._num_rows -= job.rank
         return job
+
+    def _take_inbox(self) -> None:
+        """Queue what has arrived since the last step began, when its charges are made."""
+        self._tenant_ids.update(job.tenant_id for job in self._inbox)
+        self._settle()
+        for job in self._inbox:
+            self._queue.push(job)
+        self._inbox.clear()
+        self._has_changed = True
+
+    def _settle(self) -> None:
+        """Charge running jobs for what they have, where it decides whose turn it is: between tenants."""
+        if len(self._tenant_ids) > 1:
+            for last_step, _, job in self._decoding:
+                self._charge(job, job.output_tokens - (last_step - self._num_done))
+
+    def _charge(self, job: Job, num_tokens: int) -> None:
+        """So many tokens of a job's answer are there."""
+        num_blocks = -(-(job.num_prompt + num_tokens - 1) // BLOCK_TOKENS)
+        held = HELD_BLOCK_PRICE * num_blocks + HELD_ROW_PRICE * job.rank
+        self._queue.charge(job, (OUTPUT_PRICE + held) * (num_tokens - job.num_charged))
+        job.num_charged = num_tokens
 
     def _admit(self, max_tokens: int) -> tuple[list[Job], int]:
         """As `Admission` does: in fair order, past those that have no room, which are put first after a while.
@@ -287,6 +324,7 @@ class Replica:
         num_refused = num_tokens = num_written = 0
         room = self.size.max_batch_sequences - self.num_running
         self._has_changed = False
+        self._settle()
         for job in self._queue.candidates() if room > 0 else ():
             if len(admitted) == room or num_tokens >= max_tokens:
                 self._has_changed = True
@@ -333,7 +371,8 @@ class Replica:
 
     def _place(self, job: Job) -> bool:
         assert job.digest is not None
-        grant = self.pool.acquire(job.digest, job.rank)
+        size_bytes = round(job.rank * self._costs.row_bytes)
+        grant = self.pool.acquire(job.digest, job.rank, size_bytes=size_bytes, tenant_id=job.tenant_id)
         if grant is None:
             if self._queue.is_urgent(job):
                 self.pool.reserve(job.digest, job.rank)

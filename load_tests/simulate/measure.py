@@ -2,8 +2,9 @@
 
 In: a base model. Out: a table of costs (JSON) for `app.simulation.costs`, which says where it comes from. One replica
 with the service's control plane runs a trace (`load_tests.simulate.real`), and `fit` draws the line through all of its
-steps: by non-negative least squares of relative errors, twice, the second time without the steps that lie far off. What
-loading takes to the host, and starting a replica, is taken over from the table that is there: `bench_adapters` and
+steps: by non-negative least squares of errors relative to the line, the last times without the steps that lie far off.
+(Relative to the steps themselves the line would lie below their mean, and queues would be too short.) What loading
+takes to the host, and starting a replica, is taken over from the table that is there: `bench_adapters` and
 `bench_start` have it. Times are CPU seconds of one thread.
 
     python -m load_tests.simulate.measure --out app/simulation/costs.json
@@ -28,24 +29,28 @@ from app.simulation.costs import Costs, read_costs, write_costs
 from load_tests.measuring import environment
 from load_tests.simulate.real import CONFIG, Step, make_adapters, run_real, trace
 
-#: Steps farther from the line than so many times the median distance are left out of the second fit.
+#: Steps farther from the line than so many times the median distance are left out of the next fit.
 FAR = 6.0
+#: Each fit weighs errors by the line that the one before has found.
+NUM_FITS = 10
 
 
 def fit(steps: Sequence[Step], before: Costs) -> Costs:
     """The line through these steps; `before` has what they do not show. ValueError for fewer steps than unknowns."""
-    counted = np.array([(1, s.num_decoding, s.num_rows, s.num_prompt, s.num_written) for s in steps], np.float64)
-    seconds = np.array([s.seconds for s in steps])
+    counted = np.array([(1, *step[:-1]) for step in steps], np.float64)
+    seconds = np.array([step.seconds for step in steps])
     if len(steps) < 2 * counted.shape[1]:
         raise ValueError(f"{len(steps)} steps are too few to fit {counted.shape[1]} times to; measure for longer")
-    scaled = counted / seconds[:, None]  # each row's target is 1: relative errors count
-    found, _ = nnls(scaled, np.ones(len(steps)))
-    away = np.abs(scaled @ found - 1)
-    near = away <= FAR * max(float(np.median(away)), 1e-9)
-    found, _ = nnls(scaled[near], np.ones(int(near.sum())))
-    step_s, sequence_s, row_s, prompt_token_s, row_write_s = map(float, found)
+    line_s = np.full(len(steps), float(np.median(seconds)))
+    near = np.ones(len(steps), bool)
+    for _ in range(NUM_FITS):
+        found, _ = nnls((counted / line_s[:, None])[near], (seconds / line_s)[near])
+        line_s = np.maximum(counted @ found, 1e-6)
+        away = np.abs(seconds / line_s - 1)
+        near = away <= FAR * max(float(np.median(away)), 1e-9)
+    step_s, sequence_s, row_s, prompt_token_s, look_s, row_write_s = map(float, found)
     return replace(
-        before, step_s=step_s, sequence_s=sequence_s, row_s=row_s, prompt_token_s=prompt_token_s,
+        before, step_s=step_s, sequence_s=sequence_s, row_s=row_s, prompt_token_s=prompt_token_s, look_s=look_s,
         row_write_s=row_write_s,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,12 +69,13 @@ CONFIG = EngineConfig(
 
 
 class Step(NamedTuple):
-    """What one step computed: sequences that decode, rank rows of all its adapters, prompt tokens, rank rows written
-    before it; and the seconds that its thread computed."""
+    """What one step computed: sequences that decode, rank rows of all its adapters, prompt tokens, the tokens that
+    those look at, rank rows written before it; and the seconds that its thread computed."""
 
     num_decoding: int
     num_rows: int
     num_prompt: int
+    num_looks: int
     num_written: int
     seconds: float
 
@@ -101,7 +102,7 @@ class _Watched:
         self.release_adapter, self.close = backend.release_adapter, backend.close
         self._rank_of: dict[int, int] = {}
         self._num_written = 0
-        self.step = (0, 0, 0, 0)  # the last one, as in `Step`
+        self.step = (0,) * (len(Step._fields) - 1)  # the last one, as in `Step`
 
     def write_adapter(self, adapter_slot: int, row_start: int, adapter: LoraAdapter) -> None:
         self._backend.write_adapter(adapter_slot, row_start, adapter)
@@ -112,16 +113,20 @@ class _Watched:
         counts = np.diff(batch.query_starts)
         num_decoding = int((counts == 1).sum())
         num_rows = sum(self._rank_of.get(slot, 0) for slot in {*batch.run_adapter_slots.tolist()})
-        self.step = (num_decoding, num_rows, len(batch.token_ids) - num_decoding, self._num_written)
+        is_prompt = np.repeat(counts > 1, counts)
+        num_looks = int((batch.positions[is_prompt] + 1).sum())
+        num_prompt = len(batch.token_ids) - num_decoding
+        self.step = (num_decoding, num_rows, num_prompt, num_looks, self._num_written)
         self._num_written = 0
         return self._backend.forward(batch)
 
 
 class SteppedEngine:
-    """An engine that the loop steps (`RunningEngine`): a step lasts the CPU seconds of its thread."""
+    """An engine that the loop steps (`RunningEngine`): a step lasts as long as `spent_s` says that it computed."""
 
-    def __init__(self, backend: Backend, config: EngineConfig) -> None:
+    def __init__(self, backend: Backend, config: EngineConfig, spent_s: Callable[[], float]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._spent_s = spent_s
         self._backend = _Watched(backend)
         self.engine = Engine(self._backend, config, self._clock)
         self._began_s: float | None = None
@@ -129,7 +134,7 @@ class SteppedEngine:
         self.steps: list[Step] = []
 
     def _clock(self) -> float:
-        return self._loop.time() + (0.0 if self._began_s is None else time.thread_time() - self._began_s)
+        return self._loop.time() + (0.0 if self._began_s is None else self._spent_s() - self._began_s)
 
     async def run(self, service: EngineService) -> None:
         """Step as long as there is work, until cancelled. The thread of the loop computes."""
@@ -139,9 +144,9 @@ class SteppedEngine:
                 await self._wake.wait()
                 continue
             num_before = self.engine.stats().num_steps
-            self._began_s = time.thread_time()
+            self._began_s = self._spent_s()
             chunks = self.engine.step()
-            spent_s = time.thread_time() - self._began_s
+            spent_s = self._spent_s() - self._began_s
             self._began_s = None
             if self.engine.stats().num_steps > num_before:
                 self.steps.append(Step(*self._backend.step, spent_s))
@@ -220,11 +225,17 @@ class _Replica:
     """One engine with its service and its reports."""
 
     def __init__(
-        self, replica_id: str, backend: Backend, config: EngineConfig, host: _HostMemory, placement: PlacementService
+        self,
+        replica_id: str,
+        backend: Backend,
+        config: EngineConfig,
+        host: _HostMemory,
+        placement: PlacementService,
+        spent_s: Callable[[], float],
     ) -> None:
         clock = asyncio.get_running_loop().time
         self.service = EngineService(host, clock, max_waiting=config.max_waiting)
-        self.engine = SteppedEngine(backend, config)
+        self.engine = SteppedEngine(backend, config, spent_s)
         self.service.start(self.engine)
         settings = PlacementConfig()
         self.reports = Reports(
@@ -258,17 +269,23 @@ class _Calls:
 
 
 async def measure_fleet(
-    backends: Sequence[Backend], config: EngineConfig, adapters: Sequence[LoraAdapter], traffic: Traffic, seed: int = 0
+    backends: Sequence[Backend],
+    config: EngineConfig,
+    adapters: Sequence[LoraAdapter],
+    traffic: Traffic,
+    seed: int = 0,
+    spent_s: Callable[[], float] = time.thread_time,
 ) -> Measured:
     """Run the traffic to its end on one replica per backend; on a `VirtualLoop`. adapters[i]: of index i.
 
-    `seed` is of the ingress's choices between replicas.
+    `seed` is of the ingress's choices between replicas. `spent_s` counts the seconds that backends have computed.
     """
     loop = asyncio.get_running_loop()
     placement = PlacementService(PlacementConfig(), lambda _: _no_shares, lambda: None, loop.time)
     host = _HostMemory({adapter.card.digest: adapter for adapter in adapters})
     replicas = {
-        f"r{i:04d}": _Replica(f"r{i:04d}", backend, config, host, placement) for i, backend in enumerate(backends)
+        name: _Replica(name, backend, config, host, placement, spent_s)
+        for name, backend in ((f"r{i:04d}", backend) for i, backend in enumerate(backends))
     }
     ingress = SimulatedIngress("ingress", placement, _Calls(replicas), LimitsConfig(), seed)
     await asyncio.sleep(3.0)  # placement has heard of all of them, and gives homes
