@@ -111,6 +111,7 @@ class FakeBackend:
         self.fail_at: int | None = None
         self.write_error: Exception | None = None
         self.closed = False
+        self.compile_s = 0.0
         self.prepared: list[LoraAdapter] = []
 
     @property

@@ -61,6 +61,11 @@ class Backend(Protocol):
     @property
     def limits(self) -> BackendLimits: ...
 
+    @property
+    def compile_s(self) -> float:
+        """Seconds in which kernels, programs or graphs were made until now; any thread may ask."""
+        ...
+
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
         """Any thread, before `write_adapter`: work out what that would otherwise, while a step waits for it.
 

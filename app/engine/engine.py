@@ -320,6 +320,7 @@ class Engine:
             num_guessed_right=meter.num_guessed_right,
             base_s=self._split.base_s,
             deltas_s=self._split.deltas_s,
+            compile_s=self._backend.compile_s,
             cached_heads=blocks.cached_heads,
         )
 

@@ -62,6 +62,7 @@ class EngineStats:
     An engine that holds adapters in another form than rank rows has none: `num_rank_rows` is 0.
     `num_kv_tokens`: what all KV blocks together hold, and no request may exceed; 0 for a model without KV memory.
     Steps took `base_s + deltas_s` without their writes: what the base and what adapters took of it (`step_split`).
+    `compile_s`: what making kernels, programs or graphs took until now (`Backend.compile_s`).
     `cached_heads`: names of what prompts began with that is cached (`prompt_heads`), the last used at the end.
     """
 
@@ -96,6 +97,7 @@ class EngineStats:
     num_guessed_right: int = 0
     base_s: float = 0.0
     deltas_s: float = 0.0
+    compile_s: float = 0.0
     cached_heads: tuple[bytes, ...] = ()
 
 

@@ -97,7 +97,7 @@ class _Watched:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.spec, self.limits = backend.spec, backend.limits
+        self.spec, self.limits, self.compile_s = backend.spec, backend.limits, 0.0
         self.prepare_adapter, self.is_ready = backend.prepare_adapter, backend.is_ready
         self.release_adapter, self.close = backend.release_adapter, backend.close
         self._rank_of: dict[int, int] = {}

@@ -24,6 +24,7 @@ class EngineMetrics:
         tags = ("state",)
         self._start = Gauge("polylora_start_seconds", "Seconds that a replica's start took.", tag_keys=("part",))
         self._start_s = start_s or {}
+        self._compile = Gauge("polylora_compile_seconds", "Seconds in which kernels, programs or graphs were made.")
         self._requests = Gauge("polylora_engine_requests", "Requests in the engine.", tag_keys=tags)
         self._blocks = Gauge("polylora_kv_blocks", "KV blocks; cached ones can be had.", tag_keys=tags)
         self._rows = Gauge("polylora_rank_rows", "Rank rows of the device; idle adapters hold theirs.", tag_keys=tags)
@@ -60,6 +61,7 @@ class EngineMetrics:
         self._gap.set(stats.service_gap, tags={})
         for part, seconds in self._start_s.items():
             self._start.set(seconds, tags={"part": part})
+        self._compile.set(stats.compile_s, tags={})
         if stats.num_preemptions > self._num_preemptions:
             self._preemptions.inc(stats.num_preemptions - self._num_preemptions)
             self._num_preemptions = stats.num_preemptions

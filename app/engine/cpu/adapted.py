@@ -12,6 +12,7 @@ from app.engine.config import EngineConfig
 from app.engine.cpu.extras import AdapterExtras
 from app.engine.cpu.rows import PreparedRows
 from app.engine.cpu.tables import RankRowMemory
+from app.kernels.machine.compiled import compile_seconds
 from app.kernels.machine.team import Team
 from app.kernels.sgmv.cpu import RANK_PANEL
 
@@ -41,6 +42,11 @@ class AdaptedBackend:
     _rows: RankRowMemory
     _prepared: PreparedRows
     _extras: AdapterExtras
+
+    @property
+    def compile_s(self) -> float:
+        """See `Backend.compile_s`: of the whole process."""
+        return compile_seconds()
 
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
         """See `Backend.prepare_adapter`."""

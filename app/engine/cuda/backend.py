@@ -103,6 +103,11 @@ class CudaBackend:
         """What is multiplied (tests count who reads it)."""
         return self._weights
 
+    @property
+    def compile_s(self) -> float:
+        """See `Backend.compile_s`: of graphs, and of the kernels that were compiled for them."""
+        return self.graphs.capture_s
+
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
         """See `Backend.prepare_adapter`."""
         self._tables.check(adapter)

@@ -10,6 +10,7 @@ Without CUDA a graph is the function itself, over the same static arrays: what i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.num_captures = 0
+        self.capture_s = 0.0
 
     def bucket(self, num_sequences: int, max_rank: int) -> Bucket | None:
         """The smallest that holds a step, or None where there is none."""
@@ -71,7 +73,9 @@ class DecodeGraphs:
 
     def _find(self, bucket: Bucket) -> Callable[[], None]:
         if bucket not in self._captured:
+            began_s = time.perf_counter()
             self._captured[bucket] = self._capture(bucket)
+            self.capture_s += time.perf_counter() - began_s
             self.num_captures += 1
         return self._captured[bucket]
 

@@ -95,6 +95,11 @@ class JaxBackend:
         self.programs = Programs(ladder(config, table_width), self._compile, skip_precompile=xla.skip_precompile)
         self._last: StepResult | None = None
 
+    @property
+    def compile_s(self) -> float:
+        """See `Backend.compile_s`."""
+        return self.writers_compile_s + self.programs.seconds
+
     def prepare_adapter(self, adapter: LoraAdapter) -> None:
         """See `Backend.prepare_adapter`. Raises AdapterMismatch for a feature that this engine does not serve, too."""
         self._adapters.prepare(adapter)

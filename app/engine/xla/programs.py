@@ -58,6 +58,11 @@ class Programs:
         """How many programs have been compiled so far."""
         return len(self.compile_s)
 
+    @property
+    def seconds(self) -> float:
+        """How long that took."""
+        return sum(self.compile_s.copy().values())
+
     def wait(self) -> None:
         """Until every program of the ladder is ready; raises what compiling one raised."""
         if self._thread is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+from numba.core import event
 from numba.core.registry import cpu_target
 
 from app.kernels.machine.inlined import KernelDispatcher
@@ -41,6 +42,14 @@ def _cache_folder() -> Path:
 
 
 numba.config.CACHE_DIR = str(_cache_folder())
+
+_compiling = event.TimingListener()
+event.register("numba:compile", _compiling)
+
+
+def compile_seconds() -> float:
+    """How long this process has compiled until now; what is found in the cache takes none of it."""
+    return float(_compiling.duration) if _compiling.done else 0.0
 
 
 def compiled(function: _Function) -> _Function:

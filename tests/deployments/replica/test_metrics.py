@@ -72,7 +72,9 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     for kind in ("Gauge", "Counter"):
         monkeypatch.setattr(exported, kind, Recorded)
     limits = BackendLimits(num_kv_blocks=6, block_size=8, adapter_rank_rows=32, rank_alignment=8, max_adapter_slots=8)
-    engine = Engine(FakeBackend(limits), EngineConfig(max_batch_sequences=2, max_context=40))
+    backend = FakeBackend(limits)
+    backend.compile_s = 12.5
+    engine = Engine(backend, EngineConfig(max_batch_sequences=2, max_context=40))
     metrics, adapter = EngineMetrics({"load": 2.0, "warm_up": 1.5}), fake_adapter("a", 16)
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     for index in range(3):
@@ -89,6 +91,7 @@ def test_what_an_engine_holds_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         assert (told["polylora_rank_rows", "held"], told["polylora_rank_rows", "free"]) == (16, 16)
     assert told["polylora_preemptions", ""] == engine.stats().num_preemptions > 0
     assert (told["polylora_start_seconds", "load"], told["polylora_start_seconds", "warm_up"]) == (2.0, 1.5)
+    assert told["polylora_compile_seconds", ""] == 12.5
     stats = engine.stats()
     assert told["polylora_step_seconds", "base"] == pytest.approx(stats.base_s)
     assert told["polylora_step_seconds", "writes"] == pytest.approx(stats.adapter_write_s)

@@ -66,6 +66,7 @@ def test_loading_adapters_captures_nothing_and_changes_what_is_computed(determin
             again, seen[-1], rtol=0, atol=0 if deterministic else 1e-5, err_msg=f"round {round_}"
         )
     assert backend.graphs.num_captures == captured
+    assert backend.compile_s > 0
     for a, b in itertools.combinations(seen, 2):
         np.testing.assert_allclose(a[0], b[0], rtol=0, atol=1e-5)  # the base is what it is
         assert np.abs(a[1] - b[1]).max() > 1e-3

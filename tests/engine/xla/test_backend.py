@@ -79,6 +79,8 @@ def scaled_and_shifted(adapter: LoraAdapter) -> LoraAdapter:
 def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> None:
     generator = rng()
     assert backend.programs.num_compiled == len(backend.programs.buckets)
+    took_s = backend.compile_s
+    assert took_s >= backend.programs.seconds > 0
     ranks = [1, 64, *generator.integers(1, 65, 98).tolist()]
     sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, num_logprobs=0)
     requests = []
@@ -97,6 +99,7 @@ def test_a_hundred_adapters_of_any_rank_compile_nothing(backend: JaxBackend) -> 
         assert seen > 0
         out = run(backend, requests, generator)
         assert count.num_compiled == seen
+    assert backend.compile_s == took_s
     assert all(len(lines) == 3 for lines in out.values())
     assert backend.programs.num_compiled == len(backend.programs.buckets)
 

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numba
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from app.kernels.machine import compiled as module
-from app.kernels.machine.compiled import compiled, has_feature
+from app.kernels.machine.compiled import compile_seconds, compiled, has_feature
 from tests.seeds import rng
 
 _ROOT = Path(__file__).parents[3]
@@ -178,3 +179,22 @@ def test_features_are_those_that_code_is_compiled_for() -> None:
 
 def test_the_process_uses_the_folder_of_the_sources_that_it_runs() -> None:
     assert folder() == Path(numba.config.CACHE_DIR)
+
+
+def test_compiling_is_timed_and_calling_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    @compiled
+    def inner(value: float) -> float:
+        return value + 1.0
+
+    @compiled
+    def outer(value: float) -> float:
+        return inner(value) * 2.0
+
+    before, began_s = compile_seconds(), time.perf_counter()
+    assert outer(1.0) == 4.0
+    took = compile_seconds() - before
+    assert 0.0 < took <= time.perf_counter() - began_s, "a function that is compiled within another counts once"
+    assert outer(2.0) == 6.0
+    assert compile_seconds() == before + took
