@@ -1,10 +1,10 @@
 """The simulator beside real replicas: the same traces, and how far it is off.
 
-In: a base model, a number of replicas and of traces. Out: Markdown. Real replicas (`load_tests.simulate.real`) run one
-trace for every comparison, and one more of which every step is written down: from those steps come the times with which
-the same traces are simulated (`load_tests.simulate.measure.fit`), each several times: whether an adapter that is in
-demand gets another home a second sooner depends on when replicas report, and p99 on that. Rule: what is compared was
-not fitted. Times are CPU seconds; but a machine that does other things beside makes steps uneven.
+In: a base model, a number of replicas and of traces, at least two. Out: Markdown. Real replicas run the traces
+(`load_tests.simulate.real`), and every step is written down. Each trace is then simulated with times that are fitted to
+the steps of the others (`load_tests.simulate.measure.fit`), which were run before and after it, and several times:
+whether an adapter in demand gets another home a second sooner depends on when replicas report, and p99 on that. Rule:
+what is compared was not fitted. Times are CPU seconds; but a machine that does other things beside makes steps uneven.
 
     python -m load_tests.simulate.against --replicas 2 --traces 3 --seconds 120
 """
@@ -91,30 +91,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
     parser.add_argument("--out", type=Path, help="keep steps, times and errors here (JSON)")
     arguments = parser.parse_args(argv)
+    if arguments.traces < 2:
+        parser.error("at least two traces are needed: each is simulated with the times of the others")
     checkpoint = load_checkpoint(resolve_model(arguments.model))
     with tempfile.TemporaryDirectory() as folder:
         adapters = make_adapters(checkpoint.spec, Path(folder))
     backends = [load_backend(checkpoint, CONFIG) for _ in range(arguments.replicas)]
     run_real(backends, adapters, trace(1000, arguments.rate, 5.0))  # compiles, and takes memory
-    fitted = run_real(backends, adapters, trace(0, arguments.rate, arguments.seconds))
+    traces = [trace(seed, arguments.rate, arguments.seconds) for seed in range(1, arguments.traces + 1)]
+    runs = [(run_real(backends, adapters, traffic, seed), traffic) for seed, traffic in enumerate(traces, 1)]
     before = replace(read_costs(), host_s=0.0, disk_s=0.0, source_s=0.0)  # adapters lie in host memory here
-    costs = fit(fitted.steps, before)
-    print(f"Times from {len(fitted.steps)} steps of a trace of its own: {asdict(costs)}\n")
-    rows, runs, all_results = [], [], []
-    for seed in range(1, arguments.traces + 1):
-        traffic = trace(seed, arguments.rate, arguments.seconds)
-        measured = run_real(backends, adapters, traffic, seed)
+    rows, all_results = [], []
+    for number, (measured, traffic) in enumerate(runs):
+        costs = fit([step for other, _ in runs if other is not measured for step in other.steps], before)
         plan = Plan(arguments.replicas, costs, SIZE)
-        results = [simulate(traffic, plan, number) for number in range(arguments.seeds)]
-        runs.append((measured, traffic))
+        results = [simulate(traffic, plan, seed) for seed in range(arguments.seeds)]
         all_results += results
-        rows.append((str(seed), of_real(runs[-1:]), of_simulated(results)))
+        rows.append((str(number + 1), of_real([(measured, traffic)]), of_simulated(results)))
         if arguments.out is not None:
-            kept = {"costs": asdict(costs), "fitted": fitted.steps, "steps": measured.steps, "row": rows[-1],
+            kept = {"costs": asdict(costs), "steps": measured.steps, "row": rows[-1],
                     "first": measured.first_token_s.tolist()}  # fmt: skip
-            arguments.out.with_suffix(f".{seed}.json").write_text(json.dumps(kept))
-        print(table(rows[-1:]), flush=True)
-    print("\n" + table([*rows, ("all", of_real(runs), of_simulated(all_results))]))
+            arguments.out.with_suffix(f".{number + 1}.json").write_text(json.dumps(kept))
+    print(f"{sum(len(measured.steps) for measured, _ in runs)} steps.\n")
+    print(table([*rows, ("all", of_real(runs), of_simulated(all_results))]))
 
 
 if __name__ == "__main__":
