@@ -314,6 +314,8 @@ def check_source(source: str) -> None:
         return
     if "\0" in source or len(source) > MAX_SOURCE_CHARS:
         raise UnsafeSource(f"{source[:80]!r} is no place: it has a NUL or over {MAX_SOURCE_CHARS} characters")
+    if any("\ud800" <= each <= "\udfff" for each in source):
+        raise UnsafeSource(f"{source[:80]!r} is no place: half of a character cannot be written down")
     if source.startswith("hf://") and "@" not in source:
         raise InvalidRequest(
             f"{source[:200]!r}: a revision is missing; say which one: {source[:200]}@main, or a commit", param="path"

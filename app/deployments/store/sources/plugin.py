@@ -39,8 +39,9 @@ class PluginFetcher:
             exact = self._download(uri, folder)
         except PolyloraError:
             raise
-        except Exception as error:
-            # Another's code: whatever it raises is this source's failure.
+        except BaseException as error:
+            # Another's code, in a thread of ours: whatever it raises is this source's failure. SystemExit would end the
+            # event loop that waits for the answer.
             raise SourceError(f"{self._name} cannot fetch {uri}: {type(error).__name__}: {str(error)[:300]}") from error
         return exact or uri
 

@@ -71,7 +71,9 @@ class FunctionResolver:
             source = self._resolve(name, tenant_id)
         except PolyloraError:
             raise
-        except Exception as error:  # another's code: whatever it raises is this source's failure
+        except BaseException as error:
+            # Another's code, in a thread of ours: whatever it raises is this source's failure. SystemExit would end the
+            # event loop that waits for the answer.
             words = f"{type(error).__name__}: {str(error)[:300]}"
             raise SourceError(f"{self._dotted_path} cannot look for {name!r}: {words}") from error
         if source is None:

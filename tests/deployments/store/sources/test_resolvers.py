@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import types
 from pathlib import Path
@@ -32,7 +33,7 @@ def by_function(monkeypatch: pytest.MonkeyPatch, root: Path, answer: object) -> 
 
     def resolve(name: str, tenant_id: str) -> object:
         del name, tenant_id
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -108,7 +109,11 @@ def test_a_function_of_the_operators_is_held_to_the_tenants_folders(
     assert by_function(monkeypatch, root, answer).source("x", tenant_id) == found
 
 
-@pytest.mark.parametrize("answer", [7, "hf://ours/x", "x" * 5000, "compose:[]", RuntimeError("broken")])
+@pytest.mark.parametrize(
+    "answer",
+    [7, b"sql", "hf://ours/x", "x" * 5000, "s3://b/\udcff", "sql\0", "compose:[]", RuntimeError("broken"),
+     SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()],
+)  # fmt: skip
 def test_what_a_function_does_wrong_is_a_source_error(
     monkeypatch: pytest.MonkeyPatch, root: Path, answer: object
 ) -> None:

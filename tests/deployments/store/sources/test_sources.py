@@ -266,7 +266,7 @@ def test_a_plugin(
     assert kept.card == card
 
 
-@pytest.mark.parametrize("attack", ["symlink", "hard link", "folder", "pipe", "missing", "raises", "pickle"])
+@pytest.mark.parametrize("attack", ["symlink", "hard link", "folder", "pipe", "missing", "raises", "exits", "pickle"])
 def test_a_plugin_that_delivers_something_else(
     tmp_path: Path,
     open_library: OpenLibrary,
@@ -287,12 +287,13 @@ def test_a_plugin_that_delivers_something_else(
             "pipe": lambda: os.mkfifo(weights),
             "missing": lambda: None,
             "raises": lambda: 1 / 0,
+            "exits": lambda: sys.exit(2),  # as command lines do
             "pickle": lambda: (folder / "adapter_model.bin").write_bytes(b"x"),
         }
         deeds[attack]()
 
     library = open_library(Plugin(monkeypatch, download).fetcher)
-    with pytest.raises(SourceError if attack == "raises" else AdapterFormatError):
+    with pytest.raises(SourceError if attack in {"raises", "exits"} else AdapterFormatError):
         library.from_source("models://a")
     assert not list((tmp_path / "disk" / "objects").iterdir())
     assert not list((tmp_path / "disk" / "staging").glob("*/*")), "nothing is left in staging"
