@@ -30,6 +30,8 @@ SHARE_FACTOR, SHARE_MARGIN = 1.5, 4
 MAX_SHARED = 32
 #: So many replicas with little to do are looked at beside those that are needed, for room in their rank rows.
 NUM_COMPARED = 16
+#: A replica has to carry too much for so long before it shares with one whose rank rows are all spoken for.
+PATIENCE_S = 2.0
 #: Seconds between two changes of one adapter's homes: the hysteresis.
 DWELL_S = 10.0
 #: Missed reports after which one ingress that cannot reach a replica is believed.
@@ -65,6 +67,7 @@ class PlacementBooks:
         self._peaks: dict[str, float] = {}  # of those the most requests lately
         self._rebalanced_s = 0.0
         self._changed_s: dict[str, float] = {}  # adapters whose homes dwell, and since when
+        self._overloaded_s: dict[str, float] = {}  # replicas that carry too much, and since when
         self._kept_out_s: dict[str, float] = {}  # replicas that most could not reach, and when
         self._witnesses = Witnesses()
         self._shares: dict[str, float] = {}
@@ -236,20 +239,23 @@ class PlacementBooks:
         mean = sum(loads.values()) / len(loads)
         bound = max(SHARE_FACTOR * mean, mean + SHARE_MARGIN)
         overloaded = [each for each, load in loads.items() if load > bound]
+        self._overloaded_s = {each: self._overloaded_s.get(each, now_s) for each in overloaded}
         for replica_id in heapq.nsmallest(MAX_SHARED, overloaded, lambda each: (-loads[each], each)):
             active = self._replicas[replica_id].active
             for digest in sorted(active, key=lambda digest: -active[digest]):
                 homes = self.view.homes(digest)
                 if replica_id in homes and len(homes) < len(self._replicas) and digest not in self._changed_s:
-                    self._add_homes(digest, loads, bound, mean)
-                    self._changed_s[digest] = now_s
+                    is_patient = now_s - self._overloaded_s[replica_id] < PATIENCE_S
+                    if self._add_homes(digest, loads, bound, mean, with_room=is_patient):
+                        self._changed_s[digest] = now_s
                     break
 
-    def _add_homes(self, digest: str, loads: dict[str, float], bound: float, mean: float) -> None:
+    def _add_homes(self, digest: str, loads: dict[str, float], bound: float, mean: float, *, with_room: bool) -> bool:
         """As many homes more as its requests would fill to the bound, one at least, where there is little to do.
 
-        Of those replicas the ones that were started last: Serve stops them first, and what is lost then is a copy.
-        `loads` are those that are expected after what was shared before; what comes of this is added.
+        `with_room`: only where its rows have room; False if that is nowhere. Of those replicas the ones that were
+        started last: Serve stops them first, and what is lost then is a copy. `loads` are those that are expected after
+        what was shared before; what comes of this is added.
         """
         homes = self.view.homes(digest)
         num_active = self._num_active(homes, digest)
@@ -263,7 +269,9 @@ class PlacementBooks:
         )
         # Room in the rows first: an adapter that drives another one out makes two of them wait.
         nearest.sort(key=lambda other: (loads[other] > bound, self._is_full(other, digest), loads[other] > little))
-        more = nearest[:num_more]
+        more = [other for other in nearest[:num_more] if not (with_room and self._is_full(other, digest))]
+        if not more:
+            return False
         for other in more:
             loads[other] += num_active / (len(homes) + num_more)
         self._set_homes(digest, (*homes, *more))
@@ -271,6 +279,7 @@ class PlacementBooks:
             "adapter %s is served by %s, too: %s have %d requests for it, a replica %.1f for all",
             digest[:12], ", ".join(more), ", ".join(homes), num_active, mean,
         )  # fmt: skip
+        return True
 
     def _is_full(self, replica_id: str, digest: str) -> bool:
         """Whether the adapters at home there leave one more no rank rows, as far as that is known."""

@@ -236,6 +236,27 @@ def test_a_copy_goes_where_its_rows_have_room() -> None:
     assert "r3" in fleet.homes[hot], "r1 and r2 have less to do, but no rows"
 
 
+def test_a_copy_drives_others_out_only_if_too_much_is_carried_for_a_while() -> None:
+    """What one report says may be over with the next."""
+    fleet = ToldBooks(0)
+    hot, *others = digests(3)
+
+    def say(now_s: float, load: int) -> None:
+        for replica_id, resident in {"r0": (hot,), "r1": tuple(sorted(others))}.items():
+            active = {hot: load} if replica_id == "r0" else {}
+            said = ReplicaReport(replica_id, active.get(hot, 0), 0, resident, active)
+            fleet.hear(replace(said, num_rows=dict.fromkeys(resident, 16), num_rank_rows=32), now_s)
+        fleet.rebalance(now_s)
+
+    say(0.0, 0)
+    fleet.assign([hot, *others])
+    for now_s, load in enumerate((20, 0, 20, 20), 1):
+        say(float(now_s), load)
+        assert fleet.homes[hot] == ("r0",)
+    say(5.0, 20)
+    assert set(fleet.homes[hot]) == {"r0", "r1"}
+
+
 def test_more_adapters_than_are_remembered_do_not_take_the_homes_of_those_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,7 +14,7 @@ from load_tests.simulate.scenarios import SCENARIOS, TICK_S, alternating, shared
 SIZE = ReplicaSize(adapter_rank_rows=64, rank_alignment=16, max_adapter_slots=5)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_alternating_load_moves_little_and_fills_no_replica_beyond_its_slots(seed: int) -> None:
     """Dynamo 1.6 has 10 route changes and 39 of 40 ticks above capacity, or 8 and 40 (its optimization_findings.md)."""
     traffic = alternating(np.random.default_rng(seed))
