@@ -132,6 +132,7 @@ class Replica:
         self._chunks: list[tuple[Job, int]] = []
         self._pace = PrefillPace(size.prefill_step_s)
         self._write_s = 0.0  # of the present step, in which it computes nothing
+        self._in_step = (0, 0)  # sequences with one token in the present step, and tokens of prompts, if it has some
         self._has_changed = False  # since the queue was last looked at
 
     @property
@@ -209,13 +210,7 @@ class Replica:
         self.version += 1
         self._began_s = now_s
         if self._chunks:
-            with_adapter = [job for job, _ in self._chunks if job.digest is not None]
-            new = {job.digest: job.rank for job in with_adapter if job.digest not in self._in_batch}
-            # A prompt's only or last token, if it comes alone, is computed as one that is decoded.
-            prompts = [(job.num_prompt - job.num_pending, count) for job, count in self._chunks if count > 1]
-            num_decoding += len(self._chunks) - len(prompts)
-            step_s = self._costs.decode_s(num_decoding, self._num_rows + sum(new.values()))
-            step_s += sum(self._costs.prompt_s(num_before, count) for num_before, count in prompts)
+            step_s = self._step_with_prompts_s(num_decoding)
             self._write_s = self._costs.row_write_s * num_written
             self._step_s, self._num_steps = step_s + self._write_s, 1
         elif num_decoding:
@@ -224,6 +219,22 @@ class Replica:
             self._end_s = math.inf
             return
         self._end_s = now_s + self._num_steps * self._step_s
+
+    def _step_with_prompts_s(self, num_decoding: int) -> float:
+        """A step with `_chunks`; a prompt's only or last token, if it comes alone, is computed like a decoded one."""
+        num_rows, prompts_s, num_prompt = self._num_rows, 0.0, 0
+        new: set[str] = set()
+        for job, count in self._chunks:
+            if count > 1:
+                num_prompt += count
+                prompts_s += self._costs.prompt_s(job.num_prompt - job.num_pending, count)
+            else:
+                num_decoding += 1
+            if job.digest is not None and job.digest not in self._in_batch and job.digest not in new:
+                new.add(job.digest)
+                num_rows += job.rank
+        self._in_step = (num_decoding, num_prompt)
+        return self._costs.decode_s(num_decoding, num_rows) + prompts_s
 
     def _take_in(self, budget: int) -> int:
         """Fill the step's chunks with so many prompt tokens; returns the rank rows that are to be written for it."""
@@ -257,12 +268,11 @@ class Replica:
     def _tell_pace(self) -> None:
         """What the engine tells its pace after each step."""
         if self._chunks:
-            num_prompt = sum(count for _, count in self._chunks if count > 1)
-            num_single = sum(count == 1 for _, count in self._chunks)
-            self._pace.observe(len(self._decoding) + num_single, num_prompt, self._step_s - self._write_s)
+            self._pace.observe(*self._in_step, self._step_s - self._write_s)
             return
+        observe, num_decoding = self._pace.observe, len(self._decoding)
         for _ in range(min(self._num_steps, PACE_STEPS)):
-            self._pace.observe(len(self._decoding), 0, self._step_s)
+            observe(num_decoding, 0, self._step_s)
 
     def _first_token(self, job: Job, now_s: float) -> None:
         if math.isnan(job.first_s):
@@ -294,7 +304,8 @@ class Replica:
 
     def _take_inbox(self) -> None:
         """Queue what has arrived since the last step began, when its charges are made."""
-        self._tenant_ids.update(job.tenant_id for job in self._inbox)
+        for job in self._inbox:
+            self._tenant_ids.add(job.tenant_id)
         self._settle()
         for job in self._inbox:
             self._queue.push(job)

@@ -38,6 +38,8 @@ class Shares:
 
     def is_kept(self, key: str, tenant_id: str, capacity: int) -> bool:
         """Whether a thing is to stay as long as anything else can make room for this tenant."""
+        if len(self._amounts) < 2 and tenant_id in self._amounts:
+            return False  # nobody else has anything here
         share = self.share(tenant_id, capacity)
         return any(user != tenant_id and self._amounts[user] <= share for user in self._users.get(key, ()))
 

@@ -30,6 +30,7 @@ class PrefillPace:
     def __init__(self, target_s: float) -> None:
         self._target_s = target_s
         self._alone_s: deque[float] = deque(maxlen=_NUM_ALONE)
+        self._median_s: float | None = None  # of these, once it was asked for
         self._num_alone = 1  # sequences in the last step without prompts
         self._num_tokens = self._time_s = 0.0  # prompt tokens of past steps and the seconds they added, fading
 
@@ -37,6 +38,7 @@ class PrefillPace:
         """A step with so many decoding sequences, and so many prompt tokens beside them, took `time_s` seconds."""
         if not num_prompt_tokens:
             self._alone_s.append(time_s)
+            self._median_s = None
             self._num_alone = max(num_decoding, 1)
             return
         self._num_tokens = _MEMORY * self._num_tokens + num_prompt_tokens
@@ -57,7 +59,9 @@ class PrefillPace:
         """Seconds of a step with so many sequences and no prompts: what was measured, or the certain share of it."""
         if not self._alone_s:
             return 0.0
-        return statistics.median(self._alone_s) * min(num_decoding / self._num_alone, 1.0)
+        if self._median_s is None:
+            self._median_s = statistics.median(self._alone_s)
+        return self._median_s * min(num_decoding / self._num_alone, 1.0)
 
 
 def split_prefill(prefills: list[Sequence], budget: int, waiting_tenants: Set[str]) -> list[int]:
