@@ -32,8 +32,10 @@ MAX_SHARED = 32
 NUM_COMPARED = 16
 #: A replica has to carry too much for so long before it shares with one whose rank rows are all spoken for.
 PATIENCE_S = 2.0
-#: Seconds between two changes of one adapter's homes: the hysteresis.
+#: Seconds between two changes of one adapter's homes, the hysteresis; but one whose requests fill so many times its
+#: homes gets more at once.
 DWELL_S = 10.0
+OUTGROWN = 2
 #: Missed reports after which one ingress that cannot reach a replica is believed.
 MISSED_REPORTS = 2.5
 #: What a replica carried so long ago counts a third of what it carries now, in the mean of its requests.
@@ -244,7 +246,8 @@ class PlacementBooks:
             active = self._replicas[replica_id].active
             for digest in sorted(active, key=lambda digest: -active[digest]):
                 homes = self.view.homes(digest)
-                if replica_id in homes and len(homes) < len(self._replicas) and digest not in self._changed_s:
+                is_due = digest not in self._changed_s or self._has_outgrown(digest, bound)
+                if replica_id in homes and len(homes) < len(self._replicas) and is_due:
                     is_patient = now_s - self._overloaded_s[replica_id] < PATIENCE_S
                     if self._add_homes(digest, loads, bound, mean, with_room=is_patient):
                         self._changed_s[digest] = now_s
@@ -280,6 +283,11 @@ class PlacementBooks:
             digest[:12], ", ".join(more), ", ".join(homes), num_active, mean,
         )  # fmt: skip
         return True
+
+    def _has_outgrown(self, digest: str, bound: float) -> bool:
+        """Whether an adapter's requests fill twice its homes: it had them before all of the demand was told."""
+        homes = self.view.homes(digest)
+        return math.ceil(self._num_active(homes, digest) / bound) >= OUTGROWN * len(homes)
 
     def _is_full(self, replica_id: str, digest: str) -> bool:
         """Whether the adapters at home there leave one more no rank rows, as far as that is known."""

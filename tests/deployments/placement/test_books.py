@@ -257,6 +257,22 @@ def test_a_copy_drives_others_out_only_if_too_much_is_carried_for_a_while() -> N
     assert set(fleet.homes[hot]) == {"r0", "r1"}
 
 
+def test_an_adapter_that_outgrows_its_homes_gets_more_at_once() -> None:
+    """The first report told of a part of the crowd only: the rest does not wait for the homes to have dwelt."""
+    fleet = ToldBooks(40)
+    hot = digests(1)[0]
+    (home,) = fleet.assign([hot])[hot]
+    fleet.hear(ReplicaReport(home, num_running=10, active={hot: 10}), 1.0)
+    fleet.rebalance(1.0)
+    assert len(fleet.homes[hot]) == 3
+    fleet.hear(ReplicaReport(home, num_running=20, active={hot: 20}), 2.0)
+    fleet.rebalance(2.0)
+    assert len(fleet.homes[hot]) == 3, "a little more waits"
+    fleet.hear(ReplicaReport(home, num_running=120, active={hot: 120}), 3.0)
+    fleet.rebalance(3.0)
+    assert len(fleet.homes[hot]) >= 12
+
+
 def test_more_adapters_than_are_remembered_do_not_take_the_homes_of_those_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
