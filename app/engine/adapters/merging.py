@@ -2,8 +2,8 @@
 
 In: a base and an adapter on it. Out: a folder that transformers, and this service, load as a base of its own (what
 PEFT's `merge_and_unload` gives), or the base's tensors for an engine that serves this adapter alone. Sums are formed in
-float32; in a folder they are rounded to the type that each tensor is stored in. Rule: what cannot be merged into the
-base's tensors is refused by name, and nothing is written then.
+float32; in a folder they are rounded to the type that each tensor is stored in, and of a GGUF base they stay as they
+are. Rule: what cannot be merged into the base's tensors is refused by name, and nothing is written then.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from app.engine.adapters.modules import Module, layer_modules
 from app.engine.errors import AdapterMismatch
 from app.engine.models.checkpoint import Checkpoint
 from app.engine.models.expert_layouts import canonical_module
+from app.engine.models.gguf_folder import folder_files, folder_tensors
 from app.engine.models.names import expected_tensors
 from app.engine.models.safetensors_folder import read_tensors, stored_tensors
 from app.kernels.dora.reference import dora_scale
@@ -34,13 +35,14 @@ MERGED = frozenset({"DoRA", "lora_bias", "trained norms", "trained biases", "tra
 def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
     """Write the merged base into `target`, a new or empty folder; returns how many modules were merged.
 
-    Raises AdapterMismatch for what cannot be merged, and for a base that is no folder.
+    Raises AdapterMismatch for what cannot be merged, CheckpointError for a GGUF base that no folder can say.
     """
-    folder = checkpoint.tokenizer_source
-    if not folder.is_dir():
-        raise AdapterMismatch(f"'{folder.name}' is no Hugging Face folder; an adapter is merged into one")
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise AdapterMismatch(f"'{target}' exists and is not an empty folder; name a new one")
+    folder = checkpoint.tokenizer_source
+    if folder.is_file():
+        _merge_gguf(checkpoint, adapter, target)
+        return len(adapter.weights)
     table = {path: module for path, module in layer_modules(checkpoint.spec).items() if not module.is_fused}
     stored = stored_tensors(folder)
     _check(adapter, table, {_canonical(name) for name in stored})
@@ -52,6 +54,16 @@ def merge(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> int:
         own = {name: tensor for name, tensor in stored.items() if tensor.file == file}
         save_file(dict(_merged(read_tensors(own), adapter, table)), target / file.name, metadata={"format": "pt"})
     return len(adapter.weights)
+
+
+def _merge_gguf(checkpoint: Checkpoint, adapter: LoraAdapter, target: Path) -> None:
+    merged = merged_checkpoint(checkpoint, adapter)
+    files = folder_files(checkpoint.tokenizer_source, checkpoint.spec)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (target / name).write_text(text, encoding="utf-8")
+    tensors = dict(folder_tensors(merged.tensors(), checkpoint.spec))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def merged_checkpoint(checkpoint: Checkpoint, adapter: LoraAdapter) -> Checkpoint:

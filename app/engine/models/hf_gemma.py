@@ -119,6 +119,16 @@ def canonical_tensors(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[t
         yield canonical_name(name), np.float32(1) + values.astype(np.float32) if is_norm else values
 
 
+def stored_tensors(tensors: Iterator[tuple[str, NDArray[Any]]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """`canonical_tensors` undone."""
+    names = {canonical: name for name, canonical in _RENAMED.items()}
+    for name, values in tensors:
+        parts = name.split(".", 3)
+        if len(parts) == 4:
+            parts[3] = names.get(parts[3], parts[3])
+        yield ".".join(parts), values - np.float32(1) if name.endswith("norm.weight") else values
+
+
 def _local_rope(config: Mapping[str, Any], attention: AttentionSpec) -> RopeSpec:
     """The rotary embedding of layers that slide: Gemma 3 has a second, unscaled one for them."""
     if config["model_type"] == "gemma2":
