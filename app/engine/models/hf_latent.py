@@ -33,6 +33,8 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     whole = positive(config, "qk_nope_head_dim", 128) + rope_size
     if config.get("qk_head_dim") not in (None, whole):
         raise CheckpointError(f"qk_head_dim is {config['qk_head_dim']!r}, but the parts of a head are {whole} together")
+    if config.get("head_dim") not in (None, rope_size):
+        raise CheckpointError(f"head_dim is {config['head_dim']!r}, but what rotates of a head is {rope_size} wide")
     return {**config, "head_dim": rope_size, "num_key_value_heads": heads}
 
 
