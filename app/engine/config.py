@@ -161,8 +161,8 @@ class EngineConfig(BaseModel):
     adapter_rank_rows: int = Field(
         512,
         ge=0,
-        description="Rank rows for adapters. One takes as many as its largest rank, rounded up to a power of two; with "
-        "cpu as many as its own modules fill, half where it was saved in bfloat16.",
+        description="Rank rows for adapters. One takes as many as its own modules fill, rounded up to a power of two; "
+        "with cpu half where it was saved in bfloat16; with xla as many as its largest rank.",
     )
     adapter_extra_bytes: int = Field(
         256 << 20,

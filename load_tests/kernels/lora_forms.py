@@ -83,15 +83,20 @@ class Workload:
         def integers(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-        self.a = torch.stack([(normal(1, num_rank_rows, depth) / depth**0.5).to(dtype) for _ in range(num_layers)])
-        scale = max(sizes.ranks) ** -0.5
-        self.b = torch.stack([(normal(num_rank_rows, width) * scale).to(dtype) for _ in range(num_layers)])
+        scale, numbers = max(sizes.ranks) ** -0.5, num_rank_rows * depth
+        self.memory = torch.empty(num_layers, numbers + num_rank_rows * width, dtype=dtype, device=device)
+        self.a = self.memory[:, :numbers].view(num_layers, 1, num_rank_rows, depth)
+        self.b = self.memory[:, numbers:].view(num_layers, num_rank_rows, width)
+        for layer in range(num_layers):
+            self.a[layer] = normal(1, num_rank_rows, depth) / depth**0.5
+            self.b[layer] = normal(num_rank_rows, width) * scale
         self.x = torch.stack([normal(num_rows, depth).to(dtype) for _ in range(num_layers)])
         self.y = torch.stack([normal(num_rows, width).to(dtype) for _ in range(num_layers)])
         self.slots = 1 + np.arange(num_rows) * sizes.num_adapters // num_rows
         self.on_device = integers(self.slots.astype(np.int32))
-        places = integers(self.starts), integers(self.ranks[:, None])
-        self.rows = [RankRows(self.a[i], self.b[i], (width,), *places) for i in range(num_layers)]
+        starts = starts[:-1, None].astype(np.int64)
+        places = integers(starts * depth), integers(numbers + starts * width), integers(self.ranks[:, None])
+        self.rows = [RankRows(memory, *places, depth, (width,)) for memory in self.memory]
 
     @property
     def groups(self) -> list[tuple[slice, slice]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from app.engine.cuda.decoder import CudaDecoder, KvMemory
 from app.engine.cuda.extras import CudaExtras, ExtraRows
 from app.engine.cuda.graphs import Bucket, DecodeGraphs, batch_sizes, rank_bounds
 from app.engine.cuda.kernels import KernelForm, load_kernels
-from app.engine.cuda.memory import RANK_ALIGNMENT, plan_memory
+from app.engine.cuda.memory import plan_memory
 from app.engine.cuda.sampling import sample
 from app.engine.cuda.step import Step, StepShape, StepVector
 from app.engine.cuda.weights import Weights, load_weights
@@ -66,7 +67,7 @@ class CudaBackend:
             num_kv_blocks=self.plan.num_kv_blocks,
             block_size=config.block_size,
             adapter_rank_rows=self.plan.adapter_rank_rows,
-            rank_alignment=RANK_ALIGNMENT,
+            rank_alignment=1,
             max_adapter_slots=config.max_adapter_slots,
             adapter_extra_bytes=config.adapter_extra_bytes,
             takes_bfloat16=True,
@@ -77,6 +78,7 @@ class CudaBackend:
         try:
             self._weights = load_weights(spec, tensors, max_positions, device, dtype)
             self._tables = AdapterTables(spec, self.plan.adapter_rank_rows, config.max_adapter_slots, device, dtype)
+            self.limits = replace(self.limits, rank_rows_of=self._tables.num_rows)
             self._kv = _kv_memory(spec, self.plan.num_kv_blocks, config.block_size, device, dtype)
             self._decoder = CudaDecoder(
                 spec, self._weights, self._tables, self._kv, self._kernels, max_positions,

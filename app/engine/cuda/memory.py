@@ -13,8 +13,9 @@ from app.engine.errors import OutOfDeviceMemory
 from app.engine.models.footprint import kv_block_bytes, num_weights, rank_row_bytes
 from app.engine.models.products import Product, layer_products
 from app.engine.models.spec import ModelSpec
+from app.kernels.rank_rows import START_MULTIPLE
 
-#: Adapter runs start at multiples of this: what a tensor core multiplies at a time.
+#: Rank rows are counted in multiples of this: what a tensor core multiplies at a time.
 RANK_ALIGNMENT = 16
 #: Bytes per logit while tokens are drawn: the logits, probabilities, their sorted copy, and integer sums of both.
 _SAMPLING_BYTES_PER_LOGIT = 48
@@ -52,6 +53,11 @@ class MemoryPlan:
         )
 
 
+def rank_row_size(spec: ModelSpec) -> int:
+    """Numbers of one rank row, rounded up so that an adapter's first matrix may begin at any."""
+    return -(-rank_row_bytes(spec, 1) // START_MULTIPLE) * START_MULTIPLE
+
+
 def plan_memory(
     spec: ModelSpec, config: EngineConfig, *, device_bytes: int, free_bytes: int, element_bytes: int
 ) -> MemoryPlan:
@@ -71,7 +77,7 @@ def plan_memory(
     plan = MemoryPlan(
         budget_bytes=budget,
         weight_bytes=element_bytes * num_weights(spec),
-        rank_row_bytes=rows * rank_row_bytes(spec, element_bytes),
+        rank_row_bytes=rows * rank_row_size(spec) * element_bytes,
         extra_bytes=config.adapter_extra_bytes if rows else 0,
         working_bytes=_working_bytes(spec, config, element_bytes),
         kv_block_bytes=block_bytes,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from app.kernels.rank_rows import RankRows, check_operands
+from app.kernels.rank_rows import START_MULTIPLE, RankRows, check_operands
 from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
 
 #: Programs that keep every multiprocessor of a large GPU busy (H200: 132, four each).
@@ -46,7 +46,7 @@ def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     bucket = next_power_of_two(num_rows)
-    if (found := measured(rows.a.device, key(num_rows, rows, max_rank))) is not None:
+    if (found := measured(rows.memory.device, key(num_rows, rows, max_rank))) is not None:
         return Configuration(**found)
     block_rank = min(next_power_of_two(max_rank), 16)
     num_parts = min(ceil_div(max_rank, block_rank), 4)
@@ -63,7 +63,7 @@ def configuration(num_rows: int, rows: RankRows, max_rank: int) -> Configuration
 def key(num_rows: int, rows: RankRows, max_rank: int) -> str:
     """Under which a measured configuration for these shapes is kept."""
     sizes = (next_power_of_two(num_rows), rows.depth, sum(rows.widths), len(rows.widths), max_rank)
-    return shape_key("bgmv", *sizes, dtype=rows.a.dtype)
+    return shape_key("bgmv", *sizes, dtype=rows.memory.dtype)
 
 
 def add_lora(
@@ -89,24 +89,24 @@ def add_lora(
     capacity = ceil_div(max_rank, 16) * 16
     h = torch.empty((c.num_splits, num_slices, num_rows, capacity), dtype=torch.float32, device=x.device)
     _shrink_rows[(num_rows, num_slices, c.num_splits * c.num_parts)](
-        x, rows.a, h, slots, rows.row_starts, rows.ranks, x.stride(0), rows.a.stride(0), rows.a.stride(1),
-        num_rows, CAPACITY=capacity, DEPTH=depth, NUM_SLICES=num_slices, BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k,
+        x, rows.memory, h, slots, rows.a_starts, rows.ranks, x.stride(0), num_rows, CAPACITY=capacity, DEPTH=depth,
+        NUM_SLICES=num_slices, MULTIPLE=START_MULTIPLE, BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k,
         NUM_SPLITS=c.num_splits, NUM_PARTS=c.num_parts, num_warps=c.shrink_warps, enable_fp_fusion=True,
     )  # fmt: skip
     tiles = [ceil_div(w, c.block_columns) for w in rows.widths] + [0, 0]
     starts = [sum(rows.widths[:n]) for n in range(num_slices)] + [width, width]
     _expand_rows[(sum(tiles), num_rows)](
-        h, rows.b, y, slots, rows.row_starts, rows.ranks, num_rows, rows.b.stride(0), y.stride(0),
+        h, rows.memory, y, slots, rows.b_starts, rows.ranks, num_rows, y.stride(0),
         NUM_SLICES=num_slices, TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width,
-        CAPACITY=capacity, BLOCK_RANK=c.block_rank, BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits,
-        num_warps=c.expand_warps, enable_fp_fusion=True,
+        CAPACITY=capacity, MULTIPLE=START_MULTIPLE, BLOCK_RANK=c.block_rank, BLOCK_COLUMNS=c.block_columns,
+        NUM_SPLITS=c.num_splits, num_warps=c.expand_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could compile anew
 def _shrink_rows(
-    x, a, h, slots, row_starts, ranks, x_row, a_slice, a_row, num_rows,
-    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr,
+    x, memory, h, slots, a_starts, ranks, x_row, num_rows,
+    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, MULTIPLE: tl.constexpr,
     BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
     """h[split, n, t, :rank] = A_n[:, k range of split] @ x[t]. Grid: (T, N, NUM_SPLITS * NUM_PARTS)."""
@@ -120,13 +120,13 @@ def _shrink_rows(
         return
     # Splits are whole blocks of k, so that every load but the last is full.
     SPAN: tl.constexpr = (DEPTH + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
-    first_row = tl.load(row_starts + adapter).to(tl.int64)
+    first = tl.multiple_of(tl.load(a_starts + adapter * NUM_SLICES + n), MULTIPLE)
     k = tl.arange(0, BLOCK_K)
     r = tl.arange(0, BLOCK_RANK)
     x_start = x + t * x_row + split * SPAN
     for r0 in range(part * BLOCK_RANK, rank, NUM_PARTS * BLOCK_RANK):
         live = r0 + r < rank
-        a_start = a + n * a_slice + (first_row + r0 + r.to(tl.int64)) * a_row + split * SPAN  # [BLOCK_RANK]
+        a_start = memory + first + (r0 + r.to(tl.int64)) * DEPTH + split * SPAN  # [BLOCK_RANK]
         sums = tl.zeros((BLOCK_RANK, BLOCK_K), tl.float32)
         for k0 in range(0, SPAN, BLOCK_K):
             inside = split * SPAN + k0 + k < DEPTH
@@ -139,22 +139,22 @@ def _shrink_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_rows(
-    h, b, y, slots, row_starts, ranks, num_rows, b_row, y_row,
+    h, memory, y, slots, b_starts, ranks, num_rows, y_row,
     NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr, START_1: tl.constexpr,
-    START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
+    START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MULTIPLE: tl.constexpr,
     BLOCK_RANK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """y[t, tile] += B_n h[t, n], n the slice the tile lies in. Grid: (tiles of all slices, T)."""
     tile = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
-    n, column, end = slice_of_tile(tile, TILES_0, TILES_1, START_1, START_2, WIDTH, BLOCK_COLUMNS)
+    n, start, column, width = slice_of_tile(tile, TILES_0, TILES_1, START_1, START_2, WIDTH, BLOCK_COLUMNS)
     adapter = tl.load(slots + t).to(tl.int64)
     rank = tl.load(ranks + adapter * NUM_SLICES + n)
     if rank == 0:
         return
-    first_row = tl.load(row_starts + adapter).to(tl.int64)
+    first = tl.multiple_of(tl.load(b_starts + adapter * NUM_SLICES + n), MULTIPLE)
     columns = column + tl.arange(0, BLOCK_COLUMNS)
-    inside = columns < end
+    inside = columns < width
     r = tl.arange(0, BLOCK_RANK)
     delta = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     for r0 in range(0, rank, BLOCK_RANK):
@@ -163,11 +163,11 @@ def _expand_rows(
         for split in tl.static_range(NUM_SPLITS):
             h_at = h + ((split * NUM_SLICES + n) * num_rows + t) * CAPACITY + r0 + r
             shrunk += tl.load(h_at, mask=live, other=0.0)
-        b_start = b + (first_row + r0 + r.to(tl.int64)) * b_row
+        b_start = memory + first + (r0 + r.to(tl.int64)) * width
         b_part = tl.load(b_start[:, None] + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         delta += tl.sum(b_part.to(tl.float32) * shrunk[:, None], axis=0)
-    out = tl.load(y + t * y_row + columns, mask=inside, other=0.0).to(tl.float32) + delta
-    tl.store(y + t * y_row + columns, out.to(y.dtype.element_ty), mask=inside)
+    out = tl.load(y + t * y_row + start + columns, mask=inside, other=0.0).to(tl.float32) + delta
+    tl.store(y + t * y_row + start + columns, out.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -175,11 +175,11 @@ def slice_of_tile(
     tile, TILES_0: tl.constexpr, TILES_1: tl.constexpr, START_1: tl.constexpr, START_2: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(slice, first column, end of the slice) of a column tile; tiles never cross from one slice into the next."""
+    """(slice, its start in y, first column in it, its width) of a column tile; none crosses into the next slice."""
     second = tile >= TILES_0
     third = tile >= TILES_0 + TILES_1
     n = second.to(tl.int64) + third.to(tl.int64)
     local = tile - tl.where(third, TILES_0 + TILES_1, tl.where(second, TILES_0, 0))
     start = tl.where(third, START_2, tl.where(second, START_1, 0))
-    end = tl.where(third, WIDTH, tl.where(second, START_2, START_1))
-    return n, (start + local * BLOCK_COLUMNS).to(tl.int64), end
+    width = tl.where(third, WIDTH - START_2, tl.where(second, START_2 - START_1, START_1))
+    return n, start.to(tl.int64), (local * BLOCK_COLUMNS).to(tl.int64), width.to(tl.int64)

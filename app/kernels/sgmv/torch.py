@@ -54,12 +54,13 @@ def add_lora(
         if not count:
             continue
         part, out = x[first : first + count], y[first : first + count]
-        start, column = int(rows.row_starts[slot]), 0
+        column = 0
         for n, width in enumerate(rows.widths):
             rank = int(rows.ranks[slot, n])
             assert rank <= max_rank, "the step was told a bound of its ranks"
             if rank:
-                a, b = rows.a[n, start : start + rank], rows.b[start : start + rank, column : column + width]
+                a = rows.memory[int(rows.a_starts[slot, n]) :][: rank * rows.depth].view(rank, -1)
+                b = rows.memory[int(rows.b_starts[slot, n]) :][: rank * width].view(rank, -1)
                 target = out[:, column : column + width]
                 if deterministic:
                     shrunk = product(part.float(), a.float())

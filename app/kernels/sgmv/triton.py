@@ -21,7 +21,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from app.kernels.bgmv.triton import slice_of_tile
-from app.kernels.rank_rows import RankRows, check_operands
+from app.kernels.rank_rows import START_MULTIPLE, RankRows, check_operands
 from app.kernels.tuning import ceil_div, measured, next_power_of_two, shape_key
 
 #: Rows per segment in deterministic mode and while decoding: the smallest tensor-core tile.
@@ -87,12 +87,12 @@ def configuration(
     """
     width, num_slices = sum(rows.widths), len(rows.widths)
     if not deterministic:
-        found = measured(rows.a.device, key(num_segments, block_tokens, rows, max_rank))
+        found = measured(rows.memory.device, key(num_segments, block_tokens, rows, max_rank))
         if found is not None:
             return Configuration(**found)
     block_rank = 16 if deterministic else min(max(next_power_of_two(max_rank), 16), 64)
     num_parts = min(ceil_div(max_rank, block_rank), 4)
-    block_k = 128 if rows.a.dtype.itemsize == 2 else 64
+    block_k = 128 if rows.memory.dtype.itemsize == 2 else 64
     if deterministic:
         wanted_splits, block_columns = 4, 128
     else:
@@ -110,7 +110,7 @@ def configuration(
 def key(num_segments: int, block_tokens: int, rows: RankRows, max_rank: int) -> str:
     """Under which a measured configuration for these shapes is kept."""
     shape = (rows.depth, sum(rows.widths), len(rows.widths), max_rank)
-    return shape_key("sgmv", next_power_of_two(num_segments), block_tokens, *shape, dtype=rows.a.dtype)
+    return shape_key("sgmv", next_power_of_two(num_segments), block_tokens, *shape, dtype=rows.memory.dtype)
 
 
 def add_lora(
@@ -142,26 +142,28 @@ def add_lora(
     h = torch.empty((c.num_splits, num_slices, num_rows, capacity), dtype=torch.float32, device=x.device)
     precision = "ieee" if x.dtype == torch.float32 else "tf32"  # says nothing for half types
     _shrink_segments[(num_segments, num_slices, c.num_splits * c.num_parts)](
-        x, rows.a, h, segments, rows.row_starts, rows.ranks, x.stride(0), rows.a.stride(0), rows.a.stride(1),
-        num_rows, CAPACITY=capacity, DEPTH=depth, NUM_SLICES=num_slices, BLOCK_TOKENS=block_tokens,
+        x, rows.memory, h, segments, rows.a_starts, rows.ranks, x.stride(0), num_rows, CAPACITY=capacity, DEPTH=depth,
+        NUM_SLICES=num_slices, MULTIPLE=START_MULTIPLE, BLOCK_TOKENS=block_tokens,
         BLOCK_RANK=c.block_rank, BLOCK_K=c.block_k, NUM_SPLITS=c.num_splits, NUM_PARTS=c.num_parts,
         PRECISION=precision, num_warps=c.shrink_warps, num_stages=c.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     tiles = [ceil_div(w, c.block_columns) for w in rows.widths] + [0, 0]
     starts = [sum(rows.widths[:n]) for n in range(num_slices)] + [width, width]
     _expand_segments[(sum(tiles), num_segments)](
-        h, rows.b, y, segments, rows.row_starts, rows.ranks, num_rows, rows.b.stride(0), y.stride(0),
+        h, rows.memory, y, segments, rows.b_starts, rows.ranks, num_rows, y.stride(0),
         NUM_SLICES=num_slices, TILES_0=tiles[0], TILES_1=tiles[1], START_1=starts[1], START_2=starts[2], WIDTH=width,
-        CAPACITY=capacity, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank, BLOCK_COLUMNS=c.block_columns,
-        NUM_SPLITS=c.num_splits, PRECISION=precision, num_warps=c.expand_warps, enable_fp_fusion=True,
+        CAPACITY=capacity, MULTIPLE=START_MULTIPLE, BLOCK_TOKENS=block_tokens, BLOCK_RANK=c.block_rank,
+        BLOCK_COLUMNS=c.block_columns, NUM_SPLITS=c.num_splits, PRECISION=precision, num_warps=c.expand_warps,
+        enable_fp_fusion=True,
         num_stages=1,  # the loop runs once for most ranks: nothing to prefetch
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # or a new number of rows could compile anew
 def _shrink_segments(
-    x, a, h, segments, row_starts, ranks, x_row, a_slice, a_row, num_rows,
-    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    x, memory, h, segments, a_starts, ranks, x_row, num_rows,
+    CAPACITY: tl.constexpr, DEPTH: tl.constexpr, NUM_SLICES: tl.constexpr, MULTIPLE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr, NUM_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +180,7 @@ def _shrink_segments(
     if rank <= part * BLOCK_RANK:
         return
     SPAN: tl.constexpr = (DEPTH + NUM_SPLITS * BLOCK_K - 1) // (NUM_SPLITS * BLOCK_K) * BLOCK_K
-    first_row = tl.load(row_starts + adapter).to(tl.int64)
+    first = tl.multiple_of(tl.load(a_starts + adapter * NUM_SLICES + n), MULTIPLE)
     token = tl.arange(0, BLOCK_TOKENS)
     mine = token < count
     row = tl.load(segments + 3 * g).to(tl.int64) + token  # [BLOCK_TOKENS]
@@ -187,7 +189,7 @@ def _shrink_segments(
     x_start = x + row * x_row + split * SPAN
     for r0 in range(part * BLOCK_RANK, rank, NUM_PARTS * BLOCK_RANK):
         live = r0 + r < rank
-        a_start = a + n * a_slice + (first_row + r0 + r.to(tl.int64)) * a_row + split * SPAN
+        a_start = memory + first + (r0 + r.to(tl.int64)) * DEPTH + split * SPAN
         sums = tl.zeros((BLOCK_TOKENS, BLOCK_RANK), tl.float32)
         for k0 in range(0, SPAN, BLOCK_K):
             inside = split * SPAN + k0 + k < DEPTH
@@ -201,9 +203,9 @@ def _shrink_segments(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_segments(
-    h, b, y, segments, row_starts, ranks, num_rows, b_row, y_row,
+    h, memory, y, segments, b_starts, ranks, num_rows, y_row,
     NUM_SLICES: tl.constexpr, TILES_0: tl.constexpr, TILES_1: tl.constexpr,
-    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
+    START_1: tl.constexpr, START_2: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, MULTIPLE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -213,17 +215,17 @@ def _expand_segments(
     count = tl.load(segments + 3 * g + 1)
     if count == 0:
         return
-    n, column, end = slice_of_tile(tile, TILES_0, TILES_1, START_1, START_2, WIDTH, BLOCK_COLUMNS)
+    n, start, column, width = slice_of_tile(tile, TILES_0, TILES_1, START_1, START_2, WIDTH, BLOCK_COLUMNS)
     adapter = tl.load(segments + 3 * g + 2).to(tl.int64)
     rank = tl.load(ranks + adapter * NUM_SLICES + n)
     if rank == 0:
         return
-    first_row = tl.load(row_starts + adapter).to(tl.int64)
+    first = tl.multiple_of(tl.load(b_starts + adapter * NUM_SLICES + n), MULTIPLE)
     token = tl.arange(0, BLOCK_TOKENS)
     mine = token < count
     row = tl.load(segments + 3 * g).to(tl.int64) + token  # [BLOCK_TOKENS]
     columns = column + tl.arange(0, BLOCK_COLUMNS)
-    inside = columns < end
+    inside = columns < width
     r = tl.arange(0, BLOCK_RANK)
     delta = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
     for r0 in range(0, rank, BLOCK_RANK):
@@ -233,10 +235,10 @@ def _expand_segments(
             h_rows = (split * NUM_SLICES + n) * num_rows + row
             h_at = h + h_rows[:, None] * CAPACITY + (r0 + r)[None, :]
             shrunk += tl.load(h_at, mask=mine[:, None] & live[None, :], other=0.0)
-        b_start = b + (first_row + r0 + r.to(tl.int64)) * b_row
+        b_start = memory + first + (r0 + r.to(tl.int64)) * width
         b_tile = tl.load(b_start[:, None] + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-        delta = tl.dot(shrunk.to(b.dtype.element_ty), b_tile, delta, input_precision=PRECISION)
-    at = y + row[:, None] * y_row + columns[None, :]
+        delta = tl.dot(shrunk.to(memory.dtype.element_ty), b_tile, delta, input_precision=PRECISION)
+    at = y + row[:, None] * y_row + (start + columns)[None, :]
     written = mine[:, None] & inside[None, :]
     out = tl.load(at, mask=written, other=0.0).to(tl.float32) + delta
     tl.store(at, out.to(y.dtype.element_ty), mask=written)

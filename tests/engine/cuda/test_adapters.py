@@ -16,11 +16,14 @@ from app.engine.adapters.card import AdapterRef
 from app.engine.adapters.lora import LoraAdapter, LoraKey
 from app.engine.cuda import adapters as gpu_adapters
 from app.engine.cuda.adapters import AdapterTables
+from app.engine.cuda.memory import rank_row_size
+from app.engine.cuda.rank_rows import Layout
 from app.engine.engine import Engine
 from app.engine.errors import AdapterMismatch, AdapterWriteFailed
 from app.engine.models.products import layer_products
 from app.engine.models.spec import ModelSpec
 from app.engine.request import GenerateRequest, SamplingParams, TokenChunk
+from app.kernels.rank_rows import START_MULTIPLE
 from app.kernels.rounding.cpu import round_rows, tasks_of
 from tests.engine.adapters.making import random_adapter, random_tensors, tiny_spec
 from tests.engine.cuda.gpu import DEVICE, gpu_backend, gpu_config
@@ -35,7 +38,7 @@ def _tables(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Iterator[Ada
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("piece_bytes", [1, 10_000, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [100, 10_000, 1 << 20])
 def test_what_is_written_is_the_adapter_at_its_rows(
     dtype: torch.dtype, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,20 +51,20 @@ def test_what_is_written_is_the_adapter_at_its_rows(
         tables.wait(np.array([0, 1, 2], np.int32))
         assert tables.max_ranks.tolist()[:4] == [0, 21, 8, 0]
         for slot, (row_start, adapter) in adapters.items():
+            run = range(row_start * rank_row_size(spec), (row_start + tables.num_rows(adapter)) * rank_row_size(spec))
             for layer in range(len(spec.layers)):
                 for product, target in [(p, t) for p in layer_products(spec, layer) for t in p.targets]:
                     rows = tables.rows(layer)[product.name]
-                    n = product.targets.index(target)
+                    where = slot, product.targets.index(target)
                     pair = adapter.weights.get(LoraKey(layer, target))
-                    assert rows.row_starts[slot] == row_start
-                    assert rows.ranks[slot, n] == (0 if pair is None else pair.rank)
-                    if pair is None:
-                        continue
-                    where = slice(row_start, row_start + pair.rank)
-                    column = sum(rows.widths[:n])
-                    a, b = rows.a[n, where].cpu(), rows.b[where, column : column + rows.widths[n]].cpu()
-                    assert torch.equal(a, torch.from_numpy(pair.a.copy()).to(dtype))
-                    assert torch.equal(b, torch.from_numpy(pair.b.copy()).to(dtype))
+                    assert rows.ranks[where] == (0 if pair is None else pair.rank)
+                    for starts, matrix in zip((rows.a_starts, rows.b_starts), pair or (), strict=False):
+                        start = int(starts[where])
+                        assert start % START_MULTIPLE == 0
+                        assert start in run
+                        assert start + matrix.size - 1 in run
+                        found = rows.memory[start : start + matrix.size].cpu().view(matrix.shape)
+                        assert torch.equal(found, torch.from_numpy(matrix.astype(np.float32)).to(dtype))
 
 
 def test_rounding_is_to_the_nearest_even() -> None:
@@ -106,11 +109,11 @@ def test_a_failed_write_ends_its_own_requests_and_is_tried_again(monkeypatch: py
     send = AdapterTables._send_all
     broken = True
 
-    def send_all(self: AdapterTables, adapter_slot: int, row_start: int, adapter: LoraAdapter, *rest: Any) -> None:
-        if broken and adapter is bad:
-            self._row_starts[adapter_slot].fill_(row_start)  # half-written
+    def send_all(self: AdapterTables, adapter_slot: int, row_start: int, layout: Layout, *rest: Any) -> None:
+        if broken and layout is self._layout(bad):
+            self._singles.point(adapter_slot, row_start, layout)  # half-written
             raise OSError("the link is down")
-        send(self, adapter_slot, row_start, adapter, *rest)
+        send(self, adapter_slot, row_start, layout, *rest)
 
     monkeypatch.setattr(AdapterTables, "_send_all", send_all)
     config = gpu_config(max_context=64, deterministic=True)  # the same bits in any company

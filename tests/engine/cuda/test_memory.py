@@ -38,8 +38,7 @@ def test_the_parts_are_counted_in_the_tensors_that_are_there(spec: ModelSpec) ->
     assert backend.plan.weight_bytes == sum(t.nbytes for t in (*matrices, *norms))
     assert backend.plan.kv_bytes == sum(t.nbytes for t in (*kv.keys, *kv.values))
     assert backend.limits.adapter_rank_rows == backend.plan.adapter_rank_rows == 32  # whole multiples of 16
-    stored = [table.values for tables_of in (tables._a, tables._b) for table in tables_of.values()]
-    assert backend.plan.rank_row_bytes == sum(t.nbytes for t in stored)
+    assert backend.plan.rank_row_bytes == tables._singles.memory.nbytes
     backend.close()
 
 

@@ -27,8 +27,8 @@ TENSORS = dict(random_tensors(SPEC))
 
 @contextmanager
 def _backend(patch: pytest.MonkeyPatch, **settings: object) -> Iterator[tuple[CudaBackend, Simulated]]:
-    """Rounding buffers hold a few rows, so that every write goes around them."""
-    patch.setattr(gpu_adapters, "_PIECE_BYTES", 1)
+    """Rounding buffers hold a part of a matrix, so that every write goes around them."""
+    patch.setattr(gpu_adapters, "_PIECE_BYTES", 1000)
     config = gpu_config(max_batch_sequences=2, adapter_rank_rows=64, **settings)
     with simulated_cuda(patch) as simulated:
         backend = CudaBackend(SPEC, iter(TENSORS.items()), config, DEVICE, "torch")

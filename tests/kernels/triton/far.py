@@ -1,8 +1,8 @@
 """Operands whose elements lie further apart than 32 bits count, in memory of which only what is touched exists.
 
-In: a tensor and a dimension. Out: the same values, the last of that dimension 2**31 elements behind the first. There is
-as much mapped memory before the first element, all zeros, so that an index that wraps around finds a wrong number
-instead of ending the process.
+In: a tensor and a dimension. Out: the same values, the last of that dimension 2**31 elements behind the first; or all
+of them behind (`behind`). There is as much mapped memory before the first element, all zeros, so that an index that
+wraps around finds a wrong number instead of ending the process.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ def spread(values: torch.Tensor, dim: int) -> torch.Tensor:
     far.copy_(values)
     assert (far.shape[dim] - 1) * far.stride(dim) >= FAR
     return far
+
+
+def behind(values: torch.Tensor) -> torch.Tensor:
+    """Memory whose element 2**31 is the first of the values [M]."""
+    whole = _zeros(2 * FAR + len(values), values.dtype)
+    whole[2 * FAR :] = values
+    return whole[FAR:]
 
 
 def _zeros(num_elements: int, dtype: torch.dtype) -> torch.Tensor:

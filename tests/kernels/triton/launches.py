@@ -49,11 +49,8 @@ def launches() -> Iterator[tuple[str, Launch]]:
 
 
 def _tables(widths: tuple[int, ...]) -> RankRows:
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32)
-
-    a = torch.empty(256, len(widths), HIDDEN, dtype=BF16).transpose(0, 1)
-    return RankRows(a, torch.empty(256, sum(widths), dtype=BF16), widths, integers(9), integers(9, len(widths)))
+    starts = torch.empty(9, len(widths), dtype=torch.int64)
+    return RankRows(torch.empty(1 << 20, dtype=BF16), starts, starts, starts.int(), HIDDEN, widths)
 
 
 def _bgmv(num_rows: int, widths: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from app.kernels.bgmv import reference
-from app.kernels.rank_rows import RankRows
+from app.kernels.rank_rows import START_MULTIPLE, RankRows
 from tests.kernels.cases import normal
 from tests.kernels.tensors import numpy, tensor
 
@@ -32,7 +32,7 @@ class Tables(NamedTuple):
 
 
 def random_tables(generator: np.random.Generator, depth: int, widths: tuple[int, ...], dtype: torch.dtype) -> Tables:
-    """Adapters of `RANKS`, each leaving a slice alone now and then; rows nobody owns hold NaN."""
+    """Adapters of `RANKS`, each leaving a slice alone now and then; what nobody owns holds NaN."""
     starts = np.cumsum([0, 3, *(rank + int(generator.integers(0, 9)) for rank in RANKS)])
     num_rows = int(starts[-1])
     row_starts = np.array([0, *starts[1:-1]], np.int32)
@@ -55,5 +55,33 @@ def random_tables(generator: np.random.Generator, depth: int, widths: tuple[int,
         "row_starts": row_starts,
         "ranks": ranks,
     }
-    rows = RankRows(*tensors, widths, tensor(row_starts), tensor(ranks))
-    return Tables(arrays, rows)
+    return Tables(arrays, laid_out(generator, *tensors, row_starts, ranks, widths))
+
+
+def laid_out(
+    generator: np.random.Generator,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    row_starts: NDArray[np.int32],
+    ranks: NDArray[np.int32],
+    widths: tuple[int, ...],
+) -> RankRows:
+    """The matrices of a [N, R, depth] and b [R, W] in one piece of memory, in any order, NaN between them.
+
+    The last of them ends where the memory does.
+    """
+    bounds = np.cumsum([0, *widths])
+    matrices = {}
+    for slot, n in zip(*np.nonzero(ranks), strict=True):
+        rows = slice(row_starts[slot], row_starts[slot] + ranks[slot, n])
+        matrices["a", slot, n], matrices["b", slot, n] = a[n, rows], b[rows, bounds[n] : bounds[n + 1]]
+    # Where nothing is, nothing may be read: such a start lies beyond the memory.
+    starts = {name: np.full(ranks.shape, 1 << 40) for name in "ab"}
+    parts, size = [], 0
+    for name, slot, n in generator.permutation(np.array(list(matrices), object)).tolist():
+        gap = START_MULTIPLE * int(generator.integers(1, 3)) - size % START_MULTIPLE
+        starts[name][slot, n] = size + gap
+        parts += [torch.full((gap,), torch.nan, dtype=a.dtype, device=a.device), matrices[name, slot, n].flatten()]
+        size += gap + parts[-1].numel()
+    places = (tensor(starts["a"]), tensor(starts["b"]), tensor(ranks))
+    return RankRows(torch.cat(parts), *places, a.shape[2], widths)

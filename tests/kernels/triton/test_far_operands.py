@@ -16,7 +16,7 @@ from app.kernels.paged_attention import triton as paged_attention
 from app.kernels.rotary import triton as rotary
 from tests.kernels.cases import normal
 from tests.kernels.tensors import TOLERANCE, error, numpy, tensor
-from tests.kernels.triton.far import spread
+from tests.kernels.triton.far import FAR, behind, spread
 from tests.kernels.triton.tables import random_tables
 from tests.kernels.triton.test_lora import FORMS, slots_of
 from tests.kernels.triton.test_moe_lora import (
@@ -39,7 +39,7 @@ LORA_CASE = [(1, 0), (1, 1), (2, 2), (1, 3), (2, 5)]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("operand", "dim"), [("x", 0), ("y", 0), ("a", 0), ("a", 1), ("b", 0)])
+@pytest.mark.parametrize(("operand", "dim"), [("x", 0), ("y", 0), ("memory", 0)])
 def test_lora(form: str, operand: str, dim: int) -> None:
     generator = rng()
     tables = random_tables(generator, DEPTH, WIDTHS, DTYPE)
@@ -52,7 +52,8 @@ def test_lora(form: str, operand: str, dim: int) -> None:
     if operand in given:
         given[operand] = spread(given[operand], dim)
     else:
-        table_rows = table_rows._replace(**{operand: spread(getattr(table_rows, operand), dim)})
+        starts = {name: getattr(table_rows, name) + FAR for name in ("a_starts", "b_starts")}
+        table_rows = table_rows._replace(memory=behind(table_rows.memory), **starts)
     FORMS[form](given["x"], given["y"], table_rows, LORA_CASE)
     assert error(given["y"], tables.expected(given["x"], before, slots)) < TOLERANCE[DTYPE]
 

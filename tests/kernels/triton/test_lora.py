@@ -140,7 +140,9 @@ def test_operands_that_do_not_fit_are_refused(form: object) -> None:
         (x, y[:, 1:], tables.rows),
         (x.half(), y, tables.rows),
         (x.T.contiguous().T, y, tables.rows),
-        (x, y, tables.rows._replace(b=tables.rows.b[1:])),
+        (x, y, tables.rows._replace(b_starts=tables.rows.b_starts[1:])),
+        (x, y, tables.rows._replace(ranks=tables.rows.ranks.repeat(1, 2))),
+        (x, y, tables.rows._replace(memory=tables.rows.memory[::2])),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             form(wrong_x, wrong_y, rows, work, max_rank=MAX_RANK, **further)  # type: ignore[operator]
@@ -164,16 +166,17 @@ def test_segments_cover_the_runs_of_adapters(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("form", ALL_FORMS)
-def test_an_adapter_may_end_where_the_tables_end(form: str) -> None:
-    """Its rank is less than the step's bound: nothing behind the tables is read, and no row of a neighbour's."""
+def test_an_adapter_may_end_where_the_memory_ends(form: str) -> None:
+    """Its rank is less than the step's bound: nothing behind the memory is read, and nothing of a neighbour's."""
     generator = rng()
     tables = random_tables(generator, DEPTH, SHAPES["one"], torch.float32)
-    last = int(tables.rows.row_starts[-1] + tables.rows.ranks[-1].max())
-    cut = tables._replace(rows=tables.rows._replace(a=tables.rows.a[:, :last], b=tables.rows.b[:last]))
-    case: Case = [(1, NUM_SLOTS - 1), (1, 1), (1, NUM_SLOTS - 1)]
+    rows = tables.rows
+    ends = torch.maximum(rows.a_starts + rows.ranks * DEPTH, rows.b_starts + rows.ranks * 33)
+    (last,) = torch.nonzero(ends[:, 0] == len(rows.memory))[:, 0].tolist()
+    case: Case = [(1, last), (1, 1), (1, last)]
     x, y = tensor(normal(generator, 3, DEPTH)), tensor(normal(generator, 3, 33))
     before = y.clone()
-    ALL_FORMS[form](x, y, cut.rows, case)
+    ALL_FORMS[form](x, y, rows, case)
     assert error(y, tables.expected(x, before, slots_of(case))) < TOLERANCE[torch.float32]
 
 
