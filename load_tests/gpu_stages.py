@@ -30,6 +30,7 @@ _ENGINE_TESTS = (
     "extras",
     "graphs",
     "adapters",
+    "rank_rows",
     "sampling",
     "memory",
     "loading",

@@ -134,6 +134,8 @@ def fill(registry: Registry, num_adapters: int) -> None:
         "registered_s": time.time(),
         "text": "",
         "description": "",
+        "invocation_tokens": "",
+        "metadata": "",
     }
     with registry.database.write() as connection:
         revision = registry.database.next_revision(connection)
