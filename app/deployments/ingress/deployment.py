@@ -46,6 +46,7 @@ from app.deployments.store.actor import KeptCallee, TenantsCallee, store_actor, 
 from app.deployments.store.client import StoreClient
 from app.deployments.tenants.client import TenantsClient
 from app.deployments.tenants.journal import open_journal
+from app.deployments.tenants.memory_prices import MemoryPrices, sizes_of
 from app.deployments.tenants.metrics import RefusalCounters
 from app.deployments.tenants.prices import Prices
 from app.logs import start_log
@@ -70,9 +71,12 @@ class Ingress(AsgiIngress):
         tenants = WatchedTenants(owner, ingress_id)
         placed, loads = WatchedPlacement(placement.watch, ingress_id), Loads(time.monotonic)
         holder = f"{ingress_id}-{uuid.uuid4().hex[:8]}"
-        rates = Rates(Prices(config.tenants.prices, config.model.name), config.model.name)
+        text = await asyncio.to_thread(open_text, config)
+        prices, base_name = config.tenants.prices, config.model.name
+        memory_prices = MemoryPrices(prices, base_name, sizes_of(text.spec, config))
+        rates = Rates(Prices(prices, base_name), base_name, memory_prices)
         parts = Parts(
-            text=await asyncio.to_thread(open_text, config),
+            text=text,
             registry=registry.view,
             tenancy=Tenancy(tenants.view, owner, rates, holder, time.time, open_journal(usage_folder(config), holder)),
             store=store,

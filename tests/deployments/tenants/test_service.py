@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, select, text
 
-from app.deployments.ingress.tenancy import Rates, Tenancy
+from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.links.published import Changes, Version
 from app.deployments.registry.database import Database, sqlite_url
 from app.deployments.tenants import key_books, project_books
@@ -21,12 +21,12 @@ from app.deployments.tenants.lending import Want
 from app.deployments.tenants.limiter import KEEP_S
 from app.deployments.tenants.limits import NANOS_PER_CENT, Meter
 from app.deployments.tenants.metering import Charge, LedgerKey, Row
-from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.project_books import NO_LIMIT
 from app.deployments.tenants.service import TenantsService
 from app.deployments.tenants.tables import api_keys
 from app.deployments.tenants.view import TenantView
 from app.engine.errors import InvalidRequest
+from tests.deployments.http_service import RATES
 from tests.deployments.managed import Here
 
 
@@ -196,7 +196,7 @@ async def test_what_an_ingress_does_not_need_goes_back_though_its_clock_is_set(
     wall, passed = Clock(), Clock()
     service, project_id = await owner_of_a_project(database, wall, passed)
     tenant = await service.limit_rates(project_id, "base", {"requests_per_day": 1000}, actor="test")
-    owner, rates = TenantsClient(Here(service)), Rates(Prices({}, "base"), "base")
+    owner, rates = TenantsClient(Here(service)), RATES
     tenancy = Tenancy(TenantView(), owner, rates, "ingress", wall, monotonic=passed)
     await tenancy.limiter.reserve(tenant, {Meter(project_id, "day", "base"): 1})
     assert (await service.left(project_id))[0][2] < 999, "it holds some more than it needs"

@@ -6,9 +6,9 @@ specification; what it groups by that is not here (users, batches, tiers) is nul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -20,14 +20,17 @@ from app.deployments.ingress.http.openapi import takes
 from app.deployments.ingress.tenancy import Tenancy
 from app.deployments.ingress.tenants import admin_caller
 from app.deployments.tenants.limits import NANOS_PER_CENT
+from app.deployments.tenants.memory_prices import GIBIBYTE_HOUR, MemoryPrices, model_of
 from app.deployments.tenants.metering import Charge, RouteKind
 from app.deployments.tenants.usage import WIDTHS, UsageQuery, Width, next_page, usage_query
 from app.engine.errors import InvalidRequest, NotFound
 
 #: What both usage and costs are asked for.
 _QUERY = ("start_time", "end_time", "bucket_width", "limit", "page", "group_by", "project_ids", "api_key_ids")
-#: What is made of one group's sum.
-Result = Callable[[Mapping[str, str], Charge], dict[str, Any]]
+#: One group's sum.
+Sum = tuple[Mapping[str, str], Charge]
+#: What is made of the sums of a bucket.
+Results = Callable[[Sequence[Sum]], list[dict[str, Any]]]
 #: Costs come by the day, and more of them at once than usage does.
 _COST_WIDTH = Width(86_400, 7, 180)
 #: What may be asked of a time: up to the year 5138.
@@ -50,11 +53,12 @@ def add_usage_routes(routes: APIRouter, tenancy: Tenancy) -> None:
         if request.query_params.get("bucket_width", "1d") != "1d":
             raise InvalidRequest("costs come in buckets of 1d only", param="bucket_width")
         asked = list_query(request, "group_by")
-        columns = ["model" if name == "line_item" else name for name in asked]
-        query = _query(request, tenancy, _COST_WIDTH, None, columns)
-        if lines := list_query(request, "line_items"):
-            query = _with_only(query, "model", lines)
-        return await _page(tenancy, query, lambda group, charge: _cost(group, charge, asked))
+        others = [name for name in asked if name not in ("line_item", "model")]
+        query = _query(request, tenancy, _COST_WIDTH, None, [*others, "model"])  # prices are by model
+        lines = frozenset(list_query(request, "line_items"))
+        if lines:
+            query = _with_only(query, "model", sorted(lines | {model_of(line) for line in lines}))
+        return await _page(tenancy, query, lambda results: _costs(results, tenancy.memory_prices, asked, lines))
 
 
 def add_spend_routes(routes: APIRouter, tenancy: Tenancy, max_body_bytes: int) -> None:
@@ -85,7 +89,7 @@ def add_spend_routes(routes: APIRouter, tenancy: Tenancy, max_body_bytes: int) -
         return JSONResponse({"object": "project.spend_limit.deleted", "deleted": True})
 
 
-async def _usage(request: Request, tenancy: Tenancy, kind: RouteKind, result: Result) -> Response:
+async def _usage(request: Request, tenancy: Tenancy, kind: RouteKind, results: Results) -> Response:
     width = WIDTHS.get(request.query_params.get("bucket_width", "1d"))
     if width is None:
         raise InvalidRequest("bucket_width is 1m, 1h or 1d", param="bucket_width")
@@ -94,17 +98,17 @@ async def _usage(request: Request, tenancy: Tenancy, kind: RouteKind, result: Re
     query = _query(request, tenancy, width, kind, list_query(request, "group_by"))
     if models := list_query(request, "models"):
         query = _with_only(query, "model", models)
-    return await _page(tenancy, query, result)
+    return await _page(tenancy, query, results)
 
 
-async def _page(tenancy: Tenancy, query: UsageQuery, result: Result) -> Response:
+async def _page(tenancy: Tenancy, query: UsageQuery, results: Results) -> Response:
     await tenancy.metering.flush()  # so that whoever asks after a request sees it, if it was of this ingress
     data = [
         {
             "object": "bucket",
             "start_time": bucket.start_s,
             "end_time": bucket.end_s,
-            "results": [result(group, charge) for group, charge in bucket.results],
+            "results": results(bucket.results),
         }
         for bucket in await tenancy.owner.usage(query)
     ]
@@ -136,38 +140,92 @@ def _with_only(query: UsageQuery, column: str, values: Sequence[str]) -> UsageQu
     return replace(query, only={**query.only, column: values})
 
 
-def _completions(group: Mapping[str, str], charge: Charge) -> dict[str, Any]:
-    return _group(group) | {
-        "object": "organization.usage.completions.result",
-        "input_tokens": charge.prompt_tokens,
-        "input_cached_tokens": charge.cached_tokens,
-        "input_uncached_tokens": charge.prompt_tokens - charge.cached_tokens,
-        "output_tokens": charge.completion_tokens,
-        "num_model_requests": charge.num_requests,
-        "batch": None,
-        "service_tier": None,
-    }
+def _completions(sums: Sequence[Sum]) -> list[dict[str, Any]]:
+    return [
+        _group(group)
+        | {
+            "object": "organization.usage.completions.result",
+            "input_tokens": charge.prompt_tokens,
+            "input_cached_tokens": charge.cached_tokens,
+            "input_uncached_tokens": charge.prompt_tokens - charge.cached_tokens,
+            "output_tokens": charge.completion_tokens,
+            "num_model_requests": charge.num_requests,
+            "batch": None,
+            "service_tier": None,
+        }
+        for group, charge in sums
+    ]
 
 
-def _embeddings(group: Mapping[str, str], charge: Charge) -> dict[str, Any]:
-    return _group(group) | {
-        "object": "organization.usage.embeddings.result",
-        "input_tokens": charge.prompt_tokens,
-        "num_model_requests": charge.num_requests,
-    }
+def _embeddings(sums: Sequence[Sum]) -> list[dict[str, Any]]:
+    return [
+        _group(group)
+        | {
+            "object": "organization.usage.embeddings.result",
+            "input_tokens": charge.prompt_tokens,
+            "num_model_requests": charge.num_requests,
+        }
+        for group, charge in sums
+    ]
 
 
-def _cost(group: Mapping[str, str], charge: Charge, asked: Sequence[str]) -> dict[str, Any]:
-    """A line item is a model's or an adapter's tokens; its quantity is said where costs are grouped by it."""
-    is_line = "line_item" in asked
+class _Paid(NamedTuple):
+    """Of one line item: `cost` in nanos / GIBIBYTE_HOUR, `quantity` in tokens, or of memory in bytes times ms."""
+
+    cost: int = 0
+    quantity: int = 0
+    is_memory: bool = False
+
+
+class _Cost(NamedTuple):
+    """What a result of costs is of; None of what is not grouped by."""
+
+    project_id: str | None
+    key_id: str | None
+    model: str | None
+    line_item: str | None
+
+
+def _costs(
+    sums: Sequence[Sum], memory_prices: MemoryPrices, asked: Collection[str], lines: Collection[str]
+) -> list[dict[str, Any]]:
+    """A line item is the tokens of a model or an adapter, or memory that its requests held.
+
+    `asked`: what is grouped by; a quantity is said of line items. `lines`: those that count; all if there are none.
+    """
+    totals: dict[_Cost, _Paid] = {}
+    for group, charge in sums:
+        model = group["model"]
+        tokens = _Paid(charge.cost_nanos * GIBIBYTE_HOUR, charge.prompt_tokens + charge.completion_tokens)
+        paid = {model: tokens} | {
+            line.name: _Paid(line.cost, line.byte_ms, is_memory=True) for line in memory_prices.lines(model, charge)
+        }
+        for name, more in paid.items():
+            if lines and name not in lines:
+                continue
+            place = _Cost(
+                group.get("project_id"),
+                group.get("key_id"),
+                model if "model" in asked else None,
+                name if "line_item" in asked else None,
+            )
+            held = totals.get(place, _Paid())
+            totals[place] = _Paid(held.cost + more.cost, held.quantity + more.quantity, more.is_memory)
+    return [_cost(place, total) for place, total in totals.items()]
+
+
+def _cost(place: _Cost, total: _Paid) -> dict[str, Any]:
+    quantity = total.quantity / GIBIBYTE_HOUR if total.is_memory else total.quantity
+    unit = "gibibyte_hours" if total.is_memory else "tokens"
+    is_line = place.line_item is not None
     return {
         "object": "organization.costs.result",
-        "amount": {"value": charge.cost_nanos / 1e9, "currency": "usd"},
-        "line_item": group["model"] if is_line else None,
-        "quantity": charge.prompt_tokens + charge.completion_tokens if is_line else None,
-        "quantity_unit": "tokens" if is_line else None,
-        "project_id": group.get("project_id"),
-        "api_key_id": group.get("key_id"),
+        "amount": {"value": total.cost / (GIBIBYTE_HOUR * 10**9), "currency": "usd"},
+        "line_item": place.line_item,
+        "quantity": quantity if is_line else None,
+        "quantity_unit": unit if is_line else None,
+        "project_id": place.project_id,
+        "api_key_id": place.key_id,
     }
 
 
