@@ -54,6 +54,7 @@ from app.deployments.store.service import StoreParts, StoreService
 from app.deployments.tenants.activity import Activity, ActivityKey, Seen
 from app.deployments.tenants.adapter_book import AdapterBook
 from app.deployments.tenants.client import TenantsClient
+from app.deployments.tenants.memory_prices import MemoryPrices, Sizes
 from app.deployments.tenants.prices import Prices
 from app.deployments.tenants.view import TenantView
 from app.engine.adapters.card import AdapterRef
@@ -198,12 +199,11 @@ async def measure(url: str, num_adapters: int, num_samples: int) -> list[tuple[s
     store = StoreService(
         StoreParts(registry, lifecycle, _NoBytes(), (), UnreadNames(registry, lifecycle, Quarantine())), lambda: None
     )
+    rates = Rates(Prices({}, "base"), "base", MemoryPrices({}, "base", Sizes(0, 0)))
     service = SimpleNamespace(
         base_name="base",
         registry=view,
-        tenancy=Tenancy(
-            TenantView(), TenantsClient(_Here(store)), Rates(Prices({}, "base"), "base"), "bench", time.time
-        ),
+        tenancy=Tenancy(TenantView(), TenantsClient(_Here(store)), rates, "bench", time.time),
         activity=AdapterActivity(TenantsClient(_Here(_Activities()))),
         management=Management(StoreClient(_Here(store)), _Dropper(), _Nowhere()),
         frontend=SimpleNamespace(limits=SimpleNamespace(max_body_bytes=4 << 20), max_context=2048),
