@@ -94,7 +94,7 @@ async def _usage(request: Request, tenancy: Tenancy, kind: RouteKind, results: R
     if width is None:
         raise InvalidRequest("bucket_width is 1m, 1h or 1d", param="bucket_width")
     if request.query_params.get("batch") == "true" or list_query(request, "user_ids"):
-        raise InvalidRequest("there are no batches and no users here; ask by project, key or model", param="batch")
+        raise InvalidRequest("usage is not counted by batch or user; ask by project, key or model", param="batch")
     query = _query(request, tenancy, width, kind, list_query(request, "group_by"))
     if models := list_query(request, "models"):
         query = _with_only(query, "model", models)
