@@ -37,7 +37,7 @@ install: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@$(BIN)/polylora fetch --config $(CONFIG)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 25 --durations-min 10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 25 --durations-min 10 --max-worker-restart 1 $(PYTEST_ARGS)
 
 test-long:
 	@$(MAKE) test PYTEST_ARGS="--long $(PYTEST_ARGS)"
