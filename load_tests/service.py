@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
@@ -61,15 +62,20 @@ def settings_with_adapters(config: Path, folder: Path, adapters: dict[str, objec
 class Service:
     """`polylora serve`, from the start of its first process to the end of its last."""
 
-    def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: dict[str, str] | None = None, checkout: Path = ROOT
+    ) -> None:
+        """`checkout`: the repository whose code it runs, with this Python."""
         # A short path: Ray makes Unix sockets in it, and their names are limited to 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="plb", dir="/tmp"))
         self.lines: list[Line] = []
-        code = "import sys; from app.cli.main import main; sys.exit(main())"
+        scripts = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+        module, _, function = scripts["polylora"].partition(":")
+        code = f"import sys; from {module} import {function}; sys.exit({function}())"
         self._started_s = time.perf_counter()
         #: What its processes have beside this one's environment.
         self.environment = own_environment(self.folder) | (environment or {})
-        self.process = start_session(["-c", code, *arguments], self.folder, self.environment)
+        self.process = start_session(["-c", code, *arguments], self.folder, self.environment, checkout)
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -131,14 +137,14 @@ def end_session(session_id: int) -> None:
 
 
 def start_session(
-    arguments: Sequence[str], folder: Path, environment: dict[str, str] | None = None
+    arguments: Sequence[str], folder: Path, environment: dict[str, str] | None = None, checkout: Path = ROOT
 ) -> subprocess.Popen[str]:
     """Python with these arguments, in a session and an `own_environment` of its own; what it prints is piped."""
-    environment = os.environ | own_environment(folder) | (environment or {})
+    environment = os.environ | own_environment(folder) | (environment or {}) | {"PYTHONPATH": str(checkout)}
     environment.pop("RAY_ADDRESS", None)
     return subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT,
+        cwd=checkout,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

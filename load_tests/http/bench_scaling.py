@@ -1,11 +1,11 @@
 """Real replicas under a crowd and a day, scaled by adapter demand and by Ray Serve's own policy.
 
 In: nothing but this machine. Out: Markdown: per traffic and policy the seconds until a replica more is started, how
-many there were, requests lost, pinned adapters written again, time to first token; and how the number went. Either
-policy has a service of its own, as `polylora serve` starts it, with a tiny random model, and is asked the same over
-HTTP, one after the other. A replica has room for `Fleet.num_fitting` adapters; more of them in demand ask for more
-replicas, and take many processes, but little of the CPU. Rule: what is counted is seen from outside: processes, answers
-and `GET /v1/loras`.
+many there were, requests lost, adapters written to devices, pinned ones among them again, time to first token; and how
+the number went. Either policy has a service of its own, as `polylora serve` starts it, with a tiny random model, and is
+asked the same over HTTP, one after the other. A replica has room for `Fleet.num_fitting` adapters; more of them in
+demand ask for more replicas, and take many processes, but little of the CPU. Rule: what is counted is seen from
+outside: processes, answers and `GET /v1/loras`.
 
     python -m load_tests.http.bench_scaling
 """
@@ -92,10 +92,14 @@ TRAFFIC: Mapping[str, Sequence[Phase]] = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of one traffic: answers, (seconds, replicas) at every look, writes of pinned adapters beyond one a replica."""
+    """Of one traffic: answers, (seconds, replicas) at every look, and adapters that were written to devices.
+
+    num_reloaded: writes of pinned adapters beyond one a replica.
+    """
 
     outcomes: Sequence[Outcome]
     counts: Sequence[tuple[float, int]]
+    num_loads: int
     num_reloaded: int
 
 
@@ -189,9 +193,9 @@ def counting(num_replicas: Callable[[], int]) -> Iterator[list[tuple[float, int]
         thread.join()
 
 
-def num_writes(url: str, fleet: Fleet) -> int:
-    """How often pinned adapters were written to devices until now."""
-    bodies = [httpx.get(f"{url}/v1/loras/a{index}", timeout=60).json() for index in range(fleet.num_pinned)]
+def num_writes(url: str, num_adapters: int) -> int:
+    """How often the first so many adapters were written to devices until now."""
+    bodies = [httpx.get(f"{url}/v1/loras/a{index}", timeout=60).json() for index in range(num_adapters)]
     return sum(body["activity"]["loads"]["device"] for body in bodies)
 
 
@@ -205,12 +209,13 @@ def measure(url: str, session_id: int, fleet: Fleet, phases: Sequence[Phase]) ->
         pids.update(now)
         return len(now)
 
-    writes_before = num_writes(url, fleet)
+    before, pinned_before = num_writes(url, fleet.num_adapters), num_writes(url, fleet.num_pinned)
     with counting(num_replicas) as counts:
         endpoint = Endpoint(f"{url}/v1", extra_body={"ignore_eos": True})
         outcomes = asyncio.run(open_loop(endpoint, requests(phases, seed=1)))
-    new_writes = num_writes(url, fleet) - writes_before
-    return Seen(outcomes, counts, new_writes - fleet.num_pinned * (len(pids) - num_before))
+    num_loads = num_writes(url, fleet.num_adapters) - before
+    num_reloaded = num_writes(url, fleet.num_pinned) - pinned_before - fleet.num_pinned * (len(pids) - num_before)
+    return Seen(outcomes, counts, num_loads, num_reloaded)
 
 
 def row(policy: str, phases: Sequence[Phase], seen: Seen) -> str:
@@ -225,6 +230,7 @@ def row(policy: str, phases: Sequence[Phase], seen: Seen) -> str:
         " → ".join(map(str, changes(seen.counts))),
         f"{float(np.mean(numbers)):.2f}",
         str(lost),
+        f"{1000 * seen.num_loads / len(seen.outcomes):.0f}",
         str(seen.num_reloaded),
         *(f"{float(np.percentile(first_s, which)):.3f}" for which in (50, 99)),
     )
@@ -232,8 +238,8 @@ def row(policy: str, phases: Sequence[Phase], seen: Seen) -> str:
 
 
 HEAD = (
-    "| policy | s to react | replicas, in turn | mean | lost | pinned written again | TTFT p50, s | p99, s |\n"
-    "|---|---:|---|---:|---:|---:|---:|---:|"
+    "| policy | s to react | replicas, in turn | mean | lost | loads / 1,000 | pinned written again | TTFT p50, s "
+    "| p99, s |\n|---|---:|---|---:|---:|---:|---:|---:|---:|"
 )
 
 
@@ -259,7 +265,9 @@ def main() -> None:
                 for index in range(fleet.num_pinned):
                     body = {"base_model": MODEL, "lora_model": f"a{index}", "pin_lora": True}
                     httpx.post(f"{url}/v1/load_lora", json=body, timeout=300).raise_for_status()
-                while num_writes(url, fleet) < fleet.num_pinned:  # what the first replica has written is told
+                while (
+                    num_writes(url, fleet.num_pinned) < fleet.num_pinned
+                ):  # what the first replica has written is told
                     time.sleep(1.0)
                 for name, lines in rows.items():
                     while len(processes(service.process.pid)["engine"]) > 1:
