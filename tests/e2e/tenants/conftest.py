@@ -26,6 +26,8 @@ from tests.postgres import PostgresServer, find_postgres
 KEY = new_key(is_admin=True).value
 #: PostgreSQL lets every process of this machine in, whatever the password.
 DATABASE_PASSWORD = f"pw{secrets.token_hex(12)}"
+#: Requests that run at once on a replica.
+PLACES = 8
 RAY_TOKEN = secrets.token_hex(32)
 
 
@@ -66,7 +68,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
             **_database(running),
         }
         port = free_port()
-        document = service_document(folder, port, ENGINES["cpu"], 2)
+        # Few places, so that few streams are enough for tenants to wait.
+        document = service_document(folder, port, {**ENGINES["cpu"], "max_batch_sequences": PLACES}, 2)
         document["logging_config"] = {"log_level": "DEBUG", "enable_access_log": True, "encoding": "JSON"}
         document["applications"][0]["args"]["logs"] = {"level": "DEBUG", "format": "json", "requests": True}
         process = polylora_serve(document, port, environment, ["--dashboard"])

@@ -53,9 +53,9 @@ async def test_gauges_of_tenants_and_refusals_are_on_the_port_of_metrics(keyed: 
     Those of `much` are always the largest, so that it is settled who is named.
     """
     async with client(keyed) as administering:
-        much = [await _project(administering, f"much-{index}") for index in range(MAX_NAMED)]
-        little = [await _project(administering, f"little-{index}") for index in range(3)]
-        limited = await _project(administering, "limited")
+        much = [await new_project(administering, f"much-{index}") for index in range(MAX_NAMED)]
+        little = [await new_project(administering, f"little-{index}") for index in range(3)]
+        limited = await new_project(administering, "limited")
         rates = administering.admin.organization.projects.rate_limits
         await rates.update_rate_limit("rl-tiny", project_id=limited.id, max_requests_per_1_day=1)
         await _ask(administering, limited, 1)
@@ -107,7 +107,7 @@ class Told:
         return [line for line in self.lines if line.partition("{")[0].split()[0] == name]
 
 
-async def _project(administering: openai.AsyncOpenAI, name: str) -> Project:
+async def new_project(administering: openai.AsyncOpenAI, name: str) -> Project:
     projects = administering.admin.organization.projects
     project = await projects.create(name=name)
     account = await projects.service_accounts.create(project.id, name="app")
