@@ -46,6 +46,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 #: Why some of them stay so.
 REASONS: Mapping[str, str] = {
+    "chat_template_kwargs": "it is for /v1/chat/completions and /tokenize",
     "suffix": "the models here continue a text and have not learnt to fill a gap in one",
     "functions": "use tools",
     "function_call": "use tool_choice",
