@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jsonschema
@@ -18,6 +19,9 @@ from tests.deployments.http_service import WRITING_SPEC, Service, writing_text
 from tests.deployments.managed import ManagedStore, wanted
 from tests.engine.structured.tokens import tiny_vocabulary
 from tests.fakes import fake_adapter
+
+#: What answers call their times, beside whatever ends with `_at`.
+TIMES = ("created", "updated", "last_used", "since", "time", "start_time", "end_time")
 
 
 @pytest_asyncio.fixture
@@ -67,7 +71,7 @@ async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def _as_described(app: FastAPI) -> Callable[[httpx.Response], Awaitable[None]]:
-    """Looks at each answer of a route that there is: its media type, and the shape of an error."""
+    """Looks at each answer of a route that there is: its media type, the shape of an error, the spelling of times."""
     routes, document = list(api_routes(app.routes)), openapi(app.routes)
 
     async def look(response: httpx.Response) -> None:
@@ -79,9 +83,26 @@ def _as_described(app: FastAPI) -> Callable[[httpx.Response], Awaitable[None]]:
         told = document["paths"][found.path][method.lower()]["responses"]["2XX" if response.is_success else "default"]
         media_type = response.headers.get("content-type", "").partition(";")[0]
         assert media_type in told["content"], f"{method} {path}: {media_type} is not in /openapi.json"
+        if media_type != "application/json":
+            return
+        await response.aread()
+        answer = response.json()
         if not response.is_success:
-            await response.aread()
-            schema = told["content"][media_type]["schema"] | {"components": document["components"]}
-            jsonschema.validate(response.json(), schema)
+            jsonschema.validate(answer, told["content"][media_type]["schema"] | {"components": document["components"]})
+        for name, time_s in _times(answer):
+            assert time_s is None or isinstance(time_s, int), f"{method} {path}: {name} is {time_s!r}, no whole second"
 
     return look
+
+
+def _times(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an answer calls by the name of a time, at any depth, but in what clients have said themselves."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _times(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name in TIMES or name.endswith("_at"):
+                yield name, item
+            elif name not in ("metadata", "detail", "targets"):
+                yield from _times(item)
