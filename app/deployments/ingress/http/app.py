@@ -341,6 +341,17 @@ class _HeadAsGet:
         await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
+_WHAT_THERE_IS = (
+    "requests go to POST /v1/chat/completions, /v1/completions, /v1/embeddings or /generate, GET /v1/models lists "
+    "models and adapters, GET /openapi.json has every route"
+)
+#: What other servers have here.
+_ELSEWHERE = {
+    "/metrics": "Prometheus finds metrics on the port of Ray's agent, on every node: docs/architecture.md says which; "
+    "GET /v1/status has counts of the moment"
+}
+
+
 async def _http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals (no such route, wrong method) in the shape of every other error."""
     assert isinstance(error, HTTPException), "registered for it"
@@ -349,8 +360,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:  # Starlette names the methods of the first route of this path alone
         headers["Allow"] = ", ".join(_methods(request))
     message = {
-        404: f"there is nothing at {path!r}; requests go to POST /v1/chat/completions, /v1/completions, "
-        "/v1/embeddings or /generate, GET /v1/models lists models and adapters, GET /openapi.json has every route",
+        404: f"there is nothing at {path!r}; {_ELSEWHERE.get(path, _WHAT_THERE_IS)}",
         405: f"{path!r} does not take {request.method}, only {headers.get('Allow')}",
     }.get(error.status_code, error.detail)
     body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": "no_route"}}
