@@ -120,7 +120,7 @@ def make_app(service: HttpService, rules: DoorRules, *, log_requests: bool = Fal
 
 
 def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
-    @app.get("/v1/models", openapi_extra=takes(None, "limit", "after"))
+    @app.get("/v1/models", openapi_extra=takes(None, "limit", "after", told="ModelList"))
     async def models(request: Request) -> Response:
         """The base model, adapters and aliases: all of them, or a page."""
         caller = http_caller(request)
@@ -129,7 +129,7 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
         pages = all_models(service, request.query_params.get("after"), caller)
         return StreamingResponse(pages, media_type="application/json")
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name}", openapi_extra=takes(told="Model"))
     async def model(request: Request, name: str) -> Response:
         """One of them."""
         entry = visible(service.registry, http_caller(request), name.removeprefix(f"{service.base_name}:"))
@@ -139,14 +139,17 @@ def _add_openai_routes(app: FastAPI, service: HttpService) -> None:
             return JSONResponse(base_model(service))
         raise NotFound(f"there is no model or adapter {name[:80]!r}; GET /v1/models lists what there is")
 
-    @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionRequest, answers=(JSON, EVENTS)))
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatCompletionRequest, answers=(JSON, EVENTS), told="ChatCompletion"),
+    )
     async def chat(request: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
         body = parse_body(ChatCompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         job = await service.frontend.chat(body, inference_caller(request), request_id_of(request))
         return await _respond(request, service, body, job)
 
-    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest, answers=(JSON, EVENTS)))
+    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest, answers=(JSON, EVENTS), told="Completion"))
     async def completions(request: Request) -> Response:
         """Continue one text or several, whole or as a stream."""
         body = parse_body(CompletionRequest, await read_json(request, service.frontend.limits.max_body_bytes))
@@ -174,7 +177,7 @@ async def _respond(
 
 
 def _add_embeddings_route(app: FastAPI, service: HttpService) -> None:
-    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest))
+    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest, told="Embeddings"))
     async def embeddings(request: Request) -> Response:
         body = parse_body(EmbeddingsRequest, await read_json(request, service.frontend.limits.max_body_bytes))
         caller, request_id = inference_caller(request), request_id_of(request)
@@ -226,7 +229,7 @@ async def _events(job: Job, form: AnswerFormat) -> AsyncGenerator[bytes]:
 
 
 def _add_generate_route(app: FastAPI, service: HttpService) -> None:
-    @app.post("/generate", openapi_extra=takes(GenerateBody))
+    @app.post("/generate", openapi_extra=takes(GenerateBody, told="Results"))
     async def generate(request: Request) -> Response:
         """Continue texts, each with an adapter of its own or none."""
         body = parse_body(GenerateBody, await read_json(request, service.frontend.limits.max_body_bytes))

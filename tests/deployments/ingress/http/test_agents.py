@@ -20,6 +20,7 @@ from app.deployments.ingress.http.app import make_app
 from app.deployments.ingress.http.guard import DoorRules
 from app.deployments.ingress.template_variables import MAX_CHARS
 from tests.deployments.http_service import Service, writing_text
+from tests.deployments.ingress.conftest import as_described
 
 CITY = {
     "type": "object",
@@ -42,8 +43,10 @@ FORMAT: Any = {"format": {"type": "json_schema", "name": "city", "schema": CITY,
 
 @pytest_asyncio.fixture
 async def wire(writing: Service) -> AsyncIterator[httpx2.AsyncClient]:
-    transport = httpx2.ASGITransport(make_app(writing, DoorRules()), raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20) as client:
+    app = make_app(writing, DoorRules())
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    hooks = {"response": [as_described(app)]}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=20, event_hooks=hooks) as client:
         yield client
 
 
